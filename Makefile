@@ -1,0 +1,49 @@
+# Needs Python 3.11 or later, pip and make; everything else goes into .venv the first time.
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin/python
+PIP := $(RUN) -m pip --disable-pip-version-check install -q -c constraints.txt
+SWEEP ?= tests/sweep/run.py --full --out sweep.md
+
+.PHONY: demo test check static doctest bench coverage-sweep format clean
+.DEFAULT_GOAL := test
+
+demo: $(VENV)/.installed
+	$(RUN) examples/digits.py
+
+test: $(VENV)/.installed
+	$(RUN) -m pytest -q
+
+check: static test doctest
+
+static: $(VENV)/.installed
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/pyright
+
+# README.md is a doctest too, so that what it shows stays true.
+doctest: $(VENV)/.installed
+	$(RUN) -m pytest -q --doctest-modules --doctest-glob=README.md src/forall README.md
+
+bench: $(VENV)/.installed
+	$(RUN) benchmarks/run.py
+
+# Every operator in torch's own database, under every transform: long, so not part of `test`.
+coverage-sweep: $(VENV)/.installed
+	$(RUN) $(SWEEP)
+
+format: $(VENV)/.installed
+	$(VENV)/bin/ruff format .
+	$(VENV)/bin/ruff check --fix .
+
+# .venv stays: making it again takes minutes.
+clean:
+	rm -rf build dist .pytest_cache .ruff_cache .hypothesis digits.png sweep.md
+	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+# torch goes first, alone: the version in constraints.txt is settled before anything that depends on it is resolved.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
+	$(PIP) torch
+	$(PIP) -e '.[demo,bench,dev]'
+	touch $@

@@ -1,0 +1,118 @@
+"""Measuring the contestants of one workload side by side."""
+
+import gc
+import math
+import time
+from collections.abc import Callable
+
+import torch
+
+from memory import peak_bytes
+from registry import NAMES, Contestants, Program, Workload
+
+# The allocator's figures hardly vary: a few rounds show whether they do.
+MEMORY_ROUNDS = 3
+
+
+class Disagreement(Exception):
+    """A contestant failed, or computed other values than the hand-written program."""
+
+
+def synchroniser(device: torch.device) -> Callable[[], None]:
+    """What has to be called before reading the clock: kernels on a GPU run asynchronously."""
+    if device.type == "cuda":
+        return lambda: torch.cuda.synchronize(device)
+    return lambda: None
+
+
+def check(contestants: Contestants) -> None:
+    """Compare every contestant with the hand-written program.
+
+    Each is called twice, since a library may take another path once it has seen a program.
+    """
+    expected = contestants.programs[-1]()
+    for name, program in zip(NAMES, contestants.programs, strict=True):
+        for call in ("first", "second"):
+            try:
+                contestants.check(program(), expected)
+            except Exception as error:
+                message = f"{name}, {call} call: {type(error).__name__}: {error}"
+                raise Disagreement(message) from error
+
+
+def seconds(program: Program, repetitions: int, synchronise: Callable[[], None]) -> float:
+    """Wall-clock time of `repetitions` calls, without garbage collections in between."""
+    gc.collect()
+    gc.disable()
+    try:
+        synchronise()
+        start = time.perf_counter()
+        for _ in range(repetitions):
+            program()
+        synchronise()
+        return time.perf_counter() - start
+    finally:
+        gc.enable()
+
+
+def repetitions_for(program: Program, target: float, synchronise: Callable[[], None]) -> int:
+    """How many calls make one sample last about `target` seconds; warms the program up too."""
+    repetitions = 1
+    while True:
+        elapsed = seconds(program, repetitions, synchronise)
+        if elapsed >= target / 4:
+            break
+        repetitions *= 2
+    # The last measurement is a warm one; a first slow call must not leave a sample too short.
+    warm = seconds(program, repetitions, synchronise) / repetitions
+    return max(1, math.ceil(target / warm))
+
+
+def time_rounds(
+    contestants: Contestants, rounds: int, target: float, device: torch.device
+) -> list[tuple[float, ...]]:
+    """Seconds per call of each contestant, one tuple per round.
+
+    All contestants run in every round, so that a slow phase of the machine meets all of them;
+    the order rotates, so that none always inherits the caches of the same predecessor.
+    """
+    synchronise = synchroniser(device)
+    programs = contestants.programs
+    # What exists by now stays out of the collections before every sample, keeping them short.
+    gc.collect()
+    gc.freeze()
+    repetitions = [repetitions_for(program, target, synchronise) for program in programs]
+    measured = []
+    for turn in range(rounds):
+        sample = [0.0] * len(programs)
+        for step in range(len(programs)):
+            which = (turn + step) % len(programs)
+            count = repetitions[which]
+            sample[which] = seconds(programs[which], count, synchronise) / count
+        measured.append(tuple(sample))
+    gc.unfreeze()
+    return measured
+
+
+def memory_rounds(
+    contestants: Contestants, rounds: int, device: torch.device
+) -> list[tuple[float, ...]]:
+    """Peak bytes of each contestant, one tuple per round."""
+    for program in contestants.programs:
+        program()
+    return [
+        tuple(float(peak_bytes(program, device)) for program in contestants.programs)
+        for _ in range(rounds)
+    ]
+
+
+def measure(
+    workload: Workload,
+    contestants: Contestants,
+    rounds: int,
+    target: float,
+    device: torch.device,
+) -> list[tuple[float, ...]]:
+    if workload.quantity == "peak memory":
+        return memory_rounds(contestants, min(rounds, MEMORY_ROUNDS), device)
+    return time_rounds(contestants, rounds, target, device)

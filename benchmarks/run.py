@@ -1,0 +1,105 @@
+"""Compare forall with torch.func and with hand-written programs; see --help."""
+
+import argparse
+import os
+import sys
+import traceback
+import warnings
+from pathlib import Path
+
+# The profiler that counts memory would otherwise report its every start on standard error.
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+# torch.func.linearize warns about the graph it traces itself.
+warnings.filterwarnings("ignore", module="torch.fx", category=UserWarning)
+
+import torch
+
+import workloads  # noqa: F401
+from measure import check, measure
+from registry import WORKLOADS, Workload
+from report import Row, render, table
+
+RESULTS = Path(__file__).with_name("results.md")
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="workloads to run")
+    parser.add_argument("--list", action="store_true", help="list the workloads and stop")
+    parser.add_argument("--rounds", type=int, help="rounds per workload (41, quick: 5)")
+    parser.add_argument("--quick", action="store_true", help="fewer and shorter samples")
+    # One thread: on a machine shared with others, waiting for a second one is what varies most.
+    parser.add_argument("--threads", type=int, default=1, help="threads torch may use (1)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help=f"file to write; by default {RESULTS.name} beside this program for a complete run, "
+        "and none for --only or --quick",
+    )
+    options = parser.parse_args()
+    unknown = set(options.only or ()) - set(WORKLOADS)
+    if unknown:
+        parser.error(f"unknown workloads: {', '.join(sorted(unknown))}")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("no CUDA device here")
+    if options.rounds is None:
+        options.rounds = 5 if options.quick else 41
+    if options.rounds < 1 or options.threads < 1:
+        parser.error("--rounds and --threads take a positive number")
+    if options.out is None and not (options.only or options.quick):
+        options.out = RESULTS
+    return options
+
+
+def prepare(options: argparse.Namespace) -> torch.device:
+    torch.set_num_threads(options.threads)
+    # Reduced precision would make the contestants disagree for reasons of no interest here.
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+    return torch.device(options.device)
+
+
+def check_all(chosen: list[Workload], device: torch.device):
+    """Build every workload and find all disagreements before any time goes into measuring."""
+    built, failures = [], []
+    for workload in chosen:
+        torch.manual_seed(0)
+        try:
+            contestants = workload.build(device)
+            check(contestants)
+        except Exception as error:
+            traceback.print_exception(error)
+            failures.append(f"{workload.name}: {type(error).__name__}: {error}")
+        else:
+            built.append((workload, contestants))
+    return built, failures
+
+
+def main() -> int:
+    options = arguments()
+    if options.list:
+        for workload in WORKLOADS.values():
+            print(f"{workload.name:28} {workload.quantity}: {workload.summary}")
+        return 0
+    device = prepare(options)
+    chosen = [WORKLOADS[name] for name in options.only or WORKLOADS]
+    built, failures = check_all(chosen, device)
+    if failures:
+        print("\nNothing was measured:", *failures, sep="\n", file=sys.stderr)
+        return 1
+    target = 0.005 if options.quick else 0.02
+    rows: list[Row] = []
+    for workload, contestants in built:
+        rows.append((workload, measure(workload, contestants, options.rounds, target, device)))
+        print(table(rows)[-1], flush=True)
+    text = render(rows, device, options.rounds)
+    if options.out is None:
+        print(text)
+    else:
+        options.out.write_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,10 @@
+"""Importing the groups registers their workloads, in the order of the report."""
+
+from . import pointwise  # noqa: F401, I001
+from . import per_example  # noqa: F401
+from . import attention  # noqa: F401
+from . import ensembles  # noqa: F401
+from . import jacobians  # noqa: F401
+from . import hessians  # noqa: F401
+from . import maml  # noqa: F401
+from . import gaussian_process  # noqa: F401

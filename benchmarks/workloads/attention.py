@@ -1,0 +1,79 @@
+"""Per-example gradients of a self-attention block."""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from registry import Contestants, contest, workload
+
+LENGTH, WIDTH, HEADS, EXAMPLES = 16, 32, 4, 32
+
+
+def attend(projected: torch.Tensor) -> torch.Tensor:
+    """Multi-head attention of packed queries, keys and values (..., length, 3 * width)."""
+    query, key, value = (
+        part.unflatten(-1, (HEADS, WIDTH // HEADS)).transpose(-3, -2)
+        for part in projected.chunk(3, dim=-1)
+    )
+    scores = query @ key.transpose(-2, -1) / (WIDTH // HEADS) ** 0.5
+    return (scores.softmax(-1) @ value).transpose(-3, -2).flatten(-2)
+
+
+class Block(nn.Module):
+    """Layer normalisation, self-attention, output projection and the residual connection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.pack = nn.Linear(WIDTH, 3 * WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.out(attend(self.pack(self.norm(x))))
+
+
+def layer_gradients(inputs: torch.Tensor, grad: torch.Tensor):
+    """Per-example weight and bias gradients of a linear layer applied along a sequence."""
+    return torch.bmm(grad.transpose(1, 2), inputs), grad.sum(1)
+
+
+@workload(
+    "per-example-attention",
+    f"per-example gradients of a {HEADS}-head attention block, {EXAMPLES} sequences of "
+    f"length {LENGTH} and width {WIDTH}",
+)
+def per_example_attention(device: torch.device) -> Contestants:
+    block = Block().to(device)
+    parameters = {name: value.detach() for name, value in block.named_parameters()}
+    inputs = torch.randn(EXAMPLES, LENGTH, WIDTH, device=device)
+    targets = torch.randn(EXAMPLES, LENGTH, WIDTH, device=device)
+
+    def transformed(api):
+        def loss(parameters, x, target):
+            return F.mse_loss(api.functional_call(block, parameters, (x,)), target)
+
+        gradients = api.vmap(api.grad(loss), in_dims=(None, 0, 0))
+        return lambda: gradients(parameters, inputs, targets)
+
+    def handwritten():
+        p = parameters
+        standard = F.layer_norm(inputs, (WIDTH,))
+        normal = (standard * p["norm.weight"] + p["norm.bias"]).requires_grad_()
+        projected = F.linear(normal, p["pack.weight"], p["pack.bias"])
+        attended = attend(projected)
+        output = F.linear(attended, p["out.weight"], p["out.bias"])
+        # Summing over the examples what mse_loss averages within each of them.
+        loss = (inputs + output - targets).square().sum() / (LENGTH * WIDTH)
+        grads = torch.autograd.grad(loss, (normal, projected, output))
+        pack_weight, pack_bias = layer_gradients(normal.detach(), grads[1])
+        out_weight, out_bias = layer_gradients(attended.detach(), grads[2])
+        return {
+            "norm.weight": (grads[0] * standard).sum(1),
+            "norm.bias": grads[0].sum(1),
+            "pack.weight": pack_weight,
+            "pack.bias": pack_bias,
+            "out.weight": out_weight,
+            "out.bias": out_bias,
+        }
+
+    return contest(transformed, handwritten)

@@ -1,0 +1,72 @@
+"""Jacobians at one point, and a linearisation applied to several tangents."""
+
+import torch
+
+from registry import Contestants, contest, workload
+
+WIDTH, TANGENTS = 64, 16
+
+
+class Perceptron:
+    """x -> second tanh(first x + bias1) + bias2 on a vector, and its derivative in closed form."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.first = torch.randn(WIDTH, WIDTH, device=device) / WIDTH**0.5
+        self.bias1 = torch.randn(WIDTH, device=device)
+        self.second = torch.randn(WIDTH, WIDTH, device=device) / WIDTH**0.5
+        self.bias2 = torch.randn(WIDTH, device=device)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second @ torch.tanh(self.first @ x + self.bias1) + self.bias2
+
+    def jacobian(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(torch.addmv(self.bias1, self.first, x))
+        return (self.second * (1 - hidden * hidden)) @ self.first
+
+
+@workload("jacrev", "`jacrev` of a 64-64-64 perceptron at one point")
+def jacrev(device: torch.device) -> Contestants:
+    function = Perceptron(device)
+    x = torch.randn(WIDTH, device=device)
+
+    def transformed(api):
+        jacobian = api.jacrev(function)
+        return lambda: jacobian(x)
+
+    return contest(transformed, lambda: function.jacobian(x))
+
+
+@workload("jacfwd", "`jacfwd` of the same perceptron")
+def jacfwd(device: torch.device) -> Contestants:
+    function = Perceptron(device)
+    x = torch.randn(WIDTH, device=device)
+
+    def transformed(api):
+        jacobian = api.jacfwd(function)
+        return lambda: jacobian(x)
+
+    return contest(transformed, lambda: function.jacobian(x))
+
+
+@workload("linearize", f"`linearize` at a point, then {TANGENTS} tangents one after the other")
+def linearize(device: torch.device) -> Contestants:
+    function = Perceptron(device)
+    x = torch.randn(WIDTH, device=device)
+    # One after the other, as an iterative solver would ask for them.
+    tangents = list(torch.randn(TANGENTS, WIDTH, device=device))
+
+    def transformed(api):
+        def program():
+            value, push_forward = api.linearize(function, x)
+            return value, [push_forward(tangent) for tangent in tangents]
+
+        return program
+
+    def handwritten():
+        f = function
+        hidden = torch.tanh(torch.addmv(f.bias1, f.first, x))
+        slope = 1 - hidden * hidden
+        pushed = [f.second @ (slope * (f.first @ tangent)) for tangent in tangents]
+        return torch.addmv(f.bias2, f.second, hidden), pushed
+
+    return contest(transformed, handwritten)

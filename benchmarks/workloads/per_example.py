@@ -1,0 +1,121 @@
+"""Per-example gradients of a multilayer perceptron and of a convolutional network.
+
+The hand-written programs run one forward and one backward pass over the whole batch, keep the
+input of every layer and the gradient at its output, and combine the two per example.
+"""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.grad import conv2d_weight
+
+from registry import Contestants, contest, workload
+
+
+def per_example_gradients(api, model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor):
+    """The usual way: differentiate the loss of one example, then vectorise over examples."""
+    parameters = {name: value.detach() for name, value in model.named_parameters()}
+
+    def loss(parameters, example, label):
+        logits = api.functional_call(model, parameters, (example.unsqueeze(0),))
+        return F.cross_entropy(logits, label.unsqueeze(0))
+
+    gradients = api.vmap(api.grad(loss), in_dims=(None, 0, 0))
+    return lambda: gradients(parameters, inputs, labels)
+
+
+def perceptron(device: torch.device, examples: int) -> Contestants:
+    model = nn.Sequential(nn.Linear(784, 128), nn.ReLU(), nn.Linear(128, 10)).to(device)
+    inputs = torch.randn(examples, 784, device=device)
+    labels = torch.randint(10, (examples,), device=device)
+    weight1, bias1, weight2, bias2 = (value.detach() for value in model.parameters())
+
+    def handwritten():
+        # Starting the graph behind the first layer spares the gradients of the shared weights.
+        first = F.linear(inputs, weight1, bias1).requires_grad_()
+        hidden = F.relu(first)
+        second = F.linear(hidden, weight2, bias2)
+        loss = F.cross_entropy(second, labels, reduction="sum")
+        grad1, grad2 = torch.autograd.grad(loss, (first, second))
+        return {
+            "0.weight": torch.bmm(grad1.unsqueeze(2), inputs.unsqueeze(1)),
+            "0.bias": grad1,
+            "2.weight": torch.bmm(grad2.unsqueeze(2), hidden.detach().unsqueeze(1)),
+            "2.bias": grad2,
+        }
+
+    return contest(lambda api: per_example_gradients(api, model, inputs, labels), handwritten)
+
+
+def convolution_weight_gradient(inputs: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    """Per-example weight gradients of a 3x3 convolution with padding 1.
+
+    One grouped convolution with a group per example: on small images it beats unfolding the
+    input into a matrix.
+    """
+    examples, channels, filters = *inputs.shape[:2], grad.shape[1]
+    gradients = conv2d_weight(
+        inputs.flatten(0, 1).unsqueeze(0),
+        (examples * filters, channels, 3, 3),
+        grad.flatten(0, 1).unsqueeze(0),
+        padding=1,
+        groups=examples,
+    )
+    return gradients.view(examples, filters, channels, 3, 3)
+
+
+def convolutional(device: torch.device, examples: int) -> Contestants:
+    model = nn.Sequential(
+        nn.Conv2d(1, 8, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(8, 16, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(16 * 7 * 7, 10),
+    ).to(device)
+    inputs = torch.randn(examples, 1, 28, 28, device=device)
+    labels = torch.randint(10, (examples,), device=device)
+    weight1, bias1, weight2, bias2, weight3, bias3 = (
+        value.detach() for value in model.parameters()
+    )
+
+    def handwritten():
+        first = F.conv2d(inputs, weight1, bias1, padding=1).requires_grad_()
+        pooled1 = F.max_pool2d(F.relu(first), 2)
+        second = F.conv2d(pooled1, weight2, bias2, padding=1)
+        pooled2 = F.max_pool2d(F.relu(second), 2).flatten(1)
+        logits = F.linear(pooled2, weight3, bias3)
+        loss = F.cross_entropy(logits, labels, reduction="sum")
+        grad1, grad2, grad3 = torch.autograd.grad(loss, (first, second, logits))
+        return {
+            "0.weight": convolution_weight_gradient(inputs, grad1),
+            "0.bias": grad1.sum((2, 3)),
+            "3.weight": convolution_weight_gradient(pooled1.detach(), grad2),
+            "3.bias": grad2.sum((2, 3)),
+            "7.weight": torch.bmm(grad3.unsqueeze(2), pooled2.detach().unsqueeze(1)),
+            "7.bias": grad3,
+        }
+
+    return contest(lambda api: per_example_gradients(api, model, inputs, labels), handwritten)
+
+
+@workload("per-example-mlp", "per-example gradients of a 784-128-10 perceptron, 64 examples")
+def per_example_mlp(device: torch.device) -> Contestants:
+    return perceptron(device, 64)
+
+
+@workload("per-example-cnn", "per-example gradients of a small CNN, 32 images of 28x28")
+def per_example_cnn(device: torch.device) -> Contestants:
+    return convolutional(device, 32)
+
+
+@workload("memory-mlp", "per-example gradients of the perceptron, 256 examples", "peak memory")
+def memory_mlp(device: torch.device) -> Contestants:
+    return perceptron(device, 256)
+
+
+@workload("memory-cnn", "per-example gradients of the CNN, 128 images", "peak memory")
+def memory_cnn(device: torch.device) -> Contestants:
+    return convolutional(device, 128)

@@ -1,0 +1,1 @@
+"""Floor 1: nouns that everyone shares, without opinions."""

@@ -1,0 +1,1 @@
+"""Floor 2: what vjp and jvp mean, thin over torch's autograd."""

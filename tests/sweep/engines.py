@@ -1,0 +1,45 @@
+"""The vmap under test, and how it found the meaning of what it was given."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import re
+import warnings
+from typing import Any, Callable, Iterator
+
+WAYS = ("row", "pointwise", "derived", "decomposed", "loop", "error")
+
+# torch.func says this where it calls a kernel once per example.
+_PEER_LOOPS = re.compile("performance drop because we have not yet implemented the batching rule")
+
+
+class Engine:
+    def __init__(self, name: str):
+        self.name = name
+        module = importlib.import_module(name)
+        self.vmap: Callable = module.vmap
+        self._warning = getattr(module, "PerformanceWarning", None)
+
+    def ways(self, fn: Callable[[], Any]) -> tuple[Any, set[str]]:
+        """``fn()``, and the ways in which the overloads that it called were handled."""
+        with warnings.catch_warnings(record=True) as caught, self._recorded() as found:
+            warnings.simplefilter("always")
+            result = fn()
+        if any(self._means_loop(w) for w in caught):
+            found.add("loop")
+        return result, found
+
+    @contextlib.contextmanager
+    def _recorded(self) -> Iterator[set[str]]:
+        """The set that the engine's own recorder, where it has one, adds the ways to."""
+        yield set()
+
+    def _means_loop(self, warning: warnings.WarningMessage) -> bool:
+        if self._warning is not None:
+            return issubclass(warning.category, self._warning)
+        return bool(_PEER_LOOPS.search(str(warning.message)))
+
+
+def worst(ways: set[str]) -> str:
+    return max(ways, key=WAYS.index) if ways else ""
