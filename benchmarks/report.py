@@ -38,8 +38,7 @@ def header(device: torch.device, rounds: int) -> list[str]:
         f"- torch {torch.__version__}, Python {platform.python_version()}",
         f"- {os.cpu_count()} CPUs, {torch.get_num_threads()} threads used by torch",
         f"- device: {device.type}",
-        f"- {rounds} rounds, in each of which all three contestants run "
-        f"(peak memory: {min(rounds, MEMORY_ROUNDS)})",
+        f"- {rounds} rounds (peak memory: {min(rounds, MEMORY_ROUNDS)}), all contestants in each",
     ]
     if device.type == "cuda":
         lines[2] += f" ({torch.cuda.get_device_name(device)})"

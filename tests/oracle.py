@@ -6,7 +6,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,14 +31,18 @@ def spread(dims: Any, tree: Any) -> list[Any]:
     if isinstance(dims, (list, tuple)):
         if not isinstance(tree, (list, tuple)) or len(dims) != len(tree):
             raise ValueError(f"dims {dims!r} do not fit the tree {tree!r}")
-        return [d for sub, node in zip(dims, tree) for d in spread(sub, node)]
+        return [d for sub, node in zip(dims, tree, strict=True) for d in spread(sub, node)]
     if isinstance(dims, dict):
         return [d for key, node in tree.items() for d in spread(dims[key], node)]
     return [dims] * len(tree_flatten(tree)[0])
 
 
 def batch_size(leaves: list[Any], dims: list[Any]) -> int:
-    sizes = {x.shape[d] for x, d in zip(leaves, dims) if isinstance(x, Tensor) and d is not None}
+    sizes = {
+        x.shape[d]
+        for x, d in zip(leaves, dims, strict=True)
+        if isinstance(x, Tensor) and d is not None
+    }
     if len(sizes) != 1:
         raise ValueError(f"expected one size along the mapped axes, found {sorted(sizes)}")
     return sizes.pop()
@@ -61,7 +66,7 @@ def loop(
             raise ValueError("a loop over no examples has no result; see empty_truth")
         results = []
         for i in range(size):
-            ours = [_example(x, d, i, own_storage) for x, d in zip(leaves, dims)]
+            ours = [_example(x, d, i, own_storage) for x, d in zip(leaves, dims, strict=True)]
             a, k = tree_unflatten(ours, spec)
             results.append(f(*a, **k))
         return stack_trees(results, out_dims)
@@ -79,9 +84,9 @@ def _example(leaf: Any, dim: int | None, i: int, own_storage: bool) -> Any:
 def stack_trees(results: list[Any], out_dims: Any = 0) -> Any:
     """Stack the tensor leaves. Other leaves stay when all agree and become a list when not."""
     first, spec = tree_flatten(results[0])
-    columns = list(zip(*(tree_flatten(r)[0] for r in results))) if first else []
+    columns = list(zip(*(tree_flatten(r)[0] for r in results), strict=True)) if first else []
     dims = spread(out_dims, results[0])
-    return tree_unflatten([_stack(list(c), d) for c, d in zip(columns, dims)], spec)
+    return tree_unflatten([_stack(list(c), d) for c, d in zip(columns, dims, strict=True)], spec)
 
 
 def _stack(values: list[Any], dim: int | None) -> Any:
@@ -90,13 +95,14 @@ def _stack(values: list[Any], dim: int | None) -> Any:
     return values[0] if all(v == values[0] for v in values) else values
 
 
-def empty_truth(one: Any, out_dims: Any = 0) -> Any:
-    """What size 0 has to give, from the result of a loop over one example."""
-    leaves, spec = tree_flatten(one)
-    dims = spread(out_dims, one)
+def empty_truth(some: Any, out_dims: Any = 0) -> Any:
+    """What size 0 has to give, from the result of a loop over some examples."""
+    leaves, spec = tree_flatten(some)
+    if not all(isinstance(x, Tensor) for x in leaves):
+        raise ValueError("no examples, and so no value for what is not a tensor")
     cut = [
-        x.narrow(d, 0, 0) if isinstance(x, Tensor) and d is not None else x
-        for x, d in zip(leaves, dims)
+        x if d is None else x.narrow(d, 0, 0)
+        for x, d in zip(leaves, spread(out_dims, some), strict=True)
     ]
     return tree_unflatten(cut, spec)
 
@@ -109,14 +115,20 @@ def same(a: Any, b: Any, values: bool = True) -> bool:
     return difference(a, b, values) is None
 
 
-def difference(a: Any, b: Any, values: bool = True) -> str | None:
-    """The first difference between ``a`` and the truth ``b``, in words; None when they agree."""
+def difference(
+    a: Any, b: Any, values: bool = True, working: torch.dtype | None = None
+) -> str | None:
+    """The first difference between ``a`` and the truth ``b``, in words; None when they agree.
+
+    ``working`` is the dtype that a result was computed in where that is a coarser one than its
+    own: a float64 from float32 arithmetic is right to 7 digits, not to 16.
+    """
     mine, spec_a = tree_flatten(a)
     theirs, spec_b = tree_flatten(b)
     if spec_a != spec_b:
         return f"structure: {_kinds(a)} instead of {_kinds(b)}"
-    for i, (x, y) in enumerate(zip(mine, theirs)):
-        found = _leaf_difference(x, y, values)
+    for i, (x, y) in enumerate(zip(mine, theirs, strict=True)):
+        found = _leaf_difference(x, y, values, working)
         if found is not None:
             return found if len(theirs) == 1 else f"leaf {i}: {found}"
     return None
@@ -126,16 +138,18 @@ def _kinds(tree: Any) -> str:
     return str(tree_map(lambda x: type(x).__name__, tree))
 
 
-def _leaf_difference(x: Any, y: Any, values: bool) -> str | None:
+def _leaf_difference(x: Any, y: Any, values: bool, working: torch.dtype | None) -> str | None:
     if not isinstance(x, Tensor) or not isinstance(y, Tensor):
-        if type(x) is not type(y) or (values and x != y and not (x != x and y != y)):
+        if type(x) is not type(y) or (values and repr(x) != repr(y)):
             return f"value: {x!r} instead of {y!r}"
         return None
     if x.shape != y.shape:
         return f"shape: {tuple(x.shape)} instead of {tuple(y.shape)}"
     if x.dtype != y.dtype:
         return f"dtype: {x.dtype} instead of {y.dtype}"
-    return _value_difference(_plain(x), _plain(y)) if values and y.numel() else None
+    if not values or not y.numel():
+        return None
+    return _value_difference(_plain(x), _plain(y), working)
 
 
 def _plain(x: Tensor) -> Tensor:
@@ -145,8 +159,8 @@ def _plain(x: Tensor) -> Tensor:
     return x.resolve_conj().resolve_neg()
 
 
-def _value_difference(x: Tensor, y: Tensor) -> str | None:
-    good = _agree(x, y)
+def _value_difference(x: Tensor, y: Tensor, working: torch.dtype | None) -> str | None:
+    good = _agree(x, y, working)
     if bool(good.all()):
         return None
     at = tuple((~good).nonzero()[0].tolist())
@@ -154,17 +168,17 @@ def _value_difference(x: Tensor, y: Tensor) -> str | None:
     return f"value: {x[at].item()} instead of {y[at].item()} at {at} ({count} of {y.numel()} off)"
 
 
-def _agree(x: Tensor, y: Tensor) -> Tensor:
+def _agree(x: Tensor, y: Tensor, working: torch.dtype | None = None) -> Tensor:
     if not (y.is_floating_point() or y.is_complex()):
         return x == y
     nan = x.isnan() & y.isnan()
     if y.is_complex():
         # A complex number with one NaN part is NaN; what the other part holds says nothing.
-        parts = _agree(torch.view_as_real(x), torch.view_as_real(y)).all(-1)
+        parts = _agree(torch.view_as_real(x), torch.view_as_real(y), working).all(-1)
         return nan | parts
     if y.dtype not in TOLERANCE:
         return nan | (x.float() == y.float())
-    relative, absolute = TOLERANCE[y.dtype]
+    relative, absolute = max(TOLERANCE[y.dtype], TOLERANCE[working or y.dtype])
     x, y = x.double(), y.double()
     finite = y.isfinite() & x.isfinite()
     scale = float(y[finite].abs().max()) if bool(finite.any()) else 0.0
@@ -188,7 +202,9 @@ def check_vmap(
     too. ``options`` go to vmap (randomness, chunk_size).
     """
     if vmap is None:
-        from forall import vmap
+        import forall
+
+        vmap = forall.vmap
     mine, theirs = _copies(args), _copies(args)
     truth = loop(f, in_dims, out_dims)(*theirs)
     result = vmap(f, in_dims=in_dims, out_dims=out_dims, **options)(*mine)

@@ -1,9 +1,10 @@
-"""Placements: which tensor arguments of a sample are mapped, along which axis, how many examples."""
+"""Placements: which tensor arguments of a sample are mapped, and along which axis."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Callable, Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,7 +49,9 @@ def _place(j: int, dim: int | None, examples: list[list[Tensor]], size: int) -> 
     return torch.stack([examples[k][j] for k in range(size)], dim)
 
 
-def cases_of(sample: Sample, turn: int, storage: bool) -> Iterator[Case]:
+def cases_of(
+    sample: Sample, turn: int, storage: bool = False, any_value: bool = False
+) -> Iterator[Case]:
     """The placements of one sample; ``turn`` is its place among the entry's samples.
 
     The sizes 1 and 0 come with the first sample only, and with each further one another single
@@ -64,7 +67,7 @@ def cases_of(sample: Sample, turn: int, storage: bool) -> Iterator[Case]:
         if storage and any(d not in (0, None) for d in in_dims):
             continue
         # -1 and a positive axis that mean the same are one placement.
-        key = tuple(None if d is None else d % (r + 1) for d, r in zip(in_dims, ranks))
+        key = tuple(None if d is None else d % (r + 1) for d, r in zip(in_dims, ranks, strict=True))
         if key not in seen:
             seen.add(key)
             yield Case(sample, pattern, in_dims)
@@ -77,15 +80,42 @@ def cases_of(sample: Sample, turn: int, storage: bool) -> Iterator[Case]:
         yield Case(mixed, "dtypes, first only", (0,) + (None,) * (n - 1))
         yield Case(mixed, "dtypes, others only", (None,) + (0,) * (n - 1))
 
+    special = _special_values(sample) if any_value else None
+    if special is not None:
+        yield Case(special, "special values, all at 0", (0,) * n)
+        yield Case(special, "special values, first only", (0,) + (None,) * (n - 1))
+
+
+def _special_values(sample: Sample) -> Sample | None:
+    """NaN, infinity and 0 among the values, elsewhere in each example, and alike in all arguments.
+
+    Random arguments are finite, not 0 and never equal: isnan, any and eq have one answer for them.
+    """
+    special = torch.tensor([float("nan"), float("inf"), 0.0, float("-inf")])
+    if not any(_real(x) for x in sample.leaves[0]):
+        return None
+
+    def change(k: int, x: Tensor) -> Tensor:
+        if not _real(x):
+            return x
+        flat = x.flatten().clone()
+        for i in range(k, flat.numel(), 2):
+            flat[i] = special[(i // 2 + k) % 4]
+        return flat.reshape(x.shape)
+
+    leaves = [[change(k, x) for x in values] for k, values in enumerate(sample.leaves)]
+    return replace(sample, leaves=leaves, text=f"{sample.text} with special values")
+
 
 def _mixed_dtypes(sample: Sample, turn: int) -> Sample | None:
     """One argument 0-dimensional and of a wider dtype than the others.
 
     A 0-dim tensor does not widen a result that others of its kind give dimensions to, and it has
-    to stay 0-dim in that respect when it is mapped. Entries that refuse such arguments have no case.
+    to stay 0-dim in that respect when it is mapped. Entries that refuse such arguments have no
+    case.
     """
     first = sample.leaves[0]
-    reals = [j for j, x in enumerate(first) if x.is_floating_point() and x.numel()]
+    reals = [j for j, x in enumerate(first) if _real(x)]
     if len(reals) < 2:
         return None
     single = reals[-1 if turn % 2 == 0 else 0]
@@ -100,7 +130,11 @@ def _mixed_dtypes(sample: Sample, turn: int) -> Sample | None:
 
     leaves = [[change(j, x) for j, x in enumerate(values)] for values in sample.leaves]
     text = f"{sample.text} with {narrow} and argument {single} a {wider} of no dimensions"
-    return Sample(sample.number, sample.call, leaves, text)
+    return replace(sample, leaves=leaves, text=text, working=torch.float32)
+
+
+def _real(x: Tensor) -> bool:
+    return x.is_floating_point() and x.layout == torch.strided and x.numel() > 0
 
 
 def _patterns(ranks: list[int], turn: int) -> Iterator[tuple[str, tuple]]:

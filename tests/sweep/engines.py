@@ -6,7 +6,10 @@ import contextlib
 import importlib
 import re
 import warnings
-from typing import Any, Callable, Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch.utils._pytree import tree_leaves
 
 WAYS = ("row", "pointwise", "derived", "decomposed", "loop", "error")
 
@@ -32,13 +35,38 @@ class Engine:
 
     @contextlib.contextmanager
     def _recorded(self) -> Iterator[set[str]]:
-        """The set that the engine's own recorder, where it has one, adds the ways to."""
-        yield set()
+        """The ways of the overloads that forall handles in the body; a peer does not tell."""
+        found: set[str] = set()
+        if self.name != "forall":
+            yield found
+            return
+        from forall._batching import interpreter, table
+
+        level = interpreter.VmapLevel
+        run = level.run
+
+        def recorded(self: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+            try:
+                return run(self, func, args, kwargs)
+            finally:
+                # One without mapped arguments runs once, as it would outside: no way to note.
+                if any(_mapped(a, self) for a in tree_leaves((args, kwargs))):
+                    found.add(table.WAYS.get(func, "row"))
+
+        level.run = recorded
+        try:
+            yield found
+        finally:
+            level.run = run
 
     def _means_loop(self, warning: warnings.WarningMessage) -> bool:
         if self._warning is not None:
             return issubclass(warning.category, self._warning)
         return bool(_PEER_LOOPS.search(str(warning.message)))
+
+
+def _mapped(value: Any, level: Any) -> bool:
+    return getattr(value, "axis", None) is not None and getattr(value, "level", None) is level
 
 
 def worst(ways: set[str]) -> str:

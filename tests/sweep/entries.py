@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import random
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Callable
+from typing import Any
 
-import numpy
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten
@@ -43,6 +44,7 @@ class Sample:
     call: Callable[..., Any]  # takes the tensor arguments, flat
     leaves: list[list[Tensor]]
     text: str
+    working: torch.dtype | None = None  # the least precise dtype computed in, if not the result's
 
 
 def all_ops() -> dict[str, Any]:
@@ -62,6 +64,13 @@ def name_of(op: Any) -> str:
     return op.name + (f":{op.variant_test_name}" if op.variant_test_name else "")
 
 
+def takes_any_value(op: Any) -> bool:
+    """Whether NaN and infinity are as good arguments as others, and equal ones worth a look."""
+    from torch.testing._internal.opinfo.core import BinaryUfuncInfo, ReductionOpInfo, UnaryUfuncInfo
+
+    return isinstance(op, (BinaryUfuncInfo, ReductionOpInfo, UnaryUfuncInfo))
+
+
 def dtypes_for(op: Any, wanted: list[torch.dtype]) -> list[torch.dtype]:
     """The wanted dtypes that the entry takes; one that it does take where it takes none of them."""
     supported = set(op.dtypes)
@@ -71,7 +80,7 @@ def dtypes_for(op: Any, wanted: list[torch.dtype]) -> list[torch.dtype]:
     for other in (torch.int64, torch.bool, torch.complex128):
         if other in supported:
             return [other]
-    return [sorted(supported, key=str)[0]]
+    return [min(supported, key=str)]
 
 
 # --------------------------------------------------------------------------- samples
@@ -81,12 +90,11 @@ def samples_of(op: Any, dtype: torch.dtype, count: int, seed: int = 0) -> list[S
     """At most ``count`` samples whose argument patterns differ most, with values per example.
 
     The examples' values come from running the entry's generator under other seeds, which keeps
-    whatever the entry asks of them (symmetric, sorted, in range); see :func:`_perturb` for the rest.
+    whatever the entry asks of them (symmetric, sorted, in range); :func:`_perturb` has the rest.
     """
     runs = [_generate(op, dtype, seed + 1000 * k) for k in range(EXAMPLES)]
-    described = [(i, _features(s)) for i, s in enumerate(runs[0]) if _elements(s) <= LARGEST]
     made = []
-    for i in _most_different(described, count):
+    for i in _most_different(runs[0], count):
         others = [run[i] if i < len(run) else None for run in runs[1:]]
         made.append(_sample(op, i, runs[0][i], others))
     return made
@@ -95,7 +103,7 @@ def samples_of(op: Any, dtype: torch.dtype, count: int, seed: int = 0) -> list[S
 def _generate(op: Any, dtype: torch.dtype, seed: int) -> list[tuple[list, TreeSpec]]:
     torch.manual_seed(seed)
     random.seed(seed)
-    numpy.random.seed(seed)
+    np.random.seed(seed)  # noqa: NPY002  # the generators draw from this one
     found = islice(op.sample_inputs("cpu", dtype, requires_grad=False, set_seed=False), SCAN)
     return [tree_flatten((s.input, tuple(s.args), dict(s.kwargs))) for s in found]
 
@@ -105,28 +113,44 @@ def _elements(flat: tuple[list, TreeSpec]) -> int:
 
 
 def _features(flat: tuple[list, TreeSpec]) -> frozenset:
+    """What a sample has that others may lack. Shapes weigh less than the rest: see _score."""
     leaves, spec = flat
     found: set = {str(spec)}
     for i, x in enumerate(leaves):
         if isinstance(x, Tensor):
-            found |= {(i, x.ndim, x.dtype), (i, "tensor", 1 in x.shape)}
+            found |= {(i, x.ndim, x.dtype), (i, "tensor", 1 in x.shape), ("shape", i, x.shape)}
         else:
             found.add((i, type(x).__name__, repr(x)[:40]))
     return frozenset(found)
 
 
-def _most_different(described: list[tuple[int, frozenset]], count: int) -> list[int]:
-    """Greedy: each next sample is the one that adds the most features not seen yet."""
+def _most_different(runs: list[tuple[list, TreeSpec]], count: int) -> list[int]:
+    """Greedy: each next sample is the one that adds the most features not seen yet.
+
+    Samples without elements have many features of their own and nothing to be wrong in, so that
+    there is one of them at most.
+    """
+    full, empty = {}, {}
+    for i, flat in enumerate(runs):
+        if _elements(flat) <= LARGEST:
+            hollow = any(isinstance(x, Tensor) and x.numel() == 0 for x in flat[0])
+            (empty if hollow else full)[i] = _features(flat)
+    chosen = _greedy(full, count - bool(empty) if full else 0)
+    return sorted(chosen) + _greedy(empty, min(1, count - len(chosen)))
+
+
+def _greedy(left: dict[int, frozenset], count: int) -> list[int]:
     chosen: list[int] = []
     seen: set = set()
-    left = dict(described)
     while left and len(chosen) < count:
-        best = max(left, key=lambda i: (len(left[i] - seen), -i))
-        if chosen and not left[best] - seen:
-            break
+        best = max(left, key=lambda i: (_score(left[i] - seen), -i))
         seen |= left.pop(best)
         chosen.append(best)
-    return sorted(chosen)
+    return chosen
+
+
+def _score(features: frozenset) -> int:
+    return sum(1 if f[0] == "shape" else 4 for f in features)
 
 
 def _sample(op: Any, number: int, flat: tuple, others: list[tuple | None]) -> Sample:
@@ -202,5 +226,7 @@ def _describe(flat: tuple) -> str:
 
 
 class _Shown(str):
+    __slots__ = ()
+
     def __repr__(self) -> str:
         return str(self)

@@ -9,13 +9,14 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-from oracle import difference, empty_truth, loop
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from oracle import difference, empty_truth, loop
+
 from .cases import Case, cases_of
 from .engines import Engine, worst
-from .entries import STORAGE, UNINITIALISED, Sample, samples_of
+from .entries import EXAMPLES, STORAGE, UNINITIALISED, Sample, samples_of, takes_any_value
 
 # From best to worst; an entry is as good as its worst case.
 STATUSES = ("no case", "equal", "loops", "error", "wrong", "timeout", "crash")
@@ -29,6 +30,7 @@ class Verdict:
     way: str = ""
     cases: dict[str, int] = field(default_factory=dict)
     first: dict[str, str] = field(default_factory=dict)  # status -> its first case, described
+    empty: int = 0  # how many of the errors and wrong cases are cases without examples
     seconds: float = 0.0
 
     def as_dict(self) -> dict[str, Any]:
@@ -64,7 +66,9 @@ def judge(
         warnings.simplefilter("ignore")
         for case, status, text in _outcomes(engine, op, dtype, samples, seed, ways):
             counts[status] += 1
-            verdict.first.setdefault(status, f"{case}: {text}" if case else text)
+            verdict.empty += case is not None and case.size == 0 and status in ("error", "wrong")
+            if status != "equal":
+                verdict.first.setdefault(status, f"{case}: {text}" if case else text)
     if counts["error"]:
         ways.add("error")
     verdict.cases = dict(counts)
@@ -80,12 +84,17 @@ def _outcomes(engine, op, dtype, samples, seed, ways):
     except Exception as error:
         yield None, "no case", f"no samples: {_brief(error)}"
         return
+    found = []
     for turn, sample in enumerate(chosen):
         nature = _nature(sample)
-        for case in cases_of(sample, turn, op.name in STORAGE) if nature else ():
-            mapped = {j for j, d in enumerate(case.in_dims) if d is not None}
-            if nature.writes <= mapped:  # else the examples would write over each other
-                yield case, *_run(engine, op.name, case, nature.draws, ways)
+        if nature:
+            cases = cases_of(sample, turn, op.name in STORAGE, takes_any_value(op))
+            found += [(case, nature) for case in cases]
+    # Size 0 comes last: where it is the only one to fail, the first failure said so.
+    for case, nature in sorted(found, key=lambda pair: pair[0].size == 0):
+        mapped = {j for j, d in enumerate(case.in_dims) if d is not None}
+        if nature.writes <= mapped:  # else the examples would write over each other
+            yield case, *_run(engine, op.name, case, nature.draws, ways)
 
 
 def _nature(sample: Sample) -> _Nature | None:
@@ -106,9 +115,7 @@ def _nature(sample: Sample) -> _Nature | None:
     return _Nature(watch.draws, writes)
 
 
-def _run(
-    engine: Engine, name: str, case: Case, draws: bool, ways: set[str]
-) -> tuple[str, str]:
+def _run(engine: Engine, name: str, case: Case, draws: bool, ways: set[str]) -> tuple[str, str]:
     """The status of one case and the words that go with it."""
     try:
         truth = _truth(case, own_storage=name in STORAGE)
@@ -125,18 +132,26 @@ def _run(
     except Exception as error:
         return "error", _brief(error)
     ways |= found
-    try:
-        wrong = difference((result, args), truth, not draws and name not in UNINITIALISED)
-    except Exception as error:
-        wrong = f"value: a result that cannot be compared, {_brief(error)}"
+    wrong = _compare((result, args), truth, not draws and name not in UNINITIALISED, case)
     if wrong:
         return "wrong", wrong
     return ("loops" if "loop" in found else "equal"), ""
 
 
+def _compare(mine: tuple, truth: tuple, values: bool, case: Case) -> str | None:
+    try:
+        wrong = difference(mine[0], truth[0], values, case.sample.working)
+        left = difference(mine[1], truth[1], values, case.sample.working)
+    except Exception as error:
+        return f"value: a result that cannot be compared, {_brief(error)}"
+    return wrong or (f"in the arguments afterwards, {left}" if left else None)
+
+
 def _truth(case: Case, own_storage: bool) -> tuple[Any, tuple[Tensor, ...]]:
     """What the loop gives, and what it leaves in its arguments."""
-    args = case.args(case.size or 1)
+    # No examples: as many as usual are run and cut off, so that shapes that depend on values,
+    # which have no one truth, show.
+    args = case.args(case.size or EXAMPLES)
     result = loop(case.call, case.in_dims, own_storage=own_storage)(*args)
     return (result, args) if case.size else (empty_truth(result), case.args())
 

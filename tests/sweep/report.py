@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any, Iterable
+from collections.abc import Iterable
+from typing import Any
 
 from .engines import WAYS
 from .judge import STATUSES
 
 Row = dict[str, Any]
+BAD = ("wrong", "error")
 
 
 def merged(verdicts: Iterable[Row]) -> list[Row]:
@@ -17,8 +19,16 @@ def merged(verdicts: Iterable[Row]) -> list[Row]:
     for v in verdicts:
         row = rows.setdefault(
             v["name"],
-            {"name": v["name"], "status": "no case", "way": "", "cases": Counter(), "first": {}},
+            {
+                "name": v["name"],
+                "status": "no case",
+                "way": "",
+                "cases": Counter(),
+                "first": {},
+                "empty": 0,
+            },
         )
+        row["empty"] += v["empty"]
         row["status"] = max(row["status"], v["status"], key=STATUSES.index)
         row["way"] = max(row["way"], v["way"], key=lambda w: WAYS.index(w) if w else -1)
         row["cases"].update(v["cases"])
@@ -41,16 +51,25 @@ def totals(rows: list[Row]) -> dict[str, Any]:
         "equal %": round(100 * right / judged, 1) if judged else 0.0,
         **{s: by[s] for s in STATUSES if s not in ("equal", "no case")},
         "no case": by["no case"],
+        "with a loop": sum(r["cases"].get("loops", 0) > 0 for r in rows),
+        "only at size 0": {s: sum(r["status"] == s and _only_empty(r) for r in rows) for s in BAD},
         "cases": {s: cases[s] for s in STATUSES if cases[s]},
         "ways": {w or "unknown": n for w, n in Counter(r["way"] for r in rows).items()},
     }
+
+
+def _only_empty(row: Row) -> bool:
+    """Whether everything else is right, and only a call with no examples goes astray."""
+    return 0 < row["empty"] == sum(row["cases"].get(s, 0) for s in BAD)
 
 
 def markdown(verdicts: Iterable[Row], title: str) -> str:
     rows = merged(verdicts)
     parts = [f"# {title}", "", *_summary(rows)]
     for status in ("crash", "timeout", "wrong", "error", "loops", "no case"):
-        parts += _section(status, [r for r in rows if status in r["first"] or r["status"] == status])
+        parts += _section(
+            status, [r for r in rows if status in r["first"] or r["status"] == status]
+        )
     parts += ["## every entry", "", "| entry | status | way | cases |", "|---|---|---|---|"]
     for r in rows:
         cases = ", ".join(f"{n} {s}" for s, n in r["cases"].items())
@@ -63,7 +82,9 @@ def _summary(rows: list[Row]) -> list[str]:
     lines = [
         f"- entries: {t['entries']}, of which the loop runs for {t['with a case']}",
         f"- equal: {t['equal']} ({t['equal %']} %), of which by a loop: {t['loops']}",
-        *(f"- {s}: {t[s]}" for s in ("wrong", "error", "timeout", "crash")),
+        *(f"- {s}: {t[s]}, of which only at size 0: {t['only at size 0'][s]}" for s in BAD),
+        *(f"- {s}: {t[s]}" for s in ("timeout", "crash")),
+        f"- entries in which an overload was called once per example: {t['with a loop']}",
         "- cases: " + ", ".join(f"{n} {s}" for s, n in t["cases"].items()),
         "- ways: " + ", ".join(f"{n} {w}" for w, n in sorted(t["ways"].items())),
         "",

@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 if __package__ in (None, ""):
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    _tests = Path(__file__).resolve().parents[1]
+    sys.path[:1] = [str(_tests), str(_tests.parent / "src")]
 
 import torch
+
 from sweep.entries import all_ops, dtypes_for
 from sweep.report import markdown, merged, totals
 from sweep.workers import Task, judge_all
@@ -27,7 +29,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     which = p.add_mutually_exclusive_group()
     which.add_argument("--full", action="store_true", help="all entries (the default)")
     which.add_argument("--fraction", type=float, help="this part of the entries, drawn by --seed")
-    which.add_argument("--only", nargs="+", metavar="NAME", help="entries, with or without :variant")
+    which.add_argument(
+        "--only", nargs="+", metavar="NAME", help="entries, with or without :variant"
+    )
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--shard", default="0/1", metavar="I/N", help="entries I, I+N, I+2N, ...")
     p.add_argument("--jobs", type=int, default=2)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import multiprocessing
 import time
+from collections.abc import Iterator
 from multiprocessing.connection import Connection, wait
-from typing import Any, Iterator
+from typing import Any
 
 import torch
 

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import itertools
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
+from forall._torch.dispatch import plain_alias
 from forall._torch.wrapper import Wrapper
 
 if TYPE_CHECKING:
@@ -120,16 +121,6 @@ def graph_free(tensor: torch.Tensor) -> torch.Tensor:
     """
     if isinstance(tensor, Wrapper):
         return tensor.graph_free()
-    if not tensor.requires_grad:
+    if not tensor.requires_grad and tensor.grad_fn is None:
         return tensor
-    with torch._C.DisableTorchFunction(), torch.no_grad(), _without_dispatch_modes():
-        return torch.ops.aten.alias.default(tensor)
-
-
-class _without_dispatch_modes(torch._C._DisableTorchDispatch):  # pragma: no cover - replaced below
-    pass
-
-
-def forget(value: Any) -> None:
-    """Drop a reference in a place where a comment says why."""
-    del value
+    return plain_alias(tensor)

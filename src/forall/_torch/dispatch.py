@@ -137,3 +137,9 @@ def in_torch_func() -> bool:
 def dynamo_loaded() -> bool:
     """Whether torch.compile can have been used at all; importing it to ask would cost seconds."""
     return "torch._dynamo" in sys.modules
+
+
+def plain_alias(tensor: torch.Tensor) -> torch.Tensor:
+    """An alias of an ordinary tensor without history; a tangent of PyTorch's forward mode stays."""
+    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch(), torch.no_grad():
+        return torch.ops.aten.alias.default(tensor)

@@ -1,0 +1,181 @@
+"""`Batched`: a tensor that shows one example and holds the stack; and alias families.
+
+NOTE [alias families]
+    Every tensor born under a level, and the views of it, form a family with one base. Each view
+    knows the calls that lead to it from the base. When per-example data is written into a family
+    whose base is the same for all examples, the base gets an axis (`promote`) and every living
+    view is derived again. Reads pay nothing: `value` and `axis` are plain attributes.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from forall._core.levels import Level, innermost
+from forall._torch.wrapper import Wrapper, make_wrapper
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    ViewCall = Callable[[torch.Tensor, int | None], tuple[torch.Tensor, int | None]]
+
+
+class Family:
+    """One base value and the living tensors that are views of it. See NOTE [alias families]."""
+
+    __slots__ = ("axis", "members", "older", "prune_at", "value")
+
+    def __init__(self, value: torch.Tensor, axis: int | None, older: bool) -> None:
+        self.value = value
+        self.axis = axis
+        self.older = older
+        self.members: list[weakref.ref[Batched]] = []
+        self.prune_at = 64
+
+    def add(self, member: Batched) -> None:
+        self.members.append(weakref.ref(member))
+        if len(self.members) > self.prune_at:
+            self.members = [m for m in self.members if m() is not None]
+            self.prune_at = 2 * len(self.members) + 64
+
+    def rebase(self, value: torch.Tensor, axis: int | None) -> None:
+        """Put another base in place and derive every living view from it again."""
+        self.value, self.axis = value, axis
+        for reference in self.members:
+            member = reference()
+            if member is not None:
+                v, a = value, axis
+                for call in member.chain:
+                    v, a = call(v, a)
+                member.value, member.axis = v, a
+
+
+class Batched(Wrapper):
+    """All examples of a tensor under one vmap level, shown as one example.
+
+    ``value`` is the stack and ``axis`` the place of the examples in it; ``axis`` None means that
+    ``value`` is the same for every example. ``older`` tells a tensor from before the call.
+    """
+
+    value: torch.Tensor
+    axis: int | None
+    family: Family | None
+    chain: tuple[ViewCall, ...]
+    older: bool
+
+    def graph_free(self) -> Batched:
+        if self.family is None and self.older:
+            twin = wrap(self.value, self.axis, self.level)
+            twin.older = True
+            return twin
+        return derive(self, self.value, self.axis, same)
+
+    def describe(self) -> str:
+        place = "the same for all" if self.axis is None else f"axis {self.axis} of"
+        return f"Batched(level {self.level.number}, {place} {self.value!r})"
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        # Reached only where the level's function mode is not: in a backward pass, a hook or a
+        # recomputation after the level has ended. The innermost value's level shares for itself.
+        with torch._C.DisableTorchFunctionSubclass():
+            kwargs = kwargs or {}
+            found = levels_in(args, kwargs)
+            if found and torch.is_grad_enabled():
+                args, kwargs = innermost(found).share_captured(args, kwargs)
+            return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        level = innermost(levels_in(args, kwargs or {}))
+        return level.run(func, args, kwargs or {})
+
+
+def levels_in(args: tuple, kwargs: dict) -> list[Level]:
+    """The levels of all wrappers among the arguments, and in lists among them."""
+    found = []
+    for a in (*args, *kwargs.values()):
+        if isinstance(a, Wrapper):
+            found.append(a.level)
+        elif isinstance(a, (list, tuple)):
+            found.extend(b.level for b in a if isinstance(b, Wrapper))
+    return found
+
+
+def wrap(value: torch.Tensor, axis: int | None, level: Level) -> Batched:
+    """A new tensor of ``level``, with its value's strides so that autograd's views fit."""
+    shape, strides = value.shape, value.stride()
+    if axis is not None:
+        if axis == 0:
+            shape, strides = shape[1:], strides[1:]
+        else:
+            shape = shape[:axis] + shape[axis + 1 :]
+            strides = strides[:axis] + strides[axis + 1 :]
+    b = make_wrapper(
+        Batched,
+        shape,
+        strides,
+        value.storage_offset(),
+        None,
+        value.dtype,
+        value.layout,
+        value.device,
+    )
+    b.value = value
+    b.axis = axis
+    b.level = level
+    b.family = None
+    b.chain = ()
+    b.older = False
+    return b
+
+
+def same(value: torch.Tensor, axis: int | None) -> tuple[torch.Tensor, int | None]:
+    """The view call of an alias."""
+    return value, axis
+
+
+def derive(base: Batched, value: torch.Tensor, axis: int | None, call: ViewCall) -> Batched:
+    """A view of ``base``, of its family."""
+    view = wrap(value, axis, base.level)
+    family = base.family
+    if family is None:
+        family = base.family = Family(base.value, base.axis, base.older)
+        family.add(base)
+    view.family = family
+    view.chain = (*base.chain, call)
+    view.older = base.older
+    family.add(view)
+    return view
+
+
+def promote(b: Batched, size: int) -> None:
+    """Give the base of ``b``'s family an axis, so that examples can differ in it."""
+    family = b.family
+    if family is None:
+        if b.axis is None:
+            b.value, b.axis = spread(b.value, size), 0
+    elif family.axis is None:
+        family.rebase(spread(family.value, size), 0)
+
+
+def spread(value: torch.Tensor, size: int) -> torch.Tensor:
+    """``size`` real copies of ``value``, each laid out as it is."""
+    room = 1 + sum((n - 1) * s for n, s in zip(value.shape, value.stride(), strict=True) if n)
+    room = max(room, 1) + value.storage_offset()
+    if isinstance(value, Wrapper) or value.storage_offset():
+        return value.unsqueeze(0).expand(size, *value.shape).clone(
+            memory_format=torch.preserve_format
+        )
+    stack = torch.empty_strided(
+        (size, *value.shape), (room, *value.stride()), dtype=value.dtype, device=value.device
+    )
+    return stack.copy_(value)
+
+
+def data_of(arg: Any) -> Any:
+    """The value of a wrapper, anything else as it is."""
+    return arg.value if isinstance(arg, Batched) else arg

@@ -1,0 +1,396 @@
+"""Makers of handlers: one rule per kind of operator."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from forall._batching import table
+from forall._batching.batched import Batched, promote, wrap
+from forall._core.errors import shared_write
+from forall._torch.schema import facts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+Tensor = torch.Tensor
+
+
+def is_mapped(a: Any, level: Any) -> bool:
+    """Whether ``a`` differs between the examples of ``level``."""
+    return type(a) is Batched and a.axis is not None and a.level is level
+
+
+def front(a: Batched) -> Tensor:
+    """(.., B, ..) -> (B, *S)."""
+    return a.value if a.axis == 0 else a.value.movedim(a.axis, 0)
+
+
+def lower(a: Any, level: Any) -> Any:
+    """What a shared argument is one level down; lists element by element."""
+    if type(a) is Batched:
+        return a.value if a.level is level else a
+    if isinstance(a, (list, tuple)):
+        return [lower(b, level) for b in a]
+    return a
+
+
+def rank_of(a: Tensor, level: Any) -> int:
+    """The rank of one example."""
+    if type(a) is Batched and a.level is level:
+        return a.value.dim() - (a.axis is not None)
+    return a.dim()
+
+
+def stacked(a: Any, level: Any) -> Tensor:
+    """(B, *S), expanded where all examples share ``a``."""
+    if is_mapped(a, level):
+        return front(a)
+    a = lower(a, level)
+    return a.unsqueeze(0).expand(level.size, *a.shape)
+
+
+def wrapped(out: Any, axis: int | None, level: Any) -> Any:
+    """Results of an operator on stacks, as examples."""
+    if isinstance(out, Tensor):
+        return wrap(out, axis, level)
+    if isinstance(out, (list, tuple)):
+        return type(out)(wrapped(o, axis, level) for o in out)
+    return out
+
+
+# --- pointwise ---------------------------------------------------------------------------------
+
+
+def pointwise(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    """f(x, y, ..) entry by entry: broadcasting aligns examples, not stacks."""
+    axis = rank = dtype = None
+    values = []
+    for a in args:
+        if type(a) is Batched and a.level is level:
+            value = a.value
+            if a.axis is not None:
+                r = value.dim() - 1
+                if axis is None:
+                    axis, rank, dtype = a.axis, r, value.dtype
+                elif axis != a.axis or rank != r:
+                    break
+            values.append(value)
+        else:
+            values.append(a)
+    else:
+        if not kwargs or not any(isinstance(a, Tensor) for a in kwargs.values()):
+            for v in values:
+                if isinstance(v, Tensor):
+                    if v.dtype != dtype and rank == 0:
+                        break
+                elif isinstance(v, (list, tuple)) and v and isinstance(v[0], Tensor):
+                    break
+            else:
+                if _aligned(args, values, axis, rank, level):
+                    out = func(*values, **kwargs) if kwargs else func(*values)
+                    return wrap(out, axis, level) if type(out) is Tensor else wrapped(
+                        out, axis, level
+                    )
+    return _pointwise_with_care(level, func, args, kwargs)
+
+
+def _aligned(args: tuple, values: list, axis: int, rank: int, level: Any) -> bool:
+    """Whether every shared operand broadcasts within the dims right of the examples' axis."""
+    for a, v in zip(args, values):
+        if isinstance(v, Tensor) and not is_mapped(a, level) and v.dim() > rank - axis:
+            return False
+    return True
+
+
+def _pointwise_with_care(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
+    rank = max(rank_of(a, level) for a in tensors)
+    common = _common_dtype(func, tensors, level)
+
+    def align(a: Any) -> Any:
+        if not isinstance(a, Tensor):
+            return a
+        if is_mapped(a, level):
+            v = front(a)
+            r = v.dim() - 1
+            if r < rank:
+                v = v.reshape(v.shape[0], *(1,) * (rank - r), *v.shape[1:])
+        else:
+            v = lower(a, level)
+        return v.to(common) if common is not None and v.dtype != common and _promotes(v) else v
+
+    out = func(*map(align, args), **{k: align(a) for k, a in kwargs.items()})
+    return wrapped(out, 0, level)
+
+
+def _promotes(v: Tensor) -> bool:
+    return v.dtype != torch.bool
+
+
+def _common_dtype(func: Any, tensors: list[Tensor], level: Any) -> torch.dtype | None:
+    """The dtype the examples promote to, where the stacks' ranks would promote otherwise.
+
+    A rank-0 example does not promote a rank-1 tensor, though its stack has rank 1.
+    """
+    if not any(is_mapped(t, level) and rank_of(t, level) == 0 for t in tensors):
+        return None
+    if func.overloadpacket.__name__ == "where":
+        tensors = tensors[1:]
+    dtypes = {t.dtype for t in tensors}
+    if len(dtypes) < 2:
+        return None
+    stand_ins = [
+        torch.empty((1,) * min(rank_of(t, level), 1), dtype=t.dtype, device="meta")
+        for t in tensors
+    ]
+    common = stand_ins[0]
+    result = common.dtype
+    dims = [s for s in stand_ins if s.dim()]
+    zeros = [s for s in stand_ins if not s.dim()]
+    for group in (dims, zeros):
+        if group:
+            best = group[0].dtype
+            for s in group[1:]:
+                best = torch.promote_types(best, s.dtype)
+            merged = torch.empty(group[0].shape, dtype=best, device="meta")
+            common = merged if group is dims or not dims else common
+            result = torch.result_type(common, merged)
+    return result
+
+
+# --- views -------------------------------------------------------------------------------------
+
+
+def view(rule: Callable) -> Callable:
+    """A handler from ``rule(value, axis, *args) -> (value, axis)``, results in x's family."""
+    from forall._batching.batched import derive
+
+    def handler(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+        x = args[0]
+        value, axis = rule(x.value, x.axis, *args[1:], **kwargs)
+        if isinstance(value, Tensor):
+            call = table.view_call(func, args[1:], kwargs, None, x)
+            return derive(x, value, axis, call)
+        return [
+            derive(x, v, axis, table.view_call(func, args[1:], kwargs, i, x))
+            for i, v in enumerate(value)
+        ]
+
+    return handler
+
+
+# --- written by hand ---------------------------------------------------------------------------
+
+
+def by_front(rule: Callable) -> Callable:
+    """A handler from ``rule(*args)``: mapped tensors come as (B, *S), shared ones as they are.
+
+    The first parameter is a `Call` that knows the size and which arguments are mapped.
+    """
+
+    def handler(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+        def take(a: Any) -> Any:
+            if type(a) is Batched and a.level is level:
+                return a.value if a.axis is None else Stack(front(a))
+            if isinstance(a, (list, tuple)):
+                return [take(b) for b in a]
+            return a
+
+        out = rule(level.size, *[take(a) for a in args], **{k: take(a) for k, a in kwargs.items()})
+        return wrapped(out, 0, level)
+
+    return handler
+
+
+class Stack:
+    """A mapped argument as a rule gets it: ``v`` is (B, *S)."""
+
+    __slots__ = ("v",)
+
+    def __init__(self, v: Tensor) -> None:
+        self.v = v
+
+
+# --- derived from the functional overload --------------------------------------------------------
+
+
+def derived(functional: Any) -> Callable:
+    """In-place and out= forms: compute what they would write, then write it."""
+
+    def handler(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+        fact = facts(func)
+        if fact.out_names:
+            targets = [kwargs[n] for n in fact.out_names]
+            rest = {k: a for k, a in kwargs.items() if k not in fact.out_names}
+            results = functional(*args, **rest)
+        else:
+            targets = [args[0]]
+            results = functional(*args, **kwargs)
+        results = results if isinstance(results, (tuple, list)) else (results,)
+        return level_write(level, func, targets, results)
+
+    def redispatch(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+        with level_on(level):
+            return handler(level, func, args, kwargs)
+
+    return redispatch
+
+
+class level_on:
+    """Let operators inside a handler reach this level once more, above its own values."""
+
+    __slots__ = ("level",)
+
+    def __init__(self, level: Any) -> None:
+        self.level = level
+
+    def __enter__(self) -> None:
+        torch._C._push_on_torch_dispatch_stack(self.level)
+
+    def __exit__(self, *_: object) -> None:
+        torch._C._pop_torch_dispatch_stack(None)
+
+
+def level_write(level: Any, func: Any, targets: list, results: Any) -> Any:
+    """Write results into targets, as examples; returns the targets as the operator would."""
+    for target, result in zip(targets, results):
+        write(level, func, target, result)
+    return targets[0] if len(targets) == 1 else tuple(targets)
+
+
+def write(level: Any, func: Any, target: Any, data: Tensor) -> None:
+    """target.copy_(data) for every example, one level down."""
+    view_of = writable(level, func, target, [data])
+    rank = view_of.dim() - 1
+    if is_mapped(data, level):
+        v = front(data)
+        if v.dim() - 1 < rank:
+            v = v.reshape(v.shape[0], *(1,) * (rank - v.dim() + 1), *v.shape[1:])
+    else:
+        v = lower(data, level)
+    view_of.copy_(v)
+
+
+def writable(level: Any, func: Any, target: Any, data: list) -> Tensor:
+    """The target's stack (B, *S) to write into, promoted if the examples will differ in it."""
+    if not (type(target) is Batched and target.level is level):
+        raise shared_write(str(func), target, [d for d in data if is_mapped(d, level)])
+    if target.axis is None:
+        if target.older:
+            raise shared_write(str(func), target, [d for d in data if is_mapped(d, level)])
+        promote(target, level.size)
+    if target.older:
+        _note_write(target)
+    return front(target)
+
+
+def _note_write(target: Batched) -> None:
+    """Rules run below the version count; a caller's tensor must still show that it changed."""
+    if not isinstance(target.value, Batched):
+        torch.autograd.graph.increment_version(target.value)
+
+
+def pointwise_in_place(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    """x.op_(y, ..): the examples of the others broadcast to x's."""
+    target = args[0]
+    stack = writable(level, func, target, list(args[1:]))
+    rank = stack.dim() - 1
+
+    def align(a: Any) -> Any:
+        if not isinstance(a, Tensor):
+            return a
+        if not is_mapped(a, level):
+            return lower(a, level)
+        v = front(a)
+        if v.dim() - 1 < rank:
+            v = v.reshape(v.shape[0], *(1,) * (rank - v.dim() + 1), *v.shape[1:])
+        return v
+
+    func(stack, *map(align, args[1:]), **{k: align(a) for k, a in kwargs.items()})
+    return target
+
+
+def shared_data_write(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    """An in-place or out= operator none of whose arguments differs between the examples."""
+    fact = facts(func)
+    targets = [args[m] if isinstance(m, int) else kwargs[m] for m in fact.mutates]
+    flat = [t for target in targets for t in (target if isinstance(target, (list, tuple)) else [target])]
+    for target in flat:
+        if target is not None and _is_older(target, level) and not _once_is_enough(func):
+            raise _counter(func, target)
+    out = func(
+        *[lower(a, level) for a in args], **{k: lower(a, level) for k, a in kwargs.items()}
+    )
+    if fact.out_names:
+        return targets[0] if len(targets) == 1 else tuple(targets)
+    if not func._schema.returns:
+        return None
+    if len(func._schema.returns) == 1:
+        return targets[0]
+    return wrapped(out, None, level)
+
+
+def _is_older(target: Any, level: Any) -> bool:
+    return not (type(target) is Batched and target.level is level and not target.older)
+
+
+_IDEMPOTENT = frozenset(
+    {"copy_", "fill_", "zero_", "masked_fill_", "index_fill_", "index_copy_", "index_put_",
+     "scatter_", "clamp_", "clamp_min_", "clamp_max_", "relu_", "abs_", "set_", "resize_"}
+)
+
+
+def _once_is_enough(func: Any) -> bool:
+    """Whether doing it once leaves what doing it for every example in turn would leave."""
+    return func.overloadpacket.__name__ in _IDEMPOTENT or bool(facts(func).out_names)
+
+
+def _counter(func: Any, target: Tensor) -> RuntimeError:
+    from forall._core.errors import columns, short
+
+    return RuntimeError(
+        f"vmap: {func} changes a tensor from before the call, once for every example.\n"
+        f"{columns([('written to', short(target), 'shared by all examples')])}\n"
+        "Clone it inside the function (.clone()), or move the write outside vmap."
+    )
+
+
+table.register({"shared write": shared_data_write}, way="derived")
+
+
+# --- the last resort ---------------------------------------------------------------------------
+
+
+def loop(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    """One example after another, then stacked: right by construction."""
+    if level.size == 0:
+        raise NotImplementedError(
+            f"vmap: {func} has no rule yet and there are no examples to loop over."
+        )
+
+    def pick(a: Any, i: int) -> Any:
+        if is_mapped(a, level):
+            return a.value.select(a.axis, i)
+        if type(a) is Batched and a.level is level:
+            return a.value
+        if isinstance(a, (list, tuple)):
+            return [pick(b, i) for b in a]
+        return a
+
+    outs = [
+        func(*[pick(a, i) for a in args], **{k: pick(a, i) for k, a in kwargs.items()})
+        for i in range(level.size)
+    ]
+    return _restacked(outs, level)
+
+
+def _restacked(outs: list, level: Any) -> Any:
+    head = outs[0]
+    if isinstance(head, Tensor):
+        return wrap(torch.stack(outs), 0, level)
+    if isinstance(head, (list, tuple)):
+        return type(head)(_restacked(list(c), level) for c in zip(*outs, strict=True))
+    return head
+

@@ -1,0 +1,94 @@
+"""Making tensors like others, joining and copying them."""
+
+from __future__ import annotations
+
+import torch
+
+from forall._batching.batched import wrap
+from forall._batching.families import Stack, by_front, front, is_mapped, lower, stacked
+from forall._batching.table import register
+
+aten = torch.ops.aten
+
+
+def _like(level, func, args, kwargs):
+    x = args[0]
+    return wrap(func(x.value, *args[1:], **kwargs), x.axis, level)
+
+
+register(
+    {
+        op: _like
+        for op in (
+            aten.clone.default,
+            aten._to_copy.default,
+            aten.zeros_like.default,
+            aten.ones_like.default,
+            aten.empty_like.default,
+            aten.full_like.default,
+            aten.lift_fresh_copy.default,
+        )
+    }
+)
+
+
+def _cat(level, func, args, kwargs):
+    tensors = args[0]
+    dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
+    parts = [stacked(t, level) for t in tensors]
+    rank = max(p.dim() for p in parts) - 1
+    # An empty rank-1 example fits anything: torch drops it for old times' sake.
+    parts = [p for p in parts if not (p.dim() == 2 and p.shape[1] == 0 and rank > 1)]
+    return wrap(torch.cat(parts, dim % rank + 1), 0, level)
+
+
+def _stack(level, func, args, kwargs):
+    tensors = args[0]
+    dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
+    parts = [stacked(t, level) for t in tensors]
+    return wrap(torch.stack(parts, dim % parts[0].dim() + 1), 0, level)
+
+
+register({aten.cat.default: _cat, aten.stack.default: _stack})
+
+
+def _same_size(level, func, args, kwargs):
+    return args[0].shape == args[1].shape
+
+
+def _new_empty_strided(level, func, args, kwargs):
+    x, size, stride = args[:3]
+    room = 1 + sum((n - 1) * s for n, s in zip(size, stride) if n)
+    out = x.value.new_empty_strided([level.size, *size], [max(room, 1), *stride], **kwargs)
+    return wrap(out, 0, level)
+
+
+def _zeros_like_tangent(level, func, args, kwargs):
+    primal = args[1]
+    value = stacked(args[0], level)
+    shape = [level.size, *primal.shape]
+    return wrap(value.new_zeros(shape), 0, level)
+
+
+def _new_zeros(make):
+    def handler(level, func, args, kwargs):
+        # One zero for all: a write of per-example data promotes it.
+        return wrap(make(args[0].value, *args[1:], **kwargs), None, level)
+
+    return handler
+
+
+register(
+    {
+        aten.is_same_size.default: _same_size,
+        aten._has_same_storage_numel.default: lambda *_: True,
+        aten.new_empty_strided.default: _new_empty_strided,
+        aten._new_zeros_with_same_feature_meta.default: _zeros_like_tangent,
+        **{
+            op: _new_zeros(op)
+            for op in (aten.new_zeros.default, aten.new_ones.default, aten.new_full.default,
+                       aten.new_empty.default)
+        },
+    }
+)
+_ = (Stack, by_front, front, is_mapped, lower)

@@ -1,0 +1,198 @@
+"""Views: (.., B, ..) -> (.., B, ..), the examples' axis stays where it is or moves with its dim.
+
+A rule is ``rule(value, axis, *args) -> (value, axis)``. It also re-derives a view after a
+promotion, so it must depend on its arguments alone.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from forall._batching.batched import derive
+from forall._batching.families import view
+from forall._batching.table import VIEWS, register
+from forall._core.axes import axis_without, past, wrap_dim
+
+aten = torch.ops.aten
+
+
+def _alias(v, axis, *_):
+    return v, axis
+
+
+def _select(v, axis, dim, index):
+    dim = past(wrap_dim(dim, v.dim() - 1), axis)
+    return v.select(dim, index), axis_without(axis, dim)
+
+
+def _slice(v, axis, dim=0, start=None, end=None, step=1):
+    return aten.slice.Tensor(v, past(wrap_dim(dim, v.dim() - 1), axis), start, end, step), axis
+
+
+def _transpose(v, axis, dim0, dim1):
+    r = v.dim() - 1
+    if r == 0:
+        return v, axis
+    return v.transpose(past(wrap_dim(dim0, r), axis), past(wrap_dim(dim1, r), axis)), axis
+
+
+def _t(v, axis):
+    return (v, axis) if v.dim() < 3 else _transpose(v, axis, 0, 1)
+
+
+def _permute(v, axis, dims):
+    r = v.dim() - 1
+    order = [past(wrap_dim(d, r), axis) for d in dims]
+    return v.permute([axis, *order]), 0
+
+
+def _unsqueeze(v, axis, dim):
+    dim = wrap_dim(dim, v.dim())
+    return v.unsqueeze(dim if dim <= axis else dim + 1), axis + (dim <= axis)
+
+
+def _squeeze(v, axis):
+    return _squeeze_dims(v, axis, range(v.dim() - 1))
+
+
+def _squeeze_dims(v, axis, dims):
+    r = v.dim() - 1
+    if isinstance(dims, int):
+        dims = [dims]
+    gone = [d for d in (past(wrap_dim(d, r), axis) for d in dims) if r and v.shape[d] == 1]
+    return v.squeeze(gone), axis - sum(d < axis for d in gone)
+
+
+def _expand(v, axis, size, *, implicit=False):
+    v = v.movedim(axis, 0)
+    size = list(size)
+    new = len(size) - (v.dim() - 1)
+    if new < 0:
+        raise RuntimeError(
+            f"expand: {v.dim() - 1} dims of the tensor do not fit the {len(size)} sizes {size}"
+        )
+    v = v.reshape(v.shape[0], *(1,) * new, *v.shape[1:]) if new else v
+    return v.expand(v.shape[0], *size), 0
+
+
+def _view(v, axis, size):
+    v = v.movedim(axis, 0)
+    size = _sizes(size, v)
+    try:
+        return aten.view.default(v, [v.shape[0], *size]), 0
+    except RuntimeError:
+        # The examples lie apart in the stack where each alone would be contiguous.
+        return v.contiguous().view([v.shape[0], *size]), 0
+
+
+def _sizes(size, v):
+    """The sizes with -1 filled in from one example: an empty stack could not tell."""
+    size = list(size)
+    if -1 in size:
+        known = numel = 1
+        for s in size:
+            known *= s if s != -1 else 1
+        for s in v.shape[1:]:
+            numel *= s
+        if known:
+            size[size.index(-1)] = numel // known
+    return size
+
+
+def _reshape_alias(v, axis, size, stride):
+    return _view(v, axis, size)
+
+
+def _diagonal(v, axis, offset=0, dim1=0, dim2=1):
+    r = v.dim() - 1
+    v = v.movedim(axis, 0)
+    return v.diagonal(offset, wrap_dim(dim1, r) + 1, wrap_dim(dim2, r) + 1), 0
+
+
+def _unfold(v, axis, dim, size, step):
+    r = v.dim() - 1
+    if r == 0:  # a number unfolds into one window of one entry
+        return v.unsqueeze(-1).unfold(-1, size, step).squeeze(-2), axis
+    return v.unfold(past(wrap_dim(dim, r), axis), size, step), axis
+
+
+def _split(v, axis, size, dim=0):
+    return v.split(size, past(wrap_dim(dim, v.dim() - 1), axis)), axis
+
+
+def _unbind(v, axis, dim=0):
+    dim = past(wrap_dim(dim, v.dim() - 1), axis)
+    return v.unbind(dim), axis_without(axis, dim)
+
+
+def _view_as_real(v, axis):
+    return torch.view_as_real(v.resolve_conj()), axis
+
+
+def _view_as_complex(v, axis):
+    if axis == v.dim() - 1:
+        return torch.view_as_complex(v.movedim(axis, 0).contiguous()), 0
+    return torch.view_as_complex(v.movedim(axis, 0)), 0
+
+
+def _view_dtype(v, axis, dtype):
+    return v.movedim(axis, 0).view(dtype), 0
+
+
+ROWS = {
+    aten.alias.default: _alias,
+    aten.detach.default: _alias,
+    aten._fw_primal.default: _alias,
+    aten._make_dual.default: _alias,
+    aten.select.int: _select,
+    aten.slice.Tensor: _slice,
+    aten.transpose.int: _transpose,
+    aten.t.default: _t,
+    aten.permute.default: _permute,
+    aten.unsqueeze.default: _unsqueeze,
+    aten.squeeze.default: _squeeze,
+    aten.squeeze.dim: _squeeze_dims,
+    aten.squeeze.dims: _squeeze_dims,
+    aten.expand.default: _expand,
+    aten.view.default: _view,
+    aten._unsafe_view.default: _view,
+    aten._reshape_alias.default: _reshape_alias,
+    aten.diagonal.default: _diagonal,
+    aten.unfold.default: _unfold,
+    aten.split.Tensor: _split,
+    aten.split_with_sizes.default: _split,
+    aten.unbind.int: _unbind,
+    aten.view_as_real.default: _view_as_real,
+    aten.view_as_complex.default: _view_as_complex,
+    aten.view.dtype: _view_dtype,
+}
+VIEWS.update(ROWS)
+register({op: view(rule) for op, rule in ROWS.items()})
+
+
+def strided(x, size, stride, offset):
+    """as_strided speaks of one example's memory; the stack's lies elsewhere by a fixed distance."""
+    delta = 0 if offset is None else offset - x.storage_offset()
+
+    def call(v, axis):
+        if axis is None:
+            return v.as_strided(size, stride, v.storage_offset() + delta), None
+        v = v.movedim(axis, 0)
+        return (
+            v.as_strided(
+                [v.shape[0], *size], [v.stride(0), *stride], v.storage_offset() + delta
+            ),
+            0,
+        )
+
+    return call
+
+
+def _as_strided(level, func, args, kwargs):
+    x, size, stride = args[:3]
+    offset = args[3] if len(args) > 3 else kwargs.get("storage_offset")
+    call = strided(x, size, stride, offset)
+    return derive(x, *call(x.value, x.axis), call)
+
+
+register({aten.as_strided.default: _as_strided})

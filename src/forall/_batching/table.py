@@ -1,0 +1,53 @@
+"""Which handler an operator has. One dictionary, filled by the rules, completed on first use.
+
+A *handler* is ``handler(level, func, args, kwargs) -> result``: it gets the arguments as autograd
+passed them (at least one of them `Batched` of this level, with an axis) and returns wrapped
+results. `families` makes handlers from shorter forms; most rules are a row in one of those.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    Handler = Callable[[Any, Any, tuple, dict], Any]
+
+HANDLERS: dict[Any, Handler] = {}
+WAYS: dict[Any, str] = {}
+
+
+def register(handlers: dict[Any, Handler], way: str = "row") -> None:
+    """Enter rows; an operator has one rule."""
+    for op, handler in handlers.items():
+        if op in HANDLERS and WAYS[op] in {"row", "pointwise"}:
+            raise ValueError(f"register: {op} has a rule already.")
+        HANDLERS[op] = handler
+        WAYS[op] = way
+
+
+def overloads(packet: Any) -> Iterable[Any]:
+    """All overloads of ``torch.ops.aten.<name>``."""
+    return [getattr(packet, name) for name in packet.overloads()]
+
+
+VIEWS: dict[Any, Any] = {}
+
+
+def view_call(func: Any, rest: tuple, kwargs: dict, index: int | None, base: Any) -> Callable:
+    """How to derive this view from its base again, whether or not the base has an axis by then."""
+    rule = VIEWS.get(func)
+
+    def call(value: Any, axis: int | None) -> tuple[Any, int | None]:
+        if axis is None:
+            out = func(value, *rest, **kwargs)
+        elif rule is None:
+            raise NotImplementedError(
+                f"vmap: a write needs the view {func} of each example, which has no rule yet."
+            )
+        else:
+            out, axis = rule(value, axis, *rest, **kwargs)
+        return (out if index is None else out[index]), axis
+
+    return call

@@ -1,0 +1,51 @@
+"""Every message to the user: echo the call, point at the argument, show the value, give the cure.
+
+Builders return the exception and the caller raises it, so the traceback ends at the check.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+class PerformanceWarning(UserWarning):
+    """Something ran right, but by a slow way that has a cure."""
+
+
+def columns(rows: list[tuple[str, ...]]) -> str:
+    """Rows as aligned, indented text."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("   ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+    return "\n".join(f"    {line}" for line in lines)
+
+
+def short(value: object) -> str:
+    """A tensor as dtype and shape, anything else as a clipped repr."""
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def name_of(func: object) -> str:
+    """What a user calls this function."""
+    return getattr(func, "__name__", None) or type(func).__name__
+
+
+def data_dependent(op: str, cure: str) -> RuntimeError:
+    return RuntimeError(
+        f"vmap: {op} asks for a value that differs between the examples.\n"
+        "All examples run as one, so there is no single answer here.\n"
+        f"{cure}"
+    )
+
+
+def shared_write(op: str, target: torch.Tensor, data: list[torch.Tensor]) -> RuntimeError:
+    rows = [("written to", short(target), "from before the call, one for all examples")]
+    rows += [("data", short(d), "differs between the examples") for d in data]
+    return RuntimeError(
+        f"vmap: {op} writes per-example data into a tensor that all examples share.\n"
+        f"{columns(rows)}\n"
+        "Each example would overwrite the last one's result. To give every example its own, map "
+        "the tensor (in_dims) or clone it inside the function (.clone())."
+    )

@@ -1,0 +1,187 @@
+"""Forward mode: `Dual`, a wrapper per `jvp` over PyTorch's single forward-mode level.
+
+The value of a `Dual` is a tensor one level down that carries the tangent as PyTorch's own forward
+mode does; every operator runs there, so views and writes in place carry tangents as they do in
+torch. Values of one level are met only through their `Dual`, so the one forward-mode level of the
+process serves any nesting without confusing perturbations.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from forall._core.levels import Level, innermost, level_of, stack
+from forall._torch.dispatch import AUTOGRAD, autograd_below, is_excluded
+from forall._torch.schema import facts
+from forall._torch.wrapper import Wrapper, make_wrapper
+
+aten = torch.ops.aten
+_DETACH = aten.detach.default
+# Of these the inner forward mode must not hear: at this level they are names for the same value.
+_ALIASES = frozenset({aten._make_dual.default, aten._fw_primal.default})
+
+
+class Dual(Wrapper):
+    """A primal and its tangent under one jvp level; ``value`` carries both."""
+
+    value: torch.Tensor
+
+    def graph_free(self) -> Dual:
+        return wrap(self.value, self.level)
+
+    def describe(self) -> str:
+        return f"Dual(level {self.level.number}, {self.value!r})"
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return innermost(_levels(args, kwargs or {})).run(func, args, kwargs or {})
+
+
+def _levels(args: Any, kwargs: dict) -> list[Level]:
+    found = []
+    for a in (*args, *kwargs.values()):
+        if isinstance(a, Wrapper):
+            found.append(a.level)
+        elif isinstance(a, (list, tuple)):
+            found += [b.level for b in a if isinstance(b, Wrapper)]
+    return found
+
+
+def wrap(value: torch.Tensor, level: JvpLevel) -> Dual:
+    d = make_wrapper(
+        Dual,
+        value.shape,
+        value.stride(),
+        value.storage_offset(),
+        None,
+        value.dtype,
+        value.layout,
+        value.device,
+    )
+    d.value = value
+    d.level = level
+    d.older = False
+    return d
+
+
+class JvpLevel(Level, TorchDispatchMode):
+    """What runs while `jvp` calls the user's function."""
+
+    def __init__(self, parent: Level | None, outer_grad: bool) -> None:
+        TorchDispatchMode.__init__(self)
+        Level.__init__(self, parent)
+        self.outer_grad = outer_grad
+
+    def __enter__(self):
+        self.previous = stack.top
+        self.active = True
+        stack.top = self
+        return TorchDispatchMode.__enter__(self)
+
+    def __exit__(self, *error):
+        try:
+            return TorchDispatchMode.__exit__(self, *error)
+        finally:
+            stack.top = self.previous
+            self.active = False
+            self.lifted.clear()
+
+    def share(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.requires_grad and torch.is_grad_enabled():
+            with torch._C.DisableTorchFunction():
+                return _apply(Share, tensor, self)
+        return wrap(tensor, self)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        for level in _levels(args, kwargs or {}):
+            if level is not self and not level.is_outside(self):
+                return NotImplemented
+        return self.run(func, args, kwargs or {})
+
+    def run(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        """One operator on primals and tangents together, in torch's forward mode."""
+        fact = facts(func)
+        if func is _DETACH and not is_excluded(AUTOGRAD):
+            func = aten.alias.default  # autograd's own copy of a saved tensor keeps its tangent
+        elif func in _ALIASES:
+            func, args = aten.alias.default, args[:1]
+        grad = torch.is_grad_enabled()
+        with autograd_below(grad=grad and self.outer_grad, forward=grad):
+            out = func(
+                *[self._below(a) for a in args], **{k: self._below(a) for k, a in kwargs.items()}
+            )
+            if fact.mutates:
+                return self._written(fact, args, kwargs, out)
+            return self._above(out)
+
+    def _below(self, a: Any) -> Any:
+        if type(a) is Dual:
+            return a.value if a.level is self else a
+        if isinstance(a, (list, tuple)):
+            return [self._below(b) for b in a]
+        return a
+
+    def _above(self, out: Any) -> Any:
+        if isinstance(out, torch.Tensor):
+            return wrap(out, self)
+        if isinstance(out, (list, tuple)):
+            return type(out)(self._above(o) for o in out)
+        return out
+
+    def _written(self, fact: Any, args: tuple, kwargs: dict, out: Any) -> Any:
+        """A write in place answers with the very tensors it was given."""
+        targets = [args[m] if isinstance(m, int) else kwargs[m] for m in fact.mutates]
+        known = {id(self._below(t)): t for t in targets if isinstance(t, torch.Tensor)}
+        if isinstance(out, (list, tuple)):
+            return type(out)(known.get(id(o), o) if id(o) in known else self._above(o) for o in out)
+        return known[id(out)] if id(out) in known else self._above(out)
+
+
+_apply = torch.autograd.Function.__dict__["apply"].__func__
+
+
+class Share(torch.autograd.Function):
+    """A tensor from outside that requires grad, at a jvp level: itself, without a tangent."""
+
+    @staticmethod
+    def forward(tensor, level):
+        return wrap(tensor, level)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, g):
+        return g, None
+
+
+def make_dual(primal: torch.Tensor, tangent: torch.Tensor, level: JvpLevel) -> Dual:
+    """A value of ``level`` with this tangent; both are tensors from just outside it."""
+    with torch._C.DisableTorchFunction(), torch.enable_grad(), _forward_on():
+        return wrap(torch._VF._make_dual(primal, tangent, level=0), level)
+
+
+def unpack(y: torch.Tensor, level: JvpLevel) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The primal and the tangent (None where it is zero), as tensors from just outside."""
+    if level_of(y) is not level:
+        return y, None
+    with torch._C.DisableTorchFunction(), _forward_on():
+        primal, tangent = torch._VF._unpack_dual(y.value, level=0)
+    return primal, tangent
+
+
+class _forward_on:
+    __slots__ = ("was",)
+
+    def __enter__(self) -> None:
+        self.was = torch._C._is_fwd_grad_enabled()
+        torch._C._set_fwd_grad_enabled(True)
+
+    def __exit__(self, *_: object) -> None:
+        torch._C._set_fwd_grad_enabled(self.was)

@@ -1,0 +1,111 @@
+"""Reverse mode: a fresh variable, a pull-back, and results that stay closed to the outside."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from forall._core.errors import columns, short
+from forall._core.levels import graph_free, lift, top
+from forall._torch import trees
+from forall._torch.dispatch import run_backward
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+def variable(x: torch.Tensor) -> torch.Tensor:
+    """A fresh differentiable alias of ``x``, made at the innermost level.
+
+    Made further out, a level in between would take it for a captured tensor and sum its
+    derivative over the examples.
+    """
+    x = lift(x, top())
+    with torch._C.DisableTorchFunction():
+        if x.requires_grad:
+            return x.view_as(x)
+        fresh = graph_free(x)
+        if fresh is x:
+            fresh = x.detach()
+        return fresh.requires_grad_()
+
+
+def leads_outside(tensors: Iterable[torch.Tensor], own: Iterable[torch.Tensor]) -> bool:
+    """Whether the graphs of ``tensors`` reach a leaf other than our ``own`` variables."""
+    ours = {id(v) for v in own}
+    todo = [t.grad_fn for t in tensors if t.grad_fn is not None]
+    if any(t.requires_grad and t.grad_fn is None and id(t) not in ours for t in tensors):
+        return True
+    seen = set(todo)
+    while todo:
+        node = todo.pop()
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and id(leaf) not in ours:
+            return True
+        for next_node, _ in node.next_functions:
+            if next_node is not None and next_node not in seen:
+                seen.add(next_node)
+                todo.append(next_node)
+    return False
+
+
+def variables(call: str, tree: Any) -> tuple[list[torch.Tensor], list, Any]:
+    """Fresh variables for the tensors of a tree; leaves that are no tensors stay."""
+    leaves, spec = trees.flatten(tree)
+    fresh = []
+    out = []
+    for leaf in leaves:
+        if not isinstance(leaf, torch.Tensor):
+            out.append(leaf)
+            continue
+        if not (leaf.is_floating_point() or leaf.is_complex()):
+            raise RuntimeError(
+                f"{call}: only floating-point and complex tensors have a derivative.\n"
+                f"{columns([('differentiated', short(leaf))])}\n"
+                "Convert it (x.float()), or leave it out of argnums."
+            )
+        v = variable(leaf)
+        fresh.append(v)
+        out.append(v)
+    return fresh, out, spec
+
+
+def gradients(
+    outputs: tuple[torch.Tensor, ...],
+    cotangents: tuple[Any, ...] | None,
+    inputs: list[torch.Tensor],
+    *,
+    retain_graph: bool = True,
+    create_graph: bool = True,
+) -> list[torch.Tensor]:
+    """Cotangents pulled back to the inputs, zeros where nothing depends on one."""
+    if cotangents is None:
+        cotangents = tuple(torch.ones_like(y) for y in outputs)
+    live = [(y, c) for y, c in zip(outputs, cotangents, strict=True) if y.requires_grad]
+    if not live or not inputs:
+        return [torch.zeros_like(x) for x in inputs]
+    found = run_backward(
+        tuple(y for y, _ in live),
+        tuple(c for _, c in live),
+        tuple(inputs),
+        retain_graph=retain_graph,
+        create_graph=create_graph,
+    )
+    return [torch.zeros_like(x) if g is None else g for g, x in zip(found, inputs, strict=True)]
+
+
+def closed(results: Any, own: list[torch.Tensor], outer_grad: bool) -> Any:
+    """Results that require grad only if something outside does; the rest drop their graph."""
+    if not outer_grad:
+        return trees.map_tensors(torch.Tensor.detach, results)
+    if any(v.grad_fn is not None for v in own):
+        return results
+    tensors = [t for t in trees.leaves(results) if isinstance(t, torch.Tensor) and t.requires_grad]
+    if not tensors or leads_outside(tensors, own):
+        return results
+    return trees.map_tensors(_freed, results)
+
+
+def _freed(t: torch.Tensor) -> torch.Tensor:
+    return graph_free(t) if t.requires_grad else t

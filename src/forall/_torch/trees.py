@@ -1,0 +1,51 @@
+"""Trees: torch's own registry, so that what other libraries registered counts here too."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._pytree import (
+    TreeSpec,
+    _broadcast_to_and_flatten,
+    keystr,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_leaves,
+    tree_map,
+    tree_unflatten,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = [
+    "TreeSpec",
+    "flatten",
+    "keystr",
+    "leaves",
+    "map_tensors",
+    "prefix",
+    "tree_flatten_with_path",
+    "tree_map",
+    "unflatten",
+]
+
+
+def flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
+    """Leaves and shape of a tree; a lone tensor takes the short way."""
+    return tree_flatten(tree)
+
+
+unflatten = tree_unflatten
+leaves = tree_leaves
+
+
+def prefix(tree: Any, spec: TreeSpec) -> list[Any] | None:
+    """``tree`` broadcast to a leaf for every leaf of ``spec``; None if it does not fit."""
+    return _broadcast_to_and_flatten(tree, spec)
+
+
+def map_tensors(f: Callable[[torch.Tensor], Any], tree: Any) -> Any:
+    """Apply ``f`` to the tensors of a tree and leave the rest."""
+    return tree_map(lambda a: f(a) if isinstance(a, torch.Tensor) else a, tree)
