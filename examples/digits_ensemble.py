@@ -50,6 +50,7 @@ class Calibration:
     accuracy: float
     error: float
     nll: float
+    bin_weight: list[float]
     bin_confidence: list[float]
     bin_accuracy: list[float]
 
@@ -69,17 +70,19 @@ def calibration(log_probabilities: Tensor, labels: Tensor) -> Calibration:
     confidence, predicted = log_probabilities.double().exp().max(-1)
     correct = (predicted == labels).double()
     bins = (confidence * BINS).long().clamp_max(BINS - 1)
-    error, bin_confidence, bin_accuracy = 0.0, [], []
+    bin_weight, bin_confidence, bin_accuracy = [], [], []
     for index in bins.unique():
         inside = bins == index
+        bin_weight.append(inside.double().mean().item())
         bin_confidence.append(confidence[inside].mean().item())
         bin_accuracy.append(correct[inside].mean().item())
-        weight = inside.double().mean().item()
-        error += weight * abs(bin_confidence[-1] - bin_accuracy[-1])
+    bins_with_weight = zip(bin_weight, bin_confidence, bin_accuracy, strict=True)
+    error = sum(weight * abs(mean - right) for weight, mean, right in bins_with_weight)
     return Calibration(
         accuracy(log_probabilities, labels),
         error,
         nll_loss(log_probabilities.double(), labels).item(),
+        bin_weight,
         bin_confidence,
         bin_accuracy,
     )

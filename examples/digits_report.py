@@ -71,22 +71,22 @@ def plot_reliability(axes: Axes, result: EnsembleResult) -> None:
     """Accuracy against confidence on the noisy test images."""
     axes.plot([0, 1], [0, 1], color=LOOP_COLOUR, linestyle="--", linewidth=1, label="calibrated")
     curves = (
-        ("single members", TORCH_COLOUR, "s", result.pooled["noisy test"]),
-        ("ensemble", FORALL_COLOUR, "o", result.ensemble["noisy test"]),
+        ("single members", TORCH_COLOUR, result.pooled["noisy test"]),
+        ("ensemble", FORALL_COLOUR, result.ensemble["noisy test"]),
     )
-    for who, colour, marker, curve in curves:
+    for who, colour, curve in curves:
         axes.plot(
             curve.bin_confidence,
             curve.bin_accuracy,
             color=colour,
-            marker=marker,
-            markersize=5,
             label=f"{who}: ECE {curve.error:.3f}, NLL {curve.nll:.2f}",
         )
+        sizes = [12 + 300 * weight for weight in curve.bin_weight]
+        axes.scatter(curve.bin_confidence, curve.bin_accuracy, color=colour, s=sizes, linewidths=0)
     axes.set_title(f"Calibration under pixel noise ({PIXEL_NOISE:g})")
-    axes.set_xlabel("confidence")
+    axes.set_xlabel("confidence (area of a dot: share of the predictions)")
     axes.set_ylabel("accuracy")
-    axes.set_xlim(0, 1)
+    axes.set_xlim(0, 1.02)
     axes.set_ylim(0, 1.02)
     axes.legend(loc="upper left", fontsize=8, frameon=False)
 

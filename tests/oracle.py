@@ -82,7 +82,10 @@ def _example(leaf: Any, dim: int | None, i: int, own_storage: bool) -> Any:
 
 
 def stack_trees(results: list[Any], out_dims: Any = 0) -> Any:
-    """Stack the tensor leaves. Other leaves stay when all agree and become a list when not."""
+    """Stack the leaves, numbers as if they were tensors of no dimensions.
+
+    Leaves that are neither stay when all examples agree and become a list when not.
+    """
     first, spec = tree_flatten(results[0])
     columns = list(zip(*(tree_flatten(r)[0] for r in results), strict=True)) if first else []
     dims = spread(out_dims, results[0])
@@ -90,6 +93,8 @@ def stack_trees(results: list[Any], out_dims: Any = 0) -> Any:
 
 
 def _stack(values: list[Any], dim: int | None) -> Any:
+    if all(isinstance(v, (int, float, complex)) for v in values) and dim is not None:
+        return torch.tensor(values)
     if all(isinstance(v, Tensor) for v in values):
         return values[0] if dim is None else torch.stack(values, dim)
     return values[0] if all(v == values[0] for v in values) else values

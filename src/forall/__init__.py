@@ -1,10 +1,35 @@
 """Composable function transforms for PyTorch."""
 
+from torch.func import (
+    functional_call,
+    functionalize,
+    replace_all_batch_norm_modules_,
+    stack_module_state,
+)
+
 from forall._batching import rules as _rules
 from forall._core.errors import PerformanceWarning
 from forall._transforms.grad import grad, grad_and_value
+from forall._transforms.jacobian import hessian, jacfwd, jacrev
 from forall._transforms.jvp import jvp
+from forall._transforms.linearize import linearize
+from forall._transforms.vjp import vjp
 from forall._transforms.vmap import vmap
 
 del _rules
-__all__ = ["PerformanceWarning", "grad", "grad_and_value", "jvp", "vmap"]
+__all__ = [
+    "PerformanceWarning",
+    "functional_call",
+    "functionalize",
+    "grad",
+    "grad_and_value",
+    "hessian",
+    "jacfwd",
+    "jacrev",
+    "jvp",
+    "linearize",
+    "replace_all_batch_norm_modules_",
+    "stack_module_state",
+    "vjp",
+    "vmap",
+]

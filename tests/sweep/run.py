@@ -46,6 +46,8 @@ def chosen(ops: dict[str, Any], options: argparse.Namespace) -> list[str]:
     names = list(ops)
     if options.only:
         names = [n for n in names if {n, n.split(":")[0]} & set(options.only)]
+        if not names:
+            raise SystemExit(f"no entry is named {' or '.join(options.only)}")
     elif options.fraction is not None:
         count = max(1, round(options.fraction * len(names)))
         drawn = set(random.Random(options.seed).sample(names, count))

@@ -10,7 +10,7 @@ from sweep.entries import all_ops, dtypes_for
 from sweep.judge import judge
 from sweep.known_gaps import GAPS
 
-FRACTION = 0.35
+FRACTION = 0.45
 SEED = 0
 
 OPS = all_ops()

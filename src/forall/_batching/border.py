@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from forall._batching.batched import Batched, wrap
-from forall._core.levels import graph_free, lift
+from forall._core.levels import graph_free, lift, outside
 from forall._torch.dispatch import has_tangent, users_tangents
 
 if TYPE_CHECKING:
@@ -100,7 +100,8 @@ class Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, g):
-        return leave(g, ctx.axis, ctx.level), None, None
+        with outside(ctx.level):
+            return leave(g, ctx.axis, ctx.level), None, None
 
     @staticmethod
     def jvp(ctx, t, _axis, _level):
@@ -120,7 +121,8 @@ class Exit(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, g):
-        return enter(g, ctx.axis, ctx.level), None, None
+        with outside(ctx.level):
+            return enter(g, ctx.axis, ctx.level), None, None
 
     @staticmethod
     def jvp(ctx, t, _axis, _level):
@@ -140,7 +142,8 @@ class Share(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, g):
-        return _summed(g, ctx.level), None
+        with outside(ctx.level):
+            return _summed(g, ctx.level), None
 
     @staticmethod
     def jvp(ctx, t, _level):

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from forall._batching import border, table
 from forall._batching.batched import Batched, derive, levels_in, wrap
 from forall._batching.resolve import resolve
-from forall._core.levels import Level, innermost, is_from_outside, lift, top
+from forall._core.levels import Level, innermost, is_from_outside, lift, second_name, stack, top
 from forall._torch.dispatch import (
     AUTOGRAD,
     autograd_below,
@@ -29,15 +29,15 @@ from forall._torch.wrapper import Wrapper
 
 aten = torch.ops.aten
 _HANDLERS = table.HANDLERS
+_SHARED = table.SHARED
 _DETACH = aten.detach.default
-_ALIAS = aten.alias.default
 
 
 class VmapLevel(Level, TorchDispatchMode):
     """``size`` examples as one. ``randomness`` is the flag of `vmap`.
 
-    With ``records_values`` autograd records on the stacks, not on the examples: what a pull-back
-    needs that runs through a graph recorded further out.
+    With ``records_values`` autograd acts on the stacks, not on the examples, in the grad mode that
+    the level was made in: what a pull-back needs that runs through a graph recorded further out.
     """
 
     def __init__(
@@ -53,6 +53,11 @@ class VmapLevel(Level, TorchDispatchMode):
         self.size = size
         self.randomness = randomness
         self.records_values = records_values
+        self.outer_grad = torch.is_grad_enabled()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch would import its compiler to leave our handler alone
 
     def share(self, tensor: torch.Tensor) -> torch.Tensor:
         if self.records_values:
@@ -72,9 +77,11 @@ class VmapLevel(Level, TorchDispatchMode):
 
     def run(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """One operator on values of this level, with this level's modes off."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch._C.DisableTorchFunction():
+            if func is _DETACH and not is_excluded(AUTOGRAD):
+                return second_name(args[0])
             if self.records_values:
-                with autograd_below(grad=True, forward=True):
+                with autograd_below(grad=self.outer_grad, forward=self.outer_grad):
                     return self._run(func, args, kwargs)
             return self._run(func, args, kwargs)
 
@@ -121,8 +128,9 @@ _SEQUENCES = frozenset({list, tuple})
 
 def run_shared(level: VmapLevel, func: Any, args: tuple, kwargs: dict) -> Any:
     """An operator whose arguments are the same for all examples runs once."""
-    if func is _DETACH:
-        func = _ALIAS if not is_excluded(AUTOGRAD) else func
+    special = _SHARED.get(func)
+    if special is not None:
+        return special(level, func, args, kwargs)
     fact = facts(func)
     if fact.seeded:
         handler = _HANDLERS.get(func)
@@ -202,7 +210,7 @@ class Sharing(TorchFunctionMode):
         running = top()
         if running is not None:
             levels.append(running)
-        level = innermost(levels)
+        level = innermost(levels) if levels else None
         while level is not None and not (
             isinstance(level, VmapLevel) and not level.records_values
         ):
@@ -231,8 +239,6 @@ class running:
         self.level = level
 
     def __enter__(self) -> VmapLevel:
-        from forall._core.levels import stack
-
         level = self.level
         self.previous = stack.top
         self.sharing = None
@@ -256,8 +262,7 @@ class running:
         self._leave()
 
     def _leave(self) -> None:
-        from forall._core.levels import stack
-
         stack.top = self.previous
         self.level.active = False
         self.level.lifted.clear()
+

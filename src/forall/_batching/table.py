@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 HANDLERS: dict[Any, Handler] = {}
 WAYS: dict[Any, str] = {}
+# Operators that need care even where no argument differs between the examples.
+SHARED: dict[Any, Handler] = {}
 
 
 def register(handlers: dict[Any, Handler], way: str = "row") -> None:

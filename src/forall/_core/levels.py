@@ -1,10 +1,10 @@
 """The stack of active transforms, and how a tensor from outside is brought up to one.
 
 NOTE [inside and outside]
-    A level is *outside* another if it is active and was entered before it. Every other level is
-    *inside*: deeper ones, but also those that have ended and act again because a backward pass
-    runs through what they recorded. Such a pass carries the running level's values as cotangents
-    into the ended level's operators, so there the ended level wraps the running one.
+    Of two active levels the one entered first is *outside*. A level that has ended is inside every
+    active one: it acts again only because a backward pass runs through what it recorded, and that
+    pass carries the running level's values as cotangents into the ended level's operators, so
+    there the ended level wraps the running one.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ class Level:
 
     def is_outside(self, other: Level) -> bool:
         """See NOTE [inside and outside]."""
-        return self.active and self.number < other.number
+        if self.active != other.active:
+            return self.active
+        return self.number < other.number
 
 
 class _Stack(threading.local):
@@ -76,13 +78,11 @@ class entered:
 
 def innermost(levels: Iterable[Level]) -> Level:
     """The level that acts first on an operator that meets values of all of these."""
-    it = iter(levels)
-    best = next(it)
-    for level in it:
-        if best.is_outside(level) or (
-            best.active == level.active and best.number < level.number
-        ):
+    best = None
+    for level in levels:
+        if best is None or best.is_outside(level):
             best = level
+    assert best is not None  # noqa: S101 - callers found at least one
     return best
 
 
@@ -124,3 +124,36 @@ def graph_free(tensor: torch.Tensor) -> torch.Tensor:
     if not tensor.requires_grad and tensor.grad_fn is None:
         return tensor
     return plain_alias(tensor)
+
+def second_name(tensor: torch.Tensor) -> torch.Tensor:
+    """What autograd gets when it saves a tensor or takes it out again, by a detach of its own.
+
+    A tensor of another level must not become one of ours: autograd would hang the history that
+    belongs to it on our wrapper, where the level it comes from does not see it.
+    """
+    return tensor.graph_free() if isinstance(tensor, Wrapper) else plain_alias(tensor)
+
+
+class outside:
+    """Act as code just outside ``level`` does: its modes, and those of levels in it, are off."""
+
+    __slots__ = ("level", "modes", "top")
+
+    def __init__(self, level: Level) -> None:
+        self.level = level
+
+    def __enter__(self) -> None:
+        self.modes = []
+        self.top = stack.top
+        if self.level.active:
+            while torch._C._len_torch_dispatch_stack():
+                mode = torch._C._pop_torch_dispatch_stack(None)
+                self.modes.append(mode)
+                if mode is self.level:
+                    break
+            stack.top = self.level.parent
+
+    def __exit__(self, *_: object) -> None:
+        while self.modes:
+            torch._C._push_on_torch_dispatch_stack(self.modes.pop())
+        stack.top = self.top

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from forall._core.levels import Level, innermost, level_of, stack
+from forall._core.levels import Level, innermost, level_of, second_name, stack
 from forall._torch.dispatch import AUTOGRAD, autograd_below, is_excluded
 from forall._torch.schema import facts
 from forall._torch.wrapper import Wrapper, make_wrapper
@@ -77,6 +77,10 @@ class JvpLevel(Level, TorchDispatchMode):
         Level.__init__(self, parent)
         self.outer_grad = outer_grad
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch would import its compiler to leave our handler alone
+
     def __enter__(self):
         self.previous = stack.top
         self.active = True
@@ -107,11 +111,14 @@ class JvpLevel(Level, TorchDispatchMode):
         """One operator on primals and tangents together, in torch's forward mode."""
         fact = facts(func)
         if func is _DETACH and not is_excluded(AUTOGRAD):
-            func = aten.alias.default  # autograd's own copy of a saved tensor keeps its tangent
-        elif func in _ALIASES:
+            return second_name(args[0])
+        if func in _ALIASES:
             func, args = aten.alias.default, args[:1]
         grad = torch.is_grad_enabled()
-        with autograd_below(grad=grad and self.outer_grad, forward=grad):
+        with (
+            torch._C.DisableTorchFunction(),
+            autograd_below(grad=grad and self.outer_grad, forward=grad),
+        ):
             out = func(
                 *[self._below(a) for a in args], **{k: self._below(a) for k, a in kwargs.items()}
             )

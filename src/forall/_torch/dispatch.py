@@ -140,6 +140,11 @@ def dynamo_loaded() -> bool:
 
 
 def plain_alias(tensor: torch.Tensor) -> torch.Tensor:
-    """An alias of an ordinary tensor without history; a tangent of PyTorch's forward mode stays."""
-    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch(), torch.no_grad():
-        return torch.ops.aten.alias.default(tensor)
+    """An ordinary tensor under a second name without history; a user's own tangent stays."""
+    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+        alias = tensor.detach()
+        if users_tangents():
+            tangent = forward_ad.unpack_dual(tensor).tangent
+            if tangent is not None:
+                alias = forward_ad.make_dual(alias, tangent)
+        return alias

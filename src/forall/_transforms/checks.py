@@ -284,3 +284,34 @@ def independent(call: str, y: torch.Tensor) -> RuntimeError:
         f"{columns([('output', short(y))])}\n"
         "Leave strict out to get zeros for it."
     )
+
+
+def cotangents(call: str, outputs: list, spec: Any, given: Any) -> list:
+    leaves, given_spec = trees.flatten(given)
+    if given_spec != spec:
+        raise RuntimeError(
+            f"{call}: cotangents must be shaped like the output.\n"
+            f"{columns([('output', str(spec)), ('cotangents', str(given_spec))])}\n"
+            "Give every output one cotangent, in the same tree."
+        )
+    rows = [
+        (f"output {short(y)}", f"cotangent {short(c)}")
+        for y, c in zip(outputs, leaves, strict=True)
+        if not isinstance(c, torch.Tensor) or c.shape != y.shape
+    ]
+    if rows:
+        raise RuntimeError(
+            f"{call}: a cotangent must have its output's shape.\n{columns(rows)}\n"
+            "A cotangent weighs every entry of its output."
+        )
+    return leaves
+
+
+def differentiable(call: str, x: torch.Tensor) -> torch.Tensor:
+    if not (x.is_floating_point() or x.is_complex()):
+        raise RuntimeError(
+            f"{call}: only floating-point and complex tensors have a derivative.\n"
+            f"{columns([('differentiated', short(x))])}\n"
+            "Convert it (x.float()), or leave it out of argnums."
+        )
+    return x

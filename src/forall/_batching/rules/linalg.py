@@ -1,0 +1,185 @@
+"""Linear algebra: the kernels take leading batch dims, so most rules only line them up.
+
+(B, *batch, *core): ``core`` is what the operator works on (2 dims of a matrix, 1 of a vector of
+pivots), ``batch`` what the examples themselves stack.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from forall._batching.batched import wrap
+from forall._batching.families import front, is_mapped, lower, stacked, wrapped
+from forall._batching.table import register
+from forall._torch.schema import facts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+aten = torch.ops.aten
+Tensor = torch.Tensor
+
+
+def _stacks(operands: Sequence[Tensor], cores: Sequence[int], level: Any) -> list[Tensor]:
+    """(B, *batch, *core) each, with 1s where an example has fewer batch dims than another's."""
+    ranks = [x.dim() - core for x, core in zip(operands, cores, strict=True)]
+    values = [stacked(x, level) for x in operands]
+    return [
+        v.reshape(v.shape[0], *(1,) * (max(ranks) - rank), *v.shape[1:])
+        for v, rank in zip(values, ranks, strict=True)
+    ]
+
+
+def native(*cores: int, absent: Sequence[int] = (), columns: int | None = None) -> Callable:
+    """A handler for an operator whose first arguments have these core ranks.
+
+    ``absent`` are the results that come as an empty (0,) where they were not asked for.
+    ``columns`` is the argument whose columns are solved for one by one: if it alone differs
+    between the examples, they become more columns of one system, factored once.
+    """
+
+    def handler(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+        others = [a for i, a in enumerate(args[: len(cores)]) if i != columns]
+        if columns is not None and not any(is_mapped(a, level) for a in others):
+            out = _as_columns(level, func, columns, args, kwargs)
+            return wrap(out, 0, level)
+        operands = _stacks(args[: len(cores)], cores, level)
+        out = func(*operands, *args[len(cores) :], **kwargs)
+        if not absent:
+            return wrapped(out, 0, level)
+        return type(out)(
+            wrap(o, None if i in absent and o.dim() == 1 else 0, level) for i, o in enumerate(out)
+        )
+
+    return handler
+
+
+def _as_columns(level: Any, func: Any, columns: int, args: tuple, kwargs: dict) -> Any:
+    """func with (*batch, n, B * k) for (B, *batch, n, k); rows where it solves from the right."""
+    names = facts(func).names
+    left = kwargs.get("left", True)
+    if "left" in names and names.index("left") < len(args):
+        left = args[names.index("left")]
+    below = [lower(a, level) for a in args]
+    below[columns] = _joined(front(args[columns]), left)
+    return _parted(func(*below, **kwargs), level.size, left)
+
+
+def _joined(v: Tensor, left: bool) -> Tensor:
+    *batch, n, k = v.shape[1:]
+    if left:
+        return v.movedim(0, -2).reshape(*batch, n, v.shape[0] * k)
+    return v.movedim(0, -3).reshape(*batch, v.shape[0] * n, k)
+
+
+def _parted(v: Tensor, size: int, left: bool) -> Tensor:
+    *batch, n, k = v.shape
+    if size == 0:
+        return v.unsqueeze(0).expand(0, *v.shape)
+    if left:
+        return v.reshape(*batch, n, size, k // size).movedim(-2, 0)
+    return v.reshape(*batch, size, n // size, k).movedim(-3, 0)
+
+
+register(
+    {
+        **dict.fromkeys(
+            (
+                aten.cholesky.default,
+                aten.cholesky_inverse.default,
+                aten.geqrf.default,
+                aten.linalg_cholesky_ex.default,
+                aten.linalg_eig.default,
+                aten.linalg_eigvals.default,
+                aten._linalg_eigvals.default,
+                aten.linalg_inv_ex.default,
+                aten.linalg_ldl_factor_ex.default,
+                aten.linalg_lu_factor_ex.default,
+                aten.linalg_matrix_exp.default,
+                aten._linalg_det.default,
+                aten._linalg_slogdet.default,
+            ),
+            native(2),
+        ),
+        aten._linalg_eigh.default: native(2, absent=(1,)),
+        aten._linalg_svd.default: native(2, absent=(0, 2)),
+        aten.linalg_lu.default: native(2, absent=(0,)),
+        aten.linalg_qr.default: native(2, absent=(0,)),
+        aten.lu_unpack.default: native(2, 1, absent=(0, 1, 2)),
+        aten.linalg_householder_product.default: native(2, 1),
+        aten.triangular_solve.default: native(2, 2),
+        aten.linalg_solve_triangular.default: native(2, 2, columns=1),
+        aten.cholesky_solve.default: native(2, 2, columns=0),
+        aten.linalg_lu_solve.default: native(2, 1, 2, columns=2),
+        aten.linalg_ldl_solve.default: native(2, 1, 2, columns=2),
+        aten.ormqr.default: native(2, 1, 2, columns=2),
+    }
+)
+
+
+def _is_vector(a: Tensor, b: Tensor) -> bool:
+    """Torch's rule for what stands right of a system of equations."""
+    return b.dim() == 1 or b.shape == a.shape[:-1]
+
+
+def _system(a: Tensor, b: Tensor, level: Any) -> tuple[Tensor, Tensor]:
+    """The stacks of both sides. They must be told apart by rank again: a vector fits a's exactly."""
+    vector = _is_vector(a, b)
+    a, b = _stacks((a, b), (2, 1 if vector else 2), level)
+    return a, b.expand(a.shape[:-1]) if vector else b
+
+
+def _solve_ex(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    """(result, LU, pivots, info): the last three are a's, whatever batch dims b has."""
+    a, b = args
+    left = kwargs.get("left", True)
+    if is_mapped(a, level) or (_is_vector(a, b) and not left):
+        v, w = _system(a, b, level)
+        result, *of_a = func(v, w, **kwargs)
+        ones = v.dim() - 1 - a.dim()
+        of_a = [wrap(o.reshape(o.shape[0], *o.shape[1 + ones :]), 0, level) for o in of_a]
+        return wrap(result, 0, level), *of_a
+    v = front(b)
+    v = _joined(v.unsqueeze(-1) if _is_vector(a, b) else v, left)
+    result, *of_a = func(lower(a, level), v, **kwargs)
+    result = _parted(result, level.size, left)
+    result = result.squeeze(-1) if _is_vector(a, b) else result
+    return wrap(result, 0, level), *(wrap(o, None, level) for o in of_a)
+
+
+def _lstsq(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    """(solution, residuals, rank, singular values), empty where the driver gives none."""
+    a, b = _system(args[0], args[1], level)
+    out = func(a, b, *args[2:], **kwargs)
+    batch = a.dim() - 2
+    ranks = (None, None, batch, batch + 1)
+    return type(out)(
+        wrap(o, None if o.dim() == 1 and o.numel() == 0 and r != 1 else 0, level)
+        for o, r in zip(out, ranks, strict=True)
+    )
+
+
+def _pinv(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    names = [n for n in ("atol", "rtol") if isinstance(kwargs.get(n), Tensor)]
+    x, *tolerances = _stacks(
+        (args[0], *(kwargs[n] for n in names)), (2, *(0 for _ in names)), level
+    )
+    return wrap(func(x, **{**kwargs, **dict(zip(names, tolerances, strict=True))}), 0, level)
+
+
+def _check_errors(level: Any, func: Any, args: tuple, kwargs: dict) -> None:
+    """The stack's error names the first example that fails, as a batch element."""
+    info, name = args[:2]
+    func(front(info), name, is_matrix=False)
+
+
+register(
+    {
+        aten._linalg_solve_ex.default: _solve_ex,
+        aten.linalg_lstsq.default: _lstsq,
+        aten.linalg_pinv.atol_rtol_tensor: _pinv,
+        aten._linalg_check_errors.default: _check_errors,
+    }
+)

@@ -1,0 +1,29 @@
+"""Standard bases: the directions whose images are the columns or rows of a Jacobian."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def rows(tensors: Sequence[torch.Tensor], start: int, stop: int) -> list[torch.Tensor]:
+    """Directions ``start`` to ``stop`` of the space of all ``tensors`` together.
+
+    One (stop - start, *S) per tensor; direction k is 1 at entry k of the concatenation, else 0.
+    """
+    out = []
+    first = 0
+    for t in tensors:
+        n = t.numel()
+        block = torch.zeros(stop - start, n, dtype=t.dtype, device=t.device)
+        low, high = max(start, first), min(stop, first + n)
+        if low < high:
+            i = torch.arange(low, high, device=t.device)
+            block[i - start, i - first] = 1
+        out.append(block.view(stop - start, *t.shape))
+        first += n
+    return out

@@ -1,0 +1,141 @@
+"""The tangent program of a function: what forward mode did to a tangent, kept to be done again.
+
+`linearize` runs its function once with a `Tape` for a tangent. PyTorch's forward formulas meet it
+as they would a tensor; every operator they call on it is written down. The list is a linear
+program in the tangent whose constants are the primal values with their autograd history, so what
+it computes is differentiable in the point of linearisation too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from forall._core.levels import Level
+from forall._torch.schema import facts
+from forall._torch.wrapper import Wrapper, make_wrapper
+
+aten = torch.ops.aten
+
+
+class TapeLevel(Level):
+    """Never on the stack of levels, so inside all of them: a tape acts before any of its values."""
+
+    def __init__(self, parent: Level | None) -> None:
+        super().__init__(parent)
+        self.steps: list[tuple[Any, tuple, dict, int]] = []
+        self.count = 0
+
+    def run(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        """Run one step on the values and write it down."""
+        if func in _QUESTIONS:
+            return _QUESTIONS[func](*args)
+        out = func(*_values(args), **_value_map(kwargs))
+        fact = facts(func)
+        slot = self.count
+        self.steps.append((func, _slots(args), _slot_map(kwargs), slot))
+        if fact.mutates:
+            target = args[fact.mutates[0]] if isinstance(fact.mutates[0], int) else None
+            if not isinstance(target, Tape):
+                raise NotImplementedError(
+                    f"linearize: {func} writes a tangent into a tensor that has none.\n"
+                    "Use the form that returns a new tensor."
+                )
+            self.count += 1
+            return target
+        return self._recorded(out)
+
+    def _recorded(self, out: Any) -> Any:
+        if isinstance(out, torch.Tensor):
+            self.count += 1
+            return tape(out, self.count - 1, self)
+        if isinstance(out, (list, tuple)):
+            return type(out)(self._recorded(o) for o in out)
+        self.count += 1
+        return out
+
+
+class Tape(Wrapper):
+    """A tangent that writes down what is done to it; ``slot`` is its place in the program."""
+
+    value: torch.Tensor
+    slot: int
+
+    def graph_free(self) -> Tape:
+        return self
+
+    def describe(self) -> str:
+        return f"Tape({self.slot}, {self.value!r})"
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        for a in (*args, *(kwargs or {}).values()):
+            for b in a if isinstance(a, (list, tuple)) else (a,):
+                if isinstance(b, Tape):
+                    return b.level.run(func, args, kwargs or {})
+        raise AssertionError("a tape was dispatched to and is not among the arguments")
+
+
+def tape(value: torch.Tensor, slot: int, level: TapeLevel) -> Tape:
+    t = make_wrapper(
+        Tape, value.shape, value.stride(), value.storage_offset(), None,
+        value.dtype, value.layout, value.device,
+    )
+    t.value, t.slot, t.level = value, slot, level
+    return t
+
+
+_QUESTIONS = {
+    aten.is_same_size.default: lambda a, b: a.shape == b.shape,
+    aten._has_same_storage_numel.default: lambda a, b: True,
+}
+
+
+class Slot(int):
+    """A place in the program, where a step's argument was a tape."""
+
+
+def _slots(args: Any) -> tuple:
+    return tuple(_slot(a) for a in args)
+
+
+def _slot_map(kwargs: dict) -> dict:
+    return {k: _slot(a) for k, a in kwargs.items()}
+
+
+def _slot(a: Any) -> Any:
+    if isinstance(a, Tape):
+        return Slot(a.slot)
+    return [_slot(b) for b in a] if isinstance(a, (list, tuple)) else a
+
+
+def _values(args: Any) -> list:
+    return [_value(a) for a in args]
+
+
+def _value_map(kwargs: dict) -> dict:
+    return {k: _value(a) for k, a in kwargs.items()}
+
+
+def _value(a: Any) -> Any:
+    if isinstance(a, Tape):
+        return a.value
+    return _values(a) if isinstance(a, (list, tuple)) else a
+
+
+def play(level: TapeLevel, seeds: list[torch.Tensor]) -> list[Any]:
+    """The program again, on other tangents: the value in every slot."""
+    slots: list[Any] = list(seeds)
+
+    def fill(a: Any) -> Any:
+        if type(a) is Slot:
+            return slots[a]
+        return [fill(b) for b in a] if isinstance(a, (list, tuple)) else a
+
+    for func, args, kwargs, _ in level.steps:
+        out = func(*map(fill, args), **{k: fill(a) for k, a in kwargs.items()})
+        slots.extend(out if isinstance(out, (list, tuple)) else (out,))
+    return slots
