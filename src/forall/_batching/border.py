@@ -3,6 +3,12 @@
 `Enter` (stack -> example) and `Exit` (example -> stack) are each other's derivative. `Share` brings
 in a tensor from outside, the same for every example; its derivative leaves and sums over them.
 The derivative is taken on the examples, by autograd itself; the rules run below it.
+
+NOTE [dressed stacks]
+    A pull-back of many cotangents at once runs under a level that records on its stacks
+    (`VmapLevel.records_values`): there the history of a tensor hangs on the value, not on the
+    wrapper. So before a node is recorded such wrappers are taken off (`strip`), and put on again
+    inside it or behind it (`dress`).
 """
 
 from __future__ import annotations
@@ -18,6 +24,8 @@ from forall._torch.dispatch import has_tangent, users_tangents
 if TYPE_CHECKING:
     from forall._batching.interpreter import VmapLevel
 
+    Dress = tuple[tuple[VmapLevel, int | None], ...]
+
 _call = torch.autograd.Function.__dict__["apply"].__func__
 
 
@@ -28,37 +36,89 @@ def carries(tensor: torch.Tensor) -> bool:
     )
 
 
-def enter(stack: torch.Tensor, axis: int, level: VmapLevel) -> torch.Tensor:
+def strip(tensor: torch.Tensor) -> tuple[torch.Tensor, Dress]:
+    """The tensor that carries the history, and what it wears. See NOTE [dressed stacks]."""
+    worn: Dress = ()
+    while isinstance(tensor, Batched) and tensor.level.records_values:
+        worn = ((tensor.level, tensor.axis), *worn)
+        tensor = tensor.value
+    return tensor, worn
+
+
+def dress(tensor: torch.Tensor, worn: Dress) -> torch.Tensor:
+    """Put the wrappers on again, the first one next to the tensor."""
+    for level, axis in worn:
+        tensor = wrap(tensor, axis, level)
+    return tensor
+
+
+def undress(tensor: torch.Tensor, worn: Dress) -> torch.Tensor:
+    """Take off these wrappers and leave each one's examples where they were when it was put on."""
+    for level, axis in reversed(worn):
+        if isinstance(tensor, Batched) and tensor.level is level:
+            value, now = tensor.value, tensor.axis
+        else:
+            value, now = tensor, None
+        if axis is None:
+            # The same for all of its examples then; a derivative of it is the sum over them.
+            tensor = value * level.size if now is None else value.sum(now)
+        elif now is None:
+            tensor = value.unsqueeze(axis).expand(
+                *value.shape[:axis], level.size, *value.shape[axis:]
+            )
+        else:
+            tensor = value.movedim(now, axis)
+    return tensor
+
+
+def settle(tensor: torch.Tensor, worn: Dress) -> tuple[torch.Tensor, Dress]:
+    """Take off what a node's far side wears, and the wrappers of pull-backs that have ended.
+
+    A value that was the same for all cotangents of an ended pull-back gets one derivative from
+    each: their sum.
+    """
+    tensor = undress(tensor, worn)
+    while isinstance(tensor, Batched) and tensor.level.records_values and not tensor.level.active:
+        ended = ((tensor.level, None),)
+        tensor, worn = undress(tensor, ended), (*ended, *worn)
+    return tensor, worn
+
+
+def enter(stack: torch.Tensor, axis: int, level: VmapLevel, worn: Dress = ()) -> torch.Tensor:
     """A stack from just outside ``level`` as one example of it."""
-    if stack.is_complex() and stack.is_conj():
-        stack = stack.resolve_conj()
-    if stack.is_neg():
-        stack = stack.resolve_neg()
-    stack = lift(stack, level.parent) if stack.requires_grad else stack
-    if carries(stack):
-        with torch._C.DisableTorchFunction():
-            return _call(Enter, stack, axis, level)
-    return _entered(stack, axis, level)
+    with torch._C.DisableTorchFunction():
+        if stack.is_complex() and stack.is_conj():
+            stack = stack.resolve_conj()
+        if stack.is_neg():
+            stack = stack.resolve_neg()
+        stack = lift(stack, level.parent) if stack.requires_grad else stack
+        bare, wears = strip(stack)
+        worn = (*wears, *worn)
+        if carries(bare):
+            return _call(Enter, bare, axis, level, worn)
+        return _entered(bare, axis, level, worn)
 
 
-def leave(example: torch.Tensor, axis: int, level: VmapLevel) -> torch.Tensor:
+def leave(example: torch.Tensor, axis: int, level: VmapLevel, worn: Dress = ()) -> torch.Tensor:
     """One example of ``level`` as a stack just outside it, examples at ``axis``."""
-    if carries(example):
-        with torch._C.DisableTorchFunction():
-            return _call(Exit, example, axis, level)
-    return _left(example, axis, level)
+    with torch._C.DisableTorchFunction():
+        if not carries(example):
+            return settle(_left(example, axis, level), worn)[0]
+        wears: list[Dress] = []
+        bare = _call(Exit, example, axis, level, worn, wears)
+        return dress(bare, wears[0])
 
 
 def share(tensor: torch.Tensor, level: VmapLevel) -> torch.Tensor:
     """A tensor of the level just outside, the same for every example of ``level``."""
-    if carries(tensor):
-        with torch._C.DisableTorchFunction():
+    with torch._C.DisableTorchFunction():
+        if carries(tensor):
             return _call(Share, tensor, level)
-    return _shared(tensor, level)
+        return _shared(tensor, level)
 
 
-def _entered(stack: torch.Tensor, axis: int, level: VmapLevel) -> Batched:
-    b = wrap(graph_free(stack), axis, level)
+def _entered(bare: torch.Tensor, axis: int, level: VmapLevel, worn: Dress) -> Batched:
+    b = wrap(dress(graph_free(bare), worn), axis, level)
     b.older = True
     return b
 
@@ -71,62 +131,63 @@ def _shared(tensor: torch.Tensor, level: VmapLevel) -> Batched:
 
 def _left(example: torch.Tensor, axis: int, level: VmapLevel) -> torch.Tensor:
     """The stack itself where it is ours alone; a copy where it is older or shared by all."""
-    if not isinstance(example, Batched) or example.level is not level:
-        value = graph_free(example).unsqueeze(axis)
-        shape = list(value.shape)
-        shape[axis] = level.size
-        return value.expand(shape).clone()
-    value = example.value
-    if example.axis is None:
-        value = value.unsqueeze(axis)
-        shape = list(value.shape)
-        shape[axis] = level.size
-        return value.expand(shape).clone()
+    if isinstance(example, Batched) and example.level is level:
+        value, now = example.value, example.axis
+    else:
+        value, now = graph_free(example), None
+    if now is None:
+        return value.unsqueeze(axis).expand(
+            *value.shape[:axis], level.size, *value.shape[axis:]
+        ).clone(memory_format=torch.contiguous_format)
     if example.older:
         value = value.clone()
-    return value if example.axis == axis else value.movedim(example.axis, axis)
+    return value if now == axis else value.movedim(now, axis)
 
 
 class Enter(torch.autograd.Function):
     """(.., B, ..) -> one example."""
 
     @staticmethod
-    def forward(stack, axis, level):
-        return _entered(stack, axis, level)
+    def forward(stack, axis, level, worn):
+        return _entered(stack, axis, level, worn)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        _, ctx.axis, ctx.level = inputs
+        _, ctx.axis, ctx.level, ctx.worn = inputs
 
     @staticmethod
     def backward(ctx, g):
         with outside(ctx.level):
-            return leave(g, ctx.axis, ctx.level), None, None
+            return leave(g, ctx.axis, ctx.level, ctx.worn), None, None, None
 
     @staticmethod
-    def jvp(ctx, t, _axis, _level):
-        return None if t is None else enter(t, ctx.axis, ctx.level)
+    def jvp(ctx, t, *_):
+        return None if t is None else enter(t, ctx.axis, ctx.level, ctx.worn)
 
 
 class Exit(torch.autograd.Function):
     """One example -> (.., B, ..)."""
 
     @staticmethod
-    def forward(example, axis, level):
-        return graph_free(_left(example, axis, level))
+    def forward(example, axis, level, worn, wears):
+        settled, worn = settle(_left(example, axis, level), worn)
+        bare, now = strip(settled)
+        wears += (now, worn)
+        return graph_free(bare)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        _, ctx.axis, ctx.level = inputs
+        _, ctx.axis, ctx.level, _, wears = inputs
+        ctx.worn = (*wears[0], *wears[1])
 
     @staticmethod
     def backward(ctx, g):
         with outside(ctx.level):
-            return enter(g, ctx.axis, ctx.level), None, None
+            return enter(g, ctx.axis, ctx.level, ctx.worn), None, None, None, None
 
     @staticmethod
-    def jvp(ctx, t, _axis, _level):
-        return None if t is None else leave(t, ctx.axis, ctx.level)
+    def jvp(ctx, t, *_):
+        return None if t is None else leave(t, ctx.axis, ctx.level, ctx.worn)
 
 
 class Share(torch.autograd.Function):
@@ -154,5 +215,3 @@ def _summed(g: torch.Tensor, level: VmapLevel) -> torch.Tensor:
     if isinstance(g, Batched) and g.level is level and g.axis is None and not carries(g):
         return g.value * level.size
     return leave(g, 0, level).sum(0)
-
-

@@ -185,23 +185,46 @@ def view(rule: Callable) -> Callable:
 
 
 def by_front(rule: Callable) -> Callable:
-    """A handler from ``rule(*args)``: mapped tensors come as (B, *S), shared ones as they are.
+    """A handler from ``rule(size, *args)``: mapped tensors come as a `Stack` of (B, *S), shared
+    ones as they are.
 
-    The first parameter is a `Call` that knows the size and which arguments are mapped.
+    Without examples a rule gets one blank example, so that no operator has to bear B = 0.
     """
 
     def handler(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
-        def take(a: Any) -> Any:
-            if type(a) is Batched and a.level is level:
-                return a.value if a.axis is None else Stack(front(a))
-            if isinstance(a, (list, tuple)):
-                return [take(b) for b in a]
-            return a
-
-        out = rule(level.size, *[take(a) for a in args], **{k: take(a) for k, a in kwargs.items()})
-        return wrapped(out, 0, level)
+        size = level.size or 1
+        args = [_taken(a, level) for a in args]
+        if kwargs:
+            out = rule(size, *args, **{k: _taken(a, level) for k, a in kwargs.items()})
+        else:
+            out = rule(size, *args)
+        if type(out) is Tensor and level.size:
+            return wrap(out, 0, level)
+        return wrapped(out if level.size else without_examples(out), 0, level)
 
     return handler
+
+
+def _taken(a: Any, level: Any) -> Any:
+    if type(a) is Batched and a.level is level:
+        if a.axis is None:
+            return a.value
+        return Stack(front(a) if level.size else blank(a))
+    if isinstance(a, (list, tuple)):
+        return [_taken(b, level) for b in a]
+    return a
+
+
+def blank(a: Batched) -> Tensor:
+    """(1, *S): the one example that stands in where there is none."""
+    return a.value.new_zeros((1, *a.shape))
+
+
+def without_examples(out: Any) -> Any:
+    """(1, *S) -> (0, *S), for results of any structure."""
+    if isinstance(out, Tensor):
+        return out[:0]
+    return type(out)(map(without_examples, out)) if isinstance(out, (list, tuple)) else out
 
 
 class Stack:
@@ -365,14 +388,10 @@ table.register({"shared write": shared_data_write}, way="derived")
 
 def loop(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     """One example after another, then stacked: right by construction."""
-    if level.size == 0:
-        raise NotImplementedError(
-            f"vmap: {func} has no rule yet and there are no examples to loop over."
-        )
 
     def pick(a: Any, i: int) -> Any:
         if is_mapped(a, level):
-            return a.value.select(a.axis, i)
+            return a.value.select(a.axis, i) if level.size else blank(a)[0]
         if type(a) is Batched and a.level is level:
             return a.value
         if isinstance(a, (list, tuple)):
@@ -381,16 +400,16 @@ def loop(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
 
     outs = [
         func(*[pick(a, i) for a in args], **{k: pick(a, i) for k, a in kwargs.items()})
-        for i in range(level.size)
+        for i in range(level.size or 1)
     ]
-    return _restacked(outs, level)
+    out = _restacked(outs)
+    return wrapped(out if level.size else without_examples(out), 0, level)
 
 
-def _restacked(outs: list, level: Any) -> Any:
+def _restacked(outs: list) -> Any:
     head = outs[0]
     if isinstance(head, Tensor):
-        return wrap(torch.stack(outs), 0, level)
+        return torch.stack(outs)
     if isinstance(head, (list, tuple)):
-        return type(head)(_restacked(list(c), level) for c in zip(*outs, strict=True))
+        return type(head)(_restacked(list(c)) for c in zip(*outs, strict=True))
     return head
-

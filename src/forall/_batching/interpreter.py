@@ -19,9 +19,11 @@ from forall._batching.resolve import resolve
 from forall._core.levels import Level, innermost, is_from_outside, lift, second_name, stack, top
 from forall._torch.dispatch import (
     AUTOGRAD,
+    CONJUGATE,
     autograd_below,
     has_tangent,
     is_excluded,
+    set_lazy_bits,
     users_tangents,
 )
 from forall._torch.schema import facts
@@ -83,7 +85,13 @@ class VmapLevel(Level, TorchDispatchMode):
             if self.records_values:
                 with autograd_below(grad=self.outer_grad, forward=self.outer_grad):
                     return self._run(func, args, kwargs)
-            return self._run(func, args, kwargs)
+            if not is_excluded(CONJUGATE):
+                return self._run(func, args, kwargs)
+            set_lazy_bits(True)
+            try:
+                return self._run(func, args, kwargs)
+            finally:
+                set_lazy_bits(False)
 
     def _run(self, func: Any, args: tuple, kwargs: dict) -> Any:
         for a in args:

@@ -107,9 +107,10 @@ def lift(tensor: torch.Tensor, level: Level | None) -> torch.Tensor:
         return tensor
     found = level.lifted.get(id(tensor))
     if found is None:
-        lifted = level.share(lift(tensor, level.parent))
-        if not level.active:  # acting again after its end: nothing will clear the cache
-            return lifted
+        with torch._C.DisableTorchFunction():
+            lifted = level.share(lift(tensor, level.parent))
+        if not level.active or lifted.requires_grad != tensor.requires_grad:
+            return lifted  # after its end nothing clears the cache; under no_grad it would stay cut
         found = level.lifted[id(tensor)] = (tensor, lifted)
     return found[1]
 

@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from forall._core.levels import Level, innermost, level_of, second_name, stack
-from forall._torch.dispatch import AUTOGRAD, autograd_below, is_excluded
+from forall._core.levels import Level, innermost, second_name, stack
+from forall._torch.dispatch import AUTOGRAD, autograd_below, is_excluded, plain_zeros
 from forall._torch.schema import facts
 from forall._torch.wrapper import Wrapper, make_wrapper
 
 aten = torch.ops.aten
 _DETACH = aten.detach.default
+_LAZY_ZEROS = aten._efficientzerotensor.default
 # Of these the inner forward mode must not hear: at this level they are names for the same value.
 _ALIASES = frozenset({aten._make_dual.default, aten._fw_primal.default})
 
@@ -112,6 +113,8 @@ class JvpLevel(Level, TorchDispatchMode):
         fact = facts(func)
         if func is _DETACH and not is_excluded(AUTOGRAD):
             return second_name(args[0])
+        if func is _LAZY_ZEROS:
+            return plain_zeros(*args, **kwargs)
         if func in _ALIASES:
             func, args = aten.alias.default, args[:1]
         grad = torch.is_grad_enabled()
@@ -176,7 +179,7 @@ def make_dual(primal: torch.Tensor, tangent: torch.Tensor, level: JvpLevel) -> D
 
 def unpack(y: torch.Tensor, level: JvpLevel) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The primal and the tangent (None where it is zero), as tensors from just outside."""
-    if level_of(y) is not level:
+    if not isinstance(y, Dual) or y.level is not level:
         return y, None
     with torch._C.DisableTorchFunction(), _forward_on():
         primal, tangent = torch._VF._unpack_dual(y.value, level=0)

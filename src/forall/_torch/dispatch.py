@@ -20,6 +20,7 @@ is_forward_enabled = torch._C._is_fwd_grad_enabled
 set_forward_enabled = torch._C._set_fwd_grad_enabled
 
 AUTOGRAD = DispatchKey.AutogradFunctionality
+CONJUGATE = DispatchKey.Conjugate
 # What the dispatcher switches off on its way into a Python handler and autograd's kernels need.
 _ABOVE_PYTHON = (
     AUTOGRAD,
@@ -28,6 +29,19 @@ _ABOVE_PYTHON = (
     DispatchKey.Negative,
     DispatchKey.ZeroTensor,
 )
+
+
+_LAZY = (DispatchKey.Conjugate, DispatchKey.Negative, DispatchKey.ZeroTensor)
+
+
+def set_lazy_bits(on: bool) -> None:
+    """Whether kernels look at the conj, neg and zero bits of their tensors.
+
+    Inside a Python handler they do not: for its own tensors that is settled. But many a kernel
+    (``pinv``, complex ``lstsq``) calls others with a lazy conjugate it made itself.
+    """
+    for key in _LAZY:
+        set_excluded(key, not on)
 
 
 class autograd_below:
@@ -148,3 +162,13 @@ def plain_alias(tensor: torch.Tensor) -> torch.Tensor:
             if tangent is not None:
                 alias = forward_ad.make_dual(alias, tangent)
         return alias
+
+
+def plain_zeros(*args: Any, **kwargs: Any) -> torch.Tensor:
+    """Ordinary zeros for aten._efficientzerotensor, whatever levels are active.
+
+    Zeros without memory rely on a dispatch key that is off inside handlers. Forward formulas ask
+    for them and may mark them a Python number, which torch then reads: a wrapper has no data.
+    """
+    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+        return torch.zeros(*args, **kwargs)

@@ -146,7 +146,6 @@ class Pullback:
                     tuple(self.outputs),
                     tuple(wrap(s, 0, level) for s in stacks),
                     self.own,
-                    create_graph=False,
                 )
             found = [self._unstacked(g, level) for g in found]
         if any(s.requires_grad for s in stacks) and outer:

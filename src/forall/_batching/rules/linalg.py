@@ -63,8 +63,9 @@ def _as_columns(level: Any, func: Any, columns: int, args: tuple, kwargs: dict) 
     if "left" in names and names.index("left") < len(args):
         left = args[names.index("left")]
     below = [lower(a, level) for a in args]
-    below[columns] = _joined(front(args[columns]), left)
-    return _parted(func(*below, **kwargs), level.size, left)
+    v = front(args[columns])
+    below[columns] = _joined(v, left)
+    return _parted(func(*below, **kwargs), v, left)
 
 
 def _joined(v: Tensor, left: bool) -> Tensor:
@@ -74,13 +75,11 @@ def _joined(v: Tensor, left: bool) -> Tensor:
     return v.movedim(0, -3).reshape(*batch, v.shape[0] * n, k)
 
 
-def _parted(v: Tensor, size: int, left: bool) -> Tensor:
-    *batch, n, k = v.shape
-    if size == 0:
-        return v.unsqueeze(0).expand(0, *v.shape)
+def _parted(joined: Tensor, like: Tensor, left: bool) -> Tensor:
+    *batch, n, k = joined.shape
     if left:
-        return v.reshape(*batch, n, size, k // size).movedim(-2, 0)
-    return v.reshape(*batch, size, n // size, k).movedim(-3, 0)
+        return joined.reshape(*batch, n, like.shape[0], like.shape[-1]).movedim(-2, 0)
+    return joined.reshape(*batch, like.shape[0], like.shape[-2], k).movedim(-3, 0)
 
 
 register(
@@ -142,23 +141,20 @@ def _solve_ex(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
         of_a = [wrap(o.reshape(o.shape[0], *o.shape[1 + ones :]), 0, level) for o in of_a]
         return wrap(result, 0, level), *of_a
     v = front(b)
-    v = _joined(v.unsqueeze(-1) if _is_vector(a, b) else v, left)
-    result, *of_a = func(lower(a, level), v, **kwargs)
-    result = _parted(result, level.size, left)
+    v = v.unsqueeze(-1) if _is_vector(a, b) else v
+    result, *of_a = func(lower(a, level), _joined(v, left), **kwargs)
+    result = _parted(result, v, left)
     result = result.squeeze(-1) if _is_vector(a, b) else result
     return wrap(result, 0, level), *(wrap(o, None, level) for o in of_a)
 
 
 def _lstsq(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
-    """(solution, residuals, rank, singular values), empty where the driver gives none."""
+    """(solution, residuals, rank, singular values); what the driver does not give is (0,)."""
     a, b = _system(args[0], args[1], level)
     out = func(a, b, *args[2:], **kwargs)
-    batch = a.dim() - 2
-    ranks = (None, None, batch, batch + 1)
-    return type(out)(
-        wrap(o, None if o.dim() == 1 and o.numel() == 0 and r != 1 else 0, level)
-        for o, r in zip(out, ranks, strict=True)
-    )
+    ranked = (kwargs.get("driver") or ("gels" if a.is_cuda else "gelsy")) != "gels"
+    there = (True, out[1].dim() > 1, ranked, out[3].dim() > 1)
+    return type(out)(wrap(o, 0 if t else None, level) for o, t in zip(out, there, strict=True))
 
 
 def _pinv(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:

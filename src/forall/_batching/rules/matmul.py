@@ -1,30 +1,250 @@
-"""The matmul family: a shared operand stays unstacked."""
+"""The matmul family: a shared operand stays unstacked, its product is one multiplication.
+
+`product` is the one idea: where one side is shared, the examples of the other fold into its rows
+or columns. Every other operator is a reshape of its operands around it.
+"""
 
 from __future__ import annotations
 
 import torch
 
-from forall._batching.families import by_front, Stack
+from forall._batching.families import Stack, by_front
 from forall._batching.table import register
 
 aten = torch.ops.aten
+Tensor = torch.Tensor
 
 
-@by_front
-def _mm(size, x, w):
-    if isinstance(x, Stack) and isinstance(w, Stack):
-        return torch.bmm(x.v, w.v)
+def product(x: Stack | Tensor, w: Stack | Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """(B, *b, N, K) @ (B, *b, K, M) -> (B, *b, N, M); one side may be shared, without its B."""
     if isinstance(x, Stack):
-        return torch.matmul(x.v, w)
-    return torch.matmul(x, w.v)
+        if isinstance(w, Stack):
+            return _both(x.v, w.v, dtype)
+        v = x.v
+        if v.dim() == 3:
+            b, n, _ = v.shape
+            return _times(v.flatten(0, 1), w, dtype).view(b, n, w.shape[1])
+        rows = v.movedim(0, -3)
+        out = _times(rows.flatten(-3, -2), w, dtype)
+        return out.unflatten(-2, rows.shape[-3:-1]).movedim(-3, 0)
+    columns = w.v.movedim(0, -2)
+    out = _times(x, columns.flatten(-2), dtype)
+    return out.unflatten(-1, columns.shape[-2:]).movedim(-2, 0)
+
+
+def _both(x: Tensor, w: Tensor, dtype: torch.dtype | None) -> Tensor:
+    if dtype is None and x.shape[-1] == 1:
+        return x * w  # an outer product is bound by memory: bmm's set-up only adds to it
+    if x.dim() == 3:
+        return _times(x, w, dtype)
+    return _times(x.flatten(0, 1), w.flatten(0, 1), dtype).unflatten(0, x.shape[:2])
+
+
+def _times(x: Tensor, w: Tensor, dtype: torch.dtype | None) -> Tensor:
+    op = aten.mm if x.dim() == 2 else aten.bmm
+    return op.default(x, w) if dtype is None else op.dtype(x, w, dtype)
+
+
+def on(x: Stack | Tensor, f) -> Stack | Tensor:
+    """``f`` on a stack or on a shared value alike: it counts dims from the end."""
+    return Stack(f(x.v)) if isinstance(x, Stack) else f(x)
+
+
+def row(x: Stack | Tensor) -> Stack | Tensor:
+    return on(x, lambda v: v.unsqueeze(-2))
+
+
+def column(x: Stack | Tensor) -> Stack | Tensor:
+    return on(x, lambda v: v.unsqueeze(-1))
+
+
+def turned(x: Stack | Tensor) -> Stack | Tensor:
+    return on(x, lambda v: v.mT)
 
 
 @by_front
-def _mv(size, x, w):
-    if not isinstance(w, Stack):
-        return torch.matmul(x.v, w)
-    x = x.v if isinstance(x, Stack) else x
-    return torch.matmul(x, w.v.unsqueeze(-1)).squeeze(-1)
+def _mm(size, x, w, out_dtype=None):
+    return product(x, w, out_dtype)
 
 
-register({aten.mm.default: _mm, aten.mv.default: _mv})
+@by_front
+def _mv(size, w, x):
+    if isinstance(w, Stack):
+        return product(w, column(x)).squeeze(-1)
+    return product(row(x), w.t()).squeeze(-2)
+
+
+def _inner(x: Stack | Tensor, y: Stack | Tensor) -> Tensor:
+    if not isinstance(x, Stack):
+        x, y = y, x
+    return product(row(x), column(y)).flatten(0) if isinstance(y, Stack) else x.v.mv(y)
+
+
+@by_front
+def _dot(size, x, y):
+    return _inner(x, y)
+
+
+@by_front
+def _vdot(size, x, y):
+    return _inner(on(x, torch.conj_physical), y)
+
+
+register(
+    {
+        aten.mm.default: _mm,
+        aten.mm.dtype: _mm,
+        aten.bmm.default: _mm,
+        aten.bmm.dtype: _mm,
+        aten.mv.default: _mv,
+        aten.dot.default: _dot,
+        aten.vdot.default: _vdot,
+    }
+)
+
+
+def affine(size, bias, x, w, *, beta=1, alpha=1) -> Tensor:
+    """beta * bias + alpha * x @ w for examples x: (N, K), w: (K, M), bias: broadcast to (N, M)."""
+    mapped = isinstance(bias, Stack)
+    if (bias.v.dim() - 1 if mapped else bias.dim()) < 2:  # the same for all rows
+        if not isinstance(w, Stack) and not mapped:
+            rows = torch.addmm(bias, x.v.flatten(0, 1), w, beta=beta, alpha=alpha)
+            return rows.view(size, x.v.shape[1], w.shape[1])
+        if not isinstance(x, Stack) and isinstance(w, Stack):
+            v = w.v.movedim(0, 1)
+            bias = bias.v if mapped else bias
+            bias = (bias.unsqueeze(1) if mapped and bias.dim() == 1 else bias).expand(v.shape[1:])
+            out = torch.addmm(bias.flatten(), x, v.flatten(1), beta=beta, alpha=alpha)
+            return out.view(x.shape[0], *v.shape[1:]).movedim(1, 0)
+    x, w = (a.v if isinstance(a, Stack) else a.expand(size, *a.shape) for a in (x, w))
+    return torch.baddbmm(ranked(bias, 2), x, w, beta=beta, alpha=alpha)
+
+
+def ranked(x: Stack | Tensor, rank: int) -> Tensor:
+    """A stack whose examples got leading ones up to ``rank``; a shared tensor broadcasts as is."""
+    if not isinstance(x, Stack):
+        return x
+    v = x.v
+    return v.reshape(v.shape[0], *(1,) * (rank + 1 - v.dim()), *v.shape[1:])
+
+
+_addmm = by_front(affine)
+
+
+@by_front
+def _addmv(size, bias, w, x, *, beta=1, alpha=1):
+    if isinstance(w, Stack):
+        return affine(size, column(bias), w, column(x), beta=beta, alpha=alpha).squeeze(-1)
+    return affine(size, bias, row(x), w.t(), beta=beta, alpha=alpha).squeeze(-2)
+
+
+@by_front
+def _addbmm(size, bias, x, w, *, beta=1, alpha=1):
+    x = on(x, lambda v: v.movedim(-3, -2).flatten(-2))  # the sum over the batch is one over K
+    return affine(size, bias, x, on(w, lambda v: v.flatten(-3, -2)), beta=beta, alpha=alpha)
+
+
+@by_front
+def _baddbmm(size, bias, x, w, *, beta=1, alpha=1):
+    if isinstance(x, Stack) or isinstance(w, Stack):
+        out = product(x, w)
+    else:
+        out = torch.bmm(x, w)
+    out = out if alpha == 1 else out * alpha
+    return out if beta == 0 else torch.add(out, ranked(bias, 3), alpha=beta)
+
+
+register(
+    {
+        aten.addmm.default: _addmm,
+        aten.addmv.default: _addmv,
+        aten.addbmm.default: _addbmm,
+        aten.baddbmm.default: _baddbmm,
+    }
+)
+
+
+# --- relatives ---------------------------------------------------------------------------------
+
+
+@by_front
+def _cross(size, x, y, *, dim=-1):
+    dim = dim if dim < 0 else dim + 1
+    return aten.linalg_cross.default(led(x), led(y), dim=dim)
+
+
+def led(x: Stack | Tensor) -> Tensor:
+    """(B, *S), or (1, *S) of a shared tensor: for operators that broadcast."""
+    return x.v if isinstance(x, Stack) else x.unsqueeze(0)
+
+
+@by_front
+def _trilinear(size, x, y, z, expand1, expand2, expand3, sumdim, unroll_dim=1):
+    """An einsum: every operand lacks the dims it expands, the result keeps the summed as ones."""
+    rank = len(expand1) + (x.v.dim() - 1 if isinstance(x, Stack) else x.dim())
+    operands = []
+    for a, without in ((x, expand1), (y, expand2), (z, expand3)):
+        dims = [d for d in range(rank) if d not in without]
+        operands += (a.v, [rank, *dims]) if isinstance(a, Stack) else (a, dims)
+    kept = [d for d in range(rank) if d not in sumdim]
+    out = torch.einsum(*operands, [rank, *kept])
+    for d in sorted(sumdim):
+        out = out.unsqueeze(d + 1)
+    return out
+
+
+@by_front
+def _cdist(size, x, y, p, compute_mode):
+    rank = max(a.v.dim() - 1 if isinstance(a, Stack) else a.dim() for a in (x, y))
+    return aten._cdist_forward.default(ranked(x, rank), ranked(y, rank), p, compute_mode)
+
+
+@by_front
+def _cdist_backward(size, g, x, y, p, dist):
+    batch = x.v.shape[1:-2] if isinstance(x, Stack) else x.shape[:-2]
+    g, x, y, dist = (
+        (ranked(a, len(batch) + 2) if isinstance(a, Stack) else a).expand(
+            size, *batch, *(a.v if isinstance(a, Stack) else a).shape[-2:]
+        ).contiguous()
+        for a in (g, x, y, dist)
+    )
+    return aten._cdist_backward.default(g, x, y, p, dist)
+
+
+def _pairs(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The differences (B, P, K) of all pairs of rows of x: (B, N, K), and which rows they are."""
+    i, j = torch.triu_indices(x.shape[1], x.shape[1], 1, device=x.device).unbind()
+    return x.index_select(1, i) - x.index_select(1, j), i, j
+
+
+@by_front
+def _pdist(size, x, p=2.0):
+    return torch.linalg.vector_norm(_pairs(x.v)[0], p, -1)
+
+
+@by_front
+def _pdist_backward(size, g, x, p, dist):
+    g, x, dist = led(g).unsqueeze(-1), led(x), led(dist).unsqueeze(-1)
+    difference, i, j = _pairs(x)
+    if p == 0:
+        pull = torch.zeros_like(g * difference)
+    elif p == float("inf"):
+        pull = difference.sign() * (difference.abs() == dist) * g
+    else:
+        # |d|^(p-1) / dist^(p-1), kept finite where rows coincide.
+        ratio = torch.where(dist == 0, 0, difference.abs() / dist).pow(p - 1)
+        pull = torch.where(dist == 0, 0, difference.sign() * ratio * g)
+    zero = pull.new_zeros(pull.shape[0], *x.shape[1:])
+    return zero.index_add(1, i, pull).index_add(1, j, -pull)
+
+
+register(
+    {
+        aten.linalg_cross.default: _cross,
+        aten._trilinear.default: _trilinear,
+        aten._cdist_forward.default: _cdist,
+        aten._cdist_backward.default: _cdist_backward,
+        aten._pdist_forward.default: _pdist,
+        aten._pdist_backward.default: _pdist_backward,
+    }
+)

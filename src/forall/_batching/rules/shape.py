@@ -7,6 +7,7 @@ import torch
 from forall._batching.batched import wrap
 from forall._batching.families import Stack, by_front, front, is_mapped, lower, stacked
 from forall._batching.table import SHARED, register
+from forall._torch.dispatch import plain_zeros
 
 aten = torch.ops.aten
 
@@ -94,9 +95,6 @@ register(
 _ = (Stack, by_front, front, is_mapped, lower)
 
 
-def _zeros(level, func, args, kwargs):
-    """Zeros without memory rely on a dispatch key that is off inside handlers: give them some."""
-    return wrap(torch.zeros(*args, **kwargs), None, level)
-
-
-SHARED[aten._efficientzerotensor.default] = _zeros
+SHARED[aten._efficientzerotensor.default] = lambda level, func, args, kwargs: plain_zeros(
+    *args, **kwargs
+)

@@ -1,0 +1,203 @@
+"""Convolution and its derivative: whatever is shared stays unstacked.
+
+NOTE [where the examples go]
+    Shapes of one example: x (N, g*I, *), y (N, g*O, *), w (g*O, I, *), or (g*I, O, *) transposed.
+
+    images    x differs, w is shared   the examples join N           x (B*N, g*I)   y (B*N, g*O)
+    filters   w differs, x is shared   they join each group's O      w (g*B*O, I)   y (N, g*B*O)
+    groups    both differ              each has groups of its own    x (N, B*g*I)   y (N, B*g*O)
+
+    The derivative with respect to w has the same places: per-example images and cotangents give
+    per-example weights by groups, which measured faster than unfolding for all but 1x1 filters.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from forall._batching.families import Stack, by_front
+from forall._batching.table import register
+
+aten = torch.ops.aten
+Tensor = torch.Tensor
+
+
+class Images:
+    """The examples join N."""
+
+    def __init__(self, size: int, groups: int, transposed: bool) -> None:
+        self.size, self.groups, self.transposed = size, groups, transposed
+
+    def x(self, v: Tensor) -> Tensor:
+        return v.flatten(0, 1)
+
+    def x_back(self, v: Tensor) -> Tensor:
+        return v.unflatten(0, (self.size, -1))
+
+    def w(self, v: Tensor) -> Tensor:
+        return v[0]
+
+    y, y_back = x, x_back
+
+
+class Filters(Images):
+    """The examples join the output channels of each group."""
+
+    def x(self, v: Tensor) -> Tensor:
+        return v[0]
+
+    def y(self, v: Tensor) -> Tensor:
+        v = v.unflatten(2, (self.groups, -1))  # (B, N, g, O, *)
+        return v.movedim(0, 2).flatten(1, 3)
+
+    def y_back(self, v: Tensor) -> Tensor:
+        v = v.unflatten(1, (self.groups, self.size, -1))  # (N, g, B, O, *)
+        return v.movedim(2, 0).flatten(2, 3)
+
+    def w(self, v: Tensor) -> Tensor:
+        if self.transposed:
+            return v.movedim(0, 1).flatten(1, 2)
+        return v.unflatten(1, (self.groups, -1)).movedim(0, 1).flatten(0, 2)
+
+    def w_back(self, v: Tensor) -> Tensor:
+        if self.transposed:
+            return v.unflatten(1, (self.size, -1)).movedim(1, 0)
+        return v.unflatten(0, (self.groups, self.size, -1)).movedim(1, 0).flatten(1, 2)
+
+
+class Groups(Images):
+    """Each example gets groups of its own."""
+
+    def __init__(self, size: int, groups: int, transposed: bool) -> None:
+        super().__init__(size, size * groups, transposed)
+
+    def x(self, v: Tensor) -> Tensor:
+        return v.movedim(0, 1).flatten(1, 2)
+
+    def x_back(self, v: Tensor) -> Tensor:
+        return v.unflatten(1, (self.size, -1)).movedim(1, 0)
+
+    def w(self, v: Tensor) -> Tensor:
+        return v.flatten(0, 1)
+
+    def w_back(self, v: Tensor) -> Tensor:
+        return v.unflatten(0, (self.size, -1))
+
+    y, y_back = x, x_back
+
+
+def _all(a: Stack | Tensor, size: int) -> Tensor:
+    return a.v if isinstance(a, Stack) else a.expand(size, *a.shape)
+
+
+def _shape_of(a: Stack | Tensor, size: int) -> Tensor:
+    """A stand-in of the shape of ``a``'s stack, for kernels that ask for no more."""
+    v, shape = (a.v, a.v.shape) if isinstance(a, Stack) else (a, (size, *a.shape))
+    return v.new_empty(()).expand(shape)
+
+
+def convolution(
+    size, x, w, bias, stride, padding, dilation, transposed, output_padding, groups, *_flags
+):
+    if not (isinstance(x, Stack) or isinstance(w, Stack)):
+        y = torch.convolution(
+            x, w, None, stride, padding, dilation, transposed, output_padding, groups
+        ).unsqueeze(0)
+        return y + _per_channel(bias.v, y)
+    place = (Groups if isinstance(w, Stack) else Images) if isinstance(x, Stack) else Filters
+    p = place(size, groups, transposed)
+    within = bias if place is Images and not isinstance(bias, Stack) else None
+    y = p.y_back(
+        torch.convolution(
+            p.x(_all(x, size)),
+            p.w(_all(w, size)),
+            within,
+            stride,
+            padding,
+            dilation,
+            transposed,
+            output_padding,
+            p.groups,
+        )
+    )
+    if bias is None or within is not None:
+        return y
+    return y + _per_channel(_all(bias, size), y)
+
+
+def _per_channel(bias: Tensor, y: Tensor) -> Tensor:
+    """(B, O) -> (B, 1, O, 1..) beside y: (B, N, O, *)."""
+    return bias.reshape(bias.shape[0], 1, -1, *(1,) * (y.dim() - 3))
+
+
+@by_front
+def _convolution_backward(
+    size, g, x, w, bias_sizes, stride, padding, dilation, transposed, output_padding, groups, mask
+):
+    def pull(place, x, w, mask):
+        p = place(size, groups, transposed)
+        gx, gw, _ = aten.convolution_backward.default(
+            p.y(_all(g, size)),
+            p.x(x),
+            p.w(w),
+            None,
+            stride,
+            padding,
+            dilation,
+            transposed,
+            output_padding,
+            p.groups,
+            [*mask, False],
+        )
+        return p.x_back(gx) if mask[0] else None, p.w_back(gw) if mask[1] else None
+
+    own_x, own_w = isinstance(x, Stack), isinstance(w, Stack)
+    gx = gw = gb = None
+    if own_x and own_w and mask[0] and mask[1]:
+        gx, gw = pull(Groups, x.v, w.v, [True, True])
+    else:
+        if mask[0]:
+            to = Groups if own_w else Images
+            gx, _ = pull(to, _shape_of(x, size), _all(w, size), [True, False])
+        if mask[1]:
+            to = Groups if own_x else Filters
+            _, gw = pull(to, _all(x, size), _shape_of(w, size), [False, True])
+    if mask[2]:
+        gb = _all(g, size)
+        gb = gb.sum([1, *range(3, gb.dim())])
+    return gx, gw, gb
+
+
+@by_front
+def _mkldnn(size, x, w, bias, padding, stride, dilation, groups):
+    return convolution(
+        size, x, w, bias, stride, padding, dilation, False, [0] * len(stride), groups
+    )
+
+
+register(
+    {
+        aten.convolution.default: by_front(convolution),
+        aten._convolution.default: by_front(convolution),
+        aten.convolution_backward.default: _convolution_backward,
+        aten.mkldnn_convolution.default: _mkldnn,
+    }
+)
+
+
+# --- kernels by name, each a convolution with some of its arguments --------------------------------
+
+
+def _named(transposed: bool = False, dilated: bool = False, depthwise: bool = False):
+    """(x, w, kernel_size, bias, stride, padding[, output_padding][, dilation])."""
+
+    def rule(size, x, w, kernel, bias=None, stride=1, padding=0, *rest):
+        ones, zeros = [1] * len(kernel), [0] * len(kernel)
+        output_padding = rest[0] if transposed and rest else zeros
+        dilation = rest[-1] if rest and (dilated or len(rest) == 1 + transposed) else ones
+        groups = x_channels(x) if depthwise else 1
+        return convolution(
+            size, x, w, bias, stride, padding, dilation, transposed, output_padding, groups
+        )
+
+    return by_front(rule)
