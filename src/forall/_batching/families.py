@@ -244,21 +244,22 @@ def derived(functional: Any) -> Callable:
 
     def handler(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
         fact = facts(func)
-        if fact.out_names:
-            targets = [kwargs[n] for n in fact.out_names]
-            rest = {k: a for k, a in kwargs.items() if k not in fact.out_names}
-            results = functional(*args, **rest)
-        else:
-            targets = [args[0]]
-            results = functional(*args, **kwargs)
-        results = results if isinstance(results, (tuple, list)) else (results,)
-        return level_write(level, func, targets, results)
-
-    def redispatch(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+        targets = [args[m] if isinstance(m, int) else kwargs.get(m) for m in fact.mutates]
+        rest = {k: a for k, a in kwargs.items() if k not in fact.out_names}
         with level_on(level):
-            return handler(level, func, args, kwargs)
+            results = functional(*args, **rest)
+        if len(targets) == 1:  # for several, lists among them, the functional lists what it writes
+            results = (results,)
+        elif not fact.out_names:
+            results = results[-len(targets) :]
+        for target, result in zip(targets, results, strict=True):
+            if isinstance(target, (list, tuple)):
+                level_write(level, func, target, result)
+            elif target is not None:
+                write(level, func, target, result)
+        return _named(targets) if func._schema.returns else None
 
-    return redispatch
+    return handler
 
 
 class level_on:
@@ -280,6 +281,10 @@ def level_write(level: Any, func: Any, targets: list, results: Any) -> Any:
     """Write results into targets, as examples; returns the targets as the operator would."""
     for target, result in zip(targets, results):
         write(level, func, target, result)
+    return _named(targets)
+
+
+def _named(targets: list) -> Any:
     return targets[0] if len(targets) == 1 else tuple(targets)
 
 

@@ -1,14 +1,26 @@
-"""How an operator without a row finds its meaning: by tag, by schema, by decomposition, by loop."""
+"""How an operator without a row finds its meaning: by tag, by schema, by decomposition, by loop.
+
+NOTE [decompositions]
+    A composite kernel, or torch's own decomposition in Python, runs on the examples with the level
+    on, so that each of its operators finds its own meaning here. It may fail where a plain tensor
+    would not: it asks for a value, or leads back to the operator it explains. Then the operator
+    runs once per example, which is right by construction.
+"""
 
 from __future__ import annotations
 
+import os
+import sys
+import threading
 import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from forall._batching import families, table
-from forall._core.errors import PerformanceWarning, data_dependent
+from forall._core.errors import DataDependentError, PerformanceWarning, data_dependent
+from forall._torch import trees
 from forall._torch.schema import facts, functional_of
 
 
@@ -28,16 +40,18 @@ def _find(func: Any) -> tuple[Any, str]:
         functional = functional_of(func)
         if functional is not None:
             return families.derived(functional), "derived"
+        return _loop_and_write, "loop"
     if fact.dynamic:
         return _refuse, "error"
-    if fact.pointwise and not fact.mutates:
+    if fact.pointwise:
         return families.pointwise, "pointwise"
+    view = _view_copied_by(func)
+    if view is not None:
+        return _copied(view), "derived"
     decomposition = _decomposition(func)
     if decomposition is not None:
-        return decomposition, "decomposed"
-    if fact.mutates:
-        return _no_rule, "error"
-    return _looped(func), "loop"
+        return _decomposed(decomposition), "decomposed"
+    return _loop, "loop"
 
 
 def _refuse(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
@@ -46,50 +60,126 @@ def _refuse(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     )
 
 
-def _no_rule(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
-    raise NotImplementedError(
-        f"vmap: {func} writes in place and has no rule yet.\n"
-        "Use the form that returns a new tensor, or add a rule: forall.extend.batching_rule."
-    )
+# --- copies of views ---------------------------------------------------------------------------
 
 
-def _looped(_func: Any) -> Any:
+def _view_copied_by(func: Any) -> Any | None:
+    """The view ``f`` that ``f_copy`` copies."""
+    name = func.overloadpacket.__name__
+    if not name.endswith("_copy"):
+        return None
+    packet = getattr(getattr(torch.ops, func.namespace), name.removesuffix("_copy"), None)
+    view = getattr(packet, func._overloadname, None)
+    return view if view in table.HANDLERS else None
+
+
+def _copied(view: Any) -> Any:
     def handler(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
-        warnings.warn(
-            f"vmap: {func} has no rule and runs once per example.\n"
-            "Add a rule with forall.extend.batching_rule to make it fast.",
-            PerformanceWarning,
-            stacklevel=3,
-        )
-        return families.loop(level, func, args, kwargs)
+        out = table.HANDLERS[view](level, view, args, kwargs)
+        with families.level_on(level):
+            return trees.map_tensors(torch.ops.aten.clone.default, out)
 
     return handler
+
+
+# --- decompositions ----------------------------------------------------------------------------
+
+
+class _Running(threading.local):
+    """The decompositions this thread is in the middle of, each at its level."""
+
+    def __init__(self) -> None:
+        self.now: set[tuple[Any, int]] = set()
+
+
+_running = _Running()
 
 
 def _decomposition(func: Any) -> Any | None:
-    name = func.name()
-    composite = torch._C.DispatchKey.CompositeImplicitAutograd
-    explicit = torch._C.DispatchKey.CompositeExplicitAutograd
-    for key in (composite, explicit):
-        if torch._C._dispatch_has_kernel_for_dispatch_key(name, key):
-            return _composite(key)
+    """``run(*args, **kwargs)`` in terms of other operators, or None."""
+    keys = [torch._C.DispatchKey.CompositeImplicitAutograd]
+    if func.namespace in {"aten", "prims"}:
+        # Elsewhere this is any code for any device, not operators that we would see.
+        keys.append(torch._C.DispatchKey.CompositeExplicitAutograd)
+    for key in keys:
+        if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key):
+            return lambda *args, **kwargs: func._op_dk(key, *args, **kwargs)
     from torch._decomp import decomposition_table
 
-    found = decomposition_table.get(func)
-    return None if found is None else _decomposed(found)
+    return decomposition_table.get(func)
 
 
-def _composite(key: Any) -> Any:
+def _decomposed(run: Any) -> Any:
     def handler(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
-        with families.level_on(level):
-            return func._op_dk(key, *args, **kwargs)
+        entry = (func, level.number)
+        if entry in _running.now:
+            return _loop(level, func, args, kwargs)
+        _running.now.add(entry)
+        try:
+            with families.level_on(level):
+                return run(*args, **kwargs)
+        except (NotImplementedError, DataDependentError):
+            pass
+        finally:
+            _running.now.discard(entry)
+        return _loop(level, func, args, kwargs)
 
     return handler
 
 
-def _decomposed(decomposition: Any) -> Any:
-    def handler(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
-        with families.level_on(level):
-            return decomposition(*args, **kwargs)
+# --- loops -------------------------------------------------------------------------------------
 
-    return handler
+
+def _loop(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    _warn(func)
+    return families.loop(level, func, args, kwargs)
+
+
+def _loop_and_write(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    """An operator that only exists in place writes into the examples' part of each target."""
+    arguments = func._schema.arguments
+    given = [*args, *(kwargs.get(a.name) for a in arguments[len(args) :])]
+    written = {}
+    for a, value in zip(arguments, given, strict=True):
+        if a.alias_info is not None and a.alias_info.is_write:
+            written[frozenset(a.alias_info.before_set)] = value
+            for target in value if isinstance(value, (list, tuple)) else [value]:
+                if target is not None:
+                    families.writable(level, func, target, [v for v in given if v is not value])
+    _warn(func)
+    out = families.loop(level, func, args, kwargs)
+    returns = func._schema.returns
+    if len(returns) < 2:
+        return written.get(_aliased(returns[0]), out) if returns else None
+    return tuple(written.get(_aliased(r), o) for r, o in zip(returns, out, strict=True))
+
+
+def _aliased(returned: Any) -> frozenset:
+    return frozenset() if returned.alias_info is None else frozenset(returned.alias_info.before_set)
+
+
+_WARNED: dict[Any, Any] = {}  # the registry of the standard library's warnings
+_FIRST: dict[str, tuple[str, int]] = {}
+_NOT_THE_USERS = tuple(
+    f"{Path(module.__file__ or '').parent}{os.sep}" for module in (torch, sys.modules["forall"])
+)
+
+
+def _warn(func: Any) -> None:
+    """Once per operator where warnings are shown once, and at the user's line."""
+    text = (
+        f"vmap: {func} has no rule and runs once per example.\n"
+        "Add a rule with forall.extend.batching_rule to make it fast."
+    )
+    place = _FIRST.get(text)
+    if place is None or (text, PerformanceWarning, place[1]) not in _WARNED:
+        place = _FIRST[text] = _users_line()
+    warnings.warn_explicit(text, PerformanceWarning, *place, registry=_WARNED)
+
+
+def _users_line() -> tuple[str, int]:
+    """The innermost line that is neither ours nor torch's."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
+        frame = frame.f_back
+    return frame.f_code.co_filename, frame.f_lineno

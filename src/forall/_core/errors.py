@@ -12,6 +12,10 @@ class PerformanceWarning(UserWarning):
     """Something ran right, but by a slow way that has a cure."""
 
 
+class DataDependentError(RuntimeError):
+    """An operator asked for one value where every example has its own."""
+
+
 def columns(rows: list[tuple[str, ...]]) -> str:
     """Rows as aligned, indented text."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -32,8 +36,8 @@ def name_of(func: object) -> str:
     return getattr(func, "__name__", None) or type(func).__name__
 
 
-def data_dependent(op: str, cure: str) -> RuntimeError:
-    return RuntimeError(
+def data_dependent(op: str, cure: str) -> DataDependentError:
+    return DataDependentError(
         f"vmap: {op} asks for a value that differs between the examples.\n"
         "All examples run as one, so there is no single answer here.\n"
         f"{cure}"

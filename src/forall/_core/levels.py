@@ -1,10 +1,11 @@
 """The stack of active transforms, and how a tensor from outside is brought up to one.
 
 NOTE [inside and outside]
-    Of two active levels the one entered first is *outside*. A level that has ended is inside every
-    active one: it acts again only because a backward pass runs through what it recorded, and that
-    pass carries the running level's values as cotangents into the ended level's operators, so
-    there the ended level wraps the running one.
+    Of two levels one is *outside*: where one was entered while the other was active, the earlier
+    one; else the later one. The second half matters when a level that has ended acts again,
+    because a backward pass runs through what it recorded: the pass carries the running level's
+    values as cotangents into the ended level's operators, so there the ended level wraps the
+    running one, and so it stays when both have ended.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ class Level:
     def __init__(self, parent: Level | None) -> None:
         self.parent = parent
         self.number = next(_numbers)
+        self.around = frozenset() if parent is None else parent.around | {parent}
         self.active = False
         self.lifted: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -39,9 +41,9 @@ class Level:
 
     def is_outside(self, other: Level) -> bool:
         """See NOTE [inside and outside]."""
-        if self.active != other.active:
-            return self.active
-        return self.number < other.number
+        if self.number < other.number:
+            return self in other.around
+        return other not in self.around
 
 
 class _Stack(threading.local):

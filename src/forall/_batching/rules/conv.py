@@ -188,16 +188,49 @@ register(
 # --- kernels by name, each a convolution with some of its arguments --------------------------------
 
 
-def _named(transposed: bool = False, dilated: bool = False, depthwise: bool = False):
-    """(x, w, kernel_size, bias, stride, padding[, output_padding][, dilation])."""
+def _named(*extra: str, depthwise: bool = False):
+    """(x, w, kernel_size, bias, stride, padding, *extra)."""
 
-    def rule(size, x, w, kernel, bias=None, stride=1, padding=0, *rest):
+    def rule(size, x, w, kernel, bias=None, stride=None, padding=None, *rest):
         ones, zeros = [1] * len(kernel), [0] * len(kernel)
-        output_padding = rest[0] if transposed and rest else zeros
-        dilation = rest[-1] if rest and (dilated or len(rest) == 1 + transposed) else ones
-        groups = x_channels(x) if depthwise else 1
+        more = dict(zip(extra, rest, strict=False))
         return convolution(
-            size, x, w, bias, stride, padding, dilation, transposed, output_padding, groups
+            size,
+            x,
+            w,
+            bias,
+            stride or ones,
+            padding or zeros,
+            more.get("dilation", ones),
+            "output_padding" in extra,
+            more.get("output_padding", zeros),
+            (x.v.shape[2] if isinstance(x, Stack) else x.shape[1]) if depthwise else 1,
         )
 
     return by_front(rule)
+
+
+register(
+    {
+        aten._slow_conv2d_forward.default: _named(),
+        aten.slow_conv3d_forward.default: _named(),
+        aten.slow_conv_dilated2d.default: _named("dilation"),
+        aten.slow_conv_dilated3d.default: _named("dilation"),
+        aten._conv_depthwise2d.default: _named("dilation", depthwise=True),
+        aten.conv_depthwise3d.default: _named("dilation", depthwise=True),
+        aten.slow_conv_transpose2d.default: _named("output_padding", "dilation"),
+        aten.slow_conv_transpose3d.default: _named("output_padding", "dilation"),
+    }
+)
+
+
+@by_front
+def _conv_tbc(size, x, w, bias, pad=0):
+    """(T, N, C) with filters (K, C, O) -> (T', N, O)."""
+    x = Stack(x.v.permute(0, 2, 3, 1)) if isinstance(x, Stack) else x.permute(1, 2, 0)
+    w = Stack(w.v.permute(0, 3, 2, 1)) if isinstance(w, Stack) else w.permute(2, 1, 0)
+    y = convolution(size, x, w, bias, [1], [pad], [1], False, [0], 1)
+    return y.permute(0, 3, 1, 2)
+
+
+register({aten.conv_tbc.default: _conv_tbc})

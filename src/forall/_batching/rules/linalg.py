@@ -96,7 +96,6 @@ register(
                 aten.linalg_inv_ex.default,
                 aten.linalg_ldl_factor_ex.default,
                 aten.linalg_lu_factor_ex.default,
-                aten.linalg_matrix_exp.default,
                 aten._linalg_det.default,
                 aten._linalg_slogdet.default,
             ),
@@ -165,6 +164,10 @@ def _pinv(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     return wrap(func(x, **{**kwargs, **dict(zip(names, tolerances, strict=True))}), 0, level)
 
 
+def _matrix_exp(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    return wrap(func(front(args[0]).contiguous()), 0, level)  # the kernel views its argument
+
+
 def _check_errors(level: Any, func: Any, args: tuple, kwargs: dict) -> None:
     """The stack's error names the first example that fails, as a batch element."""
     info, name = args[:2]
@@ -176,6 +179,7 @@ register(
         aten._linalg_solve_ex.default: _solve_ex,
         aten.linalg_lstsq.default: _lstsq,
         aten.linalg_pinv.atol_rtol_tensor: _pinv,
+        aten.linalg_matrix_exp.default: _matrix_exp,
         aten._linalg_check_errors.default: _check_errors,
     }
 )
