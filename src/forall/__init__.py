@@ -9,6 +9,7 @@ from torch.func import (
 
 from forall._batching import rules as _rules
 from forall._core.errors import PerformanceWarning
+from forall._transforms import functions as _functions
 from forall._transforms.grad import grad, grad_and_value
 from forall._transforms.jacobian import hessian, jacfwd, jacrev
 from forall._transforms.jvp import jvp
@@ -16,7 +17,8 @@ from forall._transforms.linearize import linearize
 from forall._transforms.vjp import vjp
 from forall._transforms.vmap import vmap
 
-del _rules
+_functions.install()
+del _functions, _rules
 __all__ = [
     "PerformanceWarning",
     "functional_call",

@@ -176,6 +176,14 @@ def spread(value: torch.Tensor, size: int) -> torch.Tensor:
     return stack.copy_(value)
 
 
+def refit(b: Batched, value: torch.Tensor, axis: int | None) -> None:
+    """Let ``b`` hold a stack of other sizes, as out= and resize_ ask."""
+    with torch._C.DisableTorchFunction():
+        b.data = wrap(value, axis, b.level)
+    b.value, b.axis = value, axis
+    b.family, b.chain = None, ()
+
+
 def data_of(arg: Any) -> Any:
     """The value of a wrapper, anything else as it is."""
     return arg.value if isinstance(arg, Batched) else arg

@@ -19,15 +19,12 @@ import torch
 
 from forall._batching.batched import Batched, wrap
 from forall._core.levels import graph_free, lift, outside
-from forall._torch.dispatch import has_tangent, users_tangents
+from forall._torch.dispatch import apply_function, has_tangent, users_tangents
 
 if TYPE_CHECKING:
     from forall._batching.interpreter import VmapLevel
 
     Dress = tuple[tuple[VmapLevel, int | None], ...]
-
-_call = torch.autograd.Function.__dict__["apply"].__func__
-
 
 def carries(tensor: torch.Tensor) -> bool:
     """Whether autograd must see this tensor cross."""
@@ -95,7 +92,7 @@ def enter(stack: torch.Tensor, axis: int, level: VmapLevel, worn: Dress = ()) ->
         bare, wears = strip(stack)
         worn = (*wears, *worn)
         if carries(bare):
-            return _call(Enter, bare, axis, level, worn)
+            return apply_function(Enter, bare, axis, level, worn)
         return _entered(bare, axis, level, worn)
 
 
@@ -105,7 +102,7 @@ def leave(example: torch.Tensor, axis: int, level: VmapLevel, worn: Dress = ()) 
         if not carries(example):
             return settle(_left(example, axis, level), worn)[0]
         wears: list[Dress] = []
-        bare = _call(Exit, example, axis, level, worn, wears)
+        bare = apply_function(Exit, example, axis, level, worn, wears)
         return dress(bare, wears[0])
 
 
@@ -113,7 +110,7 @@ def share(tensor: torch.Tensor, level: VmapLevel) -> torch.Tensor:
     """A tensor of the level just outside, the same for every example of ``level``."""
     with torch._C.DisableTorchFunction():
         if carries(tensor):
-            return _call(Share, tensor, level)
+            return apply_function(Share, tensor, level)
         return _shared(tensor, level)
 
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forall._batching import table
-from forall._batching.batched import Batched, promote, wrap
-from forall._core.errors import shared_write
+from forall._batching.batched import Batched, promote, refit, wrap
+from forall._core.errors import columns, shared_write, short
 from forall._torch.schema import facts
 
 if TYPE_CHECKING:
@@ -255,6 +255,8 @@ def derived(functional: Any) -> Callable:
         for target, result in zip(targets, results, strict=True):
             if isinstance(target, (list, tuple)):
                 level_write(level, func, target, result)
+            elif fact.out_names and target.shape != result.shape:
+                _resize_out(level, func, target, result)
             elif target is not None:
                 write(level, func, target, result)
         return _named(targets) if func._schema.returns else None
@@ -275,6 +277,19 @@ class level_on:
 
     def __exit__(self, *_: object) -> None:
         torch._C._pop_torch_dispatch_stack(None)
+
+
+def _resize_out(level: Any, func: Any, target: Any, result: Tensor) -> None:
+    """out= takes the size of what is written to it, as long as only this call knows it."""
+    if _is_older(target, level):
+        raise RuntimeError(
+            f"vmap: {func} would resize out=, a tensor from before the call.\n"
+            f"{columns([('out', short(target)), ('result', short(result))])}\n"
+            "Give it the result's shape, or leave out= away."
+        )
+    axis = 0 if is_mapped(result, level) else None
+    value = lower(result, level) if axis is None else front(result)
+    refit(target, value.to(target.dtype), axis)
 
 
 def level_write(level: Any, func: Any, targets: list, results: Any) -> Any:
@@ -351,6 +366,10 @@ def shared_data_write(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     out = func(
         *[lower(a, level) for a in args], **{k: lower(a, level) for k, a in kwargs.items()}
     )
+    for target in flat:
+        if type(target) is Batched and target.level is level:
+            if target.axis is None and target.shape != target.value.shape:
+                refit(target, target.value, None)
     if fact.out_names:
         return targets[0] if len(targets) == 1 else tuple(targets)
     if not func._schema.returns:
@@ -376,8 +395,6 @@ def _once_is_enough(func: Any) -> bool:
 
 
 def _counter(func: Any, target: Tensor) -> RuntimeError:
-    from forall._core.errors import columns, short
-
     return RuntimeError(
         f"vmap: {func} changes a tensor from before the call, once for every example.\n"
         f"{columns([('written to', short(target), 'shared by all examples')])}\n"

@@ -13,8 +13,15 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from forall._core.levels import Level, innermost, second_name, stack
-from forall._torch.dispatch import AUTOGRAD, autograd_below, is_excluded, plain_zeros
+from forall._core.levels import Level, graph_free, innermost, second_name, stack
+from forall._torch import trees
+from forall._torch.dispatch import (
+    AUTOGRAD,
+    apply_function,
+    autograd_below,
+    is_excluded,
+    plain_zeros,
+)
 from forall._torch.schema import facts
 from forall._torch.wrapper import Wrapper, make_wrapper
 
@@ -98,8 +105,7 @@ class JvpLevel(Level, TorchDispatchMode):
 
     def share(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.requires_grad and torch.is_grad_enabled():
-            with torch._C.DisableTorchFunction():
-                return _apply(Share, tensor, self)
+            return apply_function(Share, tensor, self)
         return wrap(tensor, self)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -122,12 +128,40 @@ class JvpLevel(Level, TorchDispatchMode):
             torch._C.DisableTorchFunction(),
             autograd_below(grad=grad and self.outer_grad, forward=grad),
         ):
-            out = func(
-                *[self._below(a) for a in args], **{k: self._below(a) for k, a in kwargs.items()}
-            )
+            try:
+                out = func(
+                    *[self._below(a) for a in args],
+                    **{k: self._below(a) for k, a in kwargs.items()},
+                )
+            except NotImplementedError:
+                if not grad or fact.mutates:
+                    raise
+                return self._transposed(func, args, kwargs)
             if fact.mutates:
                 return self._written(fact, args, kwargs, out)
             return self._above(out)
+
+    def _transposed(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        """Where torch has no forward formula, its backward transposed gives the tangent."""
+        from forall._derivatives.reversed import lowered
+
+        flat, spec = trees.flatten((args, kwargs))
+        places = [
+            i for i, a in enumerate(flat) if isinstance(a, torch.Tensor) and type(a) is Dual
+        ]
+        shape: list[Any] = []
+
+        def h(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            filled = list(flat)
+            for i, t in zip(places, tensors, strict=True):
+                filled[i] = t
+            a, k = trees.unflatten(filled, spec)
+            outs, out_spec = trees.flatten(func(*a, **k))
+            shape[:] = [out_spec]
+            return tuple(outs)
+
+        outs = lowered(h, tuple(graph_free(flat[i]) for i in places), self)
+        return trees.unflatten(list(outs), shape[0])
 
     def _below(self, a: Any) -> Any:
         if type(a) is Dual:
@@ -150,9 +184,6 @@ class JvpLevel(Level, TorchDispatchMode):
         if isinstance(out, (list, tuple)):
             return type(out)(known.get(id(o), o) if id(o) in known else self._above(o) for o in out)
         return known[id(out)] if id(out) in known else self._above(out)
-
-
-_apply = torch.autograd.Function.__dict__["apply"].__func__
 
 
 class Share(torch.autograd.Function):

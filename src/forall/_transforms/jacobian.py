@@ -56,7 +56,7 @@ def jacrev(
         first, rows = 0, []
         for y in outs:
             n = y.numel()
-            block = [s[first : first + n].reshape(*y.shape, *s.shape[1:]) for s in stacks]
+            block = [s[first : first + n].reshape((*y.shape, *s.shape[1:])) for s in stacks]
             rows.append(pull.tree(block)[0])
             first += n
         result = trees.unflatten(rows, pull.out_spec)
@@ -113,7 +113,7 @@ def jacfwd(
             blocks, first = [], 0
             for x in xs:
                 n = x.numel()
-                blocks.append(y[..., first : first + n].reshape(*y.shape[:-1], *x.shape))
+                blocks.append(y[..., first : first + n].reshape((*y.shape[:-1], *x.shape)))
                 first += n
             leaves: list[Any] = [None] * len(flat)
             for i, b in zip(places, blocks, strict=True):

@@ -1,0 +1,253 @@
+"""Reading by index: (B, *S) and (B, *I) -> (B, *R), each example from its own entries.
+
+Where only the values differ, the index is used as it is, one axis further on; where only the index
+differs, it is used as it is, and its examples' axis becomes the result's. Where both differ,
+``arange(B)`` picks the example.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from forall._batching.batched import wrap
+from forall._batching.families import Stack, by_front, front, is_mapped, lower
+from forall._batching.table import register
+from forall._core.axes import stacked_dim
+from forall._core.errors import data_dependent
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+aten = torch.ops.aten
+Tensor = torch.Tensor
+_MASKS = (torch.bool, torch.uint8)
+
+
+def examples_of(size: int, device: torch.device, rank: int) -> Tensor:
+    """(B, 1, .., 1): the number of each example, to index its axis with."""
+    return torch.arange(size, device=device).reshape(size, *(1,) * rank)
+
+
+class Places:
+    """The indices of ``x[i, :, j, ..]`` over stacks, and where their dims ``*I`` come out.
+
+    Torch puts ``*I`` where the indices stand if they stand side by side (``lead`` dims before
+    them), and first if they do not.
+    """
+
+    __slots__ = ("adjacent", "consumed", "indices", "lead", "mapped", "rank")
+
+    def __init__(self, size: int, indices: Sequence[Any]) -> None:
+        self.mapped = any(isinstance(i, Stack) for i in indices)
+        entries = _without_masks(indices) if self.mapped else list(indices)
+        given = [n for n, i in enumerate(entries) if i is not None]
+        self.lead = given[0]
+        self.adjacent = given[-1] - given[0] + 1 == len(given)
+        self.consumed = sum(entries[n].dim() if _is_mask(entries[n]) else 1 for n in given)
+        self.rank = max(_rank(entries[n]) for n in given)
+        self.indices = [_lined_up(i, self.rank) for i in entries]
+
+    def on_examples(self, size: int, device: torch.device) -> list:
+        """What indexes (B, *S)."""
+        if not self.mapped:
+            return [None, *self.indices]
+        return [examples_of(size, device, self.rank), *self.indices]
+
+    def shift(self) -> tuple[list[int], list[int]] | None:
+        """Where (B, *R) has dims and where they are in what indexing (B, *S) gives."""
+        if self.mapped and self.adjacent and self.lead:
+            block = range(1, self.rank + 1)
+            return [d + self.lead for d in block], list(block)
+        if not self.mapped and not self.adjacent:
+            return [0], [self.rank]
+        return None
+
+
+def _is_mask(i: Any) -> bool:
+    return isinstance(i, Tensor) and i.dtype in _MASKS
+
+
+def _rank(i: Any) -> int:
+    return i.v.dim() - 1 if isinstance(i, Stack) else 1 if _is_mask(i) else i.dim()
+
+
+def _lined_up(i: Any, rank: int) -> Any:
+    """(B, *I) with as many dims for each example as the longest index has."""
+    if not isinstance(i, Stack):
+        return i
+    return i.v.reshape(i.v.shape[0], *(1,) * (rank - i.v.dim() + 1), *i.v.shape[1:])
+
+
+def _without_masks(indices: Sequence[Any]) -> list:
+    """Masks as the places they name, so that they broadcast against indices with an axis B."""
+    found: list = []
+    for i in indices:
+        if isinstance(i, Stack) and i.v.dtype in _MASKS:
+            raise data_dependent(
+                "indexing with a boolean mask (x[mask])",
+                "Use torch.where(mask, x, other), or multiply by the mask, to keep one shape.",
+            )
+        found.extend(aten.nonzero.default(i).unbind(1) if _is_mask(i) else [i])
+    return found
+
+
+def taken(indices: Sequence[Any], level: Any) -> list:
+    """A list of indices as a rule gets it."""
+    return [Stack(front(i)) if is_mapped(i, level) else lower(i, level) for i in indices]
+
+
+def _index(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    x, indices = args[0], kwargs.get("indices", args[-1])
+    places = Places(level.size, taken(indices, level))
+    if is_mapped(x, level):
+        out = func(front(x), places.on_examples(level.size, x.device))
+        if shift := places.shift():
+            out = out.movedim(shift[1], shift[0])
+        return wrap(out, 0, level)
+    out = func(lower(x, level), places.indices)
+    return wrap(out, places.lead if places.adjacent else 0, level)
+
+
+register({aten.index.Tensor: _index, aten._unsafe_index.Tensor: _index})
+
+
+def lined(a: Any, size: int) -> Tensor:
+    """(B, *S) with a dim for numbers: an example of rank 0 answers to dim 0 as one of size 1."""
+    v = a.v if isinstance(a, Stack) else a.unsqueeze(0).expand(size, *a.shape)
+    return v.unsqueeze(1) if v.dim() == 1 else v
+
+
+def is_number(a: Any) -> bool:
+    return (a.v.dim() == 1) if isinstance(a, Stack) else a.dim() == 0
+
+
+@by_front
+def _gather(size, x, dim, index, sparse_grad=False):
+    v = lined(x, size)
+    out = aten.gather.default(v, stacked_dim(dim, v.dim() - 1), lined(index, size))
+    return out.squeeze(1) if is_number(index) else out
+
+
+def along(index: Tensor, dim: int, shape: Sequence[int]) -> Tensor:
+    """(B, n) as an index of stacks of this shape, the same for all that lies beside ``dim``."""
+    index = index.reshape(index.shape[0], *(1,) * (dim - 1), -1, *(1,) * (len(shape) - dim - 1))
+    sizes = list(shape)
+    sizes[dim] = index.shape[dim]
+    return index.expand(sizes)
+
+
+def _index_select(level, func, args, kwargs):
+    x, dim, index = args
+    if not is_mapped(x, level):
+        value, i = lower(x, level), front(index)
+        if value.dim() == 0:
+            return wrap(func(value.reshape(1), 0, i.reshape(-1)), 0, level)
+        dim = stacked_dim(dim, value.dim()) - 1
+        n = i.shape[1] if i.dim() > 1 else 1
+        out = func(value, dim, i.reshape(-1))
+        return wrap(out.unflatten(dim, (level.size, n)), dim, level)
+    v = lined(Stack(front(x)), level.size)
+    d = stacked_dim(dim, v.dim() - 1)
+    if is_mapped(index, level):
+        i = lined(Stack(front(index)), level.size)
+        out = v.gather(d, along(i, d, v.shape))
+    else:
+        out = func(v, d, lower(index, level))
+    return wrap(out.squeeze(1) if x.dim() == 0 else out, 0, level)
+
+
+@by_front
+def _take(size, x, index):
+    if not isinstance(x, Stack):
+        return aten.take.default(x, index.v)
+    flat = x.v.reshape(size, x.v[:1].numel() if size else x.v.shape[1:].numel())
+    if not isinstance(index, Stack):
+        return aten.index.Tensor(flat, [None, index])
+    return aten.index.Tensor(flat, [examples_of(size, flat.device, index.v.dim() - 1), index.v])
+
+
+register(
+    {
+        aten.gather.default: _gather,
+        aten.index_select.default: _index_select,
+        aten.take.default: _take,
+    }
+)
+
+
+# --- by mask, of fixed shape -------------------------------------------------------------------
+
+
+def _flat(v: Tensor) -> Tensor:
+    return v.flatten(1) if v.dim() > 1 else v.unsqueeze(1)
+
+
+def _broadcast(size: int, *operands: Any) -> list[Tensor]:
+    """(B, *S) each, S the shape they broadcast to."""
+    shape = torch.broadcast_shapes(
+        *(a.v.shape[1:] if isinstance(a, Stack) else a.shape for a in operands)
+    )
+    found = []
+    for a in operands:
+        v = a.v if isinstance(a, Stack) else a.unsqueeze(0)
+        v = v.reshape(v.shape[0], *(1,) * (len(shape) + 1 - v.dim()), *v.shape[1:])
+        found.append(v.expand(size, *shape))
+    return found
+
+
+def _order(mask: Tensor) -> Tensor:
+    """(B, N): for each true entry which one it is, from 1; 0 for the false ones."""
+    return _flat(mask).cumsum(1) * _flat(mask)
+
+
+@by_front
+def _masked_scatter(size, x, mask, source):
+    v, mask = _broadcast(size, x, mask)
+    source = _flat(source.v if isinstance(source, Stack) else source.unsqueeze(0)).expand(size, -1)
+    # Entry 0 is for the false ones; too short a source is out of bounds, as it has to be.
+    padded = aten.constant_pad_nd.default(source, [1, 0])
+    return torch.where(mask, padded.gather(1, _order(mask)).reshape(v.shape), v)
+
+
+@by_front
+def _masked_scatter_backward(size, grad, mask, sizes):
+    grad, mask = _broadcast(size, grad, mask)
+    n = torch.Size(sizes).numel()
+    out = grad.new_zeros(size, n + 1).scatter(1, _order(mask), _flat(grad))
+    return out[:, 1:].reshape(size, *sizes)
+
+
+@by_front
+def _masked_fill(size, x, mask, value):
+    v, mask = _broadcast(size, x, mask)
+    value = value.v if isinstance(value, Stack) else value
+    value = value.reshape(-1, *(1,) * (v.dim() - 1))
+    return torch.where(mask, value.to(dtype=v.dtype, device=v.device), v)
+
+
+def _nonzero_static(level, func, args, kwargs):
+    """The first entries that are not 0, by their places (B, n, rank): a shape that data leaves."""
+    v, n, fill = front(args[0]), kwargs["size"], kwargs.get("fill_value", -1)
+    order = _order(v != 0)
+    order = torch.where(order <= n, order, 0)  # those too many go into entry 0, with the zeros
+    numbers = torch.arange(order.shape[1], device=v.device).expand(order.shape)
+    found = order.new_zeros(v.shape[0], n + 1).scatter(1, order, numbers)[:, 1:]
+    there = torch.zeros_like(found, dtype=torch.bool)
+    there = aten.constant_pad_nd.default(there, [1, 0]).scatter(1, order, True)[:, 1:]
+    shape = v.shape[1:]
+    steps = [torch.Size(shape[d + 1 :]).numel() for d in range(len(shape))]
+    places = [found // max(s, 1) % max(m, 1) for s, m in zip(steps, shape, strict=True)]
+    places = torch.stack(places, -1) if places else found.new_zeros(*found.shape, 0)
+    return wrap(torch.where(there.unsqueeze(-1), places, fill), 0, level)
+
+
+register(
+    {
+        aten.masked_scatter.default: _masked_scatter,
+        aten.masked_scatter_backward.default: _masked_scatter_backward,
+        aten.masked_fill.Tensor: _masked_fill,
+        aten.nonzero_static.default: _nonzero_static,
+    }
+)

@@ -1,0 +1,95 @@
+"""Forward mode out of reverse mode, where there is no forward formula: the transpose, twice.
+
+The pull-back u -> J^T u is linear in u, so its own pull-back is the push-forward t -> J t. That is
+how a custom autograd.Function, whose author wrote a backward alone, gets its tangent: from that
+backward, never from the operators of its forward.
+
+Source: Townsend, "A new trick for calculating Jacobian vector products" (2017).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from forall._core.levels import graph_free, lift, outside
+from forall._derivatives import forward
+from forall._derivatives.reverse import gradients, variable
+from forall._torch.dispatch import apply_function, autograd_below
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    Function = Callable[..., tuple[torch.Tensor, ...]]
+
+
+def lowered(h: Function, args: tuple, level: forward.JvpLevel) -> tuple:
+    """``h``, a function of tensors just outside ``level``, on values of ``level``."""
+    args = tuple(lift(a, level) for a in args)
+    if torch.is_grad_enabled() and any(a.requires_grad for a in args):
+        return apply_function(_Lowered, h, level, *args)
+    return _pushed(h, args, level)
+
+
+class _Lowered(torch.autograd.Function):
+    """The node at a jvp level; its backward is the pull-back of ``h``, lowered likewise."""
+
+    @staticmethod
+    def forward(ctx, h, level, *args):
+        ctx.h, ctx.level = h, level
+        ctx.save_for_backward(*args)
+        with torch.enable_grad():
+            return _pushed(h, args, level)
+
+    @staticmethod
+    def backward(ctx, *cotangents):
+        args = ctx.saved_tensors
+        n = len(args)
+        asked = [i for i in range(n) if ctx.needs_input_grad[i + 2]]
+        given = [i for i, c in enumerate(cotangents) if c is not None]
+
+        def pull(*both: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            xs = [variable(x) if i in asked else x for i, x in enumerate(both[:n])]
+            ys = ctx.h(*xs)
+            return tuple(
+                gradients(tuple(ys[i] for i in given), both[n:], [xs[i] for i in asked])
+            )
+
+        found = iter(lowered(pull, (*args, *(cotangents[i] for i in given)), ctx.level))
+        return None, None, *[next(found) if i in asked else None for i in range(n)]
+
+
+def _pushed(h: Function, args: tuple, level: forward.JvpLevel) -> tuple:
+    """Values and tangents of ``h`` by transposing its pull-back."""
+    with outside(level), autograd_below(grad=True, forward=False):
+        pairs = [forward.unpack(a, level) for a in args]
+        moving = [i for i, (_, t) in enumerate(pairs) if t is not None]
+        keeps = level.outer_grad and any(p.requires_grad for p, _ in pairs)
+        xs: list[Any] = [p for p, _ in pairs]
+        for i in moving:
+            xs[i] = variable(xs[i])
+        ys = h(*xs)
+        live = [y for y in ys if y.requires_grad] if moving else []
+        pushed = iter(_transposed(live, [xs[i] for i in moving], [pairs[i][1] for i in moving]))
+        out = []
+        for y in ys:
+            tangent = next(pushed) if moving and y.requires_grad else None
+            if not keeps:
+                y = graph_free(y)
+                tangent = None if tangent is None else graph_free(tangent)
+            out.append(
+                forward.wrap(y, level)
+                if tangent is None
+                else forward.make_dual(y, tangent, level)
+            )
+        return tuple(out)
+
+
+def _transposed(ys: list, xs: list, ts: list) -> list:
+    """J t for outputs ``ys`` of variables ``xs``."""
+    if not ys:
+        return []
+    us = [torch.zeros_like(y).requires_grad_() for y in ys]
+    pulled = gradients(tuple(ys), tuple(us), xs)
+    return gradients(tuple(pulled), tuple(ts), us)
