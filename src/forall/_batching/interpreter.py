@@ -16,7 +16,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from forall._batching import border, table
 from forall._batching.batched import Batched, derive, levels_in, wrap
 from forall._batching.resolve import resolve
-from forall._core.levels import Level, innermost, is_from_outside, lift, second_name, stack, top
+from forall._core.levels import (
+    Level,
+    at,
+    innermost,
+    is_from_outside,
+    lift,
+    outside,
+    second_name,
+    stack,
+    top,
+)
 from forall._torch.dispatch import (
     AUTOGRAD,
     CONJUGATE,
@@ -54,7 +64,7 @@ class VmapLevel(Level, TorchDispatchMode):
         Level.__init__(self, parent)
         self.size = size
         self.randomness = randomness
-        self.records_values = records_values
+        self.records_values = self.peels = records_values
         self.outer_grad = torch.is_grad_enabled()
 
     @classmethod
@@ -67,6 +77,30 @@ class VmapLevel(Level, TorchDispatchMode):
             shared.older = True
             return shared
         return border.share(tensor, self)
+
+    def push(self, h: Any, args: tuple) -> tuple:
+        """``h`` as a function of stacks, one level further out."""
+
+        def stacked(*stacks: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            again = VmapLevel(self.size, self.randomness, top())
+            examples = [border.enter(s, 0, again) for s in stacks]
+            with running(again):
+                outs = h(*examples)
+            return tuple(border.leave(y, 0, again) for y in outs)
+
+        with outside(self):
+            stacks = tuple(self._given(lift(a, self)) for a in args)
+            return tuple(self._taken(y) for y in at(self.parent, stacked, stacks))
+
+    def _taken(self, stack_: torch.Tensor) -> torch.Tensor:
+        """A stack (B, *S) as one example, by the way that this level records."""
+        return wrap(stack_, 0, self) if self.records_values else border.enter(stack_, 0, self)
+
+    def _given(self, example: torch.Tensor) -> torch.Tensor:
+        """One example as its stack (B, *S)."""
+        if self.records_values:
+            return border.undress(example, ((self, 0),))
+        return border.leave(example, 0, self)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         for t in types:

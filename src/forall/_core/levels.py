@@ -20,7 +20,9 @@ from forall._torch.dispatch import plain_alias
 from forall._torch.wrapper import Wrapper
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
+
+    Function = Callable[..., tuple[torch.Tensor, ...]]
 
 _numbers = itertools.count(1)
 
@@ -34,6 +36,13 @@ class Level:
         self.around = frozenset() if parent is None else parent.around | {parent}
         self.active = False
         self.lifted: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    # Whether a derivative hangs on the values, so that a custom Function must be taken down to them.
+    peels = False
+
+    def push(self, h: Function, args: tuple) -> tuple:
+        """`at` for values of this level."""
+        raise NotImplementedError
 
     def share(self, tensor: torch.Tensor) -> torch.Tensor:
         """This level's stand-in for ``tensor``, a value of the level just outside."""
@@ -160,3 +169,29 @@ class outside:
         while self.modes:
             torch._C._push_on_torch_dispatch_stack(self.modes.pop())
         stack.top = self.top
+
+
+def peels(tensor: torch.Tensor) -> bool:
+    """Whether a level whose derivative hangs on its values has a part in this one."""
+    while isinstance(tensor, Wrapper):
+        if tensor.level.peels:
+            return True
+        tensor = tensor.value
+    return False
+
+
+def at(level: Level | None, h: Function, args: tuple) -> tuple:
+    """``h`` on values of ``level``, run so far out that no operator in it meets a tangent.
+
+    Levels on the way take ``h`` apart: a jvp level derives the tangent from its pull-back, a vmap
+    level makes it a function of stacks.
+    """
+    if level is None or not any(peels(a) for a in args):
+        return h(*args)
+    return level.push(h, args)
+
+
+def deepest(args: tuple) -> Level | None:
+    """The level that values meet in: the innermost of theirs."""
+    levels = [a.level for a in args if isinstance(a, Wrapper)]
+    return innermost(levels) if levels else None

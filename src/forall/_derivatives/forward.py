@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from forall._core.levels import Level, graph_free, innermost, second_name, stack
+from forall._core.levels import Level, at, graph_free, innermost, second_name, stack
 from forall._torch import trees
 from forall._torch.dispatch import (
     AUTOGRAD,
@@ -102,6 +102,13 @@ class JvpLevel(Level, TorchDispatchMode):
             stack.top = self.previous
             self.active = False
             self.lifted.clear()
+
+    peels = True
+
+    def push(self, h: Any, args: tuple) -> tuple:
+        from forall._derivatives.reversed import lowered
+
+        return lowered(lambda *inner: at(self.parent, h, inner), args, self)
 
     def share(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.requires_grad and torch.is_grad_enabled():

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from forall._core.levels import graph_free, lift, outside
+from forall._core.levels import at, deepest, graph_free, lift, outside
 from forall._derivatives import forward
 from forall._derivatives.reverse import gradients, variable
 from forall._torch.dispatch import apply_function, autograd_below
@@ -56,7 +56,8 @@ class _Lowered(torch.autograd.Function):
                 gradients(tuple(ys[i] for i in given), both[n:], [xs[i] for i in asked])
             )
 
-        found = iter(lowered(pull, (*args, *(cotangents[i] for i in given)), ctx.level))
+        both = (*args, *(cotangents[i] for i in given))
+        found = iter(at(deepest(both), pull, both))
         return None, None, *[next(found) if i in asked else None for i in range(n)]
 
 

@@ -13,6 +13,7 @@ class Wrapper(torch.Tensor):
     """A tensor without storage of its own that belongs to a level."""
 
     level: Any
+    value: torch.Tensor
 
     def graph_free(self) -> Wrapper:
         """A second name for this value that has no autograd history at this level."""

@@ -33,8 +33,7 @@ class Writing:
         self.ending = "_" if in_place else ""
 
     def __getattr__(self, name: str) -> Callable:
-        method = getattr(Tensor, name + self.ending)
-        return lambda x, *args, **kwargs: method(x, *args, **kwargs)
+        return getattr(Tensor, name + self.ending)
 
 
 def writes(rule: Callable) -> tuple[Callable, Callable]:
@@ -85,10 +84,7 @@ def by_rows(name: str, instead: Callable) -> Callable:
 
     def rule(w: Writing, x: Tensor, dim: int, index: Any, source: Any, *args: Any, **kwargs: Any):
         dim = _dim(x, dim)
-        if isinstance(source, (Stack, Tensor)) and not (name == "index_fill" and is_number(source)):
-            source = lined(source, w.size)
-        elif isinstance(source, Stack):
-            return _fill(w, x, dim, index, source)
+        source = lined(source, w.size)
         if not isinstance(index, Stack):
             return getattr(w, name)(x, dim, index, source, *args, **kwargs)
         return instead(w, x, dim, lined(index, w.size), source, *args, **kwargs)
