@@ -62,9 +62,9 @@ class Batched(Wrapper):
 
     value: torch.Tensor
     axis: int | None
-    family: Family | None
-    chain: tuple[ViewCall, ...]
-    older: bool
+    family: Family | None = None
+    chain: tuple[ViewCall, ...] = ()
+    older: bool = False
 
     def graph_free(self) -> Batched:
         if self.family is None and self.older:
@@ -81,6 +81,8 @@ class Batched(Wrapper):
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         # Reached only where the level's function mode is not: in a backward pass, a hook or a
         # recomputation after the level has ended. The innermost value's level shares for itself.
+        if not all(issubclass(t, torch.Tensor) for t in types):
+            return NotImplemented
         with torch._C.DisableTorchFunctionSubclass():
             kwargs = kwargs or {}
             found = levels_in(args, kwargs)
@@ -127,9 +129,6 @@ def wrap(value: torch.Tensor, axis: int | None, level: Level) -> Batched:
     b.value = value
     b.axis = axis
     b.level = level
-    b.family = None
-    b.chain = ()
-    b.older = False
     return b
 
 

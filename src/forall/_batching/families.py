@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cmp_to_key
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,6 +11,7 @@ from forall._batching import table
 from forall._batching.batched import Batched, promote, refit, wrap
 from forall._core.errors import columns, shared_write, short
 from forall._torch.schema import facts
+from forall._torch.wrapper import Wrapper
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -61,6 +63,35 @@ def wrapped(out: Any, axis: int | None, level: Any) -> Any:
 
 
 # --- pointwise ---------------------------------------------------------------------------------
+
+
+def alike(level: Any, func: Any, args: tuple) -> Any:
+    """The short way for the common case: mapped operands laid out alike, and numbers."""
+    x = args[0]
+    if type(x) is not Batched or x.level is not level or x.axis is None:
+        return None
+    v, axis = x.value, x.axis
+    if len(args) == 1:
+        out = func._op(v)
+    else:
+        values = [v]
+        for y in args[1:]:
+            if type(y) is Batched:
+                w = y.value
+                if (
+                    y.level is not level
+                    or y.axis != axis
+                    or w.dim() != v.dim()
+                    or w.dtype != v.dtype
+                ):
+                    return None
+                values.append(w)
+            elif isinstance(y, (Tensor, list, tuple)):
+                return None
+            else:
+                values.append(y)
+        out = func._op(*values)
+    return wrap(out, axis, level) if isinstance(out, Tensor) else wrapped(out, axis, level)
 
 
 def pointwise(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
@@ -265,18 +296,37 @@ def derived(functional: Any) -> Callable:
 
 
 class level_on:
-    """Let operators inside a handler reach this level once more, above its own values."""
+    """Let operators inside a handler reach this level once more, above its own values.
 
-    __slots__ = ("level",)
+    What they make anew is then of this level, and of the levels that the values ``args`` belong to
+    further out. Those that have ended are on no stack, so they are put there too.
+    """
 
-    def __init__(self, level: Any) -> None:
-        self.level = level
+    __slots__ = ("levels",)
+
+    def __init__(self, level: Any, args: tuple = ()) -> None:
+        self.levels = [*_ended(args), level]
 
     def __enter__(self) -> None:
-        torch._C._push_on_torch_dispatch_stack(self.level)
+        for level in self.levels:
+            torch._C._push_on_torch_dispatch_stack(level)
 
     def __exit__(self, *_: object) -> None:
-        torch._C._pop_torch_dispatch_stack(None)
+        for _level in self.levels:
+            torch._C._pop_torch_dispatch_stack(None)
+
+
+def _ended(args: tuple) -> list:
+    """The levels below the first one of ``args`` that run no more, the outermost first."""
+    found: set = set()
+    for a in args:
+        for b in a if isinstance(a, (list, tuple)) else (a,):
+            value = b.value if isinstance(b, Wrapper) else None
+            while isinstance(value, Wrapper):
+                if not value.level.active:
+                    found.add(value.level)
+                value = value.value
+    return sorted(found, key=cmp_to_key(lambda a, b: -1 if a.is_outside(b) else 1))
 
 
 def _resize_out(level: Any, func: Any, target: Any, result: Tensor) -> None:

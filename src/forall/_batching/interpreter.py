@@ -13,7 +13,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from forall._batching import border, table
+from forall._batching import border, families, table
+from forall._batching.families import alike
 from forall._batching.batched import Batched, derive, levels_in, wrap
 from forall._batching.resolve import resolve
 from forall._core.levels import (
@@ -43,6 +44,9 @@ aten = torch.ops.aten
 _HANDLERS = table.HANDLERS
 _SHARED = table.SHARED
 _DETACH = aten.detach.default
+_functions_off = torch._C.DisableTorchFunction
+_pointwise = families.pointwise
+_INNER, _MAPPED, _SHARED_BY_ALL = "inner", "mapped", "shared"
 
 
 class VmapLevel(Level, TorchDispatchMode):
@@ -103,49 +107,59 @@ class VmapLevel(Level, TorchDispatchMode):
         return border.leave(example, 0, self)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        for t in types:
-            if issubclass(t, Wrapper):
-                for level in levels_in(args, kwargs or {}):
-                    if level is not self and not level.is_outside(self):
-                        return NotImplemented  # an inner value: its level acts first
-                break
-        return self.run(func, args, kwargs or {})
+        with _functions_off():
+            handler = _HANDLERS.get(func)
+            if handler is _pointwise and not kwargs and not self.records_values:
+                out = alike(self, func, args)
+                if out is not None:
+                    return out
+            found = self._meets(args, kwargs.values()) if kwargs else self._meets(args)
+            if found is _INNER:
+                return NotImplemented  # an inner value: its level acts first
+            return self._run(func, args, kwargs or {}, handler, found)
 
     def run(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """One operator on values of this level, with this level's modes off."""
-        with torch._C.DisableTorchFunction():
-            if func is _DETACH and not is_excluded(AUTOGRAD):
-                return second_name(args[0])
-            if self.records_values:
-                with autograd_below(grad=self.outer_grad, forward=self.outer_grad):
-                    return self._run(func, args, kwargs)
-            if not is_excluded(CONJUGATE):
-                return self._run(func, args, kwargs)
-            set_lazy_bits(True)
-            try:
-                return self._run(func, args, kwargs)
-            finally:
-                set_lazy_bits(False)
+        with _functions_off():
+            found = self._meets(args, kwargs.values())
+            return self._run(func, args, kwargs, _HANDLERS.get(func), found)
 
-    def _run(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        for a in args:
-            if type(a) is Batched:
-                if a.axis is not None and a.level is self:
-                    break
-            elif type(a) in _SEQUENCES and any(
-                type(b) is Batched and b.axis is not None and b.level is self for b in a
-            ):
-                break
-        else:
-            if not kwargs or not any(
-                type(a) is Batched and a.axis is not None and a.level is self
-                for a in kwargs.values()
-            ):
-                return run_shared(self, func, args, kwargs)
-        handler = _HANDLERS.get(func)
-        if handler is None:
+    def _meets(self, args: Any, more: Any = ()) -> str:
+        """Whether the arguments hold values of an inner level, or else mapped ones of this."""
+        found = _SHARED_BY_ALL
+        for a in (*args, *more) if more else args:
+            if isinstance(a, Wrapper):
+                level = a.level
+                if level is self:
+                    if a.axis is not None:
+                        found = _MAPPED
+                elif not level.is_outside(self):
+                    return _INNER
+            elif type(a) in _SEQUENCES:
+                inside = self._meets(a)
+                if inside is _INNER:
+                    return _INNER
+                if inside is _MAPPED:
+                    found = _MAPPED
+        return found
+
+    def _run(self, func: Any, args: tuple, kwargs: dict, handler: Any, found: str) -> Any:
+        if func is _DETACH and not is_excluded(AUTOGRAD):
+            return second_name(args[0])
+        if found is not _MAPPED:
+            handler = run_shared
+        elif handler is None:
             handler = resolve(func)
-        return handler(self, func, args, kwargs)
+        if self.records_values:
+            with autograd_below(grad=self.outer_grad, forward=self.outer_grad):
+                return handler(self, func, args, kwargs)
+        if not is_excluded(CONJUGATE):
+            return handler(self, func, args, kwargs)
+        set_lazy_bits(True)
+        try:
+            return handler(self, func, args, kwargs)
+        finally:
+            set_lazy_bits(False)
 
     def share_captured(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """The arguments with tensors from outside that carry a derivative in their shared form."""
@@ -238,11 +252,13 @@ class Sharing(TorchFunctionMode):
     """One for all nested levels of a thread: it asks which level is innermost at each call."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
+        if not all(issubclass(t, torch.Tensor) for t in types):
+            return func(*args, **(kwargs or {}))  # no tensor at all, with a meaning of its own
         with torch._C.DisableTorchFunctionSubclass():
             if (
                 (torch.is_grad_enabled() or users_tangents())
+                and _carries(args, kwargs, stack.top)
                 and func not in _ITSELF
-                and _carries(args, kwargs)
             ):
                 args, kwargs = self._share(args, kwargs or {})
             return func(*args, **kwargs) if kwargs else func(*args)
@@ -260,14 +276,15 @@ class Sharing(TorchFunctionMode):
         return (args, kwargs) if level is None else level.share_captured(args, kwargs)
 
 
-def _carries(args: tuple, kwargs: dict | None) -> bool:
+def _carries(args: Any, kwargs: dict | None, level: Level | None) -> bool:
     """Whether any argument might need sharing: a cheap look before the careful one."""
-    tangents = users_tangents()
     for a in args if not kwargs else (*args, *kwargs.values()):
         if isinstance(a, torch.Tensor):
-            if a.requires_grad or tangents:
+            if (a.requires_grad or users_tangents()) and not (
+                type(a) is Batched and a.level is level
+            ):
                 return True
-        elif type(a) in _SEQUENCES and _carries(tuple(a), None):
+        elif type(a) in _SEQUENCES and _carries(a, None, level):
             return True
     return False
 

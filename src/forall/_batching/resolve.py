@@ -116,7 +116,7 @@ def _decomposed(run: Any) -> Any:
             return _loop(level, func, args, kwargs)
         _running.now.add(entry)
         try:
-            with families.level_on(level):
+            with families.level_on(level, args):
                 return run(*args, **kwargs)
         except (NotImplementedError, DataDependentError):
             pass

@@ -180,17 +180,14 @@ def led(x: Stack | Tensor) -> Tensor:
 
 @by_front
 def _trilinear(size, x, y, z, expand1, expand2, expand3, sumdim, unroll_dim=1):
-    """An einsum: every operand lacks the dims it expands, the result keeps the summed as ones."""
+    """An einsum: every operand lacks the dims it expands, the result those it sums."""
     rank = len(expand1) + (x.v.dim() - 1 if isinstance(x, Stack) else x.dim())
     operands = []
     for a, without in ((x, expand1), (y, expand2), (z, expand3)):
         dims = [d for d in range(rank) if d not in without]
         operands += (a.v, [rank, *dims]) if isinstance(a, Stack) else (a, dims)
     kept = [d for d in range(rank) if d not in sumdim]
-    out = torch.einsum(*operands, [rank, *kept])
-    for d in sorted(sumdim):
-        out = out.unsqueeze(d + 1)
-    return out
+    return torch.einsum(*operands, [rank, *kept])
 
 
 @by_front
@@ -201,12 +198,11 @@ def _cdist(size, x, y, p, compute_mode):
 
 @by_front
 def _cdist_backward(size, g, x, y, p, dist):
-    batch = x.v.shape[1:-2] if isinstance(x, Stack) else x.shape[:-2]
+    """Every operand in full: the kernel reads them by rows."""
+    batch = dist.v.shape[1:-2] if isinstance(dist, Stack) else dist.shape[:-2]
     g, x, y, dist = (
-        (ranked(a, len(batch) + 2) if isinstance(a, Stack) else a).expand(
-            size, *batch, *(a.v if isinstance(a, Stack) else a).shape[-2:]
-        ).contiguous()
-        for a in (g, x, y, dist)
+        v.expand(size, *batch, *v.shape[-2:]).contiguous()
+        for v in (ranked(a, len(batch) + 2) for a in (g, x, y, dist))
     )
     return aten._cdist_backward.default(g, x, y, p, dist)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -10,9 +10,8 @@ from forall._batching.batched import wrap
 from forall._batching.families import (
     Stack,
     by_front,
-    front,
     is_mapped,
-    loop,
+    level_on,
     lower,
     pointwise,
     stacked,
@@ -20,9 +19,6 @@ from forall._batching.families import (
 from forall._batching.table import register
 from forall._core.axes import wrap_dim
 from forall._core.errors import data_dependent
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 aten = torch.ops.aten
 Tensor = torch.Tensor
@@ -43,8 +39,8 @@ def _tally(bins: Tensor, weights: Tensor, valid: Tensor, count: int) -> Tensor:
     return out.scatter_add(1, torch.where(valid, bins, 0), torch.where(valid, weights, 0))
 
 
-def _outer_edges(x: Tensor, lo: float, hi: float) -> tuple[Any, Any]:
-    """Torch's range for bins: (0, 0) asks for that of the values, and none may be empty."""
+def _outer_edges(x: Tensor, lo: float, hi: float, room: float) -> tuple[Any, Any]:
+    """Torch's range for bins: (0, 0) asks for that of the values; an empty one gets room."""
     if lo == hi == 0 and x.shape[1]:
         low, high = x.amin(1, keepdim=True), x.amax(1, keepdim=True)
     else:
@@ -54,13 +50,13 @@ def _outer_edges(x: Tensor, lo: float, hi: float) -> tuple[Any, Any]:
         (low.isfinite() & high.isfinite()).all(), "histogram: the range of values is not finite"
     )
     flat = low == high
-    return torch.where(flat, low - 1, low), torch.where(flat, high + 1, high)
+    return torch.where(flat, low - room, low), torch.where(flat, high + room, high)
 
 
 @by_front
 def _histc(size, x, bins=100, min=0, max=0):
     x = _rows(x, size)
-    low, high = _outer_edges(x, min, max)
+    low, high = _outer_edges(x, min, max, 1)
     valid = (x >= low) & (x <= high)
     # In the kernel's own order of operations: entries lie on the edges more often than not.
     place = torch.where(valid, (x - low) * bins / (high - low), 0).long().clamp(max=bins - 1)
@@ -86,7 +82,7 @@ def _pairs(low: Tensor, high: Tensor) -> zip:
 @by_front
 def _histogram_counts(size, x, bins=100, *, range=None, weight=None, density=False):
     x = _rows(x, size)
-    low, high = _outer_edges(x, *(range or (0, 0)))
+    low, high = _outer_edges(x, *(range or (0, 0)), 0.5)
     # Edges to the last bit: linspace does not round as its formula would.
     edges = torch.stack(
         [torch.linspace(a, b, bins + 1, dtype=x.dtype, device=x.device) for a, b in _pairs(low, high)]
@@ -157,7 +153,77 @@ register(
 # --- fake quantisation -------------------------------------------------------------------------
 
 
-def _per_channel(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
-    """Examples' channels next to each other: (B, C, ..) -> (B * C, ..), one scale for each."""
-    x, scale, zero, axis = (stacked(a, level) for a in args[:3]), *args[3:4]
-    return x
+def _by_channel(x: Tensor, scale: Tensor, zero: Tensor, *limits: int) -> list[Tensor]:
+    """(B, C, *S), (B, C), (B, C): the examples' channels are as good as one example's."""
+    out = aten.fake_quantize_per_channel_affine_cachemask.default(
+        x.flatten(0, 1), scale.flatten(), zero.flatten(), 0, *limits
+    )
+    return [o.reshape(x.shape) for o in out]
+
+
+def _fake_quantize_channels(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    x, scale, zero = (stacked(a, level) for a in args[:3])
+    dim = wrap_dim(args[3], args[0].dim()) + 1
+    out = _by_channel(x.movedim(dim, 1), scale, zero, *args[4:])
+    return tuple(wrap(o.movedim(1, dim), 0, level) for o in out)
+
+
+def _fake_quantize_tensor(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    if not any(is_mapped(a, level) for a in args[1:4]):
+        return pointwise(level, func, args, kwargs)
+    x, *by = (stacked(a, level) for a in args[:4])
+    scale, zero, on = (a.reshape(a.shape[0], 1) for a in by)
+    flat = x.reshape(x.shape[0], 1, args[0].numel())
+    out, mask = (o.reshape(x.shape) for o in _by_channel(flat, scale, zero.int(), *args[4:]))
+    on = on.reshape(-1, *(1,) * args[0].dim()) >= 1
+    return wrap(torch.where(on, out, x), 0, level), wrap(mask | ~on, 0, level)
+
+
+register(
+    {
+        aten.fake_quantize_per_tensor_affine_cachemask.default: pointwise,
+        aten.fake_quantize_per_channel_affine_cachemask.default: _fake_quantize_channels,
+        aten._fake_quantize_per_tensor_affine_cachemask_tensor_qparams.default: (
+            _fake_quantize_tensor
+        ),
+    }
+)
+
+
+# --- checks of values --------------------------------------------------------------------------
+
+
+def _assert_all(level: Any, func: Any, args: tuple, kwargs: dict) -> None:
+    func((lower(args[0], level) != 0).all(), *args[1:], **kwargs)
+
+
+def _one_answer(func: Any, answers: Tensor) -> bool:
+    """What torch's own checks of arguments ask for; where examples disagree there is none."""
+    every, none = bool(answers.all()), not bool(answers.any())
+    if every or none:
+        return every
+    raise data_dependent(str(func), "Use (x == y).all() or torch.isclose, one answer for each.")
+
+
+def _equal(level: Any, func: Any, args: tuple, kwargs: dict) -> bool:
+    x, y = (stacked(a, level) for a in args)
+    if x.shape != y.shape:
+        return False
+    return _one_answer(func, (x == y).reshape(x.shape[0], args[0].numel()).all(1))
+
+
+def _allclose(level: Any, func: Any, args: tuple, kwargs: dict) -> bool:
+    with level_on(level):
+        close = torch.isclose(*args, **kwargs).all()
+    return _one_answer(func, close.value)
+
+
+register(
+    {
+        aten._assert_async.default: _assert_all,
+        aten._assert_async.msg: _assert_all,
+        aten._foobar.default: pointwise,
+        aten.equal.default: _equal,
+        aten.allclose.default: _allclose,
+    }
+)
