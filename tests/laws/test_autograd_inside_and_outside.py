@@ -45,7 +45,7 @@ class WithSetupContext(torch.autograd.Function):
         return 3 * x * w
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
+    def setup_context(ctx, inputs, output):  # noqa: ARG004 - torch names it
         ctx.save_for_backward(*inputs)
 
     @staticmethod
@@ -70,7 +70,7 @@ class TwoResults(torch.autograd.Function):
 
 
 def hooked(a, w):
-    h = a * 2
+    h = a * w
     h.register_hook(lambda g: g * 10)
     return (h * w).sum()
 
@@ -176,7 +176,7 @@ def after_backward(mapped, x, w, x_requires_grad=True):
     y = mapped(w)(x)
     left = [None if t.grad is None else t.grad.clone() for t in (x, w)]
     if y.requires_grad:
-        (y.T * WEIGHTS).sum().backward()
+        (y.movedim(0, -1) * WEIGHTS).sum().backward()
     return [y.detach(), *left, x.grad, w.grad]
 
 
@@ -273,6 +273,9 @@ def test_backward_inside_leaves_on_a_captured_leaf_what_the_loop_leaves():
     truth = after_backward(lambda w: looped(lambda a: f(a, w)), x, w)
     assert mine[2] is not None
     assert difference(mine, truth) is None
+    w.requires_grad_()
+    vmap(lambda a: f(a, w))(x)
+    assert type(w.grad) is torch.Tensor
 
 
 def test_backward_inside_adds_to_the_grad_that_was_there():
@@ -315,6 +318,20 @@ def test_a_parameter_made_inside_can_be_trained_inside():
 
     x = seeded(4, 3)
     assert difference(vmap(f)(x), x * (1 - 0.5**3)) is None
+
+
+def test_backward_inside_reaches_a_leaf_of_the_map_around():
+    def outer(xs, w):
+        leaf = w.detach().clone().requires_grad_()
+        mapped_inside(leaf, xs)
+        return leaf.grad
+
+    def mapped_inside(leaf, xs):
+        for _ in range(2):
+            vmap(lambda a: ((a * leaf * leaf).sum().backward(), a)[1])(xs)
+
+    x, w = seeded(4, 2, 3), seeded(4, 3)
+    assert difference(vmap(outer)(x, w), 4 * x.sum(1) * w) is None
 
 
 def test_retain_grad_inside_keeps_each_examples_gradient():
@@ -383,7 +400,7 @@ def test_per_example_gradients_of_a_module_honour_its_hooks():
     assert difference(mine, truth) is None
 
 
-# --- grad modes ------------------------------------------------------------------------------------
+# --- grad modes --------------------------------------------------------------------------------
 
 
 def half_blind(x):

@@ -17,6 +17,7 @@ from forall._batching import border, families, table
 from forall._batching.families import alike
 from forall._batching.batched import Batched, derive, levels_in, wrap
 from forall._batching.resolve import resolve
+from forall._batching.shortcut import answer
 from forall._core.levels import (
     Level,
     at,
@@ -33,6 +34,7 @@ from forall._torch.dispatch import (
     CONJUGATE,
     autograd_below,
     has_tangent,
+    is_accumulating,
     is_excluded,
     set_lazy_bits,
     users_tangents,
@@ -44,6 +46,7 @@ aten = torch.ops.aten
 _HANDLERS = table.HANDLERS
 _SHARED = table.SHARED
 _DETACH = aten.detach.default
+_LIFT_FRESH = aten.lift_fresh.default  # in its schema a view, of the constant it makes a tensor
 _functions_off = torch._C.DisableTorchFunction
 _pointwise = families.pointwise
 _INNER, _MAPPED, _SHARED_BY_ALL = "inner", "mapped", "shared"
@@ -182,8 +185,22 @@ class VmapLevel(Level, TorchDispatchMode):
 _SEQUENCES = frozenset({list, tuple})
 
 
+# What autograd does with the gradient that it leaves on a leaf.
+_ACCUMULATION = frozenset(
+    {
+        aten.add.Tensor,
+        aten.add_.Tensor,
+        aten.clone.default,
+        aten.copy_.default,
+        aten.new_empty_strided.default,
+    }
+)
+
+
 def run_shared(level: VmapLevel, func: Any, args: tuple, kwargs: dict) -> Any:
     """An operator whose arguments are the same for all examples runs once."""
+    if func in _ACCUMULATION and is_accumulating() and is_from_outside(args[0], level):
+        return func(*args, **kwargs)  # into the grad of a tensor from outside: not our value
     special = _SHARED.get(func)
     if special is not None:
         return special(level, func, args, kwargs)
@@ -201,7 +218,11 @@ def run_shared(level: VmapLevel, func: Any, args: tuple, kwargs: dict) -> Any:
         out = func(*plain)
     if fact.view and isinstance(args[0], Batched) and args[0].level is level:
         return _derived(args[0], func, args[1:], kwargs, out)
-    return _wrapped(out, level)
+    out = _wrapped(out, level)
+    if fact.view and func is not _LIFT_FRESH:
+        for view in out if isinstance(out, (list, tuple)) else (out,):
+            view.older = True  # of a tensor from outside: a write would reach it
+    return out
 
 
 def _plain(a: Any, level: VmapLevel) -> Any:
@@ -252,9 +273,14 @@ class Sharing(TorchFunctionMode):
     """One for all nested levels of a thread: it asks which level is innermost at each call."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        if not all(issubclass(t, torch.Tensor) for t in types):
-            return func(*args, **(kwargs or {}))  # no tensor at all, with a meaning of its own
+        for t in types:
+            if t is not Batched and not issubclass(t, torch.Tensor):
+                return func(*args, **(kwargs or {}))  # no tensor at all, with a meaning of its own
         with torch._C.DisableTorchFunctionSubclass():
+            if not kwargs:
+                out = answer(func, args, stack.top)
+                if out is not None:
+                    return out
             if (
                 (torch.is_grad_enabled() or users_tangents())
                 and _carries(args, kwargs, stack.top)

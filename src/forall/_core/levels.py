@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from forall._torch.dispatch import plain_alias
+from forall._torch.dispatch import in_torch_func, outside_torch_func, plain_alias, torch_funcs
 from forall._torch.wrapper import Wrapper
 
 if TYPE_CHECKING:
@@ -103,9 +103,14 @@ def level_of(tensor: torch.Tensor) -> Level | None:
 
 
 def is_from_outside(tensor: torch.Tensor, level: Level) -> bool:
-    """Whether ``tensor`` was there before ``level``: an ordinary tensor or an outer level's."""
+    """Whether ``tensor`` was there before ``level``: an ordinary tensor or an outer level's.
+
+    One that a transform of torch.func wrapped was not: such a transform runs inside all of ours.
+    """
     own = level_of(tensor)
-    return own is None or (own is not level and own.is_outside(level))
+    if own is None:
+        return not torch_funcs(tensor)
+    return own is not level and own.is_outside(level)
 
 
 def lift(tensor: torch.Tensor, level: Level | None) -> torch.Tensor:
@@ -118,6 +123,9 @@ def lift(tensor: torch.Tensor, level: Level | None) -> torch.Tensor:
         return tensor
     found = level.lifted.get(id(tensor))
     if found is None:
+        if in_torch_func():
+            with outside_torch_func():
+                return lift(tensor, level)
         with torch._C.DisableTorchFunction():
             lifted = level.share(lift(tensor, level.parent))
         if not level.active or lifted.requires_grad != tensor.requires_grad:

@@ -123,6 +123,10 @@ def has_tangent(tensor: torch.Tensor) -> bool:
     return forward_ad.unpack_dual(tensor).tangent is not None
 
 
+dispatch_modes = torch._C._len_torch_dispatch_stack
+no_dispatch = torch._C._DisableTorchDispatch
+
+
 def run_backward(
     outputs: tuple[torch.Tensor, ...],
     cotangents: tuple[Any, ...],
@@ -143,9 +147,33 @@ def run_backward(
     )
 
 
+def is_accumulating() -> bool:
+    """Whether autograd is leaving a gradient on a leaf right now."""
+    return isinstance(torch._C._current_autograd_node(), torch._C._functions.AccumulateGrad)
+
+
 def in_torch_func() -> bool:
     """Whether a transform of torch.func is running around us."""
     return torch._C._are_functorch_transforms_active()
+
+
+# Whether a transform of torch.func made this tensor.
+torch_funcs = torch._C._functorch.is_functorch_wrapped_tensor
+
+
+class outside_torch_func:
+    """Act as code outside every transform of torch.func that is running does."""
+
+    __slots__ = ("layers",)
+
+    def __enter__(self) -> None:
+        self.layers = []
+        while torch._C._functorch.peek_interpreter_stack() is not None:
+            self.layers.append(torch._C._functorch.pop_dynamic_layer_stack())
+
+    def __exit__(self, *_: object) -> None:
+        while self.layers:
+            torch._C._functorch.push_dynamic_layer_stack(self.layers.pop())
 
 
 def dynamo_loaded() -> bool:

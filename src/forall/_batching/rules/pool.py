@@ -173,26 +173,20 @@ register(
 )
 
 
-# --- operators that let any dims lead ---------------------------------------------------------------
+# --- operators on channels --------------------------------------------------------------------
 
 
-def leading(func: Any, rank: Any):
-    """``rank(*args)``: the least an example must have; dims before that are nobody's business."""
+def _leading(func: Any):
+    """(*, C, H, W): whatever leads is nobody's business."""
 
-    def rule(size, x, *args):
-        return func(x.v if x.v.dim() > rank(*args) else x.v[0], *args)
+    def rule(size, x, factor):
+        return func(x.v if x.v.dim() > 3 else x.v[0], factor)
 
     return by_front(rule)
 
 
 register(
-    {
-        aten.pixel_shuffle.default: leading(aten.pixel_shuffle.default, lambda *_: 3),
-        aten.pixel_unshuffle.default: leading(aten.pixel_unshuffle.default, lambda *_: 3),
-        aten.constant_pad_nd.default: leading(
-            aten.constant_pad_nd.default, lambda pad, *_: len(pad) // 2
-        ),
-    }
+    {op: _leading(op) for op in (aten.pixel_shuffle.default, aten.pixel_unshuffle.default)}
 )
 
 
