@@ -102,7 +102,8 @@ def is_number(a: Any) -> bool:
 
 def along(index: Tensor, dim: int, shape: Sequence[int]) -> Tensor:
     """(B, n) as an index of stacks of this shape, the same for all that lies beside ``dim``."""
-    index = index.reshape(index.shape[0], *(1,) * (dim - 1), -1, *(1,) * (len(shape) - dim - 1))
+    size, n = index.shape
+    index = index.reshape(size, *(1,) * (dim - 1), n, *(1,) * (len(shape) - dim - 1))
     sizes = list(shape)
-    sizes[dim] = index.shape[dim]
+    sizes[dim] = n
     return index.expand(sizes)

@@ -33,7 +33,7 @@ __all__ = [
 
 
 def flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
-    """Leaves and shape of a tree; a lone tensor takes the short way."""
+    """Leaves and shape of a tree."""
     return tree_flatten(tree)
 
 
@@ -43,6 +43,16 @@ leaves = tree_leaves
 
 def prefix(tree: Any, spec: TreeSpec) -> list[Any] | None:
     """``tree`` broadcast to a leaf for every leaf of ``spec``; None if it does not fit."""
+    if tree is None or type(tree) is int:  # one for all, without a walk
+        return [tree] * spec.num_leaves
+    if type(tree) is tuple and spec.type is tuple and len(tree) == spec.num_children:
+        found: list[Any] = []
+        for i, branch in enumerate(tree):
+            part = prefix(branch, spec.child(i))
+            if part is None:
+                return None
+            found += part
+        return found
     return _broadcast_to_and_flatten(tree, spec)
 
 

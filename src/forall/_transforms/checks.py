@@ -92,7 +92,7 @@ def inputs(call: str, given: tuple, in_dims: Any) -> tuple[list, Any, list, int]
             "There is nothing to map over. Pass at least one tensor."
         )
     leaves, spec = trees.flatten((args, kwargs))
-    args_spec = trees.flatten(args)[1]
+    args_spec = spec.child(0)
     if isinstance(by_args, list):
         by_args = tuple(by_args)
     arg_dims = trees.prefix(by_args, args_spec)
@@ -106,7 +106,7 @@ def inputs(call: str, given: tuple, in_dims: Any) -> tuple[list, Any, list, int]
         )
     rest = len(leaves) - len(arg_dims)
     kwarg_dims = [None] * rest if by_kwargs is None else trees.prefix(
-        by_kwargs, trees.flatten(kwargs)[1]
+        by_kwargs, spec.child(1)
     )
     dims = [*arg_dims, *kwarg_dims]
     dims = [

@@ -130,7 +130,8 @@ def _index_put(w, x, indices, values, accumulate=False, unsafe=False):
     if shift := places.shift():
         v = v.movedim(*shift)
     v = v.to(x.device) if is_number(values) else v
-    return w.index_put(x, places.on_examples(w.size, x.device), v, accumulate)
+    form = aten.index_put_.default if w.ending else aten.index_put.default
+    return form(x, places.on_examples(w.size, x.device), v, accumulate)
 
 
 def _put(w, x, index, source, accumulate=False):
