@@ -132,6 +132,7 @@ def _left(example: torch.Tensor, axis: int, level: VmapLevel) -> torch.Tensor:
         value, now = example.value, example.axis
     else:
         value, now = graph_free(example), None
+    value = value.resolve_conj().resolve_neg()  # a stack is new memory, which has no lazy bits
     if now is None:
         return value.unsqueeze(axis).expand(
             *value.shape[:axis], level.size, *value.shape[axis:]

@@ -71,6 +71,8 @@ def alike(level: Any, func: Any, args: tuple) -> Any:
     if type(x) is not Batched or x.level is not level or x.axis is None:
         return None
     v, axis = x.value, x.axis
+    if v.is_complex() or v.is_neg():  # kernels do not see a lazy conj or neg bit here
+        return None
     if len(args) == 1:
         out = func._op(v)
     else:
@@ -83,6 +85,7 @@ def alike(level: Any, func: Any, args: tuple) -> Any:
                     or y.axis != axis
                     or w.dim() != v.dim()
                     or w.dtype != v.dtype
+                    or w.is_neg()
                 ):
                     return None
                 values.append(w)

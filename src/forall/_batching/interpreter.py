@@ -192,6 +192,7 @@ _ACCUMULATION = frozenset(
         aten.add_.Tensor,
         aten.clone.default,
         aten.copy_.default,
+        aten.detach.default,
         aten.new_empty_strided.default,
     }
 )

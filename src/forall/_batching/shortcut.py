@@ -33,6 +33,7 @@ def _is_pointwise(func: Any) -> bool:
             facts(op).pointwise
             and not facts(op).mutates
             and not facts(op).seeded
+            and not facts(op).dynamic
             and len(op._schema.returns) == 1
             for op in on_tensors
         )

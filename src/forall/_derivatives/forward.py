@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from forall._core.errors import columns, short
 from forall._core.levels import Level, at, graph_free, innermost, second_name, stack
 from forall._torch import trees
 from forall._torch.dispatch import (
@@ -131,6 +132,8 @@ class JvpLevel(Level, TorchDispatchMode):
         if func in _ALIASES:
             func, args = aten.alias.default, args[:1]
         grad = torch.is_grad_enabled()
+        if fact.mutates:
+            self._check_writes(func, fact, args, kwargs)
         with (
             torch._C.DisableTorchFunction(),
             autograd_below(grad=grad and self.outer_grad, forward=grad),
@@ -184,13 +187,30 @@ class JvpLevel(Level, TorchDispatchMode):
             return type(out)(self._above(o) for o in out)
         return out
 
+    def _check_writes(self, func: Any, fact: Any, args: tuple, kwargs: dict) -> None:
+        """A tensor from before the call cannot take in a tangent that ends with the call."""
+        targets = _writes(fact, args, kwargs)
+        foreign = [t for t in targets if not (type(t) is Dual and t.level is self)]
+        if foreign and any(type(a) is Dual and a.level is self for a in (*args, *kwargs.values())):
+            raise RuntimeError(
+                f"jvp: {func} writes a value that has a tangent into a tensor from outside.\n"
+                f"{columns([('written to', short(foreign[0]), 'from before the call')])}\n"
+                "Clone it inside the function (.clone()), or pass it as a primal."
+            )
+
     def _written(self, fact: Any, args: tuple, kwargs: dict, out: Any) -> Any:
         """A write in place answers with the very tensors it was given."""
-        targets = [args[m] if isinstance(m, int) else kwargs[m] for m in fact.mutates]
-        known = {id(self._below(t)): t for t in targets if isinstance(t, torch.Tensor)}
+        known = {id(self._below(t)): t for t in _writes(fact, args, kwargs)}
         if isinstance(out, (list, tuple)):
-            return type(out)(known.get(id(o), o) if id(o) in known else self._above(o) for o in out)
+            return type(out)(known[id(o)] if id(o) in known else self._above(o) for o in out)
         return known[id(out)] if id(out) in known else self._above(out)
+
+
+def _writes(fact: Any, args: tuple, kwargs: dict) -> list[torch.Tensor]:
+    """The tensors that an operator writes into, those in lists too."""
+    found = [args[m] if isinstance(m, int) else kwargs.get(m) for m in fact.mutates]
+    flat = [t for f in found for t in (f if isinstance(f, (list, tuple)) else [f])]
+    return [t for t in flat if isinstance(t, torch.Tensor)]
 
 
 class Share(torch.autograd.Function):

@@ -14,7 +14,7 @@ Tensor = torch.Tensor
 def offset(indices: Stack | Tensor, size: int, each: int) -> Tensor:
     """(B, *I): indices into B tables of ``each`` rows, laid one after another."""
     v = indices.v if isinstance(indices, Stack) else indices.unsqueeze(0)
-    first = torch.arange(0, size * each, each or 1, device=v.device, dtype=v.dtype)[:size]
+    first = torch.arange(size, device=v.device, dtype=v.dtype) * each
     return v + first.view(size, *(1,) * (v.dim() - 1))
 
 
@@ -37,9 +37,125 @@ def _embedding_dense_backward(size, g, indices, rows, padding, scale):
     return out
 
 
+@by_front
+def _renorm(size, weight, indices, max_norm, norm_type):
+    """Rows in use that are longer than ``max_norm``, cut to it."""
+    w, i = _all(weight, size), _all(indices, size).reshape(size, -1)
+    used = torch.zeros(w.shape[:2], dtype=torch.bool, device=w.device).scatter(1, i, True)
+    norm = torch.linalg.vector_norm(w, norm_type, -1)
+    cut = torch.where(used & (norm > max_norm), max_norm / (norm + 1e-7), 1)
+    return w * cut.unsqueeze(-1)
+
+
+def _all(a: Stack | Tensor, size: int) -> Tensor:
+    return a.v if isinstance(a, Stack) else a.expand(size, *a.shape)
+
+
 register(
     {
         aten.embedding.default: _embedding,
         aten.embedding_dense_backward.default: _embedding_dense_backward,
+        aten.embedding_renorm.default: _renorm,
+    }
+)
+
+
+# --- bags: indices (L,), cut into bags (N,) by where each begins -----------------------------------
+
+SUM, MEAN, MAX = range(3)
+
+
+def _bags(func):
+    def rule(
+        size,
+        weight,
+        indices,
+        offsets,
+        scale=False,
+        mode=SUM,
+        sparse=False,
+        own=None,
+        include_last=False,
+        padding=-1,
+    ):
+        i, begin = _all(indices, size), _all(offsets, size)
+        begin = begin[:, :-1] if include_last else begin
+        shift = 0
+        if isinstance(weight, Stack):
+            shift = weight.v.shape[1]
+            i, weight, padding = _joined_tables(weight.v, i, padding)
+        begin = offset(Stack(begin), size, i.shape[1]).flatten()
+        own = None if own is None else _all(own, size).flatten()
+        out, bag, count, best = func(
+            weight, i.flatten(), begin, scale, mode, False, own, False, padding
+        )
+        best = best.view(size, -1, *best.shape[1:])
+        if shift and mode == MAX:
+            best = offset(Stack(best), size, -shift)
+        # Which bag an index is in, counted within its example; the operator may leave it out.
+        bag = bag.view(size, -1)
+        bag = offset(Stack(bag), size, -(begin.numel() // size)) if bag.numel() else bag
+        return out.unflatten(0, (size, -1)), bag, count.view(size, -1), best
+
+    return by_front(rule)
+
+
+def _joined_tables(tables: Tensor, indices: Tensor, padding: int) -> tuple[Tensor, Tensor, int]:
+    """One table of all rows; its padding is a row of its own at the end."""
+    size, rows, width = tables.shape
+    moved = offset(Stack(indices), size, rows)
+    tables = tables.flatten(0, 1)
+    if padding < 0:
+        return moved, tables, -1
+    tables = torch.cat([tables, tables.new_zeros(1, width)])
+    return torch.where(indices == padding, size * rows, moved), tables, size * rows
+
+
+def _bag_of(indices: Tensor, offsets: Tensor) -> Tensor:
+    """(B, L): the bag of each index; the last of those that begin no later."""
+    places = torch.arange(indices.shape[1], device=indices.device, dtype=offsets.dtype)
+    places = places.expand(indices.shape).contiguous()
+    return torch.searchsorted(offsets.contiguous(), places, right=True) - 1
+
+
+def _picked(rows: Tensor, at: Tensor) -> Tensor:
+    """(B, N, D), (B, L) -> (B, L, D)."""
+    return rows.gather(1, at.unsqueeze(-1).expand(*at.shape, rows.shape[-1]))
+
+
+@by_front
+def _bags_backward(
+    size, g, indices, offsets, _bag, count, best, rows, scale, mode, sparse, own, padding=-1
+):
+    g, i, offsets, count = (_all(a, size) for a in (g, indices, offsets, count))
+    if mode == MAX:
+        g = torch.where((count > 0).unsqueeze(-1), g, 0)
+        best = torch.where((count > 0).unsqueeze(-1), _all(best, size), 0)
+        return g.new_zeros(size, rows, g.shape[-1]).scatter_add(1, best, g)
+    bag = _bag_of(i, offsets)
+    g = _picked(g, bag)
+    g = g / count.gather(1, bag).unsqueeze(-1) if mode == MEAN else g
+    g = g if own is None else g * _all(own, size).unsqueeze(-1)
+    if padding >= 0:
+        g = torch.where((i == padding).unsqueeze(-1), 0, g)
+    i = offset(Stack(i), size, rows)
+    out = aten.embedding_dense_backward.default(g, i, size * rows, -1, scale)
+    out = out.view(size, rows, -1)
+    return out.to_sparse(2) if sparse else out
+
+
+@by_front
+def _own_backward(size, g, weight, indices, offsets, _bag, mode, padding=-1):
+    g, i = _all(g, size), _all(indices, size)
+    found = (_picked(g, _bag_of(i, _all(offsets, size))) * _picked(_all(weight, size), i)).sum(-1)
+    return torch.where(i == padding, 0, found) if padding >= 0 else found
+
+
+register(
+    {
+        aten._embedding_bag.default: _bags(aten._embedding_bag.default),
+        aten._embedding_bag_forward_only.default: _bags(aten._embedding_bag_forward_only.default),
+        aten._embedding_bag_backward.default: _bags_backward,
+        aten._embedding_bag_per_sample_weights_backward.default: _own_backward,
     }
 )

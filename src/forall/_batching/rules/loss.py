@@ -160,8 +160,10 @@ def _nll_backward(func: Any, dims: int):
         g = g.v if isinstance(g, Stack) else g.expand(size, *g.shape)
         if reduction == MEAN:
             g = g / (total.v if isinstance(total, Stack) else total)
-        g = g.reshape(t.shape) if reduction == NONE else (
-            g.reshape(size, 1).expand(size, t.numel() // size).reshape(t.shape)
+        g = (
+            g.reshape(t.shape)
+            if reduction == NONE
+            else (g.reshape(size, 1).expand(size, t.numel() // size).reshape(t.shape))
         )
         if weight is not None:
             g = g * row_weights(weight, torch.where(t != ignore, t, 0), size)

@@ -185,9 +185,7 @@ def _leading(func: Any):
     return by_front(rule)
 
 
-register(
-    {op: _leading(op) for op in (aten.pixel_shuffle.default, aten.pixel_unshuffle.default)}
-)
+register({op: _leading(op) for op in (aten.pixel_shuffle.default, aten.pixel_unshuffle.default)})
 
 
 @by_front

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from forall._batching.batched import Batched, wrap
+from forall._batching.batched import wrap
 from forall._batching.families import (
     front,
     is_mapped,
@@ -23,6 +23,7 @@ from forall._batching.families import (
 )
 from forall._batching.table import HANDLERS, SHARED, register
 from forall._core.errors import columns
+from forall._torch.schema import facts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -340,4 +341,38 @@ random(
         },
     }
 )
-_ = Batched, HANDLERS
+
+
+# --- operators of others that drop out -------------------------------------------------------------
+
+
+def dropping_out(handler: Callable) -> Callable:
+    """Attention and the like draw only where their probability of dropout is not 0."""
+
+    def handle(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+        ours = any(is_mapped(a, level) for a in args)
+        if _probability(func, args, kwargs):
+            if level.randomness == "error":
+                raise refused(func)
+            if level.randomness == "same" and ours:
+                return _per_example(level, func, args, kwargs)
+            if level.randomness == "different" and not ours:
+                first, *rest = args
+                return handler(level, func, (wrap(stacked(first, level), 0, level), *rest), kwargs)
+        if ours:
+            return handler(level, func, args, kwargs)
+        return wrapped(func(*[lower(a, level) for a in args], **kwargs), None, level)
+
+    return handle
+
+
+def _probability(func: Any, args: tuple, kwargs: dict) -> float:
+    for i, name in enumerate(facts(func).names):
+        if name in {"dropout_p", "dropout", "p"}:
+            return args[i] if i < len(args) else kwargs.get(name, 0)
+    return 1  # it draws, and does not say how to turn that off
+
+
+for _op, _handler in list(HANDLERS.items()):  # the rules of the other files, entered before
+    if isinstance(_op, torch._ops.OpOverload) and facts(_op).seeded and _op not in SHARED:
+        SHARED[_op] = HANDLERS[_op] = dropping_out(_handler)

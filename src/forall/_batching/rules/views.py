@@ -125,6 +125,14 @@ def _unbind(v, axis, dim=0):
     return v.unbind(dim), axis_without(axis, dim)
 
 
+def _conj(v, axis):
+    return aten._conj.default(v), axis
+
+
+def _neg_view(v, axis):
+    return aten._neg_view.default(v), axis
+
+
 def _view_as_real(v, axis):
     return torch.view_as_real(v.resolve_conj()), axis
 
@@ -162,6 +170,8 @@ ROWS = {
     aten.split.Tensor: _split,
     aten.split_with_sizes.default: _split,
     aten.unbind.int: _unbind,
+    aten._conj.default: _conj,
+    aten._neg_view.default: _neg_view,
     aten.view_as_real.default: _view_as_real,
     aten.view_as_complex.default: _view_as_complex,
     aten.view.dtype: _view_dtype,
