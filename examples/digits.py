@@ -48,7 +48,7 @@ def parse_arguments() -> argparse.Namespace:
 def run(arguments: argparse.Namespace) -> None:
     """All parts, the table and the picture."""
     quick, seed = arguments.quick, arguments.seed
-    rounds = 2 if quick else 9
+    rounds = 2 if quick else 7
     digits = load_split(seed)
     print(
         f"{len(digits.train_labels)} training and {len(digits.test_labels)} test images, "

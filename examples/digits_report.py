@@ -1,5 +1,6 @@
 """The table of times and the picture that the example ends with."""
 
+import os
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -32,6 +33,17 @@ def print_table(comparisons: list[Comparison], rounds: int) -> None:
         ratios = "".join(f"{comparison.ratio(*pair):>18.2f}x" for pair in quotients)
         print(f"  {comparison.work:<30}{times}{ratios}")
     print("  A quotient above 1 says that the second way is the faster one.")
+    warn_if_busy()
+
+
+def warn_if_busy() -> None:
+    """Say so when other processes compete for the cores: threads that wait distort all times."""
+    cores = os.cpu_count() or 1
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    if load > 1.25 * cores:
+        print(
+            f"  The machine is busy (load {load:.1f} on {cores} cores): do not rely on the times."
+        )
 
 
 def plot_privacy(figure: SubFigure, result: PrivacyResult) -> None:

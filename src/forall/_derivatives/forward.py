@@ -23,7 +23,7 @@ from forall._torch.dispatch import (
     is_excluded,
     plain_zeros,
 )
-from forall._torch.schema import facts
+from forall._torch.schema import facts, functional_of
 from forall._torch.wrapper import Wrapper, make_wrapper
 
 aten = torch.ops.aten
@@ -134,6 +134,9 @@ class JvpLevel(Level, TorchDispatchMode):
         grad = torch.is_grad_enabled()
         if fact.mutates:
             self._check_writes(func, fact, args, kwargs)
+            functional = functional_of(func) if fact.out_names else None
+            if functional is not None:
+                return self._out(functional, fact, args, kwargs)
         with (
             torch._C.DisableTorchFunction(),
             autograd_below(grad=grad and self.outer_grad, forward=grad),
@@ -150,6 +153,17 @@ class JvpLevel(Level, TorchDispatchMode):
             if fact.mutates:
                 return self._written(fact, args, kwargs, out)
             return self._above(out)
+
+    def _out(self, functional: Any, fact: Any, args: tuple, kwargs: dict) -> Any:
+        """Forward mode has no out= forms: compute, then copy."""
+        targets = [kwargs[n] for n in fact.out_names]
+        rest = {k: a for k, a in kwargs.items() if k not in fact.out_names}
+        results = self.run(functional, args, rest)
+        if isinstance(results, torch.Tensor):
+            results = (results,)
+        for target, result in zip(targets, results, strict=True):
+            self.run(aten.copy_.default, (target, result), {})
+        return targets[0] if len(targets) == 1 else tuple(targets)
 
     def _transposed(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """Where torch has no forward formula, its backward transposed gives the tangent."""

@@ -267,7 +267,7 @@ def _dropout(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
 
 def _leaky(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     """rrelu: the noise is kept, as the slope of each negative entry; evaluation draws nothing."""
-    x, noise, lower_, upper, training = (*args, 0.125, 1 / 3, False)[: max(len(args), 5)][:5]
+    x, noise, lower_, upper, training = (*args, *(0.125, 1 / 3, False)[len(args) - 2 :])[:5]
     in_place = func is aten.rrelu_with_noise_.default
     with level_on(level):
         if not training:
