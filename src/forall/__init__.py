@@ -3,6 +3,7 @@
 from torch.func import (
     functional_call,
     functionalize,
+    rearrange,
     replace_all_batch_norm_modules_,
     stack_module_state,
 )
@@ -14,6 +15,7 @@ from forall._transforms.grad import grad, grad_and_value
 from forall._transforms.jacobian import hessian, jacfwd, jacrev
 from forall._transforms.jvp import jvp
 from forall._transforms.linearize import linearize
+from forall._transforms.unwrap import debug_unwrap
 from forall._transforms.vjp import vjp
 from forall._transforms.vmap import vmap
 
@@ -21,6 +23,7 @@ _functions.install()
 del _functions, _rules
 __all__ = [
     "PerformanceWarning",
+    "debug_unwrap",
     "functional_call",
     "functionalize",
     "grad",
@@ -30,6 +33,7 @@ __all__ = [
     "jacrev",
     "jvp",
     "linearize",
+    "rearrange",
     "replace_all_batch_norm_modules_",
     "stack_module_state",
     "vjp",

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 Tensor = torch.Tensor
-_MASKS = (torch.bool, torch.uint8)
+MASKS = (torch.bool, torch.uint8)
 
 
 def examples_of(size: int, device: torch.device, rank: int) -> Tensor:
@@ -58,7 +58,7 @@ class Places:
 
 
 def _is_mask(i: Any) -> bool:
-    return isinstance(i, Tensor) and i.dtype in _MASKS
+    return isinstance(i, Tensor) and i.dtype in MASKS
 
 
 def _rank(i: Any) -> int:
@@ -76,7 +76,7 @@ def _without_masks(indices: Sequence[Any]) -> list:
     """Masks as the places they name, so that they broadcast against indices with an axis B."""
     found: list = []
     for i in indices:
-        if isinstance(i, Stack) and i.v.dtype in _MASKS:
+        if isinstance(i, Stack) and i.v.dtype in MASKS:
             raise data_dependent(
                 "indexing with a boolean mask (x[mask])",
                 "Use torch.where(mask, x, other), or multiply by the mask, to keep one shape.",
@@ -107,3 +107,22 @@ def along(index: Tensor, dim: int, shape: Sequence[int]) -> Tensor:
     sizes = list(shape)
     sizes[dim] = n
     return index.expand(sizes)
+
+
+def flat(v: Tensor) -> Tensor:
+    """(B, *S) -> (B, N)."""
+    return v.flatten(1) if v.dim() > 1 else v.unsqueeze(1)
+
+
+def order(mask: Tensor) -> Tensor:
+    """(B, N): for each true entry which one it is, from 1; 0 for the false ones."""
+    mask = flat(mask)
+    return mask.cumsum(1) * mask
+
+
+def in_order(mask: Tensor, source: Tensor) -> Tensor:
+    """(B, N): the entries of source (B, n), one after another, where the mask is true.
+
+    Entry 0 is for the false ones; too short a source is out of bounds, as it has to be.
+    """
+    return aten.constant_pad_nd.default(source, [1, 0]).gather(1, order(mask))

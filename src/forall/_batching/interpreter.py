@@ -45,6 +45,8 @@ from forall._torch.wrapper import Wrapper
 aten = torch.ops.aten
 _HANDLERS = table.HANDLERS
 _SHARED = table.SHARED
+_CALLS = table.CALLS
+_VIEWS = table.VIEWS
 _DETACH = aten.detach.default
 _LIFT_FRESH = aten.lift_fresh.default  # in its schema a view, of the constant it makes a tensor
 _functions_off = torch._C.DisableTorchFunction
@@ -207,11 +209,13 @@ def run_shared(level: VmapLevel, func: Any, args: tuple, kwargs: dict) -> Any:
         return special(level, func, args, kwargs)
     fact = facts(func)
     if fact.seeded:
-        handler = _HANDLERS.get(func)
-        if handler is not None:
-            return handler(level, func, args, kwargs)
+        return (_HANDLERS.get(func) or resolve(func))(level, func, args, kwargs)
     if fact.mutates:
         return _HANDLERS["shared write"](level, func, args, kwargs)
+    if fact.view and func not in _VIEWS:
+        handler = _HANDLERS.get(func) or resolve(func)
+        if table.WAYS[func] == "decomposed":  # into views that can be derived again
+            return handler(level, func, args, kwargs)
     plain = [_plain(a, level) for a in args]
     if kwargs:
         out = func(*plain, **{k: _plain(a, level) for k, a in kwargs.items()})
@@ -288,6 +292,11 @@ class Sharing(TorchFunctionMode):
                 and func not in _ITSELF
             ):
                 args, kwargs = self._share(args, kwargs or {})
+            call = _CALLS.get(func)
+            if call is not None:
+                out = call(*args, **(kwargs or {}))
+                if out is not NotImplemented:
+                    return out
             return func(*args, **kwargs) if kwargs else func(*args)
 
     def _share(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:

@@ -35,10 +35,17 @@ def overloads(packet: Any) -> Iterable[Any]:
 
 
 VIEWS: dict[Any, Any] = {}
+# Calls of torch's Python API that have a meaning here before any operator is reached.
+CALLS: dict[Any, Callable] = {}
+# View operators whose call, to be made again, needs more than their arguments.
+VIEW_CALLS: dict[Any, Callable] = {}
 
 
 def view_call(func: Any, rest: tuple, kwargs: dict, index: int | None, base: Any) -> Callable:
     """How to derive this view from its base again, whether or not the base has an axis by then."""
+    maker = VIEW_CALLS.get(func)
+    if maker is not None:
+        return maker(base, *rest, **kwargs)
     rule = VIEWS.get(func)
 
     def call(value: Any, axis: int | None) -> tuple[Any, int | None]:

@@ -5,6 +5,8 @@ Builders return the exception and the caller raises it, so the traceback ends at
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 
@@ -24,16 +26,48 @@ def columns(rows: list[tuple[str, ...]]) -> str:
 
 
 def short(value: object) -> str:
-    """A tensor as dtype and shape, anything else as a clipped repr."""
+    """A tensor as dtype and shape, also within a tree; anything else as a clipped repr."""
+    text = " ".join(_shown(value).split())
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _shown(value: object) -> str:
     if isinstance(value, torch.Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+    if type(value) is list:
+        return f"[{', '.join(map(_shown, value))}]"
+    if type(value) is tuple:
+        return f"({', '.join(map(_shown, value))}{',' if len(value) == 1 else ''})"
+    if type(value) is dict:
+        return f"{{{', '.join(f'{k!r}: {_shown(v)}' for k, v in value.items())}}}"
+    return repr(value)
+
+
+def kind(value: object) -> str:
+    """The type of a value as a user knows it: our wrappers are tensors."""
+    return "Tensor" if isinstance(value, torch.Tensor) else type(value).__name__
 
 
 def name_of(func: object) -> str:
     """What a user calls this function."""
+    if isinstance(func, functools.partial):
+        return f"partial({name_of(func.func)})"
     return getattr(func, "__name__", None) or type(func).__name__
+
+
+class Call:
+    """A call as its user would write it, spelled out only where a message needs it."""
+
+    __slots__ = ("func", "options", "verb")
+
+    def __init__(self, verb: str, func: object, **options: object) -> None:
+        self.verb = verb
+        self.func = func
+        self.options = options
+
+    def __str__(self) -> str:
+        options = "".join(f", {name}={short(value)}" for name, value in self.options.items())
+        return f"{self.verb}({name_of(self.func)}{options})"
 
 
 def data_dependent(op: str, cure: str) -> DataDependentError:

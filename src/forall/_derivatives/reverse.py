@@ -9,7 +9,7 @@ import torch
 from forall._core.errors import columns, short
 from forall._core.levels import graph_free, lift, top
 from forall._torch import trees
-from forall._torch.dispatch import run_backward
+from forall._torch.dispatch import functions_off, run_backward
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -53,6 +53,12 @@ def leads_outside(tensors: Iterable[torch.Tensor], own: Iterable[torch.Tensor]) 
 def variables(call: str, tree: Any) -> tuple[list[torch.Tensor], list, Any]:
     """Fresh variables for the tensors of a tree; leaves that are no tensors stay."""
     leaves, spec = trees.flatten(tree)
+    with functions_off():
+        fresh, out = _variables(call, leaves)
+    return fresh, out, spec
+
+
+def _variables(call: str, leaves: list) -> tuple[list[torch.Tensor], list]:
     fresh = []
     out = []
     for leaf in leaves:
@@ -68,7 +74,7 @@ def variables(call: str, tree: Any) -> tuple[list[torch.Tensor], list, Any]:
         v = variable(leaf)
         fresh.append(v)
         out.append(v)
-    return fresh, out, spec
+    return fresh, out
 
 
 def gradients(
@@ -99,6 +105,11 @@ def closed(results: Any, own: list[torch.Tensor], outer_grad: bool) -> Any:
     """Results that require grad only if something outside does; the rest drop their graph."""
     if not outer_grad:
         return trees.map_tensors(torch.Tensor.detach, results)
+    with functions_off():
+        return _closed(results, own)
+
+
+def _closed(results: Any, own: list[torch.Tensor]) -> Any:
     if any(v.grad_fn is not None for v in own):
         return results
     tensors = [t for t in trees.leaves(results) if isinstance(t, torch.Tensor) and t.requires_grad]

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import sys
 import threading
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.autograd.forward_ad as forward_ad
+import torch.func
 from torch._C import DispatchKey
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
 set_excluded = torch._C._dispatch_tls_set_dispatch_key_excluded
@@ -74,33 +78,81 @@ class autograd_below:
         set_forward_enabled(self.was_forward)
 
 
+class _Held(threading.local):
+    """What this thread does with the forward-mode level."""
+
+    ours = 0  # jvps that are running
+    users = 0  # the user's own level inside them
+
+
 class _ForwardLevel:
-    """PyTorch has one forward-mode level per process: entered by the first jvp, left by the last."""
+    """PyTorch has one forward-mode level per process: entered by the first jvp, left by the last.
+
+    The user's own ``dual_level`` (also that of torch.func.jvp) inside a jvp of ours shares it: ours
+    keeps its tangents one level further down, where operators on the user's do not look.
+    """
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.users = 0
+        self.held = _Held()
+        self.torchs_enter = forward_ad.enter_dual_level
+        self.torchs_exit = forward_ad.exit_dual_level
 
     def enter(self) -> None:
         with self.lock:
+            if self.held.users or (self.users == 0 and forward_ad._current_level >= 0):
+                raise NotImplementedError(
+                    "jvp: called inside torch.autograd.forward_ad.dual_level().\n"
+                    "PyTorch has one forward-mode level in a process, and it is taken.\n"
+                    "Use forall.jvp for the outer derivative too."
+                )
             if self.users == 0:
-                if forward_ad._current_level >= 0:
-                    raise NotImplementedError(
-                        "jvp: called inside torch.autograd.forward_ad.dual_level().\n"
-                        "PyTorch has one forward-mode level in a process, and it is taken.\n"
-                        "Use forall.jvp for the outer derivative too."
-                    )
-                forward_ad.enter_dual_level()
+                self.torchs_enter()
             self.users += 1
+        self.held.ours += 1
 
     def exit(self) -> None:
+        self.held.ours -= 1
         with self.lock:
             self.users -= 1
             if self.users == 0:
-                forward_ad.exit_dual_level()
+                self.torchs_exit()
+
+    def enter_users(self) -> int:
+        """torch.autograd.forward_ad.enter_dual_level, which see."""
+        _refuse_linearize()
+        if not self.held.ours or self.held.users:
+            return self.torchs_enter()
+        self.held.users += 1
+        return forward_ad._current_level
+
+    def exit_users(self, *, level: int | None = None) -> None:
+        """torch.autograd.forward_ad.exit_dual_level, which see."""
+        if not self.held.users:
+            self.torchs_exit(level=level)
+        else:
+            self.held.users -= 1
 
 
 _forward_level = _ForwardLevel()
+
+
+def install_forward_level() -> None:
+    """Let the user's own forward-mode level know of ours, once."""
+    if forward_ad.enter_dual_level is not _enter_dual_level:
+        forward_ad.enter_dual_level = _enter_dual_level
+        forward_ad.exit_dual_level = _exit_dual_level
+
+
+@functools.wraps(forward_ad.enter_dual_level)
+def _enter_dual_level() -> int:
+    return _forward_level.enter_users()
+
+
+@functools.wraps(forward_ad.exit_dual_level)
+def _exit_dual_level(*, level: int | None = None) -> None:
+    _forward_level.exit_users(level=level)
 
 
 @contextmanager
@@ -115,16 +167,67 @@ def forward_level() -> Iterator[None]:
 
 def users_tangents() -> bool:
     """Whether tensors may carry tangents that torch.autograd.forward_ad gave them, not we."""
-    return forward_ad._current_level >= 0 and _forward_level.users == 0
+    return forward_ad._current_level >= 0 and (
+        _forward_level.users == 0 or _forward_level.held.users > 0
+    )
 
 
 def has_tangent(tensor: torch.Tensor) -> bool:
     """Whether PyTorch's own forward mode gave this tensor a tangent."""
+    if in_torch_func():
+        if torch_funcs(tensor):
+            return False
+        with outside_torch_func():
+            return has_tangent(tensor)
     return forward_ad.unpack_dual(tensor).tangent is not None
+
+
+_LINEARIZE = torch.func.linearize.__code__
+_TRANSFORMS = f"{Path(__file__).parents[1] / '_transforms'}{os.sep}"
+
+
+def _is_tracing_linearize(frame: Any) -> bool:
+    code = frame.f_code
+    return code is _LINEARIZE or (
+        code.co_filename == _LINEARIZE.co_filename
+        and code.co_qualname.startswith("linearize.<locals>")
+    )
+
+
+def refuse_inside_linearize() -> None:
+    """torch.func.linearize traces its function: it would keep our levels' values as constants."""
+    if users_tangents() and _called_by(_is_tracing_linearize):
+        raise NotImplementedError(
+            "torch.func.linearize: its function calls a transform of forall.\n"
+            "It traces the function and takes what the transform computes for constant.\n"
+            "Use forall.linearize instead."
+        )
+
+
+def _refuse_linearize() -> None:
+    if _called_by(_is_tracing_linearize) and _called_by(
+        lambda frame: frame.f_code.co_filename.startswith(_TRANSFORMS)
+    ):
+        raise NotImplementedError(
+            "torch.func.linearize: called inside a transform of forall.\n"
+            "Its program is constant in the point, so outer derivatives would be wrong.\n"
+            "Use forall.linearize instead."
+        )
+
+
+def _called_by(wanted: Callable[[Any], bool]) -> bool:
+    frame = sys._getframe(1)
+    while frame is not None:
+        if wanted(frame):
+            return True
+        frame = frame.f_back
+    return False
 
 
 dispatch_modes = torch._C._len_torch_dispatch_stack
 no_dispatch = torch._C._DisableTorchDispatch
+# Our own code is not the user's: no function mode is to see what it asks of tensors.
+functions_off = torch._C.DisableTorchFunction
 
 
 def run_backward(

@@ -1,16 +1,19 @@
 """Next to torch's own transforms and its compiler, torch's own transforms do the work.
 
 Dynamo traces torch.func natively and cannot trace ours; and inside an active transform of
-torch.func ours would not see its tensors, which gives silent zeros.
+torch.func ours would not see its tensors, which gives silent zeros. The other way round, torch.func
+inside ours, needs nothing: its wrappers lie on our values, and its operators reach our levels.
 """
 
 from __future__ import annotations
 
+import sys
+import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from forall._torch.dispatch import in_torch_func
+from forall._torch.dispatch import dynamo_loaded, in_torch_func, refuse_inside_linearize
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -18,11 +21,87 @@ if TYPE_CHECKING:
 
 def needed() -> bool:
     """Whether torch's own transforms must run instead of ours."""
-    return torch.compiler.is_dynamo_compiling() or in_torch_func()
+    if torch.compiler.is_dynamo_compiling() or in_torch_func():
+        return True
+    refuse_inside_linearize()
+    return False
 
 
-def call(name: str, *args: Any, **kwargs: Any) -> Callable:
+def call(name: str, *args: Any, **kwargs: Any) -> Any:
     """torch.func's transform of this name, with these arguments."""
     import torch.func
 
     return getattr(torch.func, name)(*args, **kwargs)
+
+
+def call_named(
+    func: Callable, in_dims: tuple, out_dims: Any, randomness: str, chunk_size: Any
+) -> Callable:
+    """torch.func.vmap with dims for keyword arguments too: ``in_dims`` is (args, kwargs)."""
+
+    def unpacked(args: tuple, kwargs: dict) -> Any:
+        return func(*args, **kwargs)
+
+    mapped = call("vmap", unpacked, in_dims, out_dims, randomness, chunk_size=chunk_size)
+    return lambda *args, **kwargs: mapped(args, kwargs)
+
+
+def linearize(func: Callable, primals: tuple) -> tuple[Any, Callable]:
+    """What torch.func.linearize promises, by torch.func.jvp: right under every transform.
+
+    Its own program is constant in the point of linearisation, and Dynamo cannot trace it.
+    """
+
+    def jvp_fn(*tangents: Any) -> Any:
+        return call("jvp", func, primals, tangents)[1]
+
+    return func(*primals), jvp_fn
+
+
+class _Eager(threading.local):
+    depth = 0
+
+
+_eager = _Eager()
+
+
+class eagerly:
+    """Run functions as plain Python, also those that went through torch.compile.
+
+    Dynamo would compile our handlers along with the user's function, or make one autograd node of
+    it, which no level could look into. All of it is state of this thread.
+    """
+
+    __slots__ = ("callback", "counted")
+
+    def __enter__(self) -> None:
+        _eager.depth += 1
+        self.callback = None
+        self.counted = 0
+        if dynamo_loaded():
+            compiler = sys.modules["torch._dynamo.eval_frame"]
+            self.callback = compiler.set_eval_frame(None)
+            # While somebody counts, fullgraph=True does not ask how many frames it compiled.
+            self.counted = compiler.set_fullgraph_compiled_frame_count(0)
+            if compiler._callback_from_stance is not _callback_from_stance:
+                _install(compiler)
+
+    def __exit__(self, *_: object) -> None:
+        _eager.depth -= 1
+        if self.counted < 0:
+            sys.modules["torch._dynamo.eval_frame"].set_fullgraph_compiled_frame_count(-1)
+        if self.callback is not None:
+            sys.modules["torch._dynamo.eval_frame"].set_eval_frame(self.callback)
+
+
+_torchs: list[Any] = []
+
+
+def _callback_from_stance(callback: Any) -> Any:
+    """What a compiled function asks for on its way in: the compiler to run under, or None."""
+    return None if _eager.depth else _torchs[0](callback)
+
+
+def _install(compiler: Any) -> None:
+    _torchs[:] = [compiler._callback_from_stance]
+    compiler._callback_from_stance = _callback_from_stance

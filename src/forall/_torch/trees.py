@@ -26,6 +26,7 @@ __all__ = [
     "leaves",
     "map_tensors",
     "prefix",
+    "text",
     "tree_flatten_with_path",
     "tree_map",
     "unflatten",
@@ -54,6 +55,17 @@ def prefix(tree: Any, spec: TreeSpec) -> list[Any] | None:
             found += part
         return found
     return _broadcast_to_and_flatten(tree, spec)
+
+
+class _Star:
+    def __repr__(self) -> str:
+        return "*"
+
+
+def text(spec: TreeSpec) -> str:
+    """A tree's shape as its user would write it, a star for every leaf."""
+    shown = repr(tree_unflatten([_Star()] * spec.num_leaves, spec))
+    return shown if len(shown) <= 60 else shown[:57] + "..."
 
 
 def map_tensors(f: Callable[[torch.Tensor], Any], tree: Any) -> Any:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from forall._core.errors import columns
+from forall._core.errors import Call, columns, kind, short
 
 
-def pick(call: str, args: tuple, argnums: Any) -> Any:
+def pick(call: Call, args: tuple, argnums: Any) -> Any:
     """The argument at ``argnums``, or the tuple of them."""
     if isinstance(argnums, int) and not isinstance(argnums, bool):
         return args[_place(call, args, argnums)]
@@ -23,19 +23,27 @@ def pick(call: str, args: tuple, argnums: Any) -> Any:
         return tuple(args[p] for p in places)
     raise RuntimeError(
         f"{call}: argnums must be an int or a tuple of ints.\n"
-        f"{columns([('argnums', repr(argnums), type(argnums).__name__)])}\n"
+        f"{columns([('argnums', short(argnums), kind(argnums))])}\n"
         "Count the positional arguments from 0."
     )
 
 
-def _place(call: str, args: tuple, argnum: Any) -> int:
-    if not isinstance(argnum, int) or not -len(args) <= argnum < len(args):
+def _place(call: Call, args: tuple, argnum: Any) -> int:
+    if not isinstance(argnum, int):
+        raise RuntimeError(
+            f"{call}: argnums must be an int or a tuple of ints.\n"
+            f"{columns([('argnums', short(argnum), kind(argnum))])}\n"
+            "Count the positional arguments from 0."
+        )
+    n = len(args)
+    if not -n <= argnum < n:
+        can = f"Give an int in [{-n}, {n}), and pass" if n else "Pass"
         raise RuntimeError(
             f"{call}: argnums names an argument that the call does not have.\n"
-            f"{columns([('argnums', repr(argnum)), ('positional arguments', str(len(args)))])}\n"
-            f"Give an int in [{-len(args)}, {len(args)}), and pass the argument by position."
+            f"{columns([('argnums', str(argnum)), ('positional arguments', str(n))])}\n"
+            f"{can} the argument by position."
         )
-    return argnum % len(args)
+    return argnum % n
 
 
 def put(args: tuple, argnums: Any, new: Any) -> tuple:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from forall._core.levels import Level, at, deepest, is_from_outside, lift, peels, top
+from forall._torch.dispatch import install_forward_level
 
 _torchs = torch.autograd.Function.__dict__["apply"].__func__
 
@@ -57,6 +58,7 @@ def _with_tangents(cls: Any, level: Level, args: tuple, kwargs: dict) -> Any:
 
 def install() -> None:
     """Put our apply in torch's place, once."""
+    install_forward_level()
     torch.autograd.Function.apply = classmethod(apply)  # pyright: ignore[reportAttributeAccessIssue]
 
 

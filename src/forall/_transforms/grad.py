@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from forall._core.errors import columns, name_of, short
+from forall._core.errors import Call
 from forall._derivatives import reverse
 from forall._torch import handover, trees
-from forall._torch.dispatch import run_backward
 from forall._transforms import checks
 from forall._transforms.arguments import pick, put
 
@@ -18,16 +17,47 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-def grad_and_value(
-    func: Callable, argnums: int | tuple[int, ...] = 0, has_aux: bool = False
-) -> Callable:
-    """The gradient of a scalar function and its value."""
-    checks.callable_("grad_and_value", func)
-    return _grad_and_value("grad_and_value", func, argnums, has_aux)
-
-
 def grad(func: Callable, argnums: int | tuple[int, ...] = 0, has_aux: bool = False) -> Callable:
-    """The gradient of a scalar function."""
+    """The gradient of a scalar function, by reverse mode.
+
+    For ``f: (*I) -> ()``, ``grad(f)(x)`` has shape ``(*I)`` and holds
+
+        grad(f)(x)[i] = d f(x) / d x[i].
+
+    Cost: one forward pass and one backward pass, whatever the size of ``x``. A higher derivative
+    is a ``grad`` of a ``grad``; a Hessian times a vector is ``grad(lambda x: grad(f)(x) @ v)``
+    (Pearlmutter 1994), at the cost of a few gradients.
+
+    Trees: the result is shaped like the argument; a leaf that is no tensor gets None. The
+    gradient requires grad itself only if something outside the call does. ``func`` is recorded
+    under an outer ``torch.no_grad`` too; one inside it cuts, as always. With respect to a complex
+    ``z`` the result is the conjugate gradient, torch's convention: the direction of steepest
+    ascent.
+
+    Args:
+        argnums: one position, or several; several give a tuple in the order asked. Arguments
+            passed by keyword are not differentiated.
+        has_aux: ``func`` returns ``(value, aux)``; the result is then ``(gradient, aux)``.
+
+    Raises:
+        RuntimeError: where ``func`` does not return one real number as a tensor of rank 0, for an
+            ``argnums`` that the call does not have, and for an integer tensor at ``argnums``.
+        ValueError: where the arguments at ``argnums`` hold no tensor.
+
+    Source: Baydin, Pearlmutter, Radul and Siskind, "Automatic differentiation in machine
+    learning: a survey" (2018), section 3.2; Pearlmutter, "Fast exact multiplication by the
+    Hessian" (1994).
+
+    Example:
+        >>> def f(w, x):                               # (2, 3), (3,) -> ()
+        ...     return (w @ x).square().sum()
+        >>> w, x = torch.arange(6.0).reshape(2, 3), torch.tensor([1.0, 0.0, 2.0])
+        >>> grad(f)(w, x)                              # (2, 3)
+        tensor([[ 8.,  0., 16.],
+                [26.,  0., 52.]])
+        >>> grad(f, argnums=1)(w, x)                   # (3,)
+        tensor([ 78., 112., 146.])
+    """
     checks.callable_("grad", func)
     both = _grad_and_value("grad", func, argnums, has_aux)
 
@@ -41,19 +71,47 @@ def grad(func: Callable, argnums: int | tuple[int, ...] = 0, has_aux: bool = Fal
     return gradient
 
 
+def grad_and_value(
+    func: Callable, argnums: int | tuple[int, ...] = 0, has_aux: bool = False
+) -> Callable:
+    """The gradient of a scalar function and its value, from one forward pass.
+
+    The law: ``grad_and_value(f)(x)`` equals ``(grad(f)(x), f(x))``. The gradient comes first.
+
+    Cost and trees are those of `grad`; so are ``argnums`` and what is raised.
+
+    Args:
+        has_aux: ``func`` returns ``(value, aux)``; the result is then ``(gradient, (value, aux))``.
+
+    Source: see `grad`.
+
+    Example:
+        >>> def f(w, x):                               # (2, 3), (3,) -> ()
+        ...     return (w @ x).square().sum()
+        >>> w, x = torch.arange(6.0).reshape(2, 3), torch.tensor([1.0, 0.0, 2.0])
+        >>> grad_and_value(f, argnums=1)(w, x)         # (3,), ()
+        (tensor([ 78., 112., 146.]), tensor(185.))
+    """
+    checks.callable_("grad_and_value", func)
+    return _grad_and_value("grad_and_value", func, argnums, has_aux)
+
+
 def _grad_and_value(verb: str, func: Callable, argnums: Any, has_aux: bool) -> Callable:
     @functools.wraps(func, updated=())
     def both(*args: Any, **kwargs: Any) -> Any:
         if handover.needed():
             return handover.call(verb, func, argnums, has_aux)(*args, **kwargs)
-        call = f"{verb}({name_of(func)}, argnums={argnums!r})"
+        call = Call(verb, func, argnums=argnums)
         outer = torch.is_grad_enabled()
-        with torch.enable_grad():
+        with handover.eagerly(), torch.enable_grad():
             chosen = pick(call, args, argnums)
             variables, leaves, spec = reverse.variables(call, chosen)
-            out = func(*put(args, argnums, trees.unflatten(leaves, spec)), **kwargs)
-            value, aux = _split(call, out, has_aux)
-            _check_scalar(call, value)
+            checks.some_tensor(call, leaves)
+            value = func(*put(args, argnums, trees.unflatten(leaves, spec)), **kwargs)
+            aux = None
+            if has_aux:
+                value, aux = checks.with_aux(call, value, "value")
+            checks.scalar(call, value)
             gradients = reverse.gradients((value,), None, variables)
         filled = iter(gradients)
         tree = trees.unflatten(
@@ -63,30 +121,3 @@ def _grad_and_value(verb: str, func: Callable, argnums: Any, has_aux: bool) -> C
         return tree, (value, aux) if has_aux else value
 
     return both
-
-
-def _split(call: str, out: Any, has_aux: bool) -> tuple[Any, Any]:
-    if not has_aux:
-        return out, None
-    if not (isinstance(out, tuple) and len(out) == 2):
-        raise RuntimeError(
-            f"{call}: with has_aux=True the function returns a tuple (value, aux).\n"
-            f"{columns([('returned', short(out), type(out).__name__)])}\n"
-            "Return two things, or leave has_aux out."
-        )
-    return out
-
-
-def _check_scalar(call: str, value: Any) -> None:
-    if not isinstance(value, torch.Tensor):
-        raise RuntimeError(
-            f"{call}: the function must return a tensor.\n"
-            f"{columns([('returned', short(value), type(value).__name__)])}\n"
-            "Return the scalar to differentiate; has_aux=True lets you return more beside it."
-        )
-    if value.dim() != 0:
-        raise RuntimeError(
-            f"{call}: the function must return a scalar, a tensor of rank 0.\n"
-            f"{columns([('returned', short(value))])}\n"
-            "Reduce it (.sum(), .mean()), or use jacrev for the derivative of every entry."
-        )

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from forall._core.errors import columns, name_of, short
+from forall._core.errors import Call
 from forall._core.levels import lift, top
 from forall._derivatives import forward
 from forall._torch import handover, trees
@@ -20,21 +20,55 @@ if TYPE_CHECKING:
 def jvp(
     func: Callable, primals: Any, tangents: Any, *, strict: bool = False, has_aux: bool = False
 ) -> Any:
-    """Value and directional derivative."""
+    """The value of a function and its derivative in one direction, by forward mode.
+
+    For ``f: (*I) -> (*O)`` and the Jacobian J ``(*O, *I)``, ``jvp(f, (x,), (t,))`` is
+    ``(f(x), u)`` with
+
+        u[o] = sum over i of J[o, i] * t[i],   of shape (*O).
+
+    Cost: one pass, about two to three times that of ``f``, and no graph in memory: derivatives are
+    computed beside the values. For all directions at once see `jacfwd`; for many directions at one
+    point, `linearize`.
+
+    Trees: ``primals`` and ``tangents`` are tuples of the same tree, one entry per argument, all
+    leaves tensors; ``u`` is shaped like the output. To keep an argument fixed, close over it.
+
+    Args:
+        strict: an output that does not depend on the primals is an error, not zeros.
+        has_aux: ``func`` returns ``(output, aux)``; the result is then ``(output, u, aux)``.
+
+    Raises:
+        RuntimeError: where primals are no tuple, empty or hold anything but tensors, where
+            tangents do not fit them, and where ``func`` returns anything but tensors.
+        ValueError: for a primal or tangent that is neither floating-point nor complex.
+
+    Source: Baydin, Pearlmutter, Radul and Siskind, "Automatic differentiation in machine
+    learning: a survey" (2018), section 3.1.
+
+    Example:
+        >>> def f(x):                                  # (2,) -> (3,)
+        ...     return torch.stack([x[0] * x[1], x.sum(), x[0] ** 2])
+        >>> jvp(f, (torch.tensor([2.0, 3.0]),), (torch.tensor([1.0, 10.0]),))
+        (tensor([6., 5., 4.]), tensor([23., 11.,  4.]))
+    """
     checks.callable_("jvp", func)
     if handover.needed():
         return handover.call("jvp", func, primals, tangents, strict=strict, has_aux=has_aux)
-    call = f"jvp({name_of(func)})"
-    return push(call, func, primals, tangents, strict, has_aux)
+    call = Call("jvp", func)
+    checks.a_tuple(call, primals)
+    return push(call, func, primals, tangents, strict=strict, has_aux=has_aux)
 
 
-def push(call: str, func: Callable, primals: Any, tangents: Any, strict: bool, has_aux: bool) -> Any:
+def push(
+    call: Call, func: Callable, primals: Any, tangents: Any, *, strict: bool, has_aux: bool
+) -> Any:
     """What `jvp` and `jacfwd` share."""
     flat, spec = checks.primals(call, primals)
     flat_t = checks.tangents(call, flat, spec, tangents)
     outer = torch.is_grad_enabled()
     below = top()
-    with forward_level(), torch.enable_grad():
+    with handover.eagerly(), forward_level(), torch.enable_grad():
         level = forward.JvpLevel(below, outer)
         duals = [
             forward.make_dual(lift(p, below), lift(t, below), level)

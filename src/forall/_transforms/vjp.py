@@ -9,7 +9,7 @@ import torch
 from forall._batching import border
 from forall._batching.batched import wrap
 from forall._batching.interpreter import VmapLevel, running
-from forall._core.errors import name_of
+from forall._core.errors import Call
 from forall._core.levels import Level, lift, outside, top
 from forall._derivatives import forward, reverse
 from forall._torch import handover, trees
@@ -20,11 +20,44 @@ if TYPE_CHECKING:
 
 
 def vjp(func: Callable, *primals: Any, has_aux: bool = False) -> Any:
-    """Value and pull-back."""
+    """The value of a function and its pull-back, by reverse mode.
+
+    For ``f: (*I) -> (*O)``, ``vjp(f, x)`` is ``(f(x), pull)`` where ``pull(c)`` holds one result
+    for each primal; with ``c`` of shape ``(*O)`` and J the Jacobian ``(*O, *I)``,
+
+        pull(c)[0][i] = sum over o of c[o] * J[o, i],   of shape (*I).
+
+    Cost: one forward pass now, one backward pass per ``pull``. What the backward pass needs stays
+    in memory as long as ``pull`` does.
+
+    Trees: cotangents are shaped like the output, results like the primals; a primal that is no
+    tensor gets None. ``pull`` may be called any number of times, also under `vmap` and `jvp`.
+
+    Args:
+        has_aux: ``func`` returns ``(output, aux)``; the result is then ``(output, pull, aux)``.
+
+    Raises:
+        RuntimeError: for an integer primal, for an output that is not a floating-point or complex
+            tensor, and where cotangents and outputs do not fit.
+        ValueError: where there are primals and none is a tensor.
+        TypeError: for a cotangent that is no tensor.
+
+    Source: Baydin, Pearlmutter, Radul and Siskind, "Automatic differentiation in machine
+    learning: a survey" (2018), section 3.2.
+
+    Example:
+        >>> def f(x):                                  # (2,) -> (3,)
+        ...     return torch.stack([x[0] * x[1], x.sum(), x[0] ** 2])
+        >>> y, pull = vjp(f, torch.tensor([2.0, 3.0]))
+        >>> y
+        tensor([6., 5., 4.])
+        >>> pull(torch.tensor([1.0, 0.0, 10.0]))       # (3,) -> (2,)
+        (tensor([43.,  2.]),)
+    """
     checks.callable_("vjp", func)
     if handover.needed():
         return handover.call("vjp", func, *primals, has_aux=has_aux)
-    call = f"vjp({name_of(func)})"
+    call = Call("vjp", func)
     pull, value, aux = pullback(call, func, primals, has_aux)
 
     def vjp_fn(
@@ -38,18 +71,20 @@ def vjp(func: Callable, *primals: Any, has_aux: bool = False) -> Any:
     return (value, vjp_fn, aux) if has_aux else (value, vjp_fn)
 
 
-def pullback(call: str, func: Callable, primals: tuple, has_aux: bool) -> tuple[Pullback, Any, Any]:
+def pullback(
+    call: Call, func: Callable, primals: tuple, has_aux: bool
+) -> tuple[Pullback, Any, Any]:
     """Run ``func`` on fresh variables; what `vjp` and `jacrev` share."""
     outer = torch.is_grad_enabled()
-    if not primals:
-        raise RuntimeError(f"{call}: called without primals.\nPass at least one tensor.")
-    with torch.enable_grad():
+    with handover.eagerly(), torch.enable_grad():
         own, leaves, spec = reverse.variables(call, primals)
+        checks.some_tensor(call, leaves)
         out = func(*trees.unflatten(leaves, spec))
         aux = None
         if has_aux:
             out, aux = checks.with_aux(call, out)
         outputs, out_spec = checks.outputs(call, out)
+        checks.floating(call, outputs)
     pull = Pullback(own, leaves, spec, outputs, out_spec, outer)
     value = trees.unflatten(outputs, out_spec)
     value, aux = reverse.closed((value, aux), own, outer)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from forall._batching import border
 from forall._batching.interpreter import VmapLevel, running
-from forall._core import errors
+from forall._core.errors import Call
 from forall._core.levels import top
-from forall._torch import handover, trees
-from forall._transforms import checks
+from forall._torch import generators, handover, trees
+from forall._transforms import checks, mapping
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,8 +29,10 @@ def vmap(
     """``func`` of one example, for all examples at once.
 
     The law: ``vmap(f)(xs)`` equals ``torch.stack([f(x) for x in xs])``, values, shapes and dtypes.
-
     For ``f: (*S) -> (*R)`` and ``xs: (B, *S)``, ``vmap(f)(xs)`` has shape ``(B, *R)``.
+
+    Cost: ``func`` is called once. Each of its operators runs once, on the stacks of all examples;
+    one without a rule runs once per example and warns (`PerformanceWarning`).
 
     Args:
         func: takes tensors, or trees of them, and returns tensors, numbers, or trees of them.
@@ -45,15 +47,25 @@ def vmap(
             example, ``"same"`` draws once for all.
         chunk_size: run at most so many examples at once. Changes memory, not values.
 
-    Keyword arguments are shared between the examples.
+    Keyword arguments are shared between the examples, unless a dict of in_dims names them.
 
     Raises:
-        ValueError: where the arguments and ``in_dims`` do not fit, or sizes differ.
+        ValueError: where the arguments and ``in_dims``, or the results and ``out_dims``, do not
+            fit, where sizes differ, and for a chunk_size below 1.
+        IndexError: for a place in ``out_dims`` that the result does not have.
+        RuntimeError: for an operator whose answer Python needs now (``if x > 0``, ``x.item()``)
+            and examples would answer differently; for a write into a tensor that all examples
+            share; for a random draw under ``randomness="error"``.
+
+    Source: the batching transformation of Frostig, Johnson and Leary, "Compiling machine learning
+    programs via high-level tracing" (2018).
 
     Example:
         >>> xs, ys = torch.arange(6.0).reshape(3, 2), torch.ones(2)
         >>> vmap(torch.dot, in_dims=(0, None))(xs, ys)          # (3, 2), (2,) -> (3,)
         tensor([1., 5., 9.])
+        >>> vmap(lambda x: x * ys, out_dims=1)(xs).shape        # the examples of (3, 2) go last
+        torch.Size([2, 3])
     """
     checks.callable_("vmap", func)
     checks.randomness("vmap", randomness)
@@ -61,63 +73,79 @@ def vmap(
 
     @functools.wraps(func, updated=())
     def mapped(*args: Any, **kwargs: Any) -> Any:
-        if handover.needed():
-            return handover.call(
-                "vmap", func, in_dims, out_dims, randomness, chunk_size=chunk_size
-            )(*args, **kwargs)
-        call = f"vmap({errors.name_of(func)}, in_dims={in_dims!r})"
-        inputs, dims_given = (args, kwargs), in_dims
+        call = Call("vmap", func, in_dims=in_dims)
         if isinstance(in_dims, dict):
-            args, kwargs = checks.named(call, func, in_dims, args, kwargs)
-            inputs, dims_given = (args, kwargs), checks.named_dims(in_dims, args, kwargs)
-        leaves, spec, dims, size = checks.inputs(call, inputs, dims_given)
-        if chunk_size is None or chunk_size >= size:
-            return _run(func, leaves, spec, dims, size, out_dims, randomness, call)
-        return _in_chunks(
-            func, leaves, spec, dims, size, out_dims, randomness, call, chunk_size
-        )
+            args, kwargs, *dims = mapping.named(call, func, in_dims, args, kwargs)
+            if handover.needed():
+                return handover.call_named(func, tuple(dims), out_dims, randomness, chunk_size)(
+                    *args, **kwargs
+                )
+        else:
+            dims = [in_dims]
+            if handover.needed():
+                return handover.call(
+                    "vmap", func, in_dims, out_dims, randomness, chunk_size=chunk_size
+                )(*args, **kwargs)
+        places = Places(Call("vmap", func, out_dims=out_dims), out_dims)
+        entering = Entering(*mapping.inputs(call, args, kwargs, *dims))
+        if chunk_size is None or chunk_size >= entering.size:
+            return _run(func, entering, places, randomness)
+        return _in_chunks(func, entering, places, randomness, chunk_size)
 
     return mapped
 
 
-def _run(
-    func: Callable,
-    leaves: list,
-    spec: Any,
-    dims: list,
-    size: int,
-    out_dims: Any,
-    randomness: str,
-    call: str,
-) -> Any:
-    level = VmapLevel(size, randomness, top())
+class Entering(NamedTuple):
+    """Arguments, each with the dim that counts its examples, or None."""
+
+    leaves: list
+    spec: Any
+    dims: list
+    size: int
+
+
+class Places:
+    """Where the examples go in the results."""
+
+    __slots__ = ("call", "out_dims")
+
+    def __init__(self, call: Call, out_dims: Any) -> None:
+        self.call = call
+        self.out_dims = out_dims
+        if not mapping.are_places(out_dims):
+            raise mapping.no_places(call)
+
+    def of(self, spec: Any) -> list:
+        return mapping.places(self.call, self.out_dims, spec)
+
+
+def _run(func: Callable, entering: Entering, places: Places, randomness: str) -> Any:
+    level = VmapLevel(entering.size, randomness, top())
     entered = [
-        border.enter(leaf, dim, level) if dim is not None else leaf
-        for leaf, dim in zip(leaves, dims, strict=True)
+        leaf if dim is None else border.enter(leaf, dim, level)
+        for leaf, dim in zip(entering.leaves, entering.dims, strict=True)
     ]
-    args, kwargs = trees.unflatten(entered, spec)
-    with running(level):
+    args, kwargs = trees.unflatten(entered, entering.spec)
+    with handover.eagerly(), running(level):
         result = func(*args, **kwargs)
-        results, out_spec = trees.flatten(result)
-        results = [
-            torch.tensor(r) if isinstance(r, (int, float, complex)) else r for r in results
-        ]
-    places = checks.out_dims(call, out_dims, out_spec)
+    results, spec = trees.flatten(result)
     left = []
     seen: set[int] = set()
-    for r, place in zip(results, places, strict=True):
-        left.append(_leave(r, place, level, call, seen))
-    return trees.unflatten(left, out_spec)
+    for r, place in zip(results, places.of(spec), strict=True):
+        if isinstance(r, (int, float, complex)) and place is not None:
+            r = torch.tensor(r)
+        left.append(_leave(r, place, level, places.call, seen))
+    return trees.unflatten(left, spec)
 
 
-def _leave(r: Any, place: int | None, level: VmapLevel, call: str, seen: set[int]) -> Any:
+def _leave(r: Any, place: int | None, level: VmapLevel, call: Call, seen: set[int]) -> Any:
     if not isinstance(r, torch.Tensor):
         return r
     if place is None:
-        return checks.unmapped_result(call, r, level)
+        return mapping.unmapped(call, r, level)
     rank = r.dim() + 1
     if not -rank <= place < rank:
-        raise checks.out_dim_outside(call, r, place)
+        raise mapping.place_outside(call, r, place)
     stack = border.leave(r, place % rank, level)
     if id(r) in seen:  # one tensor returned twice: the loop would stack it twice
         stack = stack.clone()
@@ -126,31 +154,27 @@ def _leave(r: Any, place: int | None, level: VmapLevel, call: str, seen: set[int
 
 
 def _in_chunks(
-    func: Callable,
-    leaves: list,
-    spec: Any,
-    dims: list,
-    size: int,
-    out_dims: Any,
-    randomness: str,
-    call: str,
-    chunk: int,
+    func: Callable, entering: Entering, places: Places, randomness: str, chunk: int
 ) -> Any:
-    parts = []
+    leaves, _, dims, size = entering
+    drawn = generators.states(leaves) if randomness == "same" else None
+    parts: list[list] = []
+    spec = None
     for start in range(0, size, chunk):
+        if drawn is not None and start:
+            generators.restore(drawn)  # the same for all examples, not only for a chunk of them
         n = min(chunk, size - start)
         part = [
-            leaf.narrow(dim, start, n) if dim is not None else leaf
+            leaf if dim is None else leaf.narrow(dim, start, n)
             for leaf, dim in zip(leaves, dims, strict=True)
         ]
-        out = _run(func, part, spec, dims, n, out_dims, randomness, call)
-        flat, out_spec = trees.flatten(out)
+        out = _run(func, entering._replace(leaves=part, size=n), places, randomness)
+        flat, spec = trees.flatten(out)
         parts.append(flat)
-    places = checks.out_dims(call, out_dims, out_spec)
     joined = [
         torch.cat(column, place % column[0].dim())
         if place is not None and isinstance(column[0], torch.Tensor)
         else column[0]
-        for column, place in zip(zip(*parts, strict=True), places, strict=True)
+        for column, place in zip(zip(*parts, strict=True), places.of(spec), strict=True)
     ]
-    return trees.unflatten(joined, out_spec)
+    return trees.unflatten(joined, spec)

@@ -54,12 +54,6 @@ def _triangle(op):
     return rule
 
 
-def _trace(v):
-    if v.dim() != 3:
-        raise RuntimeError("trace: expected a matrix")
-    return v.diagonal(0, 1, 2).sum(-1)
-
-
 def _diag_embed(v, offset=0, dim1=-2, dim2=-1):
     return aten.diag_embed.default(
         v, offset, stacked_dim(dim1, v.dim()), stacked_dim(dim2, v.dim())
@@ -94,7 +88,6 @@ register(
             aten.rot90.default: _rot90,
             aten.tril.default: _triangle(aten.tril.default),
             aten.triu.default: _triangle(aten.triu.default),
-            aten.trace.default: _trace,
             aten.diag_embed.default: _diag_embed,
             aten.repeat.default: _repeat,
             aten.constant_pad_nd.default: _pad,

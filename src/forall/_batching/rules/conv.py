@@ -96,30 +96,17 @@ def _shape_of(a: Stack | Tensor, size: int) -> Tensor:
     return v.new_empty(()).expand(shape)
 
 
-def convolution(
-    size, x, w, bias, stride, padding, dilation, transposed, output_padding, groups, *_flags
-):
+def convolution(size, x, w, bias, *how):
+    """``how``: stride, padding, dilation, transposed, output_padding, groups[, flags]."""
+    geometry, groups = how[:5], how[5]
     if not (isinstance(x, Stack) or isinstance(w, Stack)):
-        y = torch.convolution(
-            x, w, None, stride, padding, dilation, transposed, output_padding, groups
-        ).unsqueeze(0)
+        y = torch.convolution(x, w, None, *geometry, groups).unsqueeze(0)
         return y + _per_channel(bias.v, y)
     place = (Groups if isinstance(w, Stack) else Images) if isinstance(x, Stack) else Filters
-    p = place(size, groups, transposed)
+    p = place(size, groups, transposed=geometry[3])
     within = bias if place is Images and not isinstance(bias, Stack) else None
-    y = p.y_back(
-        torch.convolution(
-            p.x(_all(x, size)),
-            p.w(_all(w, size)),
-            within,
-            stride,
-            padding,
-            dilation,
-            transposed,
-            output_padding,
-            p.groups,
-        )
-    )
+    x, w = p.x(_all(x, size)), p.w(_all(w, size))
+    y = p.y_back(torch.convolution(x, w, within, *geometry, p.groups))
     if bias is None or within is not None:
         return y
     return y + _per_channel(_all(bias, size), y)
@@ -131,41 +118,28 @@ def _per_channel(bias: Tensor, y: Tensor) -> Tensor:
 
 
 @by_front
-def _convolution_backward(
-    size, g, x, w, bias_sizes, stride, padding, dilation, transposed, output_padding, groups, mask
-):
+def _convolution_backward(size, g, x, w, _bias_sizes, *how):
+    geometry, groups, (for_x, for_w, for_bias) = how[:5], how[5], how[6]
+    g = _all(g, size)
+
     def pull(place, x, w, mask):
-        p = place(size, groups, transposed)
+        p = place(size, groups, transposed=geometry[3])
         gx, gw, _ = aten.convolution_backward.default(
-            p.y(_all(g, size)),
-            p.x(x),
-            p.w(w),
-            None,
-            stride,
-            padding,
-            dilation,
-            transposed,
-            output_padding,
-            p.groups,
-            [*mask, False],
+            p.y(g), p.x(x), p.w(w), None, *geometry, p.groups, [*mask, False]
         )
         return p.x_back(gx) if mask[0] else None, p.w_back(gw) if mask[1] else None
 
     own_x, own_w = isinstance(x, Stack), isinstance(w, Stack)
-    gx = gw = gb = None
-    if own_x and own_w and mask[0] and mask[1]:
+    gx = gw = None
+    if for_x and for_w and own_x and own_w:
         gx, gw = pull(Groups, x.v, w.v, [True, True])
-    else:
-        if mask[0]:
-            to = Groups if own_w else Images
-            gx, _ = pull(to, _shape_of(x, size), _all(w, size), [True, False])
-        if mask[1]:
-            to = Groups if own_x else Filters
-            _, gw = pull(to, _all(x, size), _shape_of(w, size), [False, True])
-    if mask[2]:
-        gb = _all(g, size)
-        gb = gb.sum([1, *range(3, gb.dim())])
-    return gx, gw, gb
+    elif for_x:
+        to = Groups if own_w else Images
+        gx, _ = pull(to, _shape_of(x, size), _all(w, size), [True, False])
+    if for_w and gw is None:
+        to = Groups if own_x else Filters
+        _, gw = pull(to, _all(x, size), _shape_of(w, size), [False, True])
+    return gx, gw, g.sum([1, *range(3, g.dim())]) if for_bias else None
 
 
 @by_front
@@ -185,7 +159,7 @@ register(
 )
 
 
-# --- kernels by name, each a convolution with some of its arguments --------------------------------
+# --- kernels by name, each a convolution with some of its arguments -------------------------------
 
 
 def _named(*extra: str, depthwise: bool = False):
@@ -194,18 +168,10 @@ def _named(*extra: str, depthwise: bool = False):
     def rule(size, x, w, kernel, bias=None, stride=None, padding=None, *rest):
         ones, zeros = [1] * len(kernel), [0] * len(kernel)
         more = dict(zip(extra, rest, strict=False))
-        return convolution(
-            size,
-            x,
-            w,
-            bias,
-            stride or ones,
-            padding or zeros,
-            more.get("dilation", ones),
-            "output_padding" in extra,
-            more.get("output_padding", zeros),
-            (x.v.shape[2] if isinstance(x, Stack) else x.shape[1]) if depthwise else 1,
-        )
+        dilation, output_padding = more.get("dilation", ones), more.get("output_padding", zeros)
+        groups = (x.v.shape[2] if isinstance(x, Stack) else x.shape[1]) if depthwise else 1
+        how = (stride or ones, padding or zeros, dilation, "output_padding" in extra)
+        return convolution(size, x, w, bias, *how, output_padding, groups)
 
     return by_front(rule)
 

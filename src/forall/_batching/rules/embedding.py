@@ -60,7 +60,7 @@ register(
 )
 
 
-# --- bags: indices (L,), cut into bags (N,) by where each begins -----------------------------------
+# --- bags: indices (L,), cut into bags (N,) by where each begins ----------------------------------
 
 SUM, MEAN, MAX = range(3)
 

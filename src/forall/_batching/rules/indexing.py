@@ -13,9 +13,20 @@ import torch
 
 from forall._batching.batched import wrap
 from forall._batching.families import Stack, by_front, front, is_mapped, lower
-from forall._batching.indices import Places, along, examples_of, is_number, lined, taken
+from forall._batching.indices import (
+    Places,
+    along,
+    examples_of,
+    flat,
+    in_order,
+    is_number,
+    lined,
+    order,
+    taken,
+)
 from forall._batching.table import register
 from forall._core.axes import stacked_dim
+from forall._core.errors import data_dependent
 
 aten = torch.ops.aten
 Tensor = torch.Tensor
@@ -67,10 +78,10 @@ def _index_select(level, func, args, kwargs):
 def _take(size, x, index):
     if not isinstance(x, Stack):
         return aten.take.default(x, index.v)
-    flat = x.v.reshape(size, x.v[:1].numel() if size else x.v.shape[1:].numel())
+    v = flat(x.v)
     if not isinstance(index, Stack):
-        return aten.index.Tensor(flat, [None, index])
-    return aten.index.Tensor(flat, [examples_of(size, flat.device, index.v.dim() - 1), index.v])
+        return aten.index.Tensor(v, [None, index])
+    return aten.index.Tensor(v, [examples_of(size, v.device, index.v.dim() - 1), index.v])
 
 
 register(
@@ -85,15 +96,12 @@ register(
 # --- by mask, of fixed shape -------------------------------------------------------------------
 
 
-def _flat(v: Tensor) -> Tensor:
-    return v.flatten(1) if v.dim() > 1 else v.unsqueeze(1)
-
-
-def _broadcast(size: int, *operands: Any) -> list[Tensor]:
+def _broadcast(size: int, *operands: Any, shape: Any = None) -> list[Tensor]:
     """(B, *S) each, S the shape they broadcast to."""
-    shape = torch.broadcast_shapes(
-        *(a.v.shape[1:] if isinstance(a, Stack) else a.shape for a in operands)
-    )
+    if shape is None:
+        shape = torch.broadcast_shapes(
+            *(a.v.shape[1:] if isinstance(a, Stack) else a.shape for a in operands)
+        )
     found = []
     for a in operands:
         v = a.v if isinstance(a, Stack) else a.unsqueeze(0)
@@ -102,25 +110,29 @@ def _broadcast(size: int, *operands: Any) -> list[Tensor]:
     return found
 
 
-def _order(mask: Tensor) -> Tensor:
-    """(B, N): for each true entry which one it is, from 1; 0 for the false ones."""
-    return _flat(mask).cumsum(1) * _flat(mask)
-
-
 @by_front
 def _masked_scatter(size, x, mask, source):
     v, mask = _broadcast(size, x, mask)
-    source = _flat(source.v if isinstance(source, Stack) else source.unsqueeze(0)).expand(size, -1)
-    # Entry 0 is for the false ones; too short a source is out of bounds, as it has to be.
-    padded = aten.constant_pad_nd.default(source, [1, 0])
-    return torch.where(mask, padded.gather(1, _order(mask)).reshape(v.shape), v)
+    source = flat(source.v if isinstance(source, Stack) else source.unsqueeze(0)).expand(size, -1)
+    return torch.where(mask, in_order(mask, source).reshape(v.shape), v)
+
+
+@by_front
+def _masked_select(size, x, mask):
+    if isinstance(mask, Stack):
+        raise data_dependent(
+            "masked_select or x[mask]", "torch.where(mask, x, other) keeps one shape for all."
+        )
+    shape = torch.broadcast_shapes(x.v.shape[1:], mask.shape)
+    (v,) = _broadcast(size, x, shape=shape)
+    return aten.index.Tensor(v, [None, mask.expand(shape)])
 
 
 @by_front
 def _masked_scatter_backward(size, grad, mask, sizes):
     grad, mask = _broadcast(size, grad, mask)
     n = torch.Size(sizes).numel()
-    out = grad.new_zeros(size, n + 1).scatter(1, _order(mask), _flat(grad))
+    out = grad.new_zeros(size, n + 1).scatter(1, order(mask), flat(grad))
     return out[:, 1:].reshape(size, *sizes)
 
 
@@ -135,12 +147,12 @@ def _masked_fill(size, x, mask, value):
 def _nonzero_static(level, func, args, kwargs):
     """The first entries that are not 0, by their places (B, n, rank): a shape that data leaves."""
     v, n, fill = front(args[0]), kwargs["size"], kwargs.get("fill_value", -1)
-    order = _order(v != 0)
-    order = torch.where(order <= n, order, 0)  # those too many go into entry 0, with the zeros
-    numbers = torch.arange(order.shape[1], device=v.device).expand(order.shape)
-    found = order.new_zeros(v.shape[0], n + 1).scatter(1, order, numbers)[:, 1:]
+    numbered = order(v != 0)
+    numbered = torch.where(numbered <= n, numbered, 0)  # those too many go into entry 0, with the zeros
+    numbers = torch.arange(numbered.shape[1], device=v.device).expand(numbered.shape)
+    found = numbered.new_zeros(v.shape[0], n + 1).scatter(1, numbered, numbers)[:, 1:]
     there = torch.zeros_like(found, dtype=torch.bool)
-    there = aten.constant_pad_nd.default(there, [1, 0]).scatter(1, order, True)[:, 1:]
+    there = aten.constant_pad_nd.default(there, [1, 0]).scatter(1, numbered, True)[:, 1:]
     shape = v.shape[1:]
     steps = [torch.Size(shape[d + 1 :]).numel() for d in range(len(shape))]
     places = [found // max(s, 1) % max(m, 1) for s, m in zip(steps, shape, strict=True)]
@@ -150,9 +162,42 @@ def _nonzero_static(level, func, args, kwargs):
 
 register(
     {
+        aten.masked_select.default: _masked_select,
         aten.masked_scatter.default: _masked_scatter,
         aten.masked_scatter_backward.default: _masked_scatter_backward,
         aten.masked_fill.Tensor: _masked_fill,
         aten.nonzero_static.default: _nonzero_static,
     }
+)
+
+
+# --- a shape or a number that depends on the values --------------------------------------------
+
+
+def _asks(what: str, cure: str) -> Any:
+    def handler(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+        raise data_dependent(what, cure)
+
+    return handler
+
+
+_NONZERO = _asks(
+    "nonzero, argwhere or a boolean mask as an index",
+    "torch.where(mask, x, other) and torch.nonzero_static(x, size=n) have one shape for all.",
+)
+_UNIQUE = _asks(
+    "unique", "Sort the values and compare neighbours, which has one shape for all examples."
+)
+register(
+    {
+        aten._local_scalar_dense.default: _asks(
+            "a tensor read as a Python number (.item(), bool(), int(), `if`, `while`)",
+            "Use torch.where instead of `if`, and a tensor instead of the number.",
+        ),
+        aten.nonzero.default: _NONZERO,
+        aten._unique2.default: _UNIQUE,
+        aten.unique_dim.default: _UNIQUE,
+        aten.unique_consecutive.default: _UNIQUE,
+    },
+    way="error",
 )

@@ -132,7 +132,7 @@ def row_weights(weight: Stack | Tensor, target: Tensor, size: int) -> Tensor:
 
 
 def _nll(func: Any, dims: int):
-    """x: ([N,] C, *), target: ([N,] *), ``dims`` of * -> the loss and the weight it is a mean by."""
+    """x: ([N,] C, *), target: ([N,] *), ``dims`` of * -> the loss and the weight of its mean."""
 
     def rule(size, x, target, weight, reduction, ignore):
         n = rank_of(x) - 1 - dims

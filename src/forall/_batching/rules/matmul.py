@@ -33,8 +33,8 @@ def product(x: Stack | Tensor, w: Stack | Tensor, dtype: torch.dtype | None = No
 
 
 def _both(x: Tensor, w: Tensor, dtype: torch.dtype | None) -> Tensor:
-    if dtype is None and x.shape[-1] == 1:
-        return x * w  # an outer product is bound by memory: bmm's set-up only adds to it
+    if dtype is None and x.shape[-1] == 1 and x.shape[-2] * w.shape[-1] < 1 << 14:
+        return x * w  # many small outer products: bmm pays its set-up for each (measured on CPU)
     if x.dim() == 3:
         return _times(x, w, dtype)
     return _times(x.flatten(0, 1), w.flatten(0, 1), dtype).unflatten(0, x.shape[:2])
@@ -104,7 +104,7 @@ register(
 
 
 def affine(size, bias, x, w, *, beta=1, alpha=1) -> Tensor:
-    """beta * bias + alpha * x @ w for examples x: (N, K), w: (K, M), bias: broadcast to (N, M)."""
+    """Examples of beta * bias + alpha * x @ w: x (N, K), w (K, M), bias broadcast to (N, M)."""
     mapped = isinstance(bias, Stack)
     if (bias.v.dim() - 1 if mapped else bias.dim()) < 2:  # the same for all rows
         if not isinstance(w, Stack) and not mapped:

@@ -18,8 +18,9 @@ Tensor = torch.Tensor
 
 
 def over_images(func: Any, rank: int, *, alone: bool = True, sized: int | None = None):
-    """``rank``: of one image, without N. ``alone``: whether the operator takes it without N.
-    ``sized``: the argument that lists sizes from N on.
+    """A handler for ``func`` on images of ``rank`` axes, N not counted.
+
+    ``alone``: whether it takes an image without N. ``sized``: its argument that lists sizes from N.
     """
 
     def rule(size, *args):

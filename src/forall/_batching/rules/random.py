@@ -184,10 +184,11 @@ random(
 
 def _normal(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     """mean + std z, in the dtype of the mean, or of std where the mean is a number."""
+    args = (*args, 1.0)[:2]  # std where it is left away
     given = [a for a in args if isinstance(a, Tensor)]
     shape = torch.broadcast_shapes(*(a.shape for a in given))
     ours = any(is_mapped(a, level) for a in given)
-    mean, std = (_lined(a, len(shape), level) if isinstance(a, Tensor) else a for a in args[:2])
+    mean, std = (_lined(a, len(shape), level) if isinstance(a, Tensor) else a for a in args)
     head = mean if isinstance(mean, Tensor) else std
     several = level.randomness == "different"
     z = head.new_empty([level.size, *shape] if several else shape).normal_(**kwargs)

@@ -4,46 +4,121 @@ from __future__ import annotations
 
 import torch
 
-from forall._batching.families import front
-from forall._batching.batched import wrap
+from forall._batching.along import along, whole
+from forall._batching.families import by_front
 from forall._batching.table import register
-from forall._core.axes import stacked_dims
+from forall._core.axes import stacked_dim
 
 aten = torch.ops.aten
 
+register(
+    {
+        op: along(op)
+        for op in (
+            aten.sum.dim_IntList,
+            aten.mean.dim,
+            aten.nansum.default,
+            aten.amax.default,
+            aten.amin.default,
+            aten.logsumexp.default,
+            aten.linalg_vector_norm.default,
+            aten.norm.ScalarOpt_dim,
+            aten.norm.ScalarOpt_dim_dtype,
+            aten.var.correction,
+            aten.std.correction,
+            aten.var_mean.correction,
+            aten.std_mean.correction,
+            aten.count_nonzero.dim_IntList,
+            aten.hash_tensor.default,
+            aten.prod.dim_int,
+            aten.any.dim,
+            aten.all.dim,
+            aten.max.dim,
+            aten.min.dim,
+            aten._aminmax.dim,
+            aten.median.dim,
+            aten.nanmedian.dim,
+            aten.mode.default,
+            aten.kthvalue.default,
+        )
+    }
+    | {op: along(op, empty_is_all=False) for op in (aten.any.dims, aten.all.dims)}
+)
 
-def reduction(func):
-    """``dims`` count axes of S, so B is never reduced. ``func`` takes (x, dims, keepdim)."""
 
-    def handler(level, op, args, kwargs):
-        x, dims, keepdim = (*args, None, False)[:3] if len(args) < 3 else args
-        dims = kwargs.pop("dim", dims) if kwargs else dims
-        value = front(x)
-        keepdim = kwargs.pop("keepdim", keepdim) if kwargs else keepdim
-        if value.dim() == 1:  # S = (): lend the op an axis to reduce; keepdim adds none to a scalar
-            stacked_dims(dims, 0)
-            return wrap(func(value.unsqueeze(1), [1], False, **kwargs), 0, level)
-        return wrap(func(value, stacked_dims(dims, value.dim() - 1), keepdim, **kwargs), 0, level)
+def over_list(op, *between):
+    """The form with a list of dims: ``op(x, *args, *between, [1])``."""
+    return whole(lambda x, *args, **kwargs: op(x, *args, *between, [1], **kwargs))
 
-    return handler
+
+def over_one(op):
+    """The form with one dim."""
+    return whole(lambda x, *args, **kwargs: op(x, 1, *args, **kwargs))
+
+
+def values(op):
+    """The values of a form that also finds where they are."""
+    return whole(lambda x: op(x, 1)[0])
 
 
 register(
     {
-        op: reduction(op)
-        for op in (aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default)
+        aten.sum.default: over_list(aten.sum.dim_IntList),
+        aten.mean.default: over_list(aten.mean.dim),
+        aten.max.default: over_list(aten.amax.default),
+        aten.min.default: over_list(aten.amin.default),
+        aten.norm.Scalar: whole(lambda x, p=2: aten.norm.ScalarOpt_dim(x, p, [1])),
+        aten.norm.ScalarOpt_dtype: whole(
+            lambda x, p, *, dtype: aten.norm.ScalarOpt_dim_dtype(x, p, [1], False, dtype=dtype)
+        ),
+        aten.prod.default: over_one(aten.prod.dim_int),
+        aten.any.default: over_one(aten.any.dim),
+        aten.all.default: over_one(aten.all.dim),
+        aten._aminmax.default: over_one(aten._aminmax.dim),
+        aten.median.default: values(aten.median.dim),
+        aten.nanmedian.default: values(aten.nanmedian.dim),
     }
 )
 
 
-def whole(func):
-    """Over every dim of the example."""
+def all_or_one(op):
+    """``op(x, dim=None, keepdim=False)``: without a dim, all entries of the example are one row."""
+    one = along(op)
 
-    def handler(level, op, args, kwargs):
-        value = front(args[0])
-        return wrap(func(value.reshape(value.shape[0], -1), [1], **kwargs), 0, level)
+    @by_front
+    def every(size, x, dim=None, keepdim=False):
+        rank = x.v.dim() - 1
+        out = op(x.v.flatten(1) if rank else x.v.unsqueeze(1), dim=1)
+        shape = (size, *(1,) * rank) if keepdim else (size,)
+        return tuple(o.view(shape) for o in out) if isinstance(out, tuple) else out.view(shape)
+
+    def handler(level, func, args, kwargs):
+        dim = args[1] if len(args) > 1 else kwargs.get("dim")
+        return (every if dim is None else one)(level, func, args, kwargs)
 
     return handler
 
 
-register({aten.sum.default: whole(aten.sum.dim_IntList), aten.mean.default: whole(aten.mean.dim)})
+@by_front
+def _count_nonzero(size, x, dim=None):
+    rank = x.v.dim() - 1
+    dims = list(range(1, rank + 1)) if dim is None else [stacked_dim(dim, rank)]
+    if not rank:
+        return (x.v != 0).to(torch.int64)
+    return aten.count_nonzero.dim_IntList(x.v, dims)
+
+
+@by_front
+def _trace(size, x):
+    return x.v.diagonal(0, 1, 2).sum(1)
+
+
+register(
+    {
+        aten.argmax.default: all_or_one(aten.argmax.default),
+        aten.argmin.default: all_or_one(aten.argmin.default),
+        aten.aminmax.default: all_or_one(aten.aminmax.default),
+        aten.count_nonzero.default: _count_nonzero,
+        aten.trace.default: _trace,
+    }
+)

@@ -12,7 +12,17 @@ import torch
 
 from forall._batching.batched import wrap
 from forall._batching.families import Stack, front, is_mapped, lower, stacked, writable
-from forall._batching.indices import Places, along, examples_of, is_number, lined, taken
+from forall._batching.indices import (
+    MASKS,
+    Places,
+    along,
+    examples_of,
+    flat,
+    in_order,
+    is_number,
+    lined,
+    taken,
+)
 from forall._batching.table import register
 from forall._core.axes import stacked_dim
 
@@ -122,7 +132,28 @@ def _index_fill(w, x, dim, index, value):
     return w.index_fill(x, _dim(x, dim), index, value)
 
 
+def _by_mask(w, x, mask, values, accumulate):
+    """x[mask] = values, in order: of one shape, whatever number of entries the mask has."""
+    rest = x.shape[mask.dim() :]
+    v = values.v if isinstance(values, Stack) else values.unsqueeze(0)
+    v = v.reshape(v.shape[0], *(1,) * (len(rest) + 2 - v.dim()), *v.shape[1:])
+    if v.shape[1] == 1:
+        filling = v.reshape(v.shape[0], *(1,) * (mask.dim() - 1), *v.shape[2:])
+    else:
+        fits = flat(mask).sum(1) == v.shape[1]
+        aten._assert_async.msg(fits.all(), "x[mask] = values: not as many values as true entries")
+        v = v.expand(x.shape[0], v.shape[1], *rest).flatten(1)
+        everywhere = mask.reshape(*mask.shape, *(1,) * len(rest)).expand(x.shape)
+        filling = in_order(everywhere, v).reshape(x.shape)
+    mask = mask.reshape(*mask.shape, *(1,) * len(rest)).to(torch.bool)
+    out = torch.where(mask, x + filling if accumulate else filling.to(x.dtype), x)
+    return x.copy_(out) if w.ending else out
+
+
 def _index_put(w, x, indices, values, accumulate=False, unsafe=False):
+    head = indices[0]
+    if len(indices) == 1 and isinstance(head, Stack) and head.v.dtype in MASKS:
+        return _by_mask(w, x, head.v, values, accumulate)
     places = Places(w.size, indices)
     rank = x.dim() - 1 - places.consumed + places.rank
     v = values.v if isinstance(values, Stack) else values.unsqueeze(0)

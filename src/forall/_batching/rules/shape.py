@@ -5,32 +5,14 @@ from __future__ import annotations
 import torch
 
 from forall._batching.batched import wrap
-from forall._batching.families import Stack, by_front, front, is_mapped, lower, stacked
+from forall._batching.families import stacked
 from forall._batching.table import SHARED, register
 from forall._torch.dispatch import plain_zeros
 
 aten = torch.ops.aten
 
 
-def _like(level, func, args, kwargs):
-    x = args[0]
-    return wrap(func(x.value, *args[1:], **kwargs), x.axis, level)
-
-
-register(
-    {
-        op: _like
-        for op in (
-            aten.clone.default,
-            aten._to_copy.default,
-            aten.zeros_like.default,
-            aten.ones_like.default,
-            aten.empty_like.default,
-            aten.full_like.default,
-            aten.lift_fresh_copy.default,
-        )
-    }
-)
+_CHANNELS_LAST = (torch.channels_last, torch.channels_last_3d)
 
 
 def _cat(level, func, args, kwargs):
@@ -92,8 +74,6 @@ register(
         },
     }
 )
-_ = (Stack, by_front, front, is_mapped, lower)
-
 
 SHARED[aten._efficientzerotensor.default] = lambda level, func, args, kwargs: plain_zeros(
     *args, **kwargs

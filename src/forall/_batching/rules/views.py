@@ -10,7 +10,7 @@ import torch
 
 from forall._batching.batched import derive
 from forall._batching.families import view
-from forall._batching.table import VIEWS, register
+from forall._batching.table import VIEW_CALLS, VIEWS, register
 from forall._core.axes import axis_without, past, wrap_dim
 
 aten = torch.ops.aten
@@ -44,6 +44,21 @@ def _permute(v, axis, dims):
     r = v.dim() - 1
     order = [past(wrap_dim(d, r), axis) for d in dims]
     return v.permute([axis, *order]), 0
+
+
+def _movedim(v, axis, source, destination):
+    r = v.dim() - 1
+    source, destination = (
+        [wrap_dim(d, r) for d in ([dims] if isinstance(dims, int) else dims)]
+        for dims in (source, destination)
+    )
+    order = iter(d for d in range(r) if d not in source)
+    moved = dict(zip(destination, source, strict=True))
+    return _permute(v, axis, [moved[d] if d in moved else next(order) for d in range(r)])
+
+
+def _narrow(v, axis, dim, start, length):
+    return v.narrow(past(wrap_dim(dim, v.dim() - 1), axis), start, length), axis
 
 
 def _unsqueeze(v, axis, dim):
@@ -157,6 +172,9 @@ ROWS = {
     aten.transpose.int: _transpose,
     aten.t.default: _t,
     aten.permute.default: _permute,
+    aten.movedim.int: _movedim,
+    aten.movedim.intlist: _movedim,
+    aten.narrow.default: _narrow,
     aten.unsqueeze.default: _unsqueeze,
     aten.squeeze.default: _squeeze,
     aten.squeeze.dim: _squeeze_dims,
@@ -180,9 +198,9 @@ VIEWS.update(ROWS)
 register({op: view(rule) for op, rule in ROWS.items()})
 
 
-def strided(x, size, stride, offset):
+def strided(x, size, stride, storage_offset=None):
     """as_strided speaks of one example's memory; the stack's lies elsewhere by a fixed distance."""
-    delta = 0 if offset is None else offset - x.storage_offset()
+    delta = 0 if storage_offset is None else storage_offset - x.storage_offset()
 
     def call(v, axis):
         if axis is None:
@@ -199,10 +217,10 @@ def strided(x, size, stride, offset):
 
 
 def _as_strided(level, func, args, kwargs):
-    x, size, stride = args[:3]
-    offset = args[3] if len(args) > 3 else kwargs.get("storage_offset")
-    call = strided(x, size, stride, offset)
+    x = args[0]
+    call = strided(x, *args[1:], **kwargs)
     return derive(x, *call(x.value, x.axis), call)
 
 
 register({aten.as_strided.default: _as_strided})
+VIEW_CALLS[aten.as_strided.default] = strided

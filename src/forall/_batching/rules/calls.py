@@ -1,0 +1,239 @@
+"""Calls that read a Python number out of a tensor before any operator is reached.
+
+``x[i]``, ``torch.full(size, v)``, ``torch.tensor([v])`` with an i or a v of each example: no number
+is needed to say what they mean, so they are put in other words.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+
+from forall._batching.batched import Batched, Family
+from forall._batching.table import CALLS
+
+aten = torch.ops.aten
+Tensor = torch.Tensor
+_EVERYTHING = slice(None)
+_BASIC = (int, slice, type(None))
+
+
+def differs(a: Any) -> bool:
+    """Whether ``a`` is one number for each example, of whatever level."""
+    if type(a) is not Batched or a.dim():
+        return False
+    while type(a) is Batched:
+        if a.axis is not None:
+            return True
+        a = a.value
+    return False
+
+
+def _is_place(p: Any) -> bool:
+    return differs(p) and p.dtype not in (torch.bool, torch.uint8)
+
+
+# --- x[i] ------------------------------------------------------------------------------------------
+
+
+def _consumed(p: Any) -> int:
+    """How many dims of x an entry of the index takes."""
+    if p is None or p is Ellipsis or isinstance(p, bool):
+        return 0
+    if isinstance(p, Tensor) and p.dtype in (torch.bool, torch.uint8):
+        return p.dim()
+    return 1
+
+
+def _spelled_out(x: Tensor, index: Any) -> list:
+    """The index as a list, ``...`` as slices."""
+    parts = list(index) if isinstance(index, tuple) else [index]
+    missing = x.dim() - sum(map(_consumed, parts))
+    for n, p in enumerate(parts):
+        if p is Ellipsis:
+            parts[n : n + 1] = [_EVERYTHING] * missing
+            break
+    return parts
+
+
+def _places(parts: list) -> list:
+    """x's dims, with the number that picks from them or None."""
+    places: list = []
+    for p in parts:
+        places.extend([p.long()] if _is_place(p) else [None] * _consumed(p))
+    while places and places[-1] is None:
+        places.pop()
+    return places
+
+
+def _getitem(x: Tensor, index: Any) -> Any:
+    if not any(map(_is_place, index if isinstance(index, tuple) else (index,))):
+        return NotImplemented
+    parts = _spelled_out(x, index)
+    places = _places(parts)
+    picked = aten.index.Tensor(x, places)
+    rest = tuple(p for p in parts if not _is_place(p))
+    if type(picked) is Batched:
+        _stand_for_view(picked, x, places)
+    return picked[rest] if rest else picked
+
+
+def _stand_for_view(picked: Batched, x: Tensor, places: list) -> None:
+    """The loop's x[i] is a view. Ours is a copy, put back into x when it is written."""
+    family = picked.family = Family(picked.value, picked.axis, picked.older)
+    family.add(picked)
+    family.put_back = lambda: aten.index_put_.default(x, places, picked)
+
+
+def _written(method: Any) -> Any:
+    """An in-place method that also reaches what its target stands for."""
+
+    def call(x: Any, *args: Any, **kwargs: Any) -> Any:
+        family = x.family if type(x) is Batched else None
+        if family is None or family.put_back is None:
+            return NotImplemented
+        put_back, family.put_back = family.put_back, None
+        try:
+            out = method(x, *args, **kwargs)
+            put_back()
+        finally:
+            family.put_back = put_back
+        return out
+
+    return call
+
+
+def _setitem(x: Tensor, index: Any, value: Any) -> Any:
+    parts = _spelled_out(x, index)
+    if all(_is_place(p) or type(p) in _BASIC for p in parts):
+        target = x[tuple(_EVERYTHING if _is_place(p) else p for p in parts)]
+        slots = [p.long() if _is_place(p) else None for p in parts if type(p) is not int]
+        kept = [n for n, slot in itertools.zip_longest(target.shape, slots) if slot is None]
+        aten.index_put_.default(target, slots, _fitted(value, target, len(kept)))
+        return x
+    places = _places(parts)
+    row = aten.index.Tensor(x, places)
+    row[tuple(p for p in parts if not _is_place(p))] = value
+    aten.index_put_.default(x, places, row)
+    return x
+
+
+def _fitted(value: Any, target: Tensor, rank: int) -> Tensor:
+    """What ``target[..] = value`` makes of value: its dtype, and no leading 1s too many."""
+    if not isinstance(value, Tensor):
+        return torch.full((), value, dtype=target.dtype, device=target.device)
+    while value.dim() > rank and value.shape[0] == 1:
+        value = value[0]
+    if type(value) is Batched and value.family is not None:
+        value = value.clone()  # it may be part of the target, which index_put_ does not allow
+    return value.to(dtype=target.dtype, device=target.device)
+
+
+# --- numbers as values -----------------------------------------------------------------------------
+
+
+def _dtype_of_number(v: Tensor) -> torch.dtype:
+    """What a Python number read from v would make."""
+    if v.dtype.is_floating_point:
+        return torch.get_default_dtype()
+    if v.dtype.is_complex:
+        return torch.complex128 if torch.get_default_dtype() == torch.float64 else torch.complex64
+    return torch.bool if v.dtype == torch.bool else torch.int64
+
+
+def _filled(like: Tensor, value: Tensor) -> Tensor:
+    """``like`` with one number everywhere; a number carries no derivative."""
+    requires_grad = like.requires_grad
+    out = like.detach().copy_(value.detach())
+    return out.requires_grad_() if requires_grad else out
+
+
+def _full(size: Any, fill_value: Any, *, dtype: Any = None, **options: Any) -> Any:
+    if not differs(fill_value):
+        return NotImplemented
+    dtype = dtype or _dtype_of_number(fill_value)
+    options.pop("out", None)
+    return _filled(torch.empty(size, dtype=dtype, **options), fill_value)
+
+
+def _full_like(x: Tensor, fill_value: Any, **options: Any) -> Any:
+    if not differs(fill_value):
+        return NotImplemented
+    return _filled(torch.empty_like(x, **options), fill_value)
+
+
+def _new_full(x: Tensor, size: Any, fill_value: Any, **options: Any) -> Any:
+    if not differs(fill_value):
+        return NotImplemented
+    return _filled(x.new_empty(size, **options), fill_value)
+
+
+def _any_differs(data: Any) -> bool:
+    if isinstance(data, (list, tuple)):
+        return any(map(_any_differs, data))
+    return differs(data)
+
+
+def _joined(data: Any, dtype: torch.dtype | None, device: Any) -> Tensor:
+    """Nested lists of numbers, numbers of each example among them."""
+    if isinstance(data, (list, tuple)):
+        parts = [_joined(d, dtype, device) for d in data]
+        common = parts[0].dtype
+        for p in parts[1:]:
+            common = torch.promote_types(common, p.dtype)
+        return torch.stack([p.to(common) for p in parts])
+    if isinstance(data, Tensor):
+        return data.detach().to(dtype=dtype, device=device)
+    return torch.tensor(data, dtype=dtype, device=device)
+
+
+def _tensor(
+    data: Any, *, dtype: Any = None, device: Any = None, requires_grad: bool = False, **_: Any
+) -> Any:
+    if not isinstance(data, (list, tuple)) or not _any_differs(data):
+        return NotImplemented
+    out = _joined(data, dtype, device)
+    return out.requires_grad_() if requires_grad else out
+
+
+def _narrow(x: Tensor, dim: int, start: Any, length: int) -> Any:
+    if not differs(start):
+        return NotImplemented
+    places = start.long() + torch.arange(length, device=start.device)
+    return x.index_select(dim, places)
+
+
+def _set(x: Tensor, index: Any, value: Any) -> Any:
+    if not any(map(_is_place, index if isinstance(index, tuple) else (index,))):
+        return _written(Tensor.__setitem__)(x, index, value)
+    done = _written(_setitem)(x, index, value)
+    return _setitem(x, index, value) if done is NotImplemented else done
+
+
+def _writes_in_place(name: str) -> bool:
+    if name.startswith("__"):
+        return name.startswith("__i") and f"__{name[3:]}" in dir(Tensor)
+    return name.endswith("_") and not name.startswith("_")
+
+
+CALLS.update(
+    {
+        getattr(Tensor, name): _written(getattr(Tensor, name))
+        for name in dir(Tensor)
+        if _writes_in_place(name)
+    }
+)
+CALLS.update(
+    {
+        Tensor.__getitem__: _getitem,
+        Tensor.__setitem__: _set,
+        torch.full: _full,
+        torch.full_like: _full_like,
+        Tensor.new_full: _new_full,
+        torch.tensor: _tensor,
+        torch.narrow: _narrow,
+        Tensor.narrow: _narrow,
+    }
+)

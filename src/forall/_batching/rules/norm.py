@@ -1,0 +1,203 @@
+"""Normalisation. Torch's kernel normalises all examples at once; what differs is applied after.
+
+Layers with one weight for all examples keep the fused kernel. A weight of each example's own
+scales outside it, and so does the cotangent on the way back.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from forall._batching.families import Stack, by_front
+from forall._batching.table import register
+
+aten = torch.ops.aten
+Tensor = torch.Tensor
+
+
+def stack(a: Any, size: int) -> Tensor:
+    """(B, *S), expanded where all examples share it."""
+    return a.v if isinstance(a, Stack) else a.expand(size, *a.shape)
+
+
+def is_own(*params: Any) -> bool:
+    """Whether any parameter differs between the examples."""
+    return any(isinstance(p, Stack) for p in params)
+
+
+def scaled(x: Tensor, weight: Tensor | None, bias: Tensor | None = None) -> Tensor:
+    """x * weight + bias, rounded once and in x's dtype."""
+    if weight is None:
+        return x if bias is None else (x + bias).to(x.dtype)
+    return (x * weight if bias is None else torch.addcmul(bias, x, weight)).to(x.dtype)
+
+
+def precise(x: Tensor) -> Tensor:
+    """Sums over many entries need more digits than half precision has."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+# --- over the last dims: (B, *L, *D), parameters (B, *D) -----------------------------------------
+
+
+def trailing(p: Any, rank: int) -> Tensor | None:
+    """(B, *D) -> (B, 1, .., *D) beside an example of this rank; a shared one broadcasts as it is."""
+    if not isinstance(p, Stack):
+        return p
+    return p.v.reshape(p.v.shape[0], *(1,) * (rank - p.v.dim() + 1), *p.v.shape[1:])
+
+
+def _statistics(found, x, weight, size):
+    """Mean and the like as the kernel would have them with this weight, for every example."""
+    kind = torch.promote_types(found[0].dtype, weight.v.dtype) if is_own(weight) else found[0].dtype
+    return tuple((s if isinstance(x, Stack) else s.expand(size, *s.shape)).to(kind) for s in found)
+
+
+@by_front
+def _layer_norm(size, x, shape, weight, bias, eps):
+    v = x.v if isinstance(x, Stack) else x
+    if not is_own(weight, bias):
+        return aten.native_layer_norm.default(v, shape, weight, bias, eps)
+    out, *found = aten.native_layer_norm.default(v, shape, None, None, eps)
+    rank = v.dim() - isinstance(x, Stack)
+    out = scaled(out, trailing(weight, rank), trailing(bias, rank))
+    return out, *_statistics(found, x, weight, size)
+
+
+@by_front
+def _layer_norm_backward(size, g, x, shape, mean, rstd, weight, bias, mask):
+    g, x, mean, rstd = (stack(a, size) for a in (g, x, mean, rstd))
+    outer = x.dim() - len(shape)
+    dx = None
+    if mask[0]:
+        gx, w = (scaled(g, trailing(weight, x.dim() - 1)), None) if is_own(weight) else (g, weight)
+        args = (gx.contiguous(), x.contiguous(), shape, mean.contiguous(), rstd.contiguous(), w)
+        dx = aten.native_layer_norm_backward.default(*args, None, [True, False, False])[0]
+    gp = precise(g)
+    dw = over(gp * ((precise(x) - mean) * rstd), outer, weight) if mask[1] else None
+    return dx, dw, over(gp, outer, bias) if mask[2] else None
+
+
+def over(x: Tensor, outer: int, param: Any) -> Tensor:
+    """(B, *L, *D) -> (B, *D): a parameter's cotangent."""
+    x = x.sum(list(range(1, outer))) if outer > 1 else x
+    return x if param is None else x.to((param.v if is_own(param) else param).dtype)
+
+
+@by_front
+def _rms_norm(size, x, shape, weight, eps):
+    v = x.v if isinstance(x, Stack) else x
+    if not is_own(weight):
+        return aten._fused_rms_norm.default(v, shape, weight, eps)
+    out, *found = aten._fused_rms_norm.default(v, shape, None, eps)
+    out = scaled(out, trailing(weight, v.dim() - isinstance(x, Stack)))
+    return out, *_statistics(found, x, weight, size)
+
+
+@by_front
+def _rms_norm_backward(size, g, x, shape, rstd, weight, mask):
+    g, x, rstd = (stack(a, size) for a in (g, x, rstd))
+    dx = dw = None
+    if mask[0]:
+        gx, w = (scaled(g, trailing(weight, x.dim() - 1)), None) if is_own(weight) else (g, weight)
+        args = (gx.contiguous(), x.contiguous(), shape, rstd.contiguous(), w, [True, False])
+        dx = aten._fused_rms_norm_backward.default(*args)[0]
+    if mask[1]:
+        dw = over(precise(g) * (precise(x) * rstd), x.dim() - len(shape), weight)
+    return dx, dw
+
+
+# --- by groups of channels: (B, N, C, *S) as B*N examples of torch's, parameters (B, C) ----------
+
+
+def channels(p: Any, rank: int) -> Tensor | None:
+    """(B, C) -> (B, 1, C, 1, ..) beside (B, N, C, *S); a shared (C,) -> (C, 1, ..)."""
+    if p is None:
+        return None
+    return (p.v.unsqueeze(1) if isinstance(p, Stack) else p).unflatten(-1, (-1, *(1,) * (rank - 2)))
+
+
+@by_front
+def _group_norm(size, x, weight, bias, n, c, hw, groups, eps):
+    v = stack(x, size)
+    own = is_own(weight, bias)
+    w, b = (None, None) if own else (weight, bias)
+    flat = v.flatten(0, 1).contiguous()
+    outs = aten.native_group_norm.default(flat, w, b, size * n, c, hw, groups, eps)
+    out, *found = (o.unflatten(0, (size, n)) for o in outs)
+    if own:
+        out = scaled(out, channels(weight, v.dim() - 1), channels(bias, v.dim() - 1))
+    return out, *_statistics(found, Stack(v), weight, size)
+
+
+@by_front
+def _group_norm_backward(size, g, x, mean, rstd, weight, n, c, hw, groups, mask):
+    g, x, mean, rstd = (stack(a, size) for a in (g, x, mean, rstd))
+    dx = dw = db = None
+    if mask[0]:
+        gx, w = (scaled(g, channels(weight, g.dim() - 1)), None) if is_own(weight) else (g, weight)
+        flat = [a.flatten(0, 1).contiguous() for a in (gx, x, mean, rstd)]
+        sizes = (size * n, c, hw, groups, [True, False, False])
+        dx = aten.native_group_norm_backward.default(*flat, w, *sizes)[0].view(x.shape)
+    gp = precise(g).reshape(size, n, c, hw)
+    if mask[1]:
+        xp = precise(x).reshape(size, n, groups, -1 if c * hw else 0)
+        hat = ((xp - mean.unsqueeze(-1)) * rstd.unsqueeze(-1)).view(gp.shape)
+        dw = like(weight, (gp * hat).sum((1, 3)))
+    if mask[2]:
+        db = like(weight, gp.sum((1, 3)))
+    return dx, dw, db
+
+
+def like(param: Any, x: Tensor) -> Tensor:
+    return x if param is None else x.to((param.v if is_own(param) else param).dtype)
+
+
+# --- each slice along a dim has a norm: (B, *S) -> B*S[dim] rows ---------------------------------
+
+
+def rows(x: Tensor, dim: int) -> Tensor:
+    return x.movedim(dim + 1, 1).flatten(0, 1).contiguous()
+
+
+def from_rows(x: Tensor, dim: int, size: int) -> Tensor:
+    return x.unflatten(0, (size, x.shape[0] // max(size, 1))).movedim(1, dim + 1)
+
+
+def by_rows(op: Any, tensors: int):
+    """``op(*tensors, *between, dim, *rest)``, each with a slice for every row."""
+    where = next(i for i, a in enumerate(op._schema.arguments) if a.name == "dim")
+
+    @by_front
+    def rule(size, *args):
+        stacks = [stack(a, size) for a in args[:tensors]]
+        rest = [*args[tensors:], *[0] * (where + 1 - len(args))]
+        dim = rest[where - tensors] % (stacks[0].dim() - 1)
+        rest[where - tensors] = 0
+        outs = op(*(rows(s, dim) for s in stacks), *rest)
+        if isinstance(outs, Tensor):
+            return from_rows(outs, dim, size)
+        return tuple(from_rows(o, dim, size) for o in outs)
+
+    return rule
+
+
+register(
+    {
+        aten.native_layer_norm.default: _layer_norm,
+        aten.native_layer_norm_backward.default: _layer_norm_backward,
+        aten._fused_rms_norm.default: _rms_norm,
+        aten._fused_rms_norm_backward.default: _rms_norm_backward,
+        aten.native_group_norm.default: _group_norm,
+        aten.native_group_norm_backward.default: _group_norm_backward,
+        aten.renorm.default: by_rows(aten.renorm.default, 1),
+        aten._weight_norm_interface.default: by_rows(aten._weight_norm_interface.default, 2),
+        aten._weight_norm_interface_backward.default: by_rows(
+            aten._weight_norm_interface_backward.default, 4
+        ),
+    }
+)
+_ = partial

@@ -1,0 +1,42 @@
+"""Softmax along one dim of each example, and back: (B, *S) -> (B, *S)."""
+
+from __future__ import annotations
+
+import torch
+
+from forall._batching.along import along
+from forall._batching.families import Stack, by_front
+from forall._batching.table import register
+from forall._core.axes import stacked_dim
+
+aten = torch.ops.aten
+
+
+@by_front
+def _masked(size, x, mask, dim=None, mask_type=None):
+    v = x.v if isinstance(x, Stack) else x.expand(size, *x.shape)
+    m = _mask_of(v, mask, mask_type)
+    return aten._masked_softmax.default(v, m, stacked_dim(-1 if dim is None else dim, v.dim() - 1), 2)
+
+
+def _mask_of(v, mask, mask_type):
+    """The mask for every entry of (B, N, H, L, L); type 0 is (L, L), type 1 is (N, L), 2 is all."""
+    m = mask.v if isinstance(mask, Stack) else mask.unsqueeze(0)
+    if mask_type == 0:
+        m = m[:, None, None]
+    elif mask_type == 1:
+        m = m[:, :, None, None]
+    return m.expand(v.shape)
+
+
+register(
+    {
+        op: along(op)
+        for op in (aten._softmax.default, aten._log_softmax.default, aten._safe_softmax.default)
+    }
+    | {
+        op: along(op, tensors=2)
+        for op in (aten._softmax_backward_data.default, aten._log_softmax_backward_data.default)
+    }
+    | {aten._masked_softmax.default: _masked}
+)

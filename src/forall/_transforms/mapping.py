@@ -1,0 +1,209 @@
+"""What `vmap` maps: a dim for every argument, a place for every result."""
+
+from __future__ import annotations
+
+import inspect
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from forall._batching.batched import Batched
+from forall._core.errors import Call, columns, kind, short
+from forall._torch import trees
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+# --- arguments ---------------------------------------------------------------------------------
+
+
+def named(
+    call: Call, func: Callable, in_dims: dict, args: tuple, kwargs: dict
+) -> tuple[tuple, dict, tuple, dict]:
+    """Arguments and their dims, where a dict of in_dims names the arguments."""
+    try:
+        signature = inspect.signature(func)
+    except ValueError:
+        raise ValueError(
+            f"{call}: a dict of in_dims needs the names of the arguments.\n"
+            f"{columns([('func', short(func))])}\n"
+            "Python does not know them for this function. Give a tuple of in_dims."
+        ) from None
+    bound = signature.bind(*args, **kwargs)
+    dims: OrderedDict[str, Any] = OrderedDict()
+    known: set[str] = set()
+    for name, value in bound.arguments.items():
+        parameter = signature.parameters[name]
+        if parameter.kind is parameter.VAR_KEYWORD:
+            dims[name] = {k: in_dims.get(k) for k in value}
+            known |= value.keys()
+            continue
+        dim = in_dims.get(name)
+        dims[name] = (dim,) * len(value) if parameter.kind is parameter.VAR_POSITIONAL else dim
+        known.add(name)
+    strangers = [name for name in in_dims if name not in known]
+    if strangers:
+        raise ValueError(
+            f"{call}: in_dims names an argument that the call does not pass.\n"
+            f"{columns([('in_dims', str(strangers[0])), ('passed', ', '.join(sorted(known)))])}\n"
+            "Name only arguments that are passed."
+        )
+    places = inspect.BoundArguments(signature, dims)
+    return bound.args, bound.kwargs, places.args, places.kwargs
+
+
+def inputs(
+    call: Call, args: tuple, kwargs: dict, in_dims: Any, named_dims: dict | None = None
+) -> tuple[list, Any, list, int]:
+    """Leaves, tree, a dim per leaf (from the front; None for shared) and the number of examples.
+
+    ``named_dims`` are for the keyword arguments, which are shared without it.
+    """
+    if not isinstance(in_dims, (int, tuple, list)):
+        raise ValueError(
+            f"{call}: in_dims must be an int, a tuple or a dict.\n"
+            f"{columns([('in_dims', short(in_dims), kind(in_dims))])}\n"
+            "Give one int for all arguments, a tuple with one entry per argument, or a dict of "
+            "names."
+        )
+    if not args and not kwargs:
+        raise ValueError(
+            f"{call}: called without arguments.\n"
+            "There is nothing to map over. Pass at least one tensor."
+        )
+    leaves, spec = trees.flatten((args, kwargs))
+    by_position = tuple(in_dims) if isinstance(in_dims, list) else in_dims
+    dims = trees.prefix(by_position, spec.child(0))
+    rest = trees.prefix(named_dims, spec.child(1))
+    if dims is None or rest is None:
+        raise _misfit(call, args, kwargs, in_dims, named_dims)
+    dims = [
+        None if d is None else _dim(call, i, leaf, d, args, kwargs)
+        for i, (leaf, d) in enumerate(zip(leaves, dims + rest, strict=True))
+    ]
+    sizes = {leaf.shape[d] for leaf, d in zip(leaves, dims, strict=True) if d is not None}
+    if not sizes:
+        raise _nothing_mapped(call, args, in_dims)
+    if len(sizes) > 1:
+        raise _sizes_differ(call, args, kwargs, leaves, dims)
+    return leaves, spec, dims, sizes.pop()
+
+
+def _dim(call: Call, i: int, leaf: Any, dim: Any, args: tuple, kwargs: dict) -> int:
+    """The dim of leaf ``i``, from the front."""
+    if type(dim) is not int:
+        raise ValueError(
+            f"{call}: a dim of in_dims must be an int or None.\n"
+            f"{columns([(paths(args, kwargs)[i], short(leaf), f'in_dims {dim!r}', kind(dim))])}\n"
+            "Give the dim that counts the examples, or None to share the argument."
+        )
+    if not isinstance(leaf, torch.Tensor):
+        raise ValueError(
+            f"{call}: only tensors can be mapped.\n"
+            f"{columns([(paths(args, kwargs)[i], short(leaf), f'in_dims {dim}', kind(leaf))])}\n"
+            "Give it in_dims=None to share it between examples, or make it a tensor."
+        )
+    rank = leaf.dim()
+    if not -rank <= dim < rank:
+        can = f"Give a dim in [{-rank}, {rank})" if rank else "A tensor of rank 0 has none"
+        row = (paths(args, kwargs)[i], short(leaf), f"in_dims {dim}", f"rank {rank}")
+        raise ValueError(
+            f"{call}: in_dims names a dim that the argument does not have.\n"
+            f"{columns([row])}\n{can}; to share the argument between examples, give it None."
+        )
+    return dim % rank
+
+
+def paths(args: tuple, kwargs: dict) -> list[str]:
+    """How a user would write each leaf of the arguments."""
+    found = ["args" + trees.keystr(p) for p, _ in trees.tree_flatten_with_path(args)[0]]
+    return found + ["kwargs" + trees.keystr(p) for p, _ in trees.tree_flatten_with_path(kwargs)[0]]
+
+
+def _misfit(call: Call, args: tuple, kwargs: dict, in_dims: Any, named_dims: Any) -> ValueError:
+    rows = [("in_dims", short(in_dims if named_dims is None else named_dims))]
+    rows += [(f"args[{i}]", short(a)) for i, a in enumerate(args)]
+    rows += [(f"kwargs[{k!r}]", short(a)) for k, a in kwargs.items()]
+    return ValueError(
+        f"{call}: in_dims does not fit the arguments.\n{columns(rows)}\n"
+        "A tuple of in_dims has one entry per argument; a tree of them is shaped like its argument."
+    )
+
+
+def _nothing_mapped(call: Call, args: tuple, in_dims: Any) -> ValueError:
+    cure = "At least one tensor needs an int in in_dims, or there is no number of examples."
+    if not args:
+        cure = "Keyword arguments are shared unless a dict names them: in_dims={'x': 0}."
+    return ValueError(
+        f"{call}: no argument is mapped.\n{columns([('in_dims', short(in_dims))])}\n{cure}"
+    )
+
+
+def _sizes_differ(call: Call, args: tuple, kwargs: dict, leaves: list, dims: list) -> ValueError:
+    rows = [
+        (path, short(leaf), f"in_dims {d}", f"size {leaf.shape[d]}")
+        for path, leaf, d in zip(paths(args, kwargs), leaves, dims, strict=True)
+        if d is not None
+    ]
+    return ValueError(
+        f"{call}: the mapped axes differ in size.\n{columns(rows)}\n"
+        "All must have one size. To share an argument between examples, give it in_dims=None."
+    )
+
+
+# --- results -----------------------------------------------------------------------------------
+
+
+def are_places(given: Any) -> bool:
+    """Whether ``given`` is an int, None, or a tree of them, as out_dims must be."""
+    return (
+        type(given) is int
+        or given is None
+        or all(type(p) is int or p is None for p in trees.leaves(given))
+    )
+
+
+def no_places(call: Call) -> ValueError:
+    return ValueError(
+        f"{call}: out_dims must be an int, None, or a tree of them.\n"
+        f"{columns([('out_dims', short(call.options['out_dims']))])}\n"
+        "Give the place of the examples in each result; None for one that is the same for all."
+    )
+
+
+def places(call: Call, given: Any, spec: Any) -> list:
+    """A place for every leaf of the result."""
+    if spec.is_leaf() and type(given) is tuple and len(given) == 1:
+        given = given[0]  # as torch.func has it: one place for one result
+    found = trees.prefix(given, spec)
+    if found is None:
+        raise ValueError(
+            f"{call}: out_dims does not fit the result.\n"
+            f"{columns([('out_dims', short(given)), ('result', trees.text(spec))])}\n"
+            "Give one int for all results, or a tree of ints (or None) like the result."
+        )
+    return found
+
+
+def place_outside(call: Call, result: torch.Tensor, place: int) -> IndexError:
+    rank = result.dim() + 1
+    return IndexError(
+        f"{call}: out_dims names a place that the result does not have.\n"
+        f"{columns([('result of one example', short(result), f'out_dims {place}')])}\n"
+        f"Give a place in [{-rank}, {rank})."
+    )
+
+
+def unmapped(call: Call, result: torch.Tensor, level: Any) -> torch.Tensor:
+    """A result with out_dims None leaves as it is, if it is the same for all examples."""
+    if not (isinstance(result, Batched) and result.level is level):
+        return result
+    if result.axis is not None:
+        raise ValueError(
+            f"{call}: out_dims is None for a result that differs between the examples.\n"
+            f"{columns([('result of one example', short(result))])}\n"
+            "Give it an int: the place of the examples in the result."
+        )
+    return result.value
