@@ -37,7 +37,7 @@ def print_table(comparisons: list[Comparison], rounds: int) -> None:
 
 
 def warn_if_busy() -> None:
-    """Say so when other processes compete for the cores: threads that wait distort all times."""
+    """Say so when other processes compete for the cores."""
     cores = os.cpu_count() or 1
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     if load > 1.25 * cores:

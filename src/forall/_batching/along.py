@@ -27,7 +27,7 @@ def along(op: Any, tensors: int = 1, *, empty_is_all: bool = True) -> Callable:
     """
     arguments = op._schema.arguments
     where = next(i for i, a in enumerate(arguments) if a.name == "dim")
-    many = "List" in arguments[where].type.kind() or "List" in str(arguments[where].type)
+    many = "List" in str(arguments[where].type)
     defaults = [a.default_value for a in arguments[: where + 1]]
     by_name = arguments[where].kwarg_only
 
@@ -36,7 +36,7 @@ def along(op: Any, tensors: int = 1, *, empty_is_all: bool = True) -> Callable:
             return stacked_dim(dim, rank)
         if not empty_is_all and dim is not None and not len(dim):
             return []
-        return stacked_dims(dim, rank)
+        return stacked_dims(dim, rank) or [1]  # the axis lent to a number
 
     def handler(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
         values = [stacked(a, level) for a in args[:tensors]]

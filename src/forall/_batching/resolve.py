@@ -35,6 +35,8 @@ def resolve(func: Any) -> Any:
 def _find(func: Any) -> tuple[Any, str]:
     fact = facts(func)
     if fact.mutates:
+        if torch.Tag.inplace_view in func.tags:
+            return _no_rule, "error"
         if fact.pointwise and fact.mutates == (0,) and not fact.out_names:
             return families.pointwise_in_place, "derived"
         functional = functional_of(func)
@@ -57,6 +59,13 @@ def _find(func: Any) -> tuple[Any, str]:
 def _refuse(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     raise data_dependent(
         str(func), "Use torch.where or masks of fixed shape, or compute it outside vmap."
+    )
+
+
+def _no_rule(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    raise NotImplementedError(
+        f"vmap: {func} gives a tensor other memory or another shape in place, and has no rule.\n"
+        "Use the form that returns a new tensor."
     )
 
 
@@ -109,6 +118,10 @@ def _decomposition(func: Any) -> Any | None:
     return decomposition_table.get(func)
 
 
+# What torch says where a kernel reads a wrapper's memory.
+_NO_MEMORY = ("its data is not allocated yet", "doesn't have storage")
+
+
 def _decomposed(run: Any) -> Any:
     def handler(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
         entry = (func, level.number)
@@ -120,6 +133,9 @@ def _decomposed(run: Any) -> Any:
                 return run(*args, **kwargs)
         except (NotImplementedError, DataDependentError):
             pass
+        except RuntimeError as error:
+            if not any(words in str(error) for words in _NO_MEMORY):
+                raise
         finally:
             _running.now.discard(entry)
         return _loop(level, func, args, kwargs)

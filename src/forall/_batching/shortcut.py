@@ -15,6 +15,7 @@ from forall._batching.batched import Batched, wrap
 from forall._torch.dispatch import dispatch_modes, no_dispatch, users_tangents
 from forall._torch.schema import facts
 
+_PACKET = torch._ops.OpOverloadPacket
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -27,7 +28,8 @@ def _is_pointwise(func: Any) -> bool:
     known = False
     if func in (getattr(torch, name, None), getattr(torch.Tensor, name, None)):
         packet = getattr(torch.ops.aten, name, None)
-        ops = [getattr(packet, o) for o in packet.overloads()] if packet is not None else []
+        # Of a name like __format__ the namespace has Python's own method.
+        ops = [getattr(packet, o) for o in packet.overloads()] if type(packet) is _PACKET else []
         on_tensors = [op for op in ops if _takes_tensors(op) and not facts(op).out_names]
         known = bool(on_tensors) and all(
             facts(op).pointwise

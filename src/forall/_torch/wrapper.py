@@ -26,3 +26,31 @@ class Wrapper(torch.Tensor):
     def describe(self) -> str:
         """What repr shows."""
         raise NotImplementedError
+
+    def __deepcopy__(self, memo: dict) -> Wrapper:
+        with torch._C.DisableTorchFunction():
+            if self.grad_fn is not None:
+                raise RuntimeError(
+                    "deepcopy: this tensor was computed, and its copy would have no history.\n"
+                    "Use x.clone(), or x.detach().clone()."
+                )
+            copy = self.detach().clone().requires_grad_(self.requires_grad)
+        memo[id(self)] = copy
+        return copy
+
+
+def _without_memory(name: str) -> Any:
+    """A method that would read the memory of one example; some crash if let through."""
+
+    def method(self: Wrapper, *_args: Any, **_kwargs: Any) -> Any:
+        raise RuntimeError(
+            f"{name}: this tensor stands for many inside a transform and has no memory of its own.\n"
+            "Use torch's operators on it, or do this outside the transform."
+        )
+
+    method.__name__ = name
+    return method
+
+
+for _name in ("numpy", "tolist", "share_memory_", "__array__", "__dlpack__", "__reduce_ex__"):
+    setattr(Wrapper, _name, _without_memory(_name))

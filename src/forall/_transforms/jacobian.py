@@ -267,4 +267,4 @@ def _filled(leaves: list, places: list[int], new: Any) -> list:
 def _blocks(stack: torch.Tensor, xs: list) -> list[torch.Tensor]:
     """(*O, N), N counting the numbers of all ``xs`` together -> (*O, *I) for each of them."""
     parts = stack.split([x.numel() for x in xs], -1)
-    return [p.reshape(*stack.shape[:-1], *x.shape) for p, x in zip(parts, xs, strict=True)]
+    return [p.reshape((*stack.shape[:-1], *x.shape)) for p, x in zip(parts, xs, strict=True)]

@@ -13,6 +13,7 @@ from forall._core.errors import Call
 from forall._core.levels import Level, lift, outside, top
 from forall._derivatives import forward, reverse
 from forall._torch import handover, trees
+from forall._torch.dispatch import lazy_zeros_pass
 from forall._transforms import checks
 
 if TYPE_CHECKING:
@@ -176,7 +177,7 @@ class Pullback:
         outer = torch.is_grad_enabled()
         with torch.enable_grad():
             level = VmapLevel(size, "same", top(), records_values=True)
-            with running(level):
+            with running(level), lazy_zeros_pass():
                 found = reverse.gradients(
                     tuple(self.outputs),
                     tuple(wrap(s, 0, level) for s in stacks),

@@ -144,7 +144,7 @@ def _group_norm_backward(size, g, x, mean, rstd, weight, n, c, hw, groups, mask)
         dx = aten.native_group_norm_backward.default(*flat, w, *sizes)[0].view(x.shape)
     gp = precise(g).reshape(size, n, c, hw)
     if mask[1]:
-        xp = precise(x).reshape(size, n, groups, -1 if c * hw else 0)
+        xp = precise(x).reshape(size, n, groups, c * hw // groups)
         hat = ((xp - mean.unsqueeze(-1)) * rstd.unsqueeze(-1)).view(gp.shape)
         dw = like(weight, (gp * hat).sum((1, 3)))
     if mask[2]:

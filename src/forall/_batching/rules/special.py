@@ -190,6 +190,17 @@ register(
 )
 
 
+# --- what a wrapper cannot do --------------------------------------------------------------------
+
+
+def _lazy_clone(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    """Copy on write is a matter of the memory, which is the stack's."""
+    return wrap(args[0].value.clone(), args[0].axis, level)
+
+
+register({aten._lazy_clone.default: _lazy_clone})
+
+
 # --- checks of values --------------------------------------------------------------------------
 
 
