@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cmp_to_key
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -141,7 +142,9 @@ def _aligned(args: tuple, values: list, axis: int, rank: int, level: Any) -> boo
 def _pointwise_with_care(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
     rank = max(rank_of(a, level) for a in tensors)
-    common = _common_dtype(func, tensors, level)
+    # The condition of where takes no part in promotion.
+    condition = args[0] if func is _WHERE else None
+    common = _common_dtype([t for t in tensors if t is not condition], level)
 
     def align(a: Any) -> Any:
         if not isinstance(a, Tensor):
@@ -153,45 +156,38 @@ def _pointwise_with_care(level: Any, func: Any, args: tuple, kwargs: dict) -> An
                 v = v.reshape(v.shape[0], *(1,) * (rank - r), *v.shape[1:])
         else:
             v = lower(a, level)
-        return v.to(common) if common is not None and v.dtype != common and _promotes(v) else v
+        if common is None or v.dtype in (common, torch.bool) or a is condition:
+            return v
+        return v.to(common)
 
     out = func(*map(align, args), **{k: align(a) for k, a in kwargs.items()})
     return wrapped(out, 0, level)
 
 
-def _promotes(v: Tensor) -> bool:
-    return v.dtype != torch.bool
+_WHERE = torch.ops.aten.where.self
 
 
-def _common_dtype(func: Any, tensors: list[Tensor], level: Any) -> torch.dtype | None:
+def _common_dtype(tensors: list[Tensor], level: Any) -> torch.dtype | None:
     """The dtype the examples promote to, where the stacks' ranks would promote otherwise.
 
     A rank-0 example does not promote a rank-1 tensor, though its stack has rank 1.
     """
     if not any(is_mapped(t, level) and rank_of(t, level) == 0 for t in tensors):
         return None
-    if func.overloadpacket.__name__ == "where":
-        tensors = tensors[1:]
-    dtypes = {t.dtype for t in tensors}
-    if len(dtypes) < 2:
+    ranked = {t.dtype for t in tensors if rank_of(t, level)}
+    numbers = {t.dtype for t in tensors if not rank_of(t, level)}
+    if len(ranked | numbers) < 2:
         return None
-    stand_ins = [
-        torch.empty((1,) * min(rank_of(t, level), 1), dtype=t.dtype, device="meta")
-        for t in tensors
-    ]
-    common = stand_ins[0]
-    result = common.dtype
-    dims = [s for s in stand_ins if s.dim()]
-    zeros = [s for s in stand_ins if not s.dim()]
-    for group in (dims, zeros):
-        if group:
-            best = group[0].dtype
-            for s in group[1:]:
-                best = torch.promote_types(best, s.dtype)
-            merged = torch.empty(group[0].shape, dtype=best, device="meta")
-            common = merged if group is dims or not dims else common
-            result = torch.result_type(common, merged)
-    return result
+    best = [functools.reduce(torch.promote_types, dtypes) for dtypes in (ranked, numbers) if dtypes]
+    return _promoted(best[0], best[-1])
+
+
+@functools.cache
+def _promoted(ranked: torch.dtype, number: torch.dtype) -> torch.dtype:
+    """What a tensor of one dtype and a number of another make."""
+    return torch.result_type(
+        torch.empty(1, dtype=ranked, device="meta"), torch.empty((), dtype=number, device="meta")
+    )
 
 
 # --- views -------------------------------------------------------------------------------------
@@ -289,6 +285,11 @@ def derived(functional: Any) -> Callable:
         for target, result in zip(targets, results, strict=True):
             if isinstance(target, (list, tuple)):
                 level_write(level, func, target, result)
+            elif fact.out_names and not torch.can_cast(result.dtype, target.dtype):
+                raise RuntimeError(
+                    f"result type {result.dtype} can't be cast to the desired output type "
+                    f"{target.dtype}"
+                )
             elif fact.out_names and target.shape != result.shape:
                 _resize_out(level, func, target, result)
             elif target is not None:

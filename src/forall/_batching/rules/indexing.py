@@ -138,6 +138,8 @@ def _masked_scatter_backward(size, grad, mask, sizes):
 
 @by_front
 def _masked_fill(size, x, mask, value):
+    if not is_number(value):
+        raise RuntimeError("masked_fill only supports a 0-dimensional value tensor")
     v, mask = _broadcast(size, x, mask)
     value = value.v if isinstance(value, Stack) else value
     value = value.reshape(-1, *(1,) * (v.dim() - 1))

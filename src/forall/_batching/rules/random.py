@@ -351,7 +351,7 @@ def dropping_out(handler: Callable) -> Callable:
     """Attention and the like draw only where their probability of dropout is not 0."""
 
     def handle(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
-        ours = any(is_mapped(a, level) for a in args)
+        ours = any(is_mapped(a, level) for a in (*args, *kwargs.values()))
         if _probability(func, args, kwargs):
             if level.randomness == "error":
                 raise refused(func)
@@ -362,6 +362,7 @@ def dropping_out(handler: Callable) -> Callable:
                 return handler(level, func, (wrap(stacked(first, level), 0, level), *rest), kwargs)
         if ours:
             return handler(level, func, args, kwargs)
+        kwargs = {k: lower(a, level) for k, a in kwargs.items()}
         return wrapped(func(*[lower(a, level) for a in args], **kwargs), None, level)
 
     return handle
