@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from golden import refused
 
 from forall import hessian, jacfwd, jvp, linearize
+from golden import refused
 
 X = torch.arange(3.0)
 N = torch.arange(3)

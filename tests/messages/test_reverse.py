@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from golden import refused
 
 from forall import grad, grad_and_value, jacrev, vjp
+from golden import refused
 
 X = torch.arange(3.0)
 N = torch.arange(3)

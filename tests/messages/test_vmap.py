@@ -3,9 +3,9 @@
 import functools
 
 import torch
-from golden import refused
 
 from forall import vmap
+from golden import refused
 
 X = torch.arange(6.0).reshape(3, 2)
 

@@ -68,8 +68,10 @@ def whole(rule: Callable) -> Callable:
     def handler(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
         v = front(args[0])
         v = v.flatten(1) if v.dim() > 1 else v.unsqueeze(1)
-        if not v.shape[1] and level.size:  # what is left when nothing is, the operator says
-            return loop(level, func, args, kwargs)
+        if not v.shape[1]:  # what the operator makes of no entries, or how it refuses, it says
+            if level.size:
+                return loop(level, func, args, kwargs)
+            v = v.new_empty((0, 1))
         return wrapped(rule(v, *args[1:], **kwargs), 0, level)
 
     return handler

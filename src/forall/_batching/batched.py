@@ -185,6 +185,21 @@ def refit(b: Batched, value: torch.Tensor, axis: int | None) -> None:
     b.family, b.chain = None, ()
 
 
+def line_up(b: Batched) -> None:
+    """Put the examples of a family one after another, each as it would lie alone."""
+    family = b.family
+    if family is None:
+        refit(b, b.value.movedim(b.axis, 0).contiguous(), 0)
+        return
+    if family.axis is not None:
+        family.rebase(family.value.movedim(family.axis, 0).contiguous(), 0)
+    for reference in family.members:
+        member = reference()
+        if member is not None:
+            with torch._C.DisableTorchFunction():
+                member.data = wrap(member.value, member.axis, member.level)
+
+
 def data_of(arg: Any) -> Any:
     """The value of a wrapper, anything else as it is."""
     return arg.value if isinstance(arg, Batched) else arg

@@ -212,7 +212,7 @@ def run_shared(level: VmapLevel, func: Any, args: tuple, kwargs: dict) -> Any:
         return (_HANDLERS.get(func) or resolve(func))(level, func, args, kwargs)
     if fact.mutates:
         return _HANDLERS["shared write"](level, func, args, kwargs)
-    if fact.view and func not in _VIEWS:
+    if fact.view and func not in _VIEWS and func is not _LIFT_FRESH:
         handler = _HANDLERS.get(func) or resolve(func)
         if table.WAYS[func] == "decomposed":  # into views that can be derived again
             return handler(level, func, args, kwargs)

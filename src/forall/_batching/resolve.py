@@ -39,6 +39,10 @@ def _find(func: Any) -> tuple[Any, str]:
             return _no_rule, "error"
         if fact.pointwise and fact.mutates == (0,) and not fact.out_names:
             return families.pointwise_in_place, "derived"
+        if func.overloadpacket.__name__.startswith("_foreach_"):
+            decomposition = _decomposition(func)  # tensor by tensor, each in place
+            if decomposition is not None:
+                return _decomposed(decomposition), "decomposed"
         functional = functional_of(func)
         if functional is not None:
             return families.derived(functional), "derived"

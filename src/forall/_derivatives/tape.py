@@ -126,6 +126,27 @@ def _value(a: Any) -> Any:
     return _values(a) if isinstance(a, (list, tuple)) else a
 
 
+def settle(level: TapeLevel) -> None:
+    """Take the tangents off the program's constants; call it while forward mode is still on.
+
+    A formula may use its operator's result, which gets a tangent, one of our tapes, right after.
+    Played inside another jvp such a constant would start to record again.
+    """
+    level.steps = [
+        (func, tuple(map(_primal, args)), {k: _primal(a) for k, a in kwargs.items()}, slot)
+        for func, args, kwargs, slot in level.steps
+    ]
+
+
+def _primal(a: Any) -> Any:
+    if isinstance(a, (list, tuple)):
+        return [_primal(b) for b in a]
+    if not isinstance(a, torch.Tensor):
+        return a
+    primal, tangent = torch._VF._unpack_dual(a, level=0)
+    return a if tangent is None else primal
+
+
 def play(level: TapeLevel, seeds: list[torch.Tensor]) -> list[Any]:
     """The program again, on other tangents: the value in every slot."""
     slots: list[Any] = list(seeds)

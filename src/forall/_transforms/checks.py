@@ -20,7 +20,7 @@ def callable_(verb: str, func: Any) -> None:
 
 
 def randomness(verb: str, flag: Any) -> None:
-    if flag not in ("error", "different", "same"):  # noqa: PLR6201 - a set would hash the flag
+    if flag not in ("error", "different", "same"):
         raise RuntimeError(
             f"{verb}(randomness={short(flag)}): no such flag.\n"
             "It is one of 'error' (default), 'different' and 'same'."
@@ -176,8 +176,7 @@ def cotangents(call: Call, outputs: list, spec: Any, given: Any) -> list:
     rows = [
         (f"output {short(y)}", f"cotangent {short(c)}")
         for y, c in pairs
-        if c is None and (y.numel() != 1 or y.is_complex())
-        or c is not None and c.shape != y.shape
+        if (c is None and (y.numel() != 1 or y.is_complex())) or (c is not None and c.shape != y.shape)
     ]
     if rows:
         raise RuntimeError(

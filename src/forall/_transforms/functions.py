@@ -60,5 +60,3 @@ def install() -> None:
     """Put our apply in torch's place, once."""
     install_forward_level()
     torch.autograd.Function.apply = classmethod(apply)  # pyright: ignore[reportAttributeAccessIssue]
-
-

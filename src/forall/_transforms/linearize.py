@@ -9,7 +9,7 @@ import torch
 from forall._core.errors import Call
 from forall._core.levels import lift, top
 from forall._derivatives import forward
-from forall._derivatives.tape import Tape, TapeLevel, play, tape
+from forall._derivatives.tape import Tape, TapeLevel, play, settle, tape
 from forall._torch import handover, trees
 from forall._torch.dispatch import forward_level
 from forall._transforms import checks
@@ -65,12 +65,15 @@ def linearize(func: Callable, *primals: Any) -> tuple[Any, Callable]:
         duals = []
         for p in flat:
             here = lift(p, below)
-            duals.append(forward.make_dual(here, tape(torch.zeros_like(here), tapes.count, tapes), level))
+            duals.append(
+                forward.make_dual(here, tape(torch.zeros_like(here), tapes.count, tapes), level)
+            )
             tapes.count += 1
         with level:
             out = func(*trees.unflatten(duals, spec))
         leaves, out_spec = checks.outputs(call, out)
         pairs = [forward.unpack(y, level) for y in leaves]
+        settle(tapes)
     value = trees.unflatten([p for p, _ in pairs], out_spec)
     if not outer:
         value = trees.map_tensors(torch.Tensor.detach, value)

@@ -195,5 +195,3 @@ class Pullback:
         if axis is None:
             return value.unsqueeze(0).expand(level.size, *value.shape)
         return value if axis == 0 else value.movedim(axis, 0)
-
-

@@ -42,10 +42,10 @@ def per_channel(p: Any, level: Any) -> Tensor | None:
     return None if p is None else stacked(p, level).flatten()
 
 
-def _shared_statistics(func: Any, stat: Tensor) -> RuntimeError:
+def _shared_statistics(stat: Tensor) -> RuntimeError:
     rows = [("running statistics", short(stat), "from before the call, one for all examples")]
     return RuntimeError(
-        f"vmap: {func} in training mode updates running statistics that all examples share.\n"
+        "vmap: batch_norm in training mode updates running statistics that all examples share.\n"
         f"{columns(rows)}\n"
         "Each example would overwrite the last one's update. Use the module in eval mode, build it "
         "with track_running_stats=False, use GroupNorm, or map the statistics (in_dims)."
@@ -89,7 +89,7 @@ def rule(*, trains: bool | None = None, stats: int = 2, reserve: bool = False, f
         momentum, eps = rest[-2:]
         writes = training and running[0] is not None and momentum != 0 and not functional
         if writes:
-            _check(level, func, running)
+            _check(level, running)
         outs, new = forward(level, func, x, params, running, training, momentum, eps)
         if writes and level.size:
             for target, value in zip(running, new):
@@ -104,18 +104,20 @@ def rule(*, trains: bool | None = None, stats: int = 2, reserve: bool = False, f
     return handler
 
 
-def _check(level: Any, func: Any, running: tuple) -> None:
+def _check(level: Any, running: tuple) -> None:
     for stat in running:
         mine = type(stat) is Batched and stat.level is level
         if not mine or (stat.axis is None and stat.older):
-            raise _shared_statistics(func, stat)
+            raise _shared_statistics(stat)
 
 
 def back(level, g, x, weight, running, saved, train, eps, mask):
     size = level.size
     if not size:
         v = stacked(x, level)
-        return wrapped((v.clone(), v.new_empty(0, v.shape[2]), v.new_empty(0, v.shape[2])), 0, level)
+        return wrapped(
+            (v.clone(), v.new_empty(0, v.shape[2]), v.new_empty(0, v.shape[2])), 0, level
+        )
     vectors = [per_channel(p, level) for p in (weight, *running, *saved)]
     dx, *rest = _BACK(folded(g, level), folded(x, level), *vectors, train, eps, mask)
     dx = None if dx is None else unfolded(dx, size)

@@ -12,6 +12,7 @@ from forall._batching.families import (
     by_front,
     front,
     is_mapped,
+    level_on,
     level_write,
     lower,
     pointwise,
@@ -86,11 +87,18 @@ def _filled(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     return wrap(v.expand(level.size, *x.shape).clone(), 0, level)
 
 
+def _copied(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    """src in the shape and dtype of x."""
+    with level_on(level):
+        return aten.copy_.default(aten.empty_like.default(args[0]), args[1])
+
+
 register(
     {
         aten.fill_.Scalar: _fill_in_place,
         aten.zero_.default: _fill_in_place,
         aten.fill_.Tensor: _fill_from,
+        aten.copy.default: _copied,
         aten.fill.Scalar: _filled,
         aten.fill.Tensor: _filled,
         aten.complex.default: pointwise,  # entry by entry, though they do not carry the tag

@@ -6,13 +6,15 @@ scales outside it, and so does the cotangent on the way back.
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from forall._batching.families import Stack, by_front
 from forall._batching.table import register
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 aten = torch.ops.aten
 Tensor = torch.Tensor
@@ -40,6 +42,31 @@ def precise(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
+def like(param: Any, x: Tensor) -> Tensor:
+    """A cotangent in its parameter's dtype."""
+    return x if param is None else x.to((param.v if is_own(param) else param).dtype)
+
+
+def stand_in(x: Tensor, shape: list[int], *params: Any) -> Tensor | None:
+    """The weight for the kernel where it is not to scale by the examples' own.
+
+    Only the kernel for mixed precision, half input and float parameters, wants to see one.
+    """
+    for p in params:
+        if p is not None and (dtype := (p.v if isinstance(p, Stack) else p).dtype) != x.dtype:
+            return torch.ones(shape, dtype=dtype, device=x.device)
+    return None
+
+
+def unscaled(
+    g: Tensor, weight: Any, shape: list[int], place: Callable, *others: Any
+) -> tuple[Tensor, Tensor | None]:
+    """The cotangent before the scale by the examples' own weights, and the kernel's weight."""
+    if is_own(weight, *others):
+        g, weight = scaled(g, place(weight, g.dim() - 1)), stand_in(g, shape, weight, *others)
+    return g, weight
+
+
 # --- over the last dims: (B, *L, *D), parameters (B, *D) -----------------------------------------
 
 
@@ -50,21 +77,16 @@ def trailing(p: Any, rank: int) -> Tensor | None:
     return p.v.reshape(p.v.shape[0], *(1,) * (rank - p.v.dim() + 1), *p.v.shape[1:])
 
 
-def _statistics(found, x, weight, size):
-    """Mean and the like as the kernel would have them with this weight, for every example."""
-    kind = torch.promote_types(found[0].dtype, weight.v.dtype) if is_own(weight) else found[0].dtype
-    return tuple((s if isinstance(x, Stack) else s.expand(size, *s.shape)).to(kind) for s in found)
-
-
 @by_front
 def _layer_norm(size, x, shape, weight, bias, eps):
     v = x.v if isinstance(x, Stack) else x
     if not is_own(weight, bias):
         return aten.native_layer_norm.default(v, shape, weight, bias, eps)
-    out, *found = aten.native_layer_norm.default(v, shape, None, None, eps)
+    w = stand_in(v, shape, weight, bias)
+    out, *found = aten.native_layer_norm.default(v, shape, w, None, eps)
     rank = v.dim() - isinstance(x, Stack)
     out = scaled(out, trailing(weight, rank), trailing(bias, rank))
-    return out, *_statistics(found, x, weight, size)
+    return out, *(s if isinstance(x, Stack) else s.expand(size, *s.shape) for s in found)
 
 
 @by_front
@@ -73,7 +95,7 @@ def _layer_norm_backward(size, g, x, shape, mean, rstd, weight, bias, mask):
     outer = x.dim() - len(shape)
     dx = None
     if mask[0]:
-        gx, w = (scaled(g, trailing(weight, x.dim() - 1)), None) if is_own(weight) else (g, weight)
+        gx, w = unscaled(g, weight, shape, trailing, bias)
         args = (gx.contiguous(), x.contiguous(), shape, mean.contiguous(), rstd.contiguous(), w)
         dx = aten.native_layer_norm_backward.default(*args, None, [True, False, False])[0]
     gp = precise(g)
@@ -84,7 +106,7 @@ def _layer_norm_backward(size, g, x, shape, mean, rstd, weight, bias, mask):
 def over(x: Tensor, outer: int, param: Any) -> Tensor:
     """(B, *L, *D) -> (B, *D): a parameter's cotangent."""
     x = x.sum(list(range(1, outer))) if outer > 1 else x
-    return x if param is None else x.to((param.v if is_own(param) else param).dtype)
+    return like(param, x)
 
 
 @by_front
@@ -92,9 +114,9 @@ def _rms_norm(size, x, shape, weight, eps):
     v = x.v if isinstance(x, Stack) else x
     if not is_own(weight):
         return aten._fused_rms_norm.default(v, shape, weight, eps)
-    out, *found = aten._fused_rms_norm.default(v, shape, None, eps)
+    out, rstd = aten._fused_rms_norm.default(v, shape, stand_in(v, shape, weight), eps)
     out = scaled(out, trailing(weight, v.dim() - isinstance(x, Stack)))
-    return out, *_statistics(found, x, weight, size)
+    return out, rstd if isinstance(x, Stack) else rstd.expand(size, *rstd.shape)
 
 
 @by_front
@@ -102,7 +124,7 @@ def _rms_norm_backward(size, g, x, shape, rstd, weight, mask):
     g, x, rstd = (stack(a, size) for a in (g, x, rstd))
     dx = dw = None
     if mask[0]:
-        gx, w = (scaled(g, trailing(weight, x.dim() - 1)), None) if is_own(weight) else (g, weight)
+        gx, w = unscaled(g, weight, shape, trailing)
         args = (gx.contiguous(), x.contiguous(), shape, rstd.contiguous(), w, [True, False])
         dx = aten._fused_rms_norm_backward.default(*args)[0]
     if mask[1]:
@@ -124,13 +146,13 @@ def channels(p: Any, rank: int) -> Tensor | None:
 def _group_norm(size, x, weight, bias, n, c, hw, groups, eps):
     v = stack(x, size)
     own = is_own(weight, bias)
-    w, b = (None, None) if own else (weight, bias)
+    w, b = (stand_in(v, [c], weight, bias), None) if own else (weight, bias)
     flat = v.flatten(0, 1).contiguous()
     outs = aten.native_group_norm.default(flat, w, b, size * n, c, hw, groups, eps)
     out, *found = (o.unflatten(0, (size, n)) for o in outs)
     if own:
         out = scaled(out, channels(weight, v.dim() - 1), channels(bias, v.dim() - 1))
-    return out, *_statistics(found, Stack(v), weight, size)
+    return out, *found
 
 
 @by_front
@@ -138,7 +160,7 @@ def _group_norm_backward(size, g, x, mean, rstd, weight, n, c, hw, groups, mask)
     g, x, mean, rstd = (stack(a, size) for a in (g, x, mean, rstd))
     dx = dw = db = None
     if mask[0]:
-        gx, w = (scaled(g, channels(weight, g.dim() - 1)), None) if is_own(weight) else (g, weight)
+        gx, w = unscaled(g, weight, [c], channels)
         flat = [a.flatten(0, 1).contiguous() for a in (gx, x, mean, rstd)]
         sizes = (size * n, c, hw, groups, [True, False, False])
         dx = aten.native_group_norm_backward.default(*flat, w, *sizes)[0].view(x.shape)
@@ -150,10 +172,6 @@ def _group_norm_backward(size, g, x, mean, rstd, weight, n, c, hw, groups, mask)
     if mask[2]:
         db = like(weight, gp.sum((1, 3)))
     return dx, dw, db
-
-
-def like(param: Any, x: Tensor) -> Tensor:
-    return x if param is None else x.to((param.v if is_own(param) else param).dtype)
 
 
 # --- each slice along a dim has a norm: (B, *S) -> B*S[dim] rows ---------------------------------
@@ -200,4 +218,3 @@ register(
         ),
     }
 )
-_ = partial

@@ -16,7 +16,9 @@ aten = torch.ops.aten
 def _masked(size, x, mask, dim=None, mask_type=None):
     v = x.v if isinstance(x, Stack) else x.expand(size, *x.shape)
     m = _mask_of(v, mask, mask_type)
-    return aten._masked_softmax.default(v, m, stacked_dim(-1 if dim is None else dim, v.dim() - 1), 2)
+    return aten._masked_softmax.default(
+        v, m, stacked_dim(-1 if dim is None else dim, v.dim() - 1), 2
+    )
 
 
 def _mask_of(v, mask, mask_type):

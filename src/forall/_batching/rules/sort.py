@@ -10,9 +10,7 @@ from forall._batching.table import register
 
 aten = torch.ops.aten
 
-register(
-    {op: along(op) for op in (aten.sort.default, aten.sort.stable, aten.topk.default)}
-)
+register({op: along(op) for op in (aten.sort.default, aten.sort.stable, aten.topk.default)})
 
 
 def _dtype_of(a):
@@ -45,9 +43,7 @@ def _searchsorted(size, rows, x, *, sorter=None, **kwargs):
     shape = x.shape
     if rows.dim() == 2:
         x = x.flatten(1) if x.dim() > 1 else x.unsqueeze(1)
-    out = aten.searchsorted.Tensor(
-        rows.contiguous(), x.contiguous(), sorter=sorter, **kwargs
-    )
+    out = aten.searchsorted.Tensor(rows.contiguous(), x.contiguous(), sorter=sorter, **kwargs)
     return out.view(shape)
 
 

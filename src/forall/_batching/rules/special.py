@@ -14,6 +14,7 @@ from forall._batching.families import (
     level_on,
     lower,
     pointwise,
+    pointwise_in_place,
     stacked,
 )
 from forall._batching.table import register
@@ -22,6 +23,18 @@ from forall._core.errors import data_dependent
 
 aten = torch.ops.aten
 Tensor = torch.Tensor
+
+
+# --- Python's in-place operators, which lack the tag ---------------------------------------------
+
+register(
+    {
+        getattr(getattr(aten, name), overload): pointwise_in_place
+        for name in ("__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__")
+        for overload in ("Tensor", "Scalar")
+    },
+    way="pointwise",
+)
 
 
 # --- counting ----------------------------------------------------------------------------------

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import torch
 
-from forall._batching.batched import derive
+from forall._batching.batched import Batched, derive, line_up, same, wrap
 from forall._batching.families import view
-from forall._batching.table import VIEW_CALLS, VIEWS, register
+from forall._batching.table import SHARED, VIEW_CALLS, VIEWS, register
 from forall._core.axes import axis_without, past, wrap_dim
 
 aten = torch.ops.aten
@@ -92,12 +92,7 @@ def _expand(v, axis, size, *, implicit=False):
 
 def _view(v, axis, size):
     v = v.movedim(axis, 0)
-    size = _sizes(size, v)
-    try:
-        return aten.view.default(v, [v.shape[0], *size]), 0
-    except RuntimeError:
-        # The examples lie apart in the stack where each alone would be contiguous.
-        return v.contiguous().view([v.shape[0], *size]), 0
+    return aten.view.default(v, [v.shape[0], *_sizes(size, v)]), 0
 
 
 def _sizes(size, v):
@@ -153,8 +148,6 @@ def _view_as_real(v, axis):
 
 
 def _view_as_complex(v, axis):
-    if axis == v.dim() - 1:
-        return torch.view_as_complex(v.movedim(axis, 0).contiguous()), 0
     return torch.view_as_complex(v.movedim(axis, 0)), 0
 
 
@@ -162,6 +155,13 @@ def _view_dtype(v, axis, dtype):
     return v.movedim(axis, 0).view(dtype), 0
 
 
+_IN_MEMORY = {
+    aten.view.default: _view,
+    aten._unsafe_view.default: _view,
+    aten._reshape_alias.default: _reshape_alias,
+    aten.view_as_complex.default: _view_as_complex,
+    aten.view.dtype: _view_dtype,
+}
 ROWS = {
     aten.alias.default: _alias,
     aten.detach.default: _alias,
@@ -180,9 +180,6 @@ ROWS = {
     aten.squeeze.dim: _squeeze_dims,
     aten.squeeze.dims: _squeeze_dims,
     aten.expand.default: _expand,
-    aten.view.default: _view,
-    aten._unsafe_view.default: _view,
-    aten._reshape_alias.default: _reshape_alias,
     aten.diagonal.default: _diagonal,
     aten.unfold.default: _unfold,
     aten.split.Tensor: _split,
@@ -191,11 +188,50 @@ ROWS = {
     aten._conj.default: _conj,
     aten._neg_view.default: _neg_view,
     aten.view_as_real.default: _view_as_real,
-    aten.view_as_complex.default: _view_as_complex,
-    aten.view.dtype: _view_dtype,
+    **_IN_MEMORY,
 }
 VIEWS.update(ROWS)
-register({op: view(rule) for op, rule in ROWS.items()})
+
+
+def _lined_up(rule):
+    """The view, after the examples have been put where each alone would lie, if it takes that."""
+    handler = view(rule)
+
+    def handle(level, func, args, kwargs):
+        try:
+            return handler(level, func, args, kwargs)
+        except RuntimeError:
+            x = args[0]
+            if not x.older:
+                line_up(x)
+            elif level.active:  # the loop's example cannot be viewed so either
+                raise
+            else:  # a cotangent, which nobody else knows
+                x = derive(x, x.value.movedim(x.axis, 0).contiguous(), 0, same)
+            return handler(level, func, (x, *args[1:]), kwargs)
+
+    return handle
+
+
+register(
+    {op: _lined_up(rule) if op in _IN_MEMORY else view(rule) for op, rule in ROWS.items()}
+)
+
+
+def _to_real(x):
+    """Entries whose conjugate is only noted have no real view of their own."""
+    return lambda v, axis: (torch.view_as_real(v.resolve_conj()), axis)
+
+
+def _shared_as_real(level, func, args, kwargs):
+    if not (isinstance(args[0], Batched) and args[0].level is level):
+        return wrap(func(args[0]), None, level)
+    call = _to_real(args[0])
+    return derive(args[0], *call(args[0].value, None), call)
+
+
+VIEW_CALLS[aten.view_as_real.default] = _to_real
+SHARED[aten.view_as_real.default] = _shared_as_real
 
 
 def strided(x, size, stride, storage_offset=None):
