@@ -20,7 +20,7 @@ WEIGHTS = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=D)
 
 def seeded(*shape):
     generator = torch.Generator().manual_seed(sum(shape))
-    return torch.randn(*shape, dtype=D, generator=generator)
+    return torch.randn(shape, dtype=D, generator=generator)
 
 
 class OldStyle(torch.autograd.Function):

@@ -28,7 +28,7 @@ D = torch.float64
 
 def seeded(*shape):
     generator = torch.Generator().manual_seed(sum(shape))
-    return torch.randn(*shape, dtype=D, generator=generator)
+    return torch.randn(shape, dtype=D, generator=generator)
 
 
 # --- every pair, on functions of a number ---------------------------------------------------------

@@ -19,12 +19,24 @@ import torch
 
 from forall._batching.batched import Batched, wrap
 from forall._core.levels import graph_free, lift, outside
-from forall._torch.dispatch import apply_function, has_tangent, users_tangents
+from forall._torch.dispatch import apply_function, has_tangent, torch_funcs, users_tangents
 
 if TYPE_CHECKING:
     from forall._batching.interpreter import VmapLevel
 
     Dress = tuple[tuple[VmapLevel, int | None], ...]
+
+def refuse_torchs(tensor: torch.Tensor) -> None:
+    """Examples of torch's own vmap cannot become values inside ours: theirs is the inner one."""
+    if not isinstance(tensor, Batched) and torch_funcs(tensor):
+        raise NotImplementedError(
+            "vmap: a transform of torch (torch.vmap, torch.func, or torch.autograd with "
+            "is_grads_batched=True or vectorize=True) runs through a call of forall.vmap.\n"
+            "Inside, its values are out of reach.\n"
+            "Use forall's transform for the outer one too: forall.jacrev, jacfwd, hessian, or "
+            "forall.vmap of vjp's function."
+        )
+
 
 def carries(tensor: torch.Tensor) -> bool:
     """Whether autograd must see this tensor cross."""
@@ -84,6 +96,7 @@ def settle(tensor: torch.Tensor, worn: Dress) -> tuple[torch.Tensor, Dress]:
 def enter(stack: torch.Tensor, axis: int, level: VmapLevel, worn: Dress = ()) -> torch.Tensor:
     """A stack from just outside ``level`` as one example of it."""
     with torch._C.DisableTorchFunction():
+        refuse_torchs(stack)
         if stack.is_complex() and stack.is_conj():
             stack = stack.resolve_conj()
         if stack.is_neg():
@@ -99,6 +112,7 @@ def enter(stack: torch.Tensor, axis: int, level: VmapLevel, worn: Dress = ()) ->
 def leave(example: torch.Tensor, axis: int, level: VmapLevel, worn: Dress = ()) -> torch.Tensor:
     """One example of ``level`` as a stack just outside it, examples at ``axis``."""
     with torch._C.DisableTorchFunction():
+        refuse_torchs(example)
         if not carries(example):
             return settle(_left(example, axis, level), worn)[0]
         wears: list[Dress] = []

@@ -399,6 +399,7 @@ def pointwise_in_place(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     target = args[0]
     stack = writable(level, func, target, list(args[1:]))
     rank = stack.dim() - 1
+    common = _common_dtype([a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)], level)
 
     def align(a: Any) -> Any:
         if not isinstance(a, Tensor):
@@ -408,7 +409,7 @@ def pointwise_in_place(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
         v = front(a)
         if v.dim() - 1 < rank:
             v = v.reshape(v.shape[0], *(1,) * (rank - v.dim() + 1), *v.shape[1:])
-        return v
+        return v if common is None or v.dtype in (common, torch.bool) else v.to(common)
 
     func(stack, *map(align, args[1:]), **{k: align(a) for k, a in kwargs.items()})
     return target

@@ -122,29 +122,35 @@ def _decomposition(func: Any) -> Any | None:
     return decomposition_table.get(func)
 
 
-# What torch says where a kernel reads a wrapper's memory.
-_NO_MEMORY = ("its data is not allocated yet", "doesn't have storage")
-
-
 def _decomposed(run: Any) -> Any:
     def handler(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+        mutates = facts(func).mutates
         entry = (func, level.number)
         if entry in _running.now:
-            return _loop(level, func, args, kwargs)
+            return (_loop_and_write if mutates else _loop)(level, func, args, kwargs)
         _running.now.add(entry)
         try:
-            with families.level_on(level, args):
+            with families.level_on(level):
                 return run(*args, **kwargs)
-        except (NotImplementedError, DataDependentError):
-            pass
         except RuntimeError as error:
-            if not any(words in str(error) for words in _NO_MEMORY):
+            if mutates or not _needs_a_plain_tensor(error):  # half of a write may have happened
                 raise
         finally:
             _running.now.discard(entry)
         return _loop(level, func, args, kwargs)
 
     return handler
+
+
+def _needs_a_plain_tensor(error: RuntimeError) -> bool:
+    """Whether one example alone could do what these could not."""
+    if isinstance(error, (NotImplementedError, DataDependentError)):
+        return True
+    return any(words in str(error) for words in _NO_MEMORY)
+
+
+# What torch says where a kernel reads a wrapper's memory.
+_NO_MEMORY = ("its data is not allocated yet", "doesn't have storage")
 
 
 # --- loops -------------------------------------------------------------------------------------

@@ -5,11 +5,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.autograd.forward_ad as forward_ad
 
 from forall._core.errors import columns, short
 from forall._core.levels import graph_free, lift, top
 from forall._torch import trees
-from forall._torch.dispatch import functions_off, run_backward
+from forall._torch.dispatch import (
+    functions_off,
+    run_backward,
+    users_tangent,
+    users_tangents,
+)
+from forall._torch.wrapper import Wrapper
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -25,10 +32,18 @@ def variable(x: torch.Tensor) -> torch.Tensor:
     with torch._C.DisableTorchFunction():
         if x.requires_grad:
             return x.view_as(x)
-        fresh = graph_free(x)
-        if fresh is x:
-            fresh = x.detach()
-        return fresh.requires_grad_()
+        return _alias(x).requires_grad_()
+
+
+def _alias(x: torch.Tensor) -> torch.Tensor:
+    """A second name without history, but with the tangent of the user's own forward mode."""
+    fresh = graph_free(x)
+    tangent = users_tangent(x)
+    if fresh is x:
+        fresh = x.detach()
+    elif not isinstance(x, Wrapper):
+        return fresh
+    return fresh if tangent is None else forward_ad.make_dual(fresh, tangent)
 
 
 def leads_outside(tensors: Iterable[torch.Tensor], own: Iterable[torch.Tensor]) -> bool:
@@ -104,19 +119,23 @@ def gradients(
 def closed(results: Any, own: list[torch.Tensor], outer_grad: bool) -> Any:
     """Results that require grad only if something outside does; the rest drop their graph."""
     if not outer_grad:
-        return trees.map_tensors(torch.Tensor.detach, results)
+        cut = _alias if users_tangents() else torch.Tensor.detach
+        return trees.map_tensors(cut, results)
     with functions_off():
         return _closed(results, own)
 
 
 def _closed(results: Any, own: list[torch.Tensor]) -> Any:
-    if any(v.grad_fn is not None for v in own):
+    if own and all(v.grad_fn is not None for v in own):
         return results
     tensors = [t for t in trees.leaves(results) if isinstance(t, torch.Tensor) and t.requires_grad]
-    if not tensors or leads_outside(tensors, own):
+    if not tensors:
         return results
-    return trees.map_tensors(_freed, results)
+    if not leads_outside(tensors, own):
+        return trees.map_tensors(_freed, results)
+    inward = {id(t) for t in tensors if not leads_outside((t,), own)} if len(tensors) > 1 else ()
+    return trees.map_tensors(lambda t: _alias(t) if id(t) in inward else t, results)
 
 
 def _freed(t: torch.Tensor) -> torch.Tensor:
-    return graph_free(t) if t.requires_grad else t
+    return _alias(t) if t.requires_grad else t

@@ -191,12 +191,17 @@ def users_tangents() -> bool:
 
 def has_tangent(tensor: torch.Tensor) -> bool:
     """Whether PyTorch's own forward mode gave this tensor a tangent."""
+    if torch_funcs(tensor):
+        return False
     if in_torch_func():
-        if torch_funcs(tensor):
-            return False
         with outside_torch_func():
             return has_tangent(tensor)
     return forward_ad.unpack_dual(tensor).tangent is not None
+
+
+def users_tangent(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The tangent that the user's own forward mode gave this tensor, if it did."""
+    return forward_ad.unpack_dual(tensor).tangent if users_tangents() else None
 
 
 _LINEARIZE = torch.func.linearize.__code__
@@ -277,8 +282,13 @@ def in_torch_func() -> bool:
     return torch._C._are_functorch_transforms_active()
 
 
-# Whether a transform of torch.func made this tensor.
-torch_funcs = torch._C._functorch.is_functorch_wrapped_tensor
+_is_legacy = torch._C._functorch.is_legacy_batchedtensor
+_is_functorchs = torch._C._functorch.is_functorch_wrapped_tensor
+
+
+def torch_funcs(tensor: torch.Tensor) -> bool:
+    """Whether a transform of torch made this tensor, one of torch.func or autograd's own vmap."""
+    return _is_functorchs(tensor) or _is_legacy(tensor)
 
 
 class outside_torch_func:

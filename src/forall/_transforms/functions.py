@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from forall._core.levels import Level, at, deepest, is_from_outside, lift, peels, top
-from forall._torch.dispatch import install_forward_level
+from forall._torch.dispatch import in_torch_func, install_forward_level
 
 _torchs = torch.autograd.Function.__dict__["apply"].__func__
 
@@ -31,7 +31,8 @@ def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
             else a
             for a in args
         )
-    if not any(isinstance(a, torch.Tensor) and peels(a) for a in args):
+    if in_torch_func() or not any(isinstance(a, torch.Tensor) and peels(a) for a in args):
+        # Under a transform of torch.func it comes by once more, with the values below that.
         return _torchs(cls, *args, **kwargs)
     return _with_tangents(cls, level, args, kwargs)
 

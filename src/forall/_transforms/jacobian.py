@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from forall._batching import border
 from forall._core.errors import Call
 from forall._core.levels import top
 from forall._derivatives import basis
@@ -179,6 +180,7 @@ def _jacrev(verb: str, func: Callable, argnums: Any, has_aux: bool, chunk: int |
         call = Call(verb, func, argnums=argnums)
         chosen = pick(call, args, argnums)
         checks.real(call, "inputs", trees.leaves(chosen))
+        trees.map_tensors(border.refuse_torchs, chosen)
 
         def of_chosen(x: Any) -> Any:
             return func(*put(args, argnums, x), **kwargs)
@@ -226,6 +228,7 @@ def _jacfwd(
         flat, spec = trees.flatten(pick(call, args, argnums))
         checks.some_tensor(call, flat)
         checks.real(call, "inputs", flat)
+        trees.map_tensors(border.refuse_torchs, flat)
         places = [i for i, x in enumerate(flat) if isinstance(x, torch.Tensor)]
         xs = [flat[i] for i in places]
 

@@ -13,7 +13,7 @@ from forall._core.errors import Call
 from forall._core.levels import Level, lift, outside, top
 from forall._derivatives import forward, reverse
 from forall._torch import handover, trees
-from forall._torch.dispatch import lazy_zeros_pass
+from forall._torch.dispatch import lazy_zeros_pass, torch_funcs
 from forall._transforms import checks
 
 if TYPE_CHECKING:
@@ -121,6 +121,13 @@ class Pullback:
         """
         if level is self.level or not self._is_inside(level):
             return self._run(cots, retain_graph)
+        if any(torch_funcs(c) for c in cots):
+            raise NotImplementedError(
+                "vjp: its function is called inside a transform of torch.func that is itself "
+                "inside one of forall.\n"
+                "Such a value cannot be pulled back through a graph from outside both.\n"
+                "Use forall's transform in the place of torch.func's."
+            )
         cots = [lift(c, level) for c in cots]
         with outside(level):
             if isinstance(level, forward.JvpLevel):

@@ -18,7 +18,7 @@ from forall._batching.families import (
     wrapped,
     writable,
 )
-from forall._batching.table import register
+from forall._batching.table import SHARED, register
 from forall._core.errors import columns, short
 
 aten = torch.ops.aten
@@ -52,11 +52,14 @@ def _shared_statistics(stat: Tensor) -> RuntimeError:
     )
 
 
-def forward(level, func, x, params, stats, training, momentum, eps):
-    """Output, saved mean, saved inverse deviation: wrapped; and the new running statistics."""
+def forward(level, x, params, stats, training, momentum, eps):
+    """Output, saved mean, saved inverse deviation: wrapped; and the running statistics after it.
+
+    Those are stacks in training mode only; torch's kernel writes them in place.
+    """
     size = level.size
     if not size:
-        v = front(x) if is_mapped(x, level) else stacked(x, level)
+        v = stacked(x, level)
         saved = v.new_empty(0, v.shape[2] if training else 0)
         return wrapped((v.clone(), saved, saved.clone()), 0, level), stats
     if not training and not any(is_mapped(p, level) for p in (*params, *stats)):
@@ -66,9 +69,7 @@ def forward(level, func, x, params, stats, training, momentum, eps):
         saved = [s.expand(size, *s.shape) for s in outs[1:]]
         return wrapped((out, *saved), 0, level), stats
     params = [per_channel(p, level) for p in params]
-    new = [per_channel(p, level) for p in stats]
-    if training:
-        new = [None if p is None else p.clone() for p in new]
+    new = [None if p is None else per_channel(p, level).clone() for p in stats]
     out, *saved = _KERNEL(folded(x, level), *params, *new, training, momentum, eps)
     saved = [s.reshape(size, -1 if s.numel() else 0) for s in saved]
     new = [None if p is None else p.view(size, -1) for p in new]
@@ -90,18 +91,28 @@ def rule(*, trains: bool | None = None, stats: int = 2, reserve: bool = False, f
         writes = training and running[0] is not None and momentum != 0 and not functional
         if writes:
             _check(level, running)
-        outs, new = forward(level, func, x, params, running, training, momentum, eps)
+        outs, new = forward(level, x, params, running, training, momentum, eps)
         if writes and level.size:
-            for target, value in zip(running, new):
+            for target, value in zip(running, new, strict=True):
                 writable(level, func, target, [x]).copy_(value)
         if reserve:
             nothing = lower(x, level).new_empty((level.size, 0), dtype=torch.uint8)
             outs = (*outs, *wrapped((nothing,), 0, level))
         if functional:
-            outs = (*outs, *(n if n is s else wrapped(n, 0, level) for n, s in zip(new, running)))
+            if not (training and level.size):
+                new = [stacked(s, level).clone() for s in running]
+            outs = (*outs, *wrapped(new, 0, level))
         return outs
 
     return handler
+
+
+def once(level, func, args, kwargs):
+    """With the same x for all examples. The schema is silent about the statistics it writes."""
+    running, training, momentum = args[3:5], args[5], args[6]
+    if training and running[0] is not None and momentum != 0:
+        _check(level, running)
+    return wrapped(func(*[lower(a, level) for a in args]), None, level)
 
 
 def _check(level: Any, running: tuple) -> None:
@@ -153,4 +164,14 @@ register(
         aten.cudnn_batch_norm_backward.default: _fused_backward,
         aten.miopen_batch_norm_backward.default: _fused_backward,
     }
+)
+SHARED.update(
+    dict.fromkeys(
+        (
+            aten.native_batch_norm.default,
+            aten.cudnn_batch_norm.default,
+            aten.miopen_batch_norm.default,
+        ),
+        once,
+    )
 )

@@ -206,10 +206,23 @@ def _narrow(x: Tensor, dim: int, start: Any, length: int) -> Any:
 
 
 def _set(x: Tensor, index: Any, value: Any) -> Any:
+    if type(index) is Batched and index.dtype is torch.bool and index.dim():
+        return _masked_set(x, index, value)
     if not any(map(_is_place, index if isinstance(index, tuple) else (index,))):
         return _written(Tensor.__setitem__)(x, index, value)
     done = _written(_setitem)(x, index, value)
     return _setitem(x, index, value) if done is NotImplemented else done
+
+
+def _masked_set(x: Tensor, mask: Tensor, value: Any) -> Any:
+    """x[mask] = value, the same for every entry: its derivative would ask how many there are."""
+    rest = x.dim() - mask.dim()
+    if rest < 0 or isinstance(value, Tensor) and (value.dim() > rest or value.dtype != x.dtype):
+        return _written(Tensor.__setitem__)(x, mask, value)
+    mask = mask.reshape(*mask.shape, *(1,) * rest)
+    if isinstance(value, Tensor):
+        return x.copy_(torch.where(mask, value, x))
+    return x.masked_fill_(mask, value)
 
 
 def _writes_in_place(name: str) -> bool:

@@ -71,7 +71,7 @@ def unscaled(
 
 
 def trailing(p: Any, rank: int) -> Tensor | None:
-    """(B, *D) -> (B, 1, .., *D) beside an example of this rank; a shared one broadcasts as it is."""
+    """(B, *D) -> (B, 1, .., *D) beside an example of this rank; a shared one broadcasts."""
     if not isinstance(p, Stack):
         return p
     return p.v.reshape(p.v.shape[0], *(1,) * (rank - p.v.dim() + 1), *p.v.shape[1:])

@@ -37,7 +37,7 @@ def _searchsorted(size, rows, x, *, sorter=None, **kwargs):
     if common is not None:
         rows = Stack(rows.v.to(common)) if isinstance(rows, Stack) else rows.to(common)
     if not isinstance(rows, Stack) and not isinstance(sorter, Stack) and rows.dim() == 1:
-        return aten.searchsorted.Tensor(rows, x.v, sorter=sorter, **kwargs)
+        return aten.searchsorted.Tensor(rows, x.v.contiguous(), sorter=sorter, **kwargs)
     rows, x = _stack(rows, size), _stack(x, size)
     sorter = None if sorter is None else _stack(sorter, size).contiguous()
     shape = x.shape

@@ -98,7 +98,10 @@ def _histogram_counts(size, x, bins=100, *, range=None, weight=None, density=Fal
     low, high = _outer_edges(x, *(range or (0, 0)), 0.5)
     # Edges to the last bit: linspace does not round as its formula would.
     edges = torch.stack(
-        [torch.linspace(a, b, bins + 1, dtype=x.dtype, device=x.device) for a, b in _pairs(low, high)]
+        [
+            torch.linspace(a, b, bins + 1, dtype=x.dtype, device=x.device)
+            for a, b in _pairs(low, high)
+        ]
     )
     return _histogram(x, edges, None if weight is None else _rows(weight, size), density)
 

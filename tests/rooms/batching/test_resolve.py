@@ -1,0 +1,122 @@
+"""How operators without a row are handled: what falls to the loop, and what it says."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+
+import pytest
+import torch
+
+from forall import PerformanceWarning, vmap
+from forall._batching import families, resolve, table
+from oracle import check_vmap
+
+X = torch.arange(12.0).reshape(3, 4)
+aten = torch.ops.aten
+
+
+@pytest.fixture
+def twice():
+    """An operator of the user's own, whose kernel is any code at all."""
+
+    @torch.library.custom_op("forall_tests::twice", mutates_args=())
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        return torch.from_numpy(x.numpy() * 2)
+
+    return twice
+
+
+@pytest.fixture
+def add_to():
+    @torch.library.custom_op("forall_tests::add_to", mutates_args=("x",))
+    def add_to(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x += float(y.numpy().sum())
+        return x * 2
+
+    return add_to
+
+
+def test_an_operator_of_the_users_own_runs_once_per_example(twice):
+    with pytest.warns(PerformanceWarning, match="forall_tests.twice"):
+        check_vmap(lambda x: twice(x) + 1, (X,), 1)
+
+
+def test_one_that_writes_too(add_to):
+    def f(x):
+        y = x.clone()
+        return add_to(y, x), y
+
+    with pytest.warns(PerformanceWarning, match="forall_tests.add_to"):
+        check_vmap(f, (X,))
+
+
+def test_the_warning_names_the_users_line_once_per_operator(twice):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        line = inspect.currentframe().f_lineno + 1
+        vmap(twice)(X)
+        vmap(lambda x: twice(twice(x)))(X)
+    told = [w for w in caught if issubclass(w.category, PerformanceWarning)]
+    assert [(w.filename, w.lineno) for w in told] == [(__file__, line)]
+
+
+def test_a_kernel_that_reads_memory_falls_to_the_loop():
+    def f(x):
+        return torch.nn.utils.rnn.pack_padded_sequence(x[:, None, None], torch.tensor([4])).data
+
+    with pytest.warns(PerformanceWarning, match="_pack_padded_sequence"):
+        check_vmap(f, (X,))
+
+
+def _registered(monkeypatch, run):
+    """aten.sin, as if this were its decomposition."""
+    monkeypatch.setitem(table.HANDLERS, aten.sin.default, resolve._decomposed(run))
+
+
+def test_a_decomposition_that_leads_back_to_its_operator(monkeypatch):
+    _registered(monkeypatch, aten.sin.default + 0)
+    with pytest.warns(PerformanceWarning, match="sin"):
+        check_vmap(aten.sin.default, (X,))
+
+
+@pytest.mark.parametrize("error", [NotImplementedError, None])
+def test_a_decomposition_that_fails(monkeypatch, error):
+    def run(x):
+        if error is None:
+            return x * x.sum().item()
+        raise error
+
+    _registered(monkeypatch, run)
+    with pytest.warns(PerformanceWarning, match="sin"):
+        check_vmap(aten.sin.default, (X,))
+
+
+def test_a_decomposition_that_raises_what_one_example_would(monkeypatch):
+    def run(x):
+        raise ValueError("not such a value")
+
+    _registered(monkeypatch, run)
+    with pytest.raises(ValueError, match="not such a value"):
+        vmap(aten.sin.default)(X)
+
+
+def test_a_copy_of_a_view_is_the_view_copied():
+    check_vmap(lambda x: torch.view_copy(x, (3, 1)), (X,), 1)
+    check_vmap(lambda x: torch.unbind_copy(x.reshape(2, 2), 1), (X,))
+
+
+@pytest.mark.parametrize("name", ["numpy", "tolist", "share_memory_", "__dlpack__"])
+def test_what_reads_memory_says_so(name):
+    with pytest.raises(RuntimeError, match="no memory of its own"):
+        vmap(lambda x: getattr(x, name)())(X)
+
+
+def test_the_loop_is_right_without_examples():
+    def f(x):
+        return families.loop(level(x), aten.sin.default, (x,), {})
+
+    def level(x):
+        return x.level
+
+    assert vmap(f)(X[:0]).shape == (0, 4)
