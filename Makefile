@@ -21,9 +21,9 @@ static: $(VENV)/.installed
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/pyright
 
-# README.md is a doctest too, so that what it shows stays true.
+# README.md and the pages of docs are doctests too, so that what they show stays true.
 doctest: $(VENV)/.installed
-	$(RUN) -m pytest -q --doctest-modules --doctest-glob=README.md src/forall README.md
+	$(RUN) -m pytest -q --doctest-modules --doctest-glob='*.md' src/forall README.md docs
 
 bench: $(VENV)/.installed
 	$(RUN) benchmarks/run.py

@@ -53,14 +53,14 @@ def loop(
 ) -> Callable[..., Any]:
     """``f`` called once per example on plain tensors, the results stacked.
 
-    Keyword arguments are mapped along 0, as torch.func has it. Examples are views of the mapped
+    Keyword arguments are shared, as torch.func has it. Examples are views of the mapped
     tensor, so that in-place writes reach it; ``own_storage`` copies them instead, for functions
     that look at a tensor's storage and would otherwise see the other examples.
     """
 
     def run(*args: Any, **kwargs: Any) -> Any:
         leaves, spec = tree_flatten((args, kwargs))
-        dims = spread(in_dims, args) + [0] * len(tree_flatten(kwargs)[0])
+        dims = spread(in_dims, args) + [None] * len(tree_flatten(kwargs)[0])
         size = batch_size(leaves, dims)
         if size == 0:
             raise ValueError("a loop over no examples has no result; see empty_truth")

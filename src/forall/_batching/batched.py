@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forall._core.levels import Level, innermost
+from forall._torch.dispatch import functions_off, no_dispatch
+from forall._torch.names import subclass_functions_off
 from forall._torch.wrapper import Wrapper, make_wrapper
 
 if TYPE_CHECKING:
@@ -85,7 +87,7 @@ class Batched(Wrapper):
         # recomputation after the level has ended. The innermost value's level shares for itself.
         if not all(issubclass(t, torch.Tensor) for t in types):
             return NotImplemented
-        with torch._C.DisableTorchFunctionSubclass():
+        with subclass_functions_off():
             kwargs = kwargs or {}
             found = levels_in(args, kwargs)
             if found and torch.is_grad_enabled():
@@ -96,6 +98,27 @@ class Batched(Wrapper):
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         level = innermost(levels_in(args, kwargs or {}))
         return level.run(func, args, kwargs or {})
+
+
+def _by_value(name: str) -> Any:
+    """A method that reads memory: a tensor that all examples share has some."""
+
+    def method(self: Batched, *args: Any, **kwargs: Any) -> Any:
+        if self.axis is not None:
+            return getattr(Wrapper, name)(self, *args, **kwargs)
+        if self.requires_grad and name != "tolist":
+            raise RuntimeError(
+                f"Can't call {name}() on Tensor that requires grad. Use tensor.detach().{name}()."
+            )
+        with no_dispatch(), functions_off():
+            return getattr(self.value, name)(*args, **kwargs)
+
+    method.__name__ = name
+    return method
+
+
+for _name in ("numpy", "tolist", "__array__"):
+    setattr(Batched, _name, _by_value(_name))
 
 
 def levels_in(args: tuple, kwargs: dict) -> list[Level]:
@@ -179,7 +202,7 @@ def spread(value: torch.Tensor, size: int) -> torch.Tensor:
 
 def refit(b: Batched, value: torch.Tensor, axis: int | None) -> None:
     """Let ``b`` hold a stack of other sizes, as out= and resize_ ask."""
-    with torch._C.DisableTorchFunction():
+    with functions_off():
         b.data = wrap(value, axis, b.level)
     b.value, b.axis = value, axis
     b.family, b.chain = None, ()
@@ -196,7 +219,7 @@ def line_up(b: Batched) -> None:
     for reference in family.members:
         member = reference()
         if member is not None:
-            with torch._C.DisableTorchFunction():
+            with functions_off():
                 member.data = wrap(member.value, member.axis, member.level)
 
 

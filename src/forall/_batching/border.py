@@ -19,7 +19,14 @@ import torch
 
 from forall._batching.batched import Batched, wrap
 from forall._core.levels import graph_free, lift, outside
-from forall._torch.dispatch import apply_function, has_tangent, torch_funcs, users_tangents
+from forall._torch.dispatch import (
+    apply_function,
+    functions_off,
+    has_tangent,
+    torch_funcs,
+    users_tangent,
+    users_tangents,
+)
 
 if TYPE_CHECKING:
     from forall._batching.interpreter import VmapLevel
@@ -28,7 +35,8 @@ if TYPE_CHECKING:
 
 def refuse_torchs(tensor: torch.Tensor) -> None:
     """Examples of torch's own vmap cannot become values inside ours: theirs is the inner one."""
-    if not isinstance(tensor, Batched) and torch_funcs(tensor):
+    tangent = users_tangent(tensor)
+    if torch_funcs(tensor) or (tangent is not None and torch_funcs(tangent)):
         raise NotImplementedError(
             "vmap: a transform of torch (torch.vmap, torch.func, or torch.autograd with "
             "is_grads_batched=True or vectorize=True) runs through a call of forall.vmap.\n"
@@ -95,7 +103,7 @@ def settle(tensor: torch.Tensor, worn: Dress) -> tuple[torch.Tensor, Dress]:
 
 def enter(stack: torch.Tensor, axis: int, level: VmapLevel, worn: Dress = ()) -> torch.Tensor:
     """A stack from just outside ``level`` as one example of it."""
-    with torch._C.DisableTorchFunction():
+    with functions_off():
         refuse_torchs(stack)
         if stack.is_complex() and stack.is_conj():
             stack = stack.resolve_conj()
@@ -111,7 +119,7 @@ def enter(stack: torch.Tensor, axis: int, level: VmapLevel, worn: Dress = ()) ->
 
 def leave(example: torch.Tensor, axis: int, level: VmapLevel, worn: Dress = ()) -> torch.Tensor:
     """One example of ``level`` as a stack just outside it, examples at ``axis``."""
-    with torch._C.DisableTorchFunction():
+    with functions_off():
         refuse_torchs(example)
         if not carries(example):
             return settle(_left(example, axis, level), worn)[0]
@@ -122,7 +130,7 @@ def leave(example: torch.Tensor, axis: int, level: VmapLevel, worn: Dress = ()) 
 
 def share(tensor: torch.Tensor, level: VmapLevel) -> torch.Tensor:
     """A tensor of the level just outside, the same for every example of ``level``."""
-    with torch._C.DisableTorchFunction():
+    with functions_off():
         if carries(tensor):
             return apply_function(Share, tensor, level)
         return _shared(tensor, level)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from functools import cmp_to_key
 import functools
+from functools import cmp_to_key
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,6 +11,7 @@ import torch
 from forall._batching import table
 from forall._batching.batched import Batched, promote, refit, wrap
 from forall._core.errors import columns, shared_write, short
+from forall._torch.names import pop_mode, push_mode
 from forall._torch.schema import facts
 from forall._torch.wrapper import Wrapper
 
@@ -313,11 +314,11 @@ class level_on:
 
     def __enter__(self) -> None:
         for level in self.levels:
-            torch._C._push_on_torch_dispatch_stack(level)
+            push_mode(level)
 
     def __exit__(self, *_: object) -> None:
         for _level in self.levels:
-            torch._C._pop_torch_dispatch_stack(None)
+            pop_mode(None)
 
 
 def _ended(args: tuple) -> list:

@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from forall._batching import border, families, table
-from forall._batching.families import alike
 from forall._batching.batched import Batched, derive, levels_in, wrap
+from forall._batching.families import alike
 from forall._batching.resolve import resolve
 from forall._batching.shortcut import answer
 from forall._core.levels import (
@@ -33,12 +32,14 @@ from forall._torch.dispatch import (
     AUTOGRAD,
     CONJUGATE,
     autograd_below,
+    functions_off,
     has_tangent,
     is_accumulating,
     is_excluded,
     set_lazy_bits,
     users_tangents,
 )
+from forall._torch.names import TorchDispatchMode, subclass_functions_off
 from forall._torch.schema import facts
 from forall._torch.wrapper import Wrapper
 
@@ -49,7 +50,6 @@ _CALLS = table.CALLS
 _VIEWS = table.VIEWS
 _DETACH = aten.detach.default
 _LIFT_FRESH = aten.lift_fresh.default  # in its schema a view, of the constant it makes a tensor
-_functions_off = torch._C.DisableTorchFunction
 _pointwise = families.pointwise
 _INNER, _MAPPED, _SHARED_BY_ALL = "inner", "mapped", "shared"
 
@@ -112,7 +112,7 @@ class VmapLevel(Level, TorchDispatchMode):
         return border.leave(example, 0, self)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        with _functions_off():
+        with functions_off():
             handler = _HANDLERS.get(func)
             if handler is _pointwise and not kwargs and not self.records_values:
                 out = alike(self, func, args)
@@ -125,7 +125,7 @@ class VmapLevel(Level, TorchDispatchMode):
 
     def run(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """One operator on values of this level, with this level's modes off."""
-        with _functions_off():
+        with functions_off():
             found = self._meets(args, kwargs.values())
             return self._run(func, args, kwargs, _HANDLERS.get(func), found)
 
@@ -281,7 +281,7 @@ class Sharing(TorchFunctionMode):
         for t in types:
             if t is not Batched and not issubclass(t, torch.Tensor):
                 return func(*args, **(kwargs or {}))  # no tensor at all, with a meaning of its own
-        with torch._C.DisableTorchFunctionSubclass():
+        with subclassfunctions_off():
             if not kwargs:
                 out = answer(func, args, stack.top)
                 if out is not None:

@@ -18,9 +18,10 @@ from typing import Any
 
 import torch
 
-from forall._batching import families, table
+from forall._batching import extending, families, table
 from forall._core.errors import DataDependentError, PerformanceWarning, data_dependent
-from forall._torch import trees
+from forall._torch import custom, trees
+from forall._torch.names import DispatchKey, decompositions, has_kernel
 from forall._torch.schema import facts, functional_of
 
 
@@ -47,6 +48,9 @@ def _find(func: Any) -> tuple[Any, str]:
         if functional is not None:
             return families.derived(functional), "derived"
         return _loop_and_write, "loop"
+    op = custom.definition(func)
+    if op is not None:
+        return extending.torchs_rule(op, _loop), "custom"
     if fact.dynamic:
         return _refuse, "error"
     if fact.pointwise:
@@ -88,9 +92,14 @@ def _view_copied_by(func: Any) -> Any | None:
 
 def _copied(view: Any) -> Any:
     def handler(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
-        out = table.HANDLERS[view](level, view, args, kwargs)
+        copy = torch.ops.aten.clone.default
         with families.level_on(level):
-            return trees.map_tensors(torch.ops.aten.clone.default, out)
+            try:
+                out = view(*args, **kwargs)
+            except RuntimeError:  # a copy asks less of the memory than a view
+                dense = copy(args[0], memory_format=torch.contiguous_format)
+                out = view(dense, *args[1:], **kwargs)
+            return trees.map_tensors(copy, out)
 
     return handler
 
@@ -110,16 +119,14 @@ _running = _Running()
 
 def _decomposition(func: Any) -> Any | None:
     """``run(*args, **kwargs)`` in terms of other operators, or None."""
-    keys = [torch._C.DispatchKey.CompositeImplicitAutograd]
+    keys = [DispatchKey.CompositeImplicitAutograd]
     if func.namespace in {"aten", "prims"}:
         # Elsewhere this is any code for any device, not operators that we would see.
-        keys.append(torch._C.DispatchKey.CompositeExplicitAutograd)
+        keys.append(DispatchKey.CompositeExplicitAutograd)
     for key in keys:
-        if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key):
+        if has_kernel(func.name(), key):
             return lambda *args, **kwargs: func._op_dk(key, *args, **kwargs)
-    from torch._decomp import decomposition_table
-
-    return decomposition_table.get(func)
+    return decompositions().get(func)
 
 
 def _decomposed(run: Any) -> Any:

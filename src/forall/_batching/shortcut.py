@@ -13,9 +13,9 @@ import torch
 
 from forall._batching.batched import Batched, wrap
 from forall._torch.dispatch import dispatch_modes, no_dispatch, users_tangents
+from forall._torch.names import OpOverloadPacket
 from forall._torch.schema import facts
 
-_PACKET = torch._ops.OpOverloadPacket
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -29,7 +29,7 @@ def _is_pointwise(func: Any) -> bool:
     if func in (getattr(torch, name, None), getattr(torch.Tensor, name, None)):
         packet = getattr(torch.ops.aten, name, None)
         # Of a name like __format__ the namespace has Python's own method.
-        ops = [getattr(packet, o) for o in packet.overloads()] if type(packet) is _PACKET else []
+        ops = [getattr(packet, o) for o in packet.overloads()] if type(packet) is OpOverloadPacket else []
         on_tensors = [op for op in ops if _takes_tensors(op) and not facts(op).out_names]
         known = bool(on_tensors) and all(
             facts(op).pointwise
@@ -41,6 +41,13 @@ def _is_pointwise(func: Any) -> bool:
         )
     _known[func] = known
     return known
+
+
+def overruled(op: Any) -> None:
+    """Somebody gave this operator a rule of their own, so nothing here answers for it."""
+    if op.namespace == "aten":
+        for home in (torch, torch.Tensor):
+            _known[getattr(home, op.overloadpacket.__name__, None)] = False
 
 
 def _takes_tensors(op: Any) -> bool:

@@ -16,7 +16,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from forall._torch.dispatch import in_torch_func, outside_torch_func, plain_alias, torch_funcs
+from forall._torch.dispatch import (
+    dispatch_modes,
+    functions_off,
+    in_torch_func,
+    outside_torch_func,
+    plain_alias,
+    torch_funcs,
+)
+from forall._torch.names import pop_mode, push_mode
 from forall._torch.wrapper import Wrapper
 
 if TYPE_CHECKING:
@@ -126,7 +134,7 @@ def lift(tensor: torch.Tensor, level: Level | None) -> torch.Tensor:
         if in_torch_func():
             with outside_torch_func():
                 return lift(tensor, level)
-        with torch._C.DisableTorchFunction():
+        with functions_off():
             lifted = level.share(lift(tensor, level.parent))
         if not level.active or lifted.requires_grad != tensor.requires_grad:
             return lifted  # after its end nothing clears the cache; under no_grad it would stay cut
@@ -166,8 +174,8 @@ class outside:
         self.modes = []
         self.top = stack.top
         if self.level.active:
-            while torch._C._len_torch_dispatch_stack():
-                mode = torch._C._pop_torch_dispatch_stack(None)
+            while dispatch_modes():
+                mode = pop_mode(None)
                 self.modes.append(mode)
                 if mode is self.level:
                     break
@@ -175,7 +183,7 @@ class outside:
 
     def __exit__(self, *_: object) -> None:
         while self.modes:
-            torch._C._push_on_torch_dispatch_stack(self.modes.pop())
+            push_mode(self.modes.pop())
         stack.top = self.top
 
 

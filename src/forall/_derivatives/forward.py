@@ -11,7 +11,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from forall._core.errors import columns, short
 from forall._core.levels import Level, at, graph_free, innermost, second_name, stack
@@ -20,9 +19,13 @@ from forall._torch.dispatch import (
     AUTOGRAD,
     apply_function,
     autograd_below,
+    functions_off,
     is_excluded,
+    is_forward_enabled,
     plain_zeros,
+    set_forward_enabled,
 )
+from forall._torch.names import TorchDispatchMode, attach_tangent, functions_pass, split_tangent
 from forall._torch.schema import facts, functional_of
 from forall._torch.wrapper import Wrapper, make_wrapper
 
@@ -44,7 +47,7 @@ class Dual(Wrapper):
     def describe(self) -> str:
         return f"Dual(level {self.level.number}, {self.value!r})"
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = functions_pass
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
@@ -138,7 +141,7 @@ class JvpLevel(Level, TorchDispatchMode):
             if functional is not None:
                 return self._out(functional, fact, args, kwargs)
         with (
-            torch._C.DisableTorchFunction(),
+            functions_off(),
             autograd_below(grad=grad and self.outer_grad, forward=grad),
         ):
             try:
@@ -245,16 +248,16 @@ class Share(torch.autograd.Function):
 
 def make_dual(primal: torch.Tensor, tangent: torch.Tensor, level: JvpLevel) -> Dual:
     """A value of ``level`` with this tangent; both are tensors from just outside it."""
-    with torch._C.DisableTorchFunction(), torch.enable_grad(), _forward_on():
-        return wrap(torch._VF._make_dual(primal, tangent, level=0), level)
+    with functions_off(), torch.enable_grad(), _forward_on():
+        return wrap(attach_tangent(primal, tangent, level=0), level)
 
 
 def unpack(y: torch.Tensor, level: JvpLevel) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The primal and the tangent (None where it is zero), as tensors from just outside."""
     if not isinstance(y, Dual) or y.level is not level:
         return y, None
-    with torch._C.DisableTorchFunction(), _forward_on():
-        primal, tangent = torch._VF._unpack_dual(y.value, level=0)
+    with functions_off(), _forward_on():
+        primal, tangent = split_tangent(y.value, level=0)
     return primal, tangent
 
 
@@ -262,8 +265,8 @@ class _forward_on:
     __slots__ = ("was",)
 
     def __enter__(self) -> None:
-        self.was = torch._C._is_fwd_grad_enabled()
-        torch._C._set_fwd_grad_enabled(True)
+        self.was = is_forward_enabled()
+        set_forward_enabled(True)
 
     def __exit__(self, *_: object) -> None:
-        torch._C._set_fwd_grad_enabled(self.was)
+        set_forward_enabled(self.was)

@@ -5,17 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.autograd.forward_ad as forward_ad
+from torch.autograd import forward_ad
 
 from forall._core.errors import columns, short
 from forall._core.levels import graph_free, lift, top
 from forall._torch import trees
-from forall._torch.dispatch import (
-    functions_off,
-    run_backward,
-    users_tangent,
-    users_tangents,
-)
+from forall._torch.dispatch import functions_off, run_backward, users_tangent, users_tangents
 from forall._torch.wrapper import Wrapper
 
 if TYPE_CHECKING:
@@ -29,7 +24,7 @@ def variable(x: torch.Tensor) -> torch.Tensor:
     derivative over the examples.
     """
     x = lift(x, top())
-    with torch._C.DisableTorchFunction():
+    with functions_off():
         if x.requires_grad:
             return x.view_as(x)
         return _alias(x).requires_grad_()

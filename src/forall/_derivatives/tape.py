@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from forall._core.levels import Level
+from forall._torch.names import functions_pass, split_tangent
 from forall._torch.schema import facts
 from forall._torch.wrapper import Wrapper, make_wrapper
 
@@ -68,7 +69,7 @@ class Tape(Wrapper):
     def describe(self) -> str:
         return f"Tape({self.slot}, {self.value!r})"
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = functions_pass
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
@@ -143,7 +144,7 @@ def _primal(a: Any) -> Any:
         return [_primal(b) for b in a]
     if not isinstance(a, torch.Tensor):
         return a
-    primal, tangent = torch._VF._unpack_dual(a, level=0)
+    primal, tangent = split_tangent(a, level=0)
     return a if tangent is None else primal
 
 

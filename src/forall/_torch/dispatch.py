@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.autograd.forward_ad as forward_ad
 import torch.func
 from torch._C import DispatchKey
+from torch.autograd import forward_ad
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -201,7 +201,9 @@ def has_tangent(tensor: torch.Tensor) -> bool:
 
 def users_tangent(tensor: torch.Tensor) -> torch.Tensor | None:
     """The tangent that the user's own forward mode gave this tensor, if it did."""
-    return forward_ad.unpack_dual(tensor).tangent if users_tangents() else None
+    if not users_tangents() or not has_tangent(tensor):
+        return None
+    return forward_ad.unpack_dual(tensor).tangent
 
 
 _LINEARIZE = torch.func.linearize.__code__

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -87,7 +88,7 @@ def vmap(
                     "vmap", func, in_dims, out_dims, randomness, chunk_size=chunk_size
                 )(*args, **kwargs)
         places = Places(Call("vmap", func, out_dims=out_dims), out_dims)
-        entering = Entering(*mapping.inputs(call, args, kwargs, *dims))
+        entering = Entering(*mapping.inputs(call, args, kwargs, *dims), (args, kwargs))
         if chunk_size is None or chunk_size >= entering.size:
             return _run(func, entering, places, randomness)
         return _in_chunks(func, entering, places, randomness, chunk_size)
@@ -102,6 +103,24 @@ class Entering(NamedTuple):
     spec: Any
     dims: list
     size: int
+    given: tuple  # args and kwargs, as they came
+
+    def unflatten(self, entered: list) -> tuple[tuple, dict]:
+        """Args and kwargs of an example; an argument without a mapped leaf is the very object."""
+        args, kwargs = trees.unflatten(entered, self.spec)
+        if None not in self.dims:
+            return args, kwargs
+        by_place, by_name = (s.children() for s in self.spec.children())
+        left = iter(self.dims)
+        kept = [
+            all(d is None for d in [*islice(left, child.num_leaves)])
+            for child in (*by_place, *by_name)
+        ]
+        old, old_named = self.given
+        n = len(args)
+        args = tuple(o if k else a for o, a, k in zip(old, args, kept[:n], strict=True))
+        named = {key: old_named[key] for key, k in zip(kwargs, kept[n:], strict=True) if k}
+        return args, {**kwargs, **named}
 
 
 class Places:
@@ -125,7 +144,7 @@ def _run(func: Callable, entering: Entering, places: Places, randomness: str) ->
         leaf if dim is None else border.enter(leaf, dim, level)
         for leaf, dim in zip(entering.leaves, entering.dims, strict=True)
     ]
-    args, kwargs = trees.unflatten(entered, entering.spec)
+    args, kwargs = entering.unflatten(entered)
     with handover.eagerly(), running(level):
         result = func(*args, **kwargs)
     results, spec = trees.flatten(result)
@@ -147,16 +166,17 @@ def _leave(r: Any, place: int | None, level: VmapLevel, call: Call, seen: set[in
     if not -rank <= place < rank:
         raise mapping.place_outside(call, r, place)
     stack = border.leave(r, place % rank, level)
-    if id(r) in seen:  # one tensor returned twice: the loop would stack it twice
+    memory = id(getattr(r, "family", None) or r)
+    if memory in seen:  # a tensor returned twice, or with a view of it: the loop would copy both
         stack = stack.clone()
-    seen.add(id(r))
+    seen.add(memory)
     return stack
 
 
 def _in_chunks(
     func: Callable, entering: Entering, places: Places, randomness: str, chunk: int
 ) -> Any:
-    leaves, _, dims, size = entering
+    leaves, _, dims, size, _ = entering
     drawn = generators.states(leaves) if randomness == "same" else None
     parts: list[list] = []
     spec = None

@@ -98,7 +98,10 @@ def test_solve_takes_for_a_vector_what_it_is_in_one_example(a, b):
     if a.dim() == 2 and b.shape == (3, 4):
         pytest.skip("three rows do not fit four equations")
     for in_dims in ((0, 0), (0, None), (None, 0)):
-        args = [x if d is None else torch.stack([x, 2 * x, x + 1]) for x, d in zip((a, b), in_dims)]
+        args = [
+            x if d is None else torch.stack([x, 2 * x, x + 1])
+            for x, d in zip((a, b), in_dims, strict=True)
+        ]
         check_vmap(linalg.solve_ex, tuple(args), in_dims)
 
 

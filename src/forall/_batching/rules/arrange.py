@@ -188,4 +188,3 @@ def _repeat_interleave(level, func, args, kwargs):
 
 
 register({aten.repeat_interleave.Tensor: _repeat_interleave})
-

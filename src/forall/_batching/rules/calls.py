@@ -11,8 +11,12 @@ from typing import Any
 
 import torch
 
-from forall._batching.batched import Batched, Family
+from forall._batching.batched import Batched, Family, derive, refit, same
 from forall._batching.table import CALLS
+from forall._core.errors import shared_write
+from forall._core.levels import lift
+from forall._torch.dispatch import no_dispatch
+from forall._torch.wrapper import Wrapper
 
 aten = torch.ops.aten
 Tensor = torch.Tensor
@@ -170,10 +174,10 @@ def _new_full(x: Tensor, size: Any, fill_value: Any, **options: Any) -> Any:
     return _filled(x.new_empty(size, **options), fill_value)
 
 
-def _any_differs(data: Any) -> bool:
+def _any_ours(data: Any) -> bool:
     if isinstance(data, (list, tuple)):
-        return any(map(_any_differs, data))
-    return differs(data)
+        return any(map(_any_ours, data))
+    return type(data) is Batched
 
 
 def _joined(data: Any, dtype: torch.dtype | None, device: Any) -> Tensor:
@@ -192,10 +196,18 @@ def _joined(data: Any, dtype: torch.dtype | None, device: Any) -> Tensor:
 def _tensor(
     data: Any, *, dtype: Any = None, device: Any = None, requires_grad: bool = False, **_: Any
 ) -> Any:
-    if not isinstance(data, (list, tuple)) or not _any_differs(data):
+    if not isinstance(data, (list, tuple)) or not _any_ours(data):
         return NotImplemented
     out = _joined(data, dtype, device)
     return out.requires_grad_() if requires_grad else out
+
+
+def _new_tensor(x: Tensor, data: Any, **options: Any) -> Any:
+    return _tensor(data, **{"dtype": x.dtype, "device": x.device, **options})
+
+
+def _as_tensor(data: Any, dtype: Any = None, device: Any = None) -> Any:
+    return _tensor(data, dtype=dtype, device=device)
 
 
 def _narrow(x: Tensor, dim: int, start: Any, length: int) -> Any:
@@ -203,6 +215,41 @@ def _narrow(x: Tensor, dim: int, start: Any, length: int) -> Any:
         return NotImplemented
     places = start.long() + torch.arange(length, device=start.device)
     return x.index_select(dim, places)
+
+
+def _tensor_split(x: Tensor, cuts: Any, dim: int = 0) -> Any:
+    if not isinstance(cuts, Tensor):
+        return NotImplemented
+    return torch.tensor_split(x, cuts.tolist(), dim)
+
+
+# --- the tensor's own memory -----------------------------------------------------------------------
+
+
+def _memory(name: str) -> Any:
+    """An ordinary tensor's memory must not be asked for through the level: it would answer."""
+
+    def call(x: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(x, Wrapper):
+            return getattr(x, name)(*args, **kwargs)
+        with no_dispatch():
+            return getattr(x, name)(*args, **kwargs)
+
+    return call
+
+
+def _set_data(x: Tensor, new: Tensor) -> Any:
+    """x.data = new: another name for new's memory, without its history."""
+    if type(x) is not Batched:
+        if type(new) is Batched:
+            raise shared_write("x.data = ..", x, [new])
+        return NotImplemented
+    new = lift(new, x.level)
+    requires_grad, twin = x.requires_grad, derive(new, new.value, new.axis, same)
+    refit(x, new.value, new.axis)
+    x.family, x.chain, x.older = twin.family, twin.chain, twin.older
+    x.family.add(x)
+    return x.requires_grad_(requires_grad) if x.is_leaf else None
 
 
 def _set(x: Tensor, index: Any, value: Any) -> Any:
@@ -246,7 +293,13 @@ CALLS.update(
         torch.full_like: _full_like,
         Tensor.new_full: _new_full,
         torch.tensor: _tensor,
+        Tensor.new_tensor: _new_tensor,
+        torch.as_tensor: _as_tensor,
         torch.narrow: _narrow,
         Tensor.narrow: _narrow,
+        torch.tensor_split: _tensor_split,
+        Tensor.tensor_split: _tensor_split,
+        Tensor.data.__set__: _set_data,
+        **{getattr(Tensor, n): _memory(n) for n in ("numpy", "tolist", "__array__", "__dlpack__")},
     }
 )

@@ -130,7 +130,9 @@ def _steps(level: Any, start: Any, end: Any, steps: int, kwargs: dict) -> tuple[
     )
     n = torch.arange(steps, device=device)
     step = (end - start) / max(steps - 1, 1)
-    return torch.where(n < max(steps // 2, 1), start + step * n, end - step * (steps - 1 - n)), dtype
+    return torch.where(
+        n < max(steps // 2, 1), start + step * n, end - step * (steps - 1 - n)
+    ), dtype
 
 
 def _linspace(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:

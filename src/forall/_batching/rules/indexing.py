@@ -150,7 +150,9 @@ def _nonzero_static(level, func, args, kwargs):
     """The first entries that are not 0, by their places (B, n, rank): a shape that data leaves."""
     v, n, fill = front(args[0]), kwargs["size"], kwargs.get("fill_value", -1)
     numbered = order(v != 0)
-    numbered = torch.where(numbered <= n, numbered, 0)  # those too many go into entry 0, with the zeros
+    numbered = torch.where(
+        numbered <= n, numbered, 0
+    )  # those too many go into entry 0, with the zeros
     numbers = torch.arange(numbered.shape[1], device=v.device).expand(numbered.shape)
     found = numbered.new_zeros(v.shape[0], n + 1).scatter(1, numbered, numbers)[:, 1:]
     there = torch.zeros_like(found, dtype=torch.bool)

@@ -123,7 +123,7 @@ def _is_vector(a: Tensor, b: Tensor) -> bool:
 
 
 def _system(a: Tensor, b: Tensor, level: Any) -> tuple[Tensor, Tensor]:
-    """The stacks of both sides. They must be told apart by rank again: a vector fits a's exactly."""
+    """The stacks of both sides, told apart by rank once more: a vector fits a's rows exactly."""
     vector = _is_vector(a, b)
     a, b = _stacks((a, b), (2, 1 if vector else 2), level)
     return a, b.expand(a.shape[:-1]) if vector else b

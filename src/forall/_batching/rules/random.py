@@ -23,6 +23,7 @@ from forall._batching.families import (
 )
 from forall._batching.table import HANDLERS, SHARED, register
 from forall._core.errors import columns
+from forall._torch.names import DispatchKey, OpOverload
 from forall._torch.schema import facts
 
 if TYPE_CHECKING:
@@ -311,7 +312,7 @@ random(
 def _decomposed(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     """Torch's own words for it: a buffer, and a draw into the buffer."""
     with level_on(level):
-        return func._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
+        return func._op_dk(DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
 
 
 def _bernoulli(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
@@ -376,5 +377,5 @@ def _probability(func: Any, args: tuple, kwargs: dict) -> float:
 
 
 for _op, _handler in list(HANDLERS.items()):  # the rules of the other files, entered before
-    if isinstance(_op, torch._ops.OpOverload) and facts(_op).seeded and _op not in SHARED:
+    if isinstance(_op, OpOverload) and facts(_op).seeded and _op not in SHARED:
         SHARED[_op] = HANDLERS[_op] = dropping_out(_handler)

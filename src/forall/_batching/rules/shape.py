@@ -69,8 +69,12 @@ register(
         aten._new_zeros_with_same_feature_meta.default: _zeros_like_tangent,
         **{
             op: _new_zeros(op)
-            for op in (aten.new_zeros.default, aten.new_ones.default, aten.new_full.default,
-                       aten.new_empty.default)
+            for op in (
+                aten.new_zeros.default,
+                aten.new_ones.default,
+                aten.new_full.default,
+                aten.new_empty.default,
+            )
         },
     }
 )

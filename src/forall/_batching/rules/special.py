@@ -114,7 +114,9 @@ def _histogram_edges(size, x, bins, *, weight=None, density=False):
 
 def _bincount(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     """Where every example asks for the same length; else there is no stack of the results."""
-    x, weights, least = (*args, *(None, 0)[len(args) - 1 :])
+    x = args[0]
+    weights = args[1] if len(args) > 1 else None
+    least = args[2] if len(args) > 2 else 0
     v = stacked(x, level)
     size, numel = v.shape
     needs = v.amax(1) + 1 if numel and size else v.new_full((size,), least)
@@ -241,7 +243,7 @@ def _equal(level: Any, func: Any, args: tuple, kwargs: dict) -> bool:
 
 def _allclose(level: Any, func: Any, args: tuple, kwargs: dict) -> bool:
     with level_on(level):
-        close = torch.isclose(*args, **kwargs).all()
+        close: Any = torch.isclose(*args, **kwargs).all()
     return _one_answer(func, close.value)
 
 

@@ -213,9 +213,7 @@ def _lined_up(rule):
     return handle
 
 
-register(
-    {op: _lined_up(rule) if op in _IN_MEMORY else view(rule) for op, rule in ROWS.items()}
-)
+register({op: _lined_up(rule) if op in _IN_MEMORY else view(rule) for op, rule in ROWS.items()})
 
 
 def _to_real(x):
@@ -243,9 +241,7 @@ def strided(x, size, stride, storage_offset=None):
             return v.as_strided(size, stride, v.storage_offset() + delta), None
         v = v.movedim(axis, 0)
         return (
-            v.as_strided(
-                [v.shape[0], *size], [v.stride(0), *stride], v.storage_offset() + delta
-            ),
+            v.as_strided([v.shape[0], *size], [v.stride(0), *stride], v.storage_offset() + delta),
             0,
         )
 

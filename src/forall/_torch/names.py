@@ -1,0 +1,51 @@
+"""What torch keeps private and others here need, each under one name: a call costs nothing more."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = [
+    "DispatchKey",
+    "OpOverload",
+    "OpOverloadPacket",
+    "TorchDispatchMode",
+    "attach_tangent",
+    "decompositions",
+    "functions_pass",
+    "has_kernel",
+    "pop_mode",
+    "push_mode",
+    "split_tangent",
+    "subclass_functions_off",
+]
+
+DispatchKey = torch._C.DispatchKey
+OpOverload = torch._ops.OpOverload
+OpOverloadPacket = torch._ops.OpOverloadPacket
+
+# A tensor subclass whose __torch_function__ this is has none, at no cost.
+functions_pass = torch._C._disabled_torch_function_impl
+# A context: __torch_function__ of subclasses is off, function modes stay on.
+subclass_functions_off = torch._C.DisableTorchFunctionSubclass
+
+push_mode = torch._C._push_on_torch_dispatch_stack
+pop_mode = torch._C._pop_torch_dispatch_stack
+
+# Forward mode without the checks of torch.autograd.forward_ad, which ask for a level of its own.
+attach_tangent = torch._VF._make_dual
+split_tangent = torch._VF._unpack_dual
+
+has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+
+
+def decompositions() -> dict[Any, Callable]:
+    """Torch's operators in terms of others, in Python. Importing them takes a while."""
+    from torch._decomp import decomposition_table
+
+    return decomposition_table

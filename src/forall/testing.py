@@ -1,0 +1,140 @@
+"""The laws, for users and for whoever adds a rule: `vmap` is the loop, derivatives are slopes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from forall._core.errors import Call, columns, short
+from forall._torch import trees
+from forall._transforms import mapping
+from forall._transforms.jvp import jvp
+from forall._transforms.vjp import vjp
+from forall._transforms.vmap import vmap
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["check_grad", "check_vmap"]
+
+
+def check_vmap(
+    f: Callable, *args: Any, in_dims: Any = 0, out_dims: Any = 0, chunk_size: int | None = None
+) -> None:
+    """Assert that ``vmap(f)`` is the loop: ``torch.stack([f(x) for x in xs])``.
+
+    Values are compared up to rounding, shapes and dtypes exactly. ``f`` gets copies of the tensors.
+
+    Raises:
+        AssertionError: naming the first result that differs, and where.
+
+    Example:
+        >>> check_vmap(torch.mv, torch.rand(2, 3, 4), torch.rand(4), in_dims=(1, None))
+    """
+    call = Call("check_vmap", f, in_dims=in_dims)
+    leaves, spec, dims, size = mapping.inputs(call, _copied(args), {}, in_dims)
+    results = []
+    for i in range(size):
+        example = [
+            x if d is None else x.select(d, i) for x, d in zip(leaves, dims, strict=True)
+        ]
+        given, _ = trees.unflatten(example, spec)
+        results.append(f(*given))
+    if not results:
+        raise ValueError(f"{call}: there is no example.\nPass at least one, to compare with.")
+    mapped = vmap(f, in_dims, out_dims, chunk_size=chunk_size)(*_copied(args))
+    _, out_spec = trees.flatten(results[0])
+    places = mapping.places(Call("check_vmap", f, out_dims=out_dims), out_dims, out_spec)
+    rows = [trees.leaves(r) for r in results]
+    truth = [_stacked(list(c), p) for c, p in zip(zip(*rows, strict=True), places, strict=True)]
+    _same(call, mapped, trees.unflatten(truth, out_spec))
+
+
+def _copied(args: tuple) -> tuple:
+    return trees.map_tensors(lambda x: x.detach().clone(), args)
+
+
+def _stacked(values: list, place: int | None) -> Any:
+    if place is None or not isinstance(values[0], (torch.Tensor, int, float, complex)):
+        return values[0]
+    return torch.stack([torch.as_tensor(v) for v in values], place)
+
+
+def check_grad(f: Callable, *args: torch.Tensor, order: int = 2, step: float = 1e-5) -> None:
+    """Assert that the derivatives of ``f`` at ``args`` are its slopes, up to this order.
+
+    With J the Jacobian, t a direction and c a weight for every output, checks
+
+        jvp:  J t = (f(x + step t) - f(x - step t)) / (2 step)   and   vjp:  c . (J t) = (c J) . t,
+
+    then the same for the pull-back c -> c J, up to ``order``.
+
+    Args:
+        args: float64 tensors; in float32 a difference has too few digits to compare with.
+
+    Raises:
+        AssertionError: naming the derivative that is off.
+        ValueError: for an argument that is not float64.
+
+    Example:
+        >>> x = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 7.0]], dtype=torch.float64)
+        >>> check_grad(lambda x: x.log().sum(0), x)              # (2, 3) -> (3,)
+    """
+    call = Call("check_grad", f)
+    for x in args:
+        if not isinstance(x, torch.Tensor) or x.dtype != torch.float64:
+            raise ValueError(
+                f"{call}: arguments must be float64 tensors.\n"
+                f"{columns([('argument', short(x))])}\nConvert it: x.double()."
+            )
+    draw = torch.Generator().manual_seed(0)
+    directions = tuple(_like(x, draw) for x in args)
+
+    def flat(*xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(y for y in trees.leaves(f(*xs)) if y.is_floating_point())
+
+    def moved(by: float) -> tuple[torch.Tensor, ...]:
+        return flat(*(x + by * t for x, t in zip(args, directions, strict=True)))
+
+    ys, pushed = jvp(flat, args, directions)
+    slopes = tuple((a - b) / (2 * step) for a, b in zip(moved(step), moved(-step), strict=True))
+    _same(call, pushed, slopes, rtol=1e-5, atol=1e-6)
+    weights = tuple(_like(y, draw) for y in ys)
+    pulled = vjp(flat, *args)[1](weights)
+    _same(call, _dot(pulled, directions), _dot(weights, pushed), rtol=1e-7, atol=1e-9)
+    if order > 1:
+        n = len(args)
+        check_grad(
+            lambda *both: vjp(flat, *both[:n])[1](tuple(both[n:])),
+            *args,
+            *weights,
+            order=order - 1,
+            step=step,
+        )
+
+
+def _like(x: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
+    return torch.randn(x.shape, dtype=x.dtype, generator=draw).to(x.device)
+
+
+def _dot(a: tuple, b: tuple) -> torch.Tensor:
+    return torch.stack([(x * y).sum() for x, y in zip(a, b, strict=True)]).sum()
+
+
+def _same(call: Call, found: Any, truth: Any, **tolerance: float) -> None:
+    mine, spec = trees.flatten(found)
+    theirs, true_spec = trees.flatten(truth)
+    if spec != true_spec:
+        raise AssertionError(f"{call}: {trees.text(spec)} instead of {trees.text(true_spec)}")
+    for i, (x, y) in enumerate(zip(mine, theirs, strict=True)):
+        if isinstance(y, torch.Tensor):
+            torch.testing.assert_close(
+                x,
+                y,
+                equal_nan=True,
+                **tolerance,
+                msg=lambda text, i=i: f"{call}: result {i} is off.\n{text}",
+            )
+        elif x != y:
+            raise AssertionError(f"{call}: result {i} is {x!r} instead of {y!r}")
