@@ -281,7 +281,7 @@ class Sharing(TorchFunctionMode):
         for t in types:
             if t is not Batched and not issubclass(t, torch.Tensor):
                 return func(*args, **(kwargs or {}))  # no tensor at all, with a meaning of its own
-        with subclassfunctions_off():
+        with subclass_functions_off():
             if not kwargs:
                 out = answer(func, args, stack.top)
                 if out is not None:

@@ -39,7 +39,7 @@ def _is_place(p: Any) -> bool:
     return differs(p) and p.dtype not in (torch.bool, torch.uint8)
 
 
-# --- x[i] ------------------------------------------------------------------------------------------
+# --- x[i] --------------------------------------------------------------------------------------
 
 
 def _consumed(p: Any) -> int:
@@ -135,7 +135,7 @@ def _fitted(value: Any, target: Tensor, rank: int) -> Tensor:
     return value.to(dtype=target.dtype, device=target.device)
 
 
-# --- numbers as values -----------------------------------------------------------------------------
+# --- numbers as values -------------------------------------------------------------------------
 
 
 def _dtype_of_number(v: Tensor) -> torch.dtype:
@@ -223,7 +223,7 @@ def _tensor_split(x: Tensor, cuts: Any, dim: int = 0) -> Any:
     return torch.tensor_split(x, cuts.tolist(), dim)
 
 
-# --- the tensor's own memory -----------------------------------------------------------------------
+# --- the tensor's own memory -------------------------------------------------------------------
 
 
 def _memory(name: str) -> Any:
@@ -264,7 +264,7 @@ def _set(x: Tensor, index: Any, value: Any) -> Any:
 def _masked_set(x: Tensor, mask: Tensor, value: Any) -> Any:
     """x[mask] = value, the same for every entry: its derivative would ask how many there are."""
     rest = x.dim() - mask.dim()
-    if rest < 0 or isinstance(value, Tensor) and (value.dim() > rest or value.dtype != x.dtype):
+    if rest < 0 or (isinstance(value, Tensor) and (value.dim() > rest or value.dtype != x.dtype)):
         return _written(Tensor.__setitem__)(x, mask, value)
     mask = mask.reshape(*mask.shape, *(1,) * rest)
     if isinstance(value, Tensor):

@@ -26,7 +26,7 @@ aten = torch.ops.aten
 Tensor = torch.Tensor
 
 
-# --- copies and likes: laid out as the example asks ------------------------------------------------
+# --- copies and likes: laid out as the example asks --------------------------------------------
 
 _CHANNELS_LAST = {torch.channels_last: 4, torch.channels_last_3d: 5}
 
@@ -46,9 +46,8 @@ def _like(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 register(
-    {
-        op: _like
-        for op in (
+    dict.fromkeys(
+        (
             aten.clone.default,
             aten._to_copy.default,
             aten.zeros_like.default,
@@ -56,12 +55,13 @@ register(
             aten.empty_like.default,
             aten.full_like.default,
             aten.lift_fresh_copy.default,
-        )
-    }
+        ),
+        _like,
+    )
 )
 
 
-# --- one number everywhere -------------------------------------------------------------------------
+# --- one number everywhere ---------------------------------------------------------------------
 
 
 def _fill_in_place(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
@@ -107,7 +107,7 @@ register(
 )
 
 
-# --- from one number to another --------------------------------------------------------------------
+# --- from one number to another ----------------------------------------------------------------
 
 
 def _steps(level: Any, start: Any, end: Any, steps: int, kwargs: dict) -> tuple[Tensor, Any]:

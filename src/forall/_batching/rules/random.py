@@ -98,9 +98,8 @@ def _lined(a: Any, rank: int, level: Any) -> Any:
 
 
 random(
-    {
-        op: _fill
-        for op in (
+    dict.fromkeys(
+        (
             aten.uniform_.default,
             aten.normal_.default,
             aten.exponential_.default,
@@ -112,8 +111,9 @@ random(
             getattr(aten.random_, "from"),
             aten.bernoulli_.float,
             aten.bernoulli_.Tensor,
-        )
-    }
+        ),
+        _fill,
+    )
 )
 
 
@@ -306,7 +306,7 @@ random(
 )
 
 
-# --- in other words --------------------------------------------------------------------------------
+# --- in other words ----------------------------------------------------------------------------
 
 
 def _decomposed(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
@@ -327,9 +327,8 @@ random(
         aten.bernoulli.default: _bernoulli,
         aten.bernoulli.Tensor: _bernoulli,
         aten.bernoulli.p: _bernoulli,
-        **{
-            op: _decomposed
-            for op in (
+        **dict.fromkeys(
+            (
                 aten.uniform.default,
                 aten.exponential.default,
                 aten.geometric.default,
@@ -339,13 +338,14 @@ random(
                 aten.random.to,
                 getattr(aten.random, "from"),
                 aten.normal_functional.default,
-            )
-        },
+            ),
+            _decomposed,
+        ),
     }
 )
 
 
-# --- operators of others that drop out -------------------------------------------------------------
+# --- operators of others that drop out ---------------------------------------------------------
 
 
 def dropping_out(handler: Callable) -> Callable:

@@ -95,7 +95,8 @@ def _pairs(low: Tensor, high: Tensor) -> zip:
 @by_front
 def _histogram_counts(size, x, bins=100, *, range=None, weight=None, density=False):
     x = _rows(x, size)
-    low, high = _outer_edges(x, *(range or (0, 0)), 0.5)
+    least, most = range or (0, 0)
+    low, high = _outer_edges(x, least, most, 0.5)
     # Edges to the last bit: linspace does not round as its formula would.
     edges = torch.stack(
         [
