@@ -36,9 +36,7 @@ def check_vmap(
     leaves, spec, dims, size = mapping.inputs(call, _copied(args), {}, in_dims)
     results = []
     for i in range(size):
-        example = [
-            x if d is None else x.select(d, i) for x, d in zip(leaves, dims, strict=True)
-        ]
+        example = [x if d is None else x.select(d, i) for x, d in zip(leaves, dims, strict=True)]
         given, _ = trees.unflatten(example, spec)
         results.append(f(*given))
     if not results:

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from golden import refused
-from oracle import check_vmap
 
 from forall import PerformanceWarning, extend, grad, jvp, vmap
 from forall._batching import table
+from golden import refused
+from oracle import check_vmap
 
 X = torch.arange(6.0).reshape(3, 2)
 

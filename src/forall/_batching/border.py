@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     Dress = tuple[tuple[VmapLevel, int | None], ...]
 
+
 def refuse_torchs(tensor: torch.Tensor) -> None:
     """Examples of torch's own vmap cannot become values inside ours: theirs is the inner one."""
     tangent = users_tangent(tensor)
@@ -156,9 +157,11 @@ def _left(example: torch.Tensor, axis: int, level: VmapLevel) -> torch.Tensor:
         value, now = graph_free(example), None
     value = value.resolve_conj().resolve_neg()  # a stack is new memory, which has no lazy bits
     if now is None:
-        return value.unsqueeze(axis).expand(
-            *value.shape[:axis], level.size, *value.shape[axis:]
-        ).clone(memory_format=torch.contiguous_format)
+        return (
+            value.unsqueeze(axis)
+            .expand(*value.shape[:axis], level.size, *value.shape[axis:])
+            .clone(memory_format=torch.contiguous_format)
+        )
     if example.older:
         value = value.clone()
     return value if now == axis else value.movedim(now, axis)

@@ -126,8 +126,8 @@ def pointwise(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
             else:
                 if _aligned(args, values, axis, rank, level):
                     out = func(*values, **kwargs) if kwargs else func(*values)
-                    return wrap(out, axis, level) if type(out) is Tensor else wrapped(
-                        out, axis, level
+                    return (
+                        wrap(out, axis, level) if type(out) is Tensor else wrapped(out, axis, level)
                     )
     return _pointwise_with_care(level, func, args, kwargs)
 
@@ -420,13 +420,13 @@ def shared_data_write(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     """An in-place or out= operator none of whose arguments differs between the examples."""
     fact = facts(func)
     targets = [args[m] if isinstance(m, int) else kwargs[m] for m in fact.mutates]
-    flat = [t for target in targets for t in (target if isinstance(target, (list, tuple)) else [target])]
+    flat = [
+        t for target in targets for t in (target if isinstance(target, (list, tuple)) else [target])
+    ]
     for target in flat:
         if target is not None and _is_older(target, level) and not _once_is_enough(func):
             raise _counter(func, target)
-    out = func(
-        *[lower(a, level) for a in args], **{k: lower(a, level) for k, a in kwargs.items()}
-    )
+    out = func(*[lower(a, level) for a in args], **{k: lower(a, level) for k, a in kwargs.items()})
     for target in flat:
         if type(target) is Batched and target.level is level:
             if target.axis is None and target.shape != target.value.shape:
@@ -445,8 +445,23 @@ def _is_older(target: Any, level: Any) -> bool:
 
 
 _IDEMPOTENT = frozenset(
-    {"copy_", "fill_", "zero_", "masked_fill_", "index_fill_", "index_copy_", "index_put_",
-     "scatter_", "clamp_", "clamp_min_", "clamp_max_", "relu_", "abs_", "set_", "resize_"}
+    {
+        "copy_",
+        "fill_",
+        "zero_",
+        "masked_fill_",
+        "index_fill_",
+        "index_copy_",
+        "index_put_",
+        "scatter_",
+        "clamp_",
+        "clamp_min_",
+        "clamp_max_",
+        "relu_",
+        "abs_",
+        "set_",
+        "resize_",
+    }
 )
 
 

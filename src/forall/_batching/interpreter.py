@@ -305,9 +305,7 @@ class Sharing(TorchFunctionMode):
         if running is not None:
             levels.append(running)
         level = innermost(levels) if levels else None
-        while level is not None and not (
-            isinstance(level, VmapLevel) and not level.records_values
-        ):
+        while level is not None and not (isinstance(level, VmapLevel) and not level.records_values):
             level = level.parent  # only levels that record on their examples share
         return (args, kwargs) if level is None else level.share_captured(args, kwargs)
 
@@ -360,4 +358,3 @@ class running:
         stack.top = self.previous
         self.level.active = False
         self.level.lifted.clear()
-

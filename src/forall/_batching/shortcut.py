@@ -29,7 +29,11 @@ def _is_pointwise(func: Any) -> bool:
     if func in (getattr(torch, name, None), getattr(torch.Tensor, name, None)):
         packet = getattr(torch.ops.aten, name, None)
         # Of a name like __format__ the namespace has Python's own method.
-        ops = [getattr(packet, o) for o in packet.overloads()] if type(packet) is OpOverloadPacket else []
+        ops = (
+            [getattr(packet, o) for o in packet.overloads()]
+            if type(packet) is OpOverloadPacket
+            else []
+        )
         on_tensors = [op for op in ops if _takes_tensors(op) and not facts(op).out_names]
         known = bool(on_tensors) and all(
             facts(op).pointwise
@@ -58,7 +62,11 @@ def _takes_tensors(op: Any) -> bool:
 def answer(func: Any, args: tuple, level: Any) -> Any:
     """The result, or None where the long way must be taken."""
     known = _known.get(func)
-    if not (_is_pointwise(func) if known is None else known) or dispatch_modes() != 1 or users_tangents():
+    if (
+        not (_is_pointwise(func) if known is None else known)
+        or dispatch_modes() != 1
+        or users_tangents()
+    ):
         return None
     axis = rank = dtype = None
     values = []

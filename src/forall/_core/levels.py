@@ -153,6 +153,7 @@ def graph_free(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     return plain_alias(tensor)
 
+
 def second_name(tensor: torch.Tensor) -> torch.Tensor:
     """What autograd gets when it saves a tensor or takes it out again, by a detach of its own.
 

@@ -173,9 +173,7 @@ class JvpLevel(Level, TorchDispatchMode):
         from forall._derivatives.reversed import lowered
 
         flat, spec = trees.flatten((args, kwargs))
-        places = [
-            i for i, a in enumerate(flat) if isinstance(a, torch.Tensor) and type(a) is Dual
-        ]
+        places = [i for i, a in enumerate(flat) if isinstance(a, torch.Tensor) and type(a) is Dual]
         shape: list[Any] = []
 
         def h(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

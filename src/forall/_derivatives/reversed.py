@@ -52,9 +52,7 @@ class _Lowered(torch.autograd.Function):
         def pull(*both: torch.Tensor) -> tuple[torch.Tensor, ...]:
             xs = [variable(x) if i in asked else x for i, x in enumerate(both[:n])]
             ys = ctx.h(*xs)
-            return tuple(
-                gradients(tuple(ys[i] for i in given), both[n:], [xs[i] for i in asked])
-            )
+            return tuple(gradients(tuple(ys[i] for i in given), both[n:], [xs[i] for i in asked]))
 
         both = (*args, *(cotangents[i] for i in given))
         found = iter(at(deepest(both), pull, both))
@@ -80,9 +78,7 @@ def _pushed(h: Function, args: tuple, level: forward.JvpLevel) -> tuple:
                 y = graph_free(y)
                 tangent = None if tangent is None else graph_free(tangent)
             out.append(
-                forward.wrap(y, level)
-                if tangent is None
-                else forward.make_dual(y, tangent, level)
+                forward.wrap(y, level) if tangent is None else forward.make_dual(y, tangent, level)
             )
         return tuple(out)
 

@@ -82,8 +82,14 @@ class Tape(Wrapper):
 
 def tape(value: torch.Tensor, slot: int, level: TapeLevel) -> Tape:
     t = make_wrapper(
-        Tape, value.shape, value.stride(), value.storage_offset(), None,
-        value.dtype, value.layout, value.device,
+        Tape,
+        value.shape,
+        value.stride(),
+        value.storage_offset(),
+        None,
+        value.dtype,
+        value.layout,
+        value.device,
     )
     t.value, t.slot, t.level = value, slot, level
     return t

@@ -176,7 +176,8 @@ def cotangents(call: Call, outputs: list, spec: Any, given: Any) -> list:
     rows = [
         (f"output {short(y)}", f"cotangent {short(c)}")
         for y, c in pairs
-        if (c is None and (y.numel() != 1 or y.is_complex())) or (c is not None and c.shape != y.shape)
+        if (c is None and (y.numel() != 1 or y.is_complex()))
+        or (c is not None and c.shape != y.shape)
     ]
     if rows:
         raise RuntimeError(
