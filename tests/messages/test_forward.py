@@ -295,7 +295,7 @@ def test_unknown_randomness():
 
 @pytest.mark.parametrize(
     ("verb", "call"),
-    [(jvp, lambda: jvp(3, (X,), (X,))), (linearize, lambda: linearize(3, X))],  # pyright: ignore
+    [(jvp, lambda: jvp(3, (X,), (X,))), (linearize, lambda: linearize(3, X))],  # pyright: ignore[reportArgumentType]
 )
 def test_not_callable(verb, call):
     name = verb.__name__

@@ -1,1 +1,1 @@
-"""Floor 2: what vmap means. `Batched` values, the level that makes them, the rules that move them on."""
+"""Floor 2: what vmap means. `Batched` values, the level that makes them, the rules for them."""

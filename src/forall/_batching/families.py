@@ -134,7 +134,7 @@ def pointwise(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
 
 def _aligned(args: tuple, values: list, axis: int, rank: int, level: Any) -> bool:
     """Whether every shared operand broadcasts within the dims right of the examples' axis."""
-    for a, v in zip(args, values):
+    for a, v in zip(args, values, strict=True):
         if isinstance(v, Tensor) and not is_mapped(a, level) and v.dim() > rank - axis:
             return False
     return True
@@ -216,8 +216,7 @@ def view(rule: Callable) -> Callable:
 
 
 def by_front(rule: Callable) -> Callable:
-    """A handler from ``rule(size, *args)``: mapped tensors come as a `Stack` of (B, *S), shared
-    ones as they are.
+    """A handler from ``rule(size, *args)``: mapped tensors come as a `Stack`, shared ones plain.
 
     Without examples a rule gets one blank example, so that no operator has to bear B = 0.
     """
@@ -349,7 +348,7 @@ def _resize_out(level: Any, func: Any, target: Any, result: Tensor) -> None:
 
 def level_write(level: Any, func: Any, targets: list, results: Any) -> Any:
     """Write results into targets, as examples; returns the targets as the operator would."""
-    for target, result in zip(targets, results):
+    for target, result in zip(targets, results, strict=True):
         write(level, func, target, result)
     return _named(targets)
 
@@ -428,9 +427,9 @@ def shared_data_write(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
             raise _counter(func, target)
     out = func(*[lower(a, level) for a in args], **{k: lower(a, level) for k, a in kwargs.items()})
     for target in flat:
-        if type(target) is Batched and target.level is level:
-            if target.axis is None and target.shape != target.value.shape:
-                refit(target, target.value, None)
+        ours = type(target) is Batched and target.level is level and target.axis is None
+        if ours and target.shape != target.value.shape:
+            refit(target, target.value, None)
     if fact.out_names:
         return targets[0] if len(targets) == 1 else tuple(targets)
     if not func._schema.returns:

@@ -45,7 +45,7 @@ class Level:
         self.active = False
         self.lifted: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    # Whether a derivative hangs on the values, so that a custom Function must be taken down to them.
+    # Whether a derivative hangs on the values, so that a custom Function must be taken to them.
     peels = False
 
     def push(self, h: Function, args: tuple) -> tuple:

@@ -44,7 +44,7 @@ def _without_memory(name: str) -> Any:
 
     def method(self: Wrapper, *_args: Any, **_kwargs: Any) -> Any:
         raise RuntimeError(
-            f"{name}: this tensor stands for many inside a transform and has no memory of its own.\n"
+            f"{name}: inside a transform this tensor stands for many and has no own memory.\n"
             "Use torch's operators on it, or do this outside the transform."
         )
 

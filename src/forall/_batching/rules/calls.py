@@ -13,7 +13,7 @@ import torch
 
 from forall._batching.batched import Batched, Family, derive, refit, same
 from forall._batching.table import CALLS
-from forall._core.errors import shared_write
+from forall._core.errors import data_dependent, shared_write
 from forall._core.levels import lift
 from forall._torch.dispatch import no_dispatch
 from forall._torch.wrapper import Wrapper
@@ -26,8 +26,10 @@ _BASIC = (int, slice, type(None))
 
 def differs(a: Any) -> bool:
     """Whether ``a`` is one number for each example, of whatever level."""
-    if type(a) is not Batched or a.dim():
-        return False
+    return type(a) is Batched and not a.dim() and _is_mapped(a)
+
+
+def _is_mapped(a: Any) -> bool:
     while type(a) is Batched:
         if a.axis is not None:
             return True
@@ -220,6 +222,8 @@ def _narrow(x: Tensor, dim: int, start: Any, length: int) -> Any:
 def _tensor_split(x: Tensor, cuts: Any, dim: int = 0) -> Any:
     if not isinstance(cuts, Tensor):
         return NotImplemented
+    if _is_mapped(cuts):
+        raise data_dependent("tensor_split at places in a tensor", "Give the places as a list.")
     return torch.tensor_split(x, cuts.tolist(), dim)
 
 

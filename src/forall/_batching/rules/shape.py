@@ -41,7 +41,7 @@ def _same_size(level, func, args, kwargs):
 
 def _new_empty_strided(level, func, args, kwargs):
     x, size, stride = args[:3]
-    room = 1 + sum((n - 1) * s for n, s in zip(size, stride) if n)
+    room = 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True) if n)
     out = x.value.new_empty_strided([level.size, *size], [max(room, 1), *stride], **kwargs)
     return wrap(out, 0, level)
 
