@@ -374,7 +374,7 @@ def test_module_hooks_run_for_every_derivative():
     model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1)).double()
     calls = []
     model[0].register_forward_pre_hook(lambda m, args: (args[0] * 2,))
-    model[1].register_forward_hook(lambda m, args, out: out + 1)
+    model[1].register_forward_hook(lambda m, args, out: torch.add(out, 1))
     model[1].register_full_backward_hook(lambda m, gi, go: calls.append(1) or (gi[0] * 10,))
     x = seeded(4, 3)
 

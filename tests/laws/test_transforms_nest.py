@@ -484,12 +484,13 @@ def test_a_thousand_steps_keep_no_graph_and_no_tensor(step):
         return (p.cos() * p).sum()
 
     p = seeded(3)
-    for i in range(1000):
+    for _ in range(100):
         p = step(p, f)
-        if i == 100:
-            before = live_tensors()
-            tracemalloc.start()
-            size = tracemalloc.get_traced_memory()[0]
+    before = live_tensors()
+    tracemalloc.start()
+    size = tracemalloc.get_traced_memory()[0]
+    for _ in range(900):
+        p = step(p, f)
     points_alive = sum(r() is not None for r in points)
     grown = tracemalloc.get_traced_memory()[0] - size
     tracemalloc.stop()

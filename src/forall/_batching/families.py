@@ -223,11 +223,11 @@ def by_front(rule: Callable) -> Callable:
 
     def handler(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
         size = level.size or 1
-        args = [_taken(a, level) for a in args]
+        given = [_taken(a, level) for a in args]
         if kwargs:
-            out = rule(size, *args, **{k: _taken(a, level) for k, a in kwargs.items()})
+            out = rule(size, *given, **{k: _taken(a, level) for k, a in kwargs.items()})
         else:
-            out = rule(size, *args)
+            out = rule(size, *given)
         if type(out) is Tensor and level.size:
             return wrap(out, 0, level)
         return wrapped(out if level.size else without_examples(out), 0, level)

@@ -47,7 +47,7 @@ class Dual(Wrapper):
     def describe(self) -> str:
         return f"Dual(level {self.level.number}, {self.value!r})"
 
-    __torch_function__ = functions_pass
+    __torch_function__ = functions_pass  # pyright: ignore[reportAssignmentType]
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):

@@ -69,7 +69,7 @@ class Tape(Wrapper):
     def describe(self) -> str:
         return f"Tape({self.slot}, {self.value!r})"
 
-    __torch_function__ = functions_pass
+    __torch_function__ = functions_pass  # pyright: ignore[reportAssignmentType]
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):

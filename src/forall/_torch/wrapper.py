@@ -36,7 +36,7 @@ class Wrapper(torch.Tensor):
                 )
             copy = self.detach().clone().requires_grad_(self.requires_grad)
         memo[id(self)] = copy
-        return copy
+        return copy  # pyright: ignore[reportReturnType]
 
 
 def _without_memory(name: str) -> Any:

@@ -175,8 +175,8 @@ def _jacrev(verb: str, func: Callable, argnums: Any, has_aux: bool, chunk: int |
     @functools.wraps(func, updated=())
     def jacobian(*args: Any, **kwargs: Any) -> Any:
         if handover.needed():
-            fixed = functools.partial(func, **kwargs) if kwargs else func
-            return handover.call("jacrev", fixed, argnums, has_aux=has_aux, chunk_size=chunk)(*args)
+            f = functools.partial(func, **kwargs)
+            return handover.call("jacrev", f, argnums, has_aux=has_aux, chunk_size=chunk)(*args)
         call = Call(verb, func, argnums=argnums)
         chosen = pick(call, args, argnums)
         checks.real(call, "inputs", trees.leaves(chosen))
@@ -222,8 +222,8 @@ def _jacfwd(
     @functools.wraps(func, updated=())
     def jacobian(*args: Any, **kwargs: Any) -> Any:
         if handover.needed():
-            fixed = functools.partial(func, **kwargs) if kwargs else func
-            return handover.call("jacfwd", fixed, argnums, has_aux, randomness=randomness)(*args)
+            f = functools.partial(func, **kwargs)
+            return handover.call("jacfwd", f, argnums, has_aux, randomness=randomness)(*args)
         call = Call(verb, func, argnums=argnums)
         flat, spec = trees.flatten(pick(call, args, argnums))
         checks.some_tensor(call, flat)
@@ -247,17 +247,23 @@ def _jacfwd(
             kept.append(out_spec)
             return leaves, aux
 
-        checks.primals(call, tuple(xs))
         directions = basis.rows(xs, 0, sum(x.numel() for x in xs))
         stacks, aux = vmap(column, 0, (-1, None), randomness, chunk_size=chunk)(*directions)
         nothing = [None] * len(flat)
-        result = trees.unflatten(
-            [trees.unflatten(_filled(nothing, places, _blocks(y, xs)), spec) for y in stacks],
-            kept[0],
-        )
+        blocks = [_filled(nothing, places, _blocks(y, xs)) for y in stacks]
+        result = trees.unflatten([trees.unflatten(b, spec) for b in blocks], kept[0])
         return (result, aux[0]) if has_aux else result
 
     return jacobian
+
+
+def _moved(call: Call, leaves: list) -> list[torch.Tensor]:
+    """The tensors whose numbers are the columns."""
+    checks.some_tensor(call, leaves)
+    checks.real(call, "inputs", leaves)
+    return [
+        checks.differentiable(call, x, ValueError) for x in leaves if isinstance(x, torch.Tensor)
+    ]
 
 
 def _filled(leaves: list, places: list[int], new: Any) -> list:

@@ -1,0 +1,56 @@
+"""Only `_torch` names what torch keeps private, and only `_torch` calls torch.func."""
+
+import pytest
+
+from source import chains, files, imports
+
+INSIDE = [path for path in files() if not path.startswith("_torch/")]
+
+# What else may be named outside, and why. An entry that is no longer needed fails.
+ALLOWED: dict[tuple[str, str], str] = {}
+
+
+def is_private(name: str) -> bool:
+    """Whether a dotted name leads through something private of torch. Operators are public."""
+    parts = name.split(".")
+    if parts[0] not in {"torch", "functorch"} or parts[:2] == ["torch", "ops"]:
+        return False
+    return any(p.startswith("_") and not p.startswith("__") for p in parts)
+
+
+def private_names(path: str) -> set[str]:
+    tree = files()[path]
+    return {name for name in (*imports(tree), *chains(tree)) if is_private(name)}
+
+
+@pytest.mark.parametrize("path", INSIDE)
+def test_private_names_of_torch_stay_behind_the_frontier(path):
+    strangers = {name for name in private_names(path) if (path, name) not in ALLOWED}
+    assert not strangers, "give it a name in _torch/names.py"
+
+
+@pytest.mark.parametrize(("path", "name"), ALLOWED)
+def test_an_exception_is_still_needed(path, name):
+    assert name in private_names(path)
+
+
+@pytest.mark.parametrize("path", INSIDE)
+def test_torchs_own_transforms_are_called_by_the_frontier_alone(path):
+    tree = files()[path]
+    used = {
+        name
+        for name in (*imports(tree), *chains(tree))
+        if name.startswith(("torch.func", "functorch")) and not name.startswith("torch.functional")
+    }
+    if path == "__init__.py":  # utilities that are no transforms are torch's own
+        used -= {
+            f"torch.func.{name}"
+            for name in (
+                "functional_call",
+                "functionalize",
+                "rearrange",
+                "replace_all_batch_norm_modules_",
+                "stack_module_state",
+            )
+        }
+    assert not used
