@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
-WAYS = ("row", "pointwise", "derived", "decomposed", "loop", "error")
+WAYS = ("row", "pointwise", "custom", "derived", "decomposed", "loop", "error")
 
 # torch.func says this where it calls a kernel once per example.
 _PEER_LOOPS = re.compile("performance drop because we have not yet implemented the batching rule")

@@ -44,7 +44,7 @@ def _without_memory(name: str) -> Any:
 
     def method(self: Wrapper, *_args: Any, **_kwargs: Any) -> Any:
         raise RuntimeError(
-            f"{name}: inside a transform this tensor stands for many and has no own memory.\n"
+            f"{name}: inside a transform a tensor stands for many, with no memory of its own.\n"
             "Use torch's operators on it, or do this outside the transform."
         )
 

@@ -175,7 +175,10 @@ def _jacrev(verb: str, func: Callable, argnums: Any, has_aux: bool, chunk: int |
     @functools.wraps(func, updated=())
     def jacobian(*args: Any, **kwargs: Any) -> Any:
         if handover.needed():
-            f = functools.partial(func, **kwargs)
+
+            def f(*xs: Any) -> Any:  # Dynamo cannot look into a functools.partial
+                return func(*xs, **kwargs)
+
             return handover.call("jacrev", f, argnums, has_aux=has_aux, chunk_size=chunk)(*args)
         call = Call(verb, func, argnums=argnums)
         chosen = pick(call, args, argnums)
@@ -222,7 +225,10 @@ def _jacfwd(
     @functools.wraps(func, updated=())
     def jacobian(*args: Any, **kwargs: Any) -> Any:
         if handover.needed():
-            f = functools.partial(func, **kwargs)
+
+            def f(*xs: Any) -> Any:  # Dynamo cannot look into a functools.partial
+                return func(*xs, **kwargs)
+
             return handover.call("jacfwd", f, argnums, has_aux, randomness=randomness)(*args)
         call = Call(verb, func, argnums=argnums)
         flat, spec = trees.flatten(pick(call, args, argnums))
