@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from forall._core.errors import escaped
 from forall._core.levels import Level, innermost
-from forall._torch.dispatch import functions_off, no_dispatch
+from forall._torch.dispatch import functions_off, in_backward, no_dispatch
 from forall._torch.names import subclass_functions_off
 from forall._torch.wrapper import Wrapper, make_wrapper
 
@@ -91,7 +92,15 @@ class Batched(Wrapper):
             kwargs = kwargs or {}
             found = levels_in(args, kwargs)
             if found and torch.is_grad_enabled():
-                args, kwargs = innermost(found).share_captured(args, kwargs)
+                level, given = innermost(found), args
+                args, kwargs = level.share_captured(args, kwargs)
+                shares = any(
+                    isinstance(a, torch.Tensor) and a is not b
+                    for a, b in zip(given, args, strict=True)
+                )
+                if shares and not level.active and not in_backward():
+                    # The derivative would be the sum over examples that are no longer there.
+                    raise escaped(func)
             return func(*args, **kwargs)
 
     @classmethod

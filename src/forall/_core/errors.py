@@ -87,3 +87,12 @@ def shared_write(op: str, target: torch.Tensor, data: list[torch.Tensor]) -> Run
         "Each example would overwrite the last one's result. To give every example its own, map "
         "the tensor (in_dims) or clone it inside the function (.clone())."
     )
+
+
+def escaped(func: object) -> RuntimeError:
+    return RuntimeError(
+        f"vmap: {name_of(func)} takes the derivative of a value that was kept from a vmap which "
+        "has ended.\n"
+        "It stands for an example that is no longer there.\n"
+        "Return it from the function, and use the result of vmap."
+    )

@@ -274,6 +274,11 @@ def run_backward(
     )
 
 
+def in_backward() -> bool:
+    """Whether autograd is running a backward pass in this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def is_accumulating() -> bool:
     """Whether autograd is leaving a gradient on a leaf right now."""
     return isinstance(torch._C._current_autograd_node(), torch._C._functions.AccumulateGrad)

@@ -232,11 +232,8 @@ def _jacfwd(
             return handover.call("jacfwd", f, argnums, has_aux, randomness=randomness)(*args)
         call = Call(verb, func, argnums=argnums)
         flat, spec = trees.flatten(pick(call, args, argnums))
-        checks.some_tensor(call, flat)
-        checks.real(call, "inputs", flat)
-        trees.map_tensors(border.refuse_torchs, flat)
         places = [i for i, x in enumerate(flat) if isinstance(x, torch.Tensor)]
-        xs = [flat[i] for i in places]
+        xs = _moved(call, flat)
 
         def of_tensors(*new: Any) -> Any:
             leaves = _filled(flat, places, new)
@@ -267,6 +264,7 @@ def _moved(call: Call, leaves: list) -> list[torch.Tensor]:
     """The tensors whose numbers are the columns."""
     checks.some_tensor(call, leaves)
     checks.real(call, "inputs", leaves)
+    trees.map_tensors(border.refuse_torchs, leaves)
     return [
         checks.differentiable(call, x, ValueError) for x in leaves if isinstance(x, torch.Tensor)
     ]
