@@ -54,7 +54,7 @@ def totals(rows: list[Row]) -> dict[str, Any]:
         "with a loop": sum(r["cases"].get("loops", 0) > 0 for r in rows),
         "only at size 0": {s: sum(r["status"] == s and _only_empty(r) for r in rows) for s in BAD},
         "cases": {s: cases[s] for s in STATUSES if cases[s]},
-        "ways": {w or "unknown": n for w, n in Counter(r["way"] for r in rows).items()},
+        "ways": {w or "shared": n for w, n in Counter(r["way"] for r in rows).items()},
     }
 
 
@@ -89,7 +89,8 @@ def _summary(rows: list[Row]) -> list[str]:
         "- ways: " + ", ".join(f"{n} {w}" for w, n in sorted(t["ways"].items())),
         "",
         "An entry is as good as its worst case. `loops` is equal, but an overload was called once",
-        "per example. `no case` is a case in which the loop over plain tensors itself raises.",
+        "per example. `no case` is a case in which the loop over plain tensors itself raises. The",
+        "way `shared` means that no operator met a mapped argument (factories, names).",
         "",
     ]
     return lines
