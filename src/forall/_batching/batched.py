@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forall._core.errors import escaped
-from forall._core.levels import Level, innermost
+from forall._core.levels import Level, innermost, levels_in
 from forall._torch.dispatch import functions_off, in_backward, no_dispatch
 from forall._torch.names import subclass_functions_off
 from forall._torch.wrapper import Wrapper, make_wrapper
@@ -130,17 +130,6 @@ for _name in ("numpy", "tolist", "__array__"):
     setattr(Batched, _name, _by_value(_name))
 
 
-def levels_in(args: tuple, kwargs: dict) -> list[Level]:
-    """The levels of all wrappers among the arguments, and in lists among them."""
-    found = []
-    for a in (*args, *kwargs.values()):
-        if isinstance(a, Wrapper):
-            found.append(a.level)
-        elif isinstance(a, (list, tuple)):
-            found.extend(b.level for b in a if isinstance(b, Wrapper))
-    return found
-
-
 def wrap(value: torch.Tensor, axis: int | None, level: Level) -> Batched:
     """A new tensor of ``level``, with its value's strides so that autograd's views fit."""
     shape, strides = value.shape, value.stride()
@@ -230,8 +219,3 @@ def line_up(b: Batched) -> None:
         if member is not None:
             with functions_off():
                 member.data = wrap(member.value, member.axis, member.level)
-
-
-def data_of(arg: Any) -> Any:
-    """The value of a wrapper, anything else as it is."""
-    return arg.value if isinstance(arg, Batched) else arg

@@ -7,21 +7,24 @@ and puts tensors from outside that require grad in their shared form (`border.Sh
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from forall._batching import border, families, table
-from forall._batching.batched import Batched, derive, levels_in, wrap
+from forall._batching.batched import Batched, derive, wrap
 from forall._batching.families import alike
 from forall._batching.resolve import resolve
 from forall._batching.shortcut import answer
 from forall._core.levels import (
     Level,
     at,
+    entered,
     innermost,
     is_from_outside,
+    levels_in,
     lift,
     outside,
     second_name,
@@ -326,35 +329,19 @@ def _carries(args: Any, kwargs: dict | None, level: Level | None) -> bool:
 class running:
     """Push a level with its modes, and take all of it back however the body ends."""
 
-    __slots__ = ("level", "previous", "sharing")
+    __slots__ = ("leaving", "level")
 
     def __init__(self, level: VmapLevel) -> None:
         self.level = level
 
     def __enter__(self) -> VmapLevel:
-        level = self.level
-        self.previous = stack.top
-        self.sharing = None
-        level.active = True
-        stack.top = level
-        try:
-            level.__enter__()
-            if not level.records_values:
-                sharing = Sharing()
-                sharing.__enter__()
-                self.sharing = sharing
-        except BaseException:
-            self._leave()
-            raise
-        return level
+        with ExitStack() as so_far:
+            so_far.enter_context(entered(self.level))
+            so_far.enter_context(self.level)
+            if not self.level.records_values:
+                so_far.enter_context(Sharing())
+            self.leaving = so_far.pop_all()
+        return self.level
 
-    def __exit__(self, *error: object) -> None:
-        if self.sharing is not None:
-            self.sharing.__exit__(None, None, None)
-        self.level.__exit__(None, None, None)
-        self._leave()
-
-    def _leave(self) -> None:
-        stack.top = self.previous
-        self.level.active = False
-        self.level.lifted.clear()
+    def __exit__(self, *_: object) -> None:
+        self.leaving.close()

@@ -95,6 +95,17 @@ class entered:
         self.level.lifted.clear()
 
 
+def levels_in(args: tuple, kwargs: dict) -> list[Level]:
+    """The levels of all wrappers among the arguments, and in lists among them."""
+    found = []
+    for a in (*args, *kwargs.values()):
+        if isinstance(a, Wrapper):
+            found.append(a.level)
+        elif isinstance(a, (list, tuple)):
+            found.extend(b.level for b in a if isinstance(b, Wrapper))
+    return found
+
+
 def innermost(levels: Iterable[Level]) -> Level:
     """The level that acts first on an operator that meets values of all of these."""
     best = None

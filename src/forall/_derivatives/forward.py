@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from forall._core.errors import columns, short
-from forall._core.levels import Level, at, graph_free, innermost, second_name, stack
+from forall._core.levels import Level, at, entered, graph_free, innermost, levels_in, second_name
 from forall._torch import trees
 from forall._torch.dispatch import (
     AUTOGRAD,
@@ -27,7 +27,7 @@ from forall._torch.dispatch import (
 )
 from forall._torch.names import TorchDispatchMode, attach_tangent, functions_pass, split_tangent
 from forall._torch.schema import facts, functional_of
-from forall._torch.wrapper import Wrapper, make_wrapper
+from forall._torch.wrapper import Wrapper, shell
 
 aten = torch.ops.aten
 _DETACH = aten.detach.default
@@ -51,33 +51,13 @@ class Dual(Wrapper):
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        return innermost(_levels(args, kwargs or {})).run(func, args, kwargs or {})
-
-
-def _levels(args: Any, kwargs: dict) -> list[Level]:
-    found = []
-    for a in (*args, *kwargs.values()):
-        if isinstance(a, Wrapper):
-            found.append(a.level)
-        elif isinstance(a, (list, tuple)):
-            found += [b.level for b in a if isinstance(b, Wrapper)]
-    return found
+        return innermost(levels_in(args, kwargs or {})).run(func, args, kwargs or {})
 
 
 def wrap(value: torch.Tensor, level: JvpLevel) -> Dual:
-    d = make_wrapper(
-        Dual,
-        value.shape,
-        value.stride(),
-        value.storage_offset(),
-        None,
-        value.dtype,
-        value.layout,
-        value.device,
-    )
+    d = shell(Dual, value)
     d.value = value
     d.level = level
-    d.older = False
     return d
 
 
@@ -94,18 +74,15 @@ class JvpLevel(Level, TorchDispatchMode):
         return False  # torch would import its compiler to leave our handler alone
 
     def __enter__(self):
-        self.previous = stack.top
-        self.active = True
-        stack.top = self
+        self.place = entered(self)
+        self.place.__enter__()
         return TorchDispatchMode.__enter__(self)
 
     def __exit__(self, *error):
         try:
             return TorchDispatchMode.__exit__(self, *error)
         finally:
-            stack.top = self.previous
-            self.active = False
-            self.lifted.clear()
+            self.place.__exit__()
 
     peels = True
 
@@ -120,7 +97,7 @@ class JvpLevel(Level, TorchDispatchMode):
         return wrap(tensor, self)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        for level in _levels(args, kwargs or {}):
+        for level in levels_in(args, kwargs or {}):
             if level is not self and not level.is_outside(self):
                 return NotImplemented
         return self.run(func, args, kwargs or {})

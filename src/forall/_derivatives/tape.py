@@ -15,7 +15,7 @@ import torch
 from forall._core.levels import Level
 from forall._torch.names import functions_pass, split_tangent
 from forall._torch.schema import facts
-from forall._torch.wrapper import Wrapper, make_wrapper
+from forall._torch.wrapper import Wrapper, shell
 
 aten = torch.ops.aten
 
@@ -81,16 +81,7 @@ class Tape(Wrapper):
 
 
 def tape(value: torch.Tensor, slot: int, level: TapeLevel) -> Tape:
-    t = make_wrapper(
-        Tape,
-        value.shape,
-        value.stride(),
-        value.storage_offset(),
-        None,
-        value.dtype,
-        value.layout,
-        value.device,
-    )
+    t = shell(Tape, value)
     t.value, t.slot, t.level = value, slot, level
     return t
 

@@ -54,3 +54,17 @@ def _without_memory(name: str) -> Any:
 
 for _name in ("numpy", "tolist", "share_memory_", "__array__", "__dlpack__", "__reduce_ex__"):
     setattr(Wrapper, _name, _without_memory(_name))
+
+
+def shell(kind: type[Wrapper], value: torch.Tensor) -> Any:
+    """A wrapper of this kind that looks like ``value`` itself."""
+    return make_wrapper(
+        kind,
+        value.shape,
+        value.stride(),
+        value.storage_offset(),
+        None,
+        value.dtype,
+        value.layout,
+        value.device,
+    )

@@ -86,7 +86,7 @@ def pullback(
             out, aux = checks.with_aux(call, out)
         outputs, out_spec = checks.outputs(call, out)
         checks.floating(call, outputs)
-    pull = Pullback(own, leaves, spec, outputs, out_spec, outer)
+    pull = Pullback(own, leaves, spec, outputs, out_spec)
     value = trees.unflatten(outputs, out_spec)
     value, aux = reverse.closed((value, aux), own, outer)
     return pull, value, aux
@@ -95,15 +95,12 @@ def pullback(
 class Pullback:
     """The graph from fresh variables to outputs, at the level it was recorded in."""
 
-    def __init__(
-        self, own: list, leaves: list, spec: Any, outputs: list, out_spec: Any, outer_grad: bool
-    ) -> None:
+    def __init__(self, own: list, leaves: list, spec: Any, outputs: list, out_spec: Any) -> None:
         self.own = own
         self.leaves = leaves
         self.spec = spec
         self.outputs = outputs
         self.out_spec = out_spec
-        self.outer_grad = outer_grad
         self.level = top()
 
     def tree(self, gradients: list) -> Any:
@@ -131,14 +128,7 @@ class Pullback:
         cots = [lift(c, level) for c in cots]
         with outside(level):
             if isinstance(level, forward.JvpLevel):
-                pairs = [forward.unpack(c, level) for c in cots]
-                primals = self.at(level.parent, [p for p, _ in pairs])
-                tangents = self.at(
-                    level.parent, [torch.zeros_like(p) if t is None else t for p, t in pairs]
-                )
-                return [
-                    forward.make_dual(p, t, level) for p, t in zip(primals, tangents, strict=True)
-                ]
+                return _each(lambda parts: self.at(level.parent, parts), cots, level)
             stacks = [border.leave(c, 0, level) for c in cots]
             pulled = self.stacked(stacks, level.parent)
             return [border.enter(g, 0, level) for g in pulled]
@@ -155,15 +145,7 @@ class Pullback:
             stacks = [lift(s, level) for s in stacks]
             with outside(level):
                 if isinstance(level, forward.JvpLevel):
-                    pairs = [forward.unpack(s, level) for s in stacks]
-                    primals = self.stacked([p for p, _ in pairs], level.parent)
-                    tangents = self.stacked(
-                        [torch.zeros_like(p) if t is None else t for p, t in pairs], level.parent
-                    )
-                    return [
-                        forward.make_dual(p, t, level)
-                        for p, t in zip(primals, tangents, strict=True)
-                    ]
+                    return _each(lambda parts: self.stacked(parts, level.parent), stacks, level)
                 folded = [border.leave(s, 0, level).flatten(0, 1) for s in stacks]
                 pulled = self.stacked(folded, level.parent)
                 return [border.enter(g.unflatten(0, (-1, n)), 0, level) for g in pulled]
@@ -202,3 +184,11 @@ class Pullback:
         if axis is None:
             return value.unsqueeze(0).expand(level.size, *value.shape)
         return value if axis == 0 else value.movedim(axis, 0)
+
+
+def _each(pull: Callable[[list], list], duals: list, level: forward.JvpLevel) -> list:
+    """A linear ``pull`` of values of a jvp level: of the primals, and of the tangents alike."""
+    pairs = [forward.unpack(d, level) for d in duals]
+    primals = pull([p for p, _ in pairs])
+    tangents = pull([torch.zeros_like(p) if t is None else t for p, t in pairs])
+    return [forward.make_dual(p, t, level) for p, t in zip(primals, tangents, strict=True)]

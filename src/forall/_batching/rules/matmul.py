@@ -58,10 +58,6 @@ def column(x: Stack | Tensor) -> Stack | Tensor:
     return on(x, lambda v: v.unsqueeze(-1))
 
 
-def turned(x: Stack | Tensor) -> Stack | Tensor:
-    return on(x, lambda v: v.mT)
-
-
 @by_front
 def _mm(size, x, w, out_dtype=None):
     return product(x, w, out_dtype)
