@@ -122,11 +122,14 @@ def leave(example: torch.Tensor, axis: int, level: VmapLevel, worn: Dress = ()) 
     """One example of ``level`` as a stack just outside it, examples at ``axis``."""
     with functions_off():
         refuse_torchs(example)
+        # Made here and not in the node: a node's forward runs under no_grad, and there the tangents
+        # that a value holds, and its history further out, would be cut.
+        value, worn = settle(_left(example, axis, level), worn)
         if not carries(example):
-            return settle(_left(example, axis, level), worn)[0]
-        wears: list[Dress] = []
-        bare = apply_function(Exit, example, axis, level, worn, wears)
-        return dress(bare, wears[0])
+            return value
+        bare, wears = strip(value)
+        made = [graph_free(bare)]
+        return dress(apply_function(Exit, example, made, axis, level, (*wears, *worn)), wears)
 
 
 def share(tensor: torch.Tensor, level: VmapLevel) -> torch.Tensor:
@@ -189,19 +192,15 @@ class Enter(torch.autograd.Function):
 
 
 class Exit(torch.autograd.Function):
-    """One example -> (.., B, ..)."""
+    """One example -> (.., B, ..), which is made already."""
 
     @staticmethod
-    def forward(example, axis, level, worn, wears):
-        settled, worn = settle(_left(example, axis, level), worn)
-        bare, now = strip(settled)
-        wears += (now, worn)
-        return graph_free(bare)
+    def forward(example, made, axis, level, worn):
+        return made[0]
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        _, ctx.axis, ctx.level, _, wears = inputs
-        ctx.worn = (*wears[0], *wears[1])
+        _, _, ctx.axis, ctx.level, ctx.worn = inputs
 
     @staticmethod
     def backward(ctx, g):

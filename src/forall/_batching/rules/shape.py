@@ -47,10 +47,19 @@ def _new_empty_strided(level, func, args, kwargs):
 
 
 def _zeros_like_tangent(level, func, args, kwargs):
-    primal = args[1]
-    value = stacked(args[0], level)
-    shape = [level.size, *primal.shape]
-    return wrap(value.new_zeros(shape), 0, level)
+    """Zeros for a tangent, laid out as the primal is: torch views both in the same way.
+
+    The first dims of the tangent may count tangents, as torch's own vmap asks for.
+    """
+    tangent, primal = args[:2]
+    several = tangent.shape[: kwargs.get("self_num_batch_dims", 0)]
+    reach = (max(n - 1, 0) * s for n, s in zip(primal.shape, primal.stride(), strict=True))
+    offset = primal.storage_offset()
+    room = offset + 1 + sum(reach)
+    zeros = stacked(tangent, level).new_zeros([level.size, *several, room])
+    steps = [zeros.stride(d) for d in range(zeros.dim() - 1)]
+    size, stride = [level.size, *several, *primal.shape], [*steps, *primal.stride()]
+    return wrap(zeros.as_strided(size, stride, offset), 0, level)
 
 
 def _new_zeros(make):
