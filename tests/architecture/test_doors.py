@@ -9,6 +9,7 @@ import torch.func
 
 import forall
 import forall.extend
+import forall.random
 import forall.testing
 from source import files, functions
 
@@ -18,7 +19,7 @@ def test_a_door_defines_nothing(door):
     assert not list(functions(files()[door]))
 
 
-@pytest.mark.parametrize("door", [forall, forall.extend, forall.testing])
+@pytest.mark.parametrize("door", [forall, forall.extend, forall.random, forall.testing])
 def test_a_door_opens_on_what_it_promises(door):
     assert all(hasattr(door, name) for name in door.__all__)
     assert len(set(door.__all__)) == len(door.__all__)
@@ -40,6 +41,7 @@ def test_every_name_of_torch_func_is_here_with_its_signature(name):
 PUBLIC = [
     *(f for f in (getattr(forall, n) for n in forall.__all__) if f.__module__.startswith("forall")),
     *(getattr(forall.extend, name) for name in forall.extend.__all__),
+    *(getattr(forall.random, name) for name in forall.random.__all__),
     *(getattr(forall.testing, name) for name in forall.testing.__all__),
 ]
 

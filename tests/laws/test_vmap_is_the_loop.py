@@ -463,16 +463,3 @@ def test_a_shared_tensor_takes_no_per_example_data():
 def test_an_argument_with_in_dims_none_takes_no_per_example_data():
     with pytest.raises(RuntimeError, match=r"all examples share"):
         vmap(lambda a, b: b.copy_(a), (0, None))(seeded(3, 2), torch.zeros(2, dtype=D))
-
-
-def test_the_derivative_of_a_value_that_escaped_is_refused():
-    """Its derivative would be the sum over examples of a vmap that has ended."""
-    kept = []
-
-    def f(x):
-        kept.append(torch.ones(3) * 2)
-        return x
-
-    vmap(f)(torch.ones(3, 3))
-    with pytest.raises(RuntimeError, match="kept from a vmap which has ended"):
-        grad(lambda a: (a * kept[0]).sum())(torch.ones(3))

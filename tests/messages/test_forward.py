@@ -118,7 +118,7 @@ def test_argnums_that_the_call_does_not_have(verb):
         {verb.__name__}(total, argnums=-2): argnums names an argument that the call does not have.
             argnums                -2
             positional arguments   1
-        Give an int in [-1, 1), and pass the argument by position.
+        Give an int in [-1, 1), and pass the argument by position, or name it in argnames.
         """,
     ):
         verb(total, argnums=-2)(X)

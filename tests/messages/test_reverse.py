@@ -68,7 +68,7 @@ def test_argnums_that_the_call_does_not_have():
         grad(total, argnums=1): argnums names an argument that the call does not have.
             argnums                1
             positional arguments   1
-        Give an int in [-1, 1), and pass the argument by position.
+        Give an int in [-1, 1), and pass the argument by position, or name it in argnames.
         """,
     ):
         grad(total, argnums=1)(X)
@@ -81,7 +81,7 @@ def test_an_argument_passed_by_keyword():
         grad(total, argnums=0): argnums names an argument that the call does not have.
             argnums                0
             positional arguments   0
-        Pass the argument by position.
+        Pass the argument by position, or name it in argnames.
         """,
     ):
         grad(total)(x=X)
@@ -120,7 +120,7 @@ def test_an_integer_tensor(verb):
         f"""
         {verb.__name__}(total, argnums=0): only floating-point and complex tensors have a derivative.
             differentiated   int64[3]
-        Convert it (x.float()), or leave it out of argnums.
+        Convert it (x.float()), or do not differentiate with respect to it.
         """,
     ):
         verb(total)(N)

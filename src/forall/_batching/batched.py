@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from forall._core.errors import escaped
-from forall._core.levels import Level, innermost, levels_in
-from forall._torch.dispatch import functions_off, in_backward, no_dispatch
+from forall._core.errors import escaped, marks, no_memory, short, shown
+from forall._core.levels import Level, dispatched, innermost, is_over, left_over, levels_in
+from forall._torch import trees
+from forall._torch.dispatch import functions_off, no_dispatch
 from forall._torch.names import subclass_functions_off
 from forall._torch.wrapper import Wrapper, make_wrapper
 
@@ -79,8 +80,24 @@ class Batched(Wrapper):
         return derive(self, self.value, self.axis, same)
 
     def describe(self) -> str:
-        place = "the same for all" if self.axis is None else f"axis {self.axis} of"
-        return f"Batched(level {self.level.number}, {place} {self.value!r})"
+        level = self.level
+        examples = "one for each of" if self.axis is not None else "the same for all"
+        facts = f"{short(self)}, {examples} {level.size} examples"
+        if self.axis:
+            facts += f" (axis {self.axis})"
+        return f"Batched({facts}{marks(self)}:\n{shown(self.value)})"
+
+    def memory(self, name: str, args: tuple, kwargs: dict) -> Any:
+        if self.axis is not None:
+            if is_over(self.level):
+                raise escaped(f"x.{name}()", self, self.level.origin)
+            raise no_memory(name, self, self.level.size)
+        if self.requires_grad and name != "tolist":
+            raise RuntimeError(
+                f"Can't call {name}() on Tensor that requires grad. Use tensor.detach().{name}()."
+            )
+        with no_dispatch(), functions_off():
+            return getattr(self.value, name)(*args, **kwargs)
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -89,45 +106,24 @@ class Batched(Wrapper):
         if not all(issubclass(t, torch.Tensor) for t in types):
             return NotImplemented
         with subclass_functions_off():
-            kwargs = kwargs or {}
+            args, kwargs = left_over(func, args, kwargs or {})
             found = levels_in(args, kwargs)
             if found and torch.is_grad_enabled():
-                level, given = innermost(found), args
-                args, kwargs = level.share_captured(args, kwargs)
-                shares = any(
-                    isinstance(a, torch.Tensor) and a is not b
-                    for a, b in zip(given, args, strict=True)
-                )
-                if shares and not level.active and not in_backward():
-                    # The derivative would be the sum over examples that are no longer there.
-                    raise escaped(func)
+                args, kwargs = innermost(found).share_captured(args, kwargs)
             return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        level = innermost(levels_in(args, kwargs or {}))
-        return level.run(func, args, kwargs or {})
+        return dispatched(func, args, kwargs or {})
 
 
-def _by_value(name: str) -> Any:
-    """A method that reads memory: a tensor that all examples share has some."""
-
-    def method(self: Batched, *args: Any, **kwargs: Any) -> Any:
-        if self.axis is not None:
-            return getattr(Wrapper, name)(self, *args, **kwargs)
-        if self.requires_grad and name != "tolist":
-            raise RuntimeError(
-                f"Can't call {name}() on Tensor that requires grad. Use tensor.detach().{name}()."
-            )
-        with no_dispatch(), functions_off():
-            return getattr(self.value, name)(*args, **kwargs)
-
-    method.__name__ = name
-    return method
-
-
-for _name in ("numpy", "tolist", "__array__"):
-    setattr(Batched, _name, _by_value(_name))
+def without_ended(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """What ended levels leave of the arguments; an error where that is one value per example."""
+    left = left_over(func, args, kwargs)
+    for a in trees.leaves(left):
+        if type(a) is Batched and is_over(a.level):
+            raise escaped(func, a, a.level.origin)
+    return left
 
 
 def wrap(value: torch.Tensor, axis: int | None, level: Level) -> Batched:

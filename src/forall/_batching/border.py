@@ -140,6 +140,12 @@ def share(tensor: torch.Tensor, level: VmapLevel) -> torch.Tensor:
         return _shared(tensor, level)
 
 
+def keep(example: Batched) -> torch.Tensor:
+    """What a value that is the same for all examples leaves behind when its level has ended."""
+    with functions_off():
+        return apply_function(Keep, example, example.level) if carries(example) else example.value
+
+
 def _entered(bare: torch.Tensor, axis: int, level: VmapLevel, worn: Dress) -> Batched:
     b = wrap(dress(graph_free(bare), worn), axis, level)
     b.older = True
@@ -231,6 +237,31 @@ class Share(torch.autograd.Function):
     @staticmethod
     def jvp(ctx, t, _level):
         return None if t is None else share(t, ctx.level)
+
+
+class Keep(torch.autograd.Function):
+    """A value shared by all examples, kept after the call: as the loop's first example left it.
+
+    So its derivative goes to that one alone. Given to all, `Share` would count it once for each.
+    """
+
+    @staticmethod
+    def forward(example, level):
+        return graph_free(example.value)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        _, ctx.level = inputs
+
+    @staticmethod
+    def backward(ctx, g):
+        with outside(ctx.level), functions_off():
+            nothing = g.new_zeros(()).expand(ctx.level.size - 1, *g.shape)
+            return enter(torch.cat([g.unsqueeze(0), nothing]), 0, ctx.level), None
+
+    @staticmethod
+    def jvp(ctx, t, _level):
+        return None if t is None else keep(t)
 
 
 def _summed(g: torch.Tensor, level: VmapLevel) -> torch.Tensor:

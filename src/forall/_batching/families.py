@@ -9,10 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forall._batching import table
-from forall._batching.batched import Batched, promote, refit, wrap
-from forall._core.errors import columns, shared_write, short
+from forall._batching.batched import Batched, wrap
 from forall._torch.names import pop_mode, push_mode
-from forall._torch.schema import facts
 from forall._torch.wrapper import Wrapper
 
 if TYPE_CHECKING:
@@ -145,7 +143,7 @@ def _pointwise_with_care(level: Any, func: Any, args: tuple, kwargs: dict) -> An
     rank = max(rank_of(a, level) for a in tensors)
     # The condition of where takes no part in promotion.
     condition = args[0] if func is _WHERE else None
-    common = _common_dtype([t for t in tensors if t is not condition], level)
+    common = common_dtype([t for t in tensors if t is not condition], level)
 
     def align(a: Any) -> Any:
         if not isinstance(a, Tensor):
@@ -168,7 +166,7 @@ def _pointwise_with_care(level: Any, func: Any, args: tuple, kwargs: dict) -> An
 _WHERE = torch.ops.aten.where.self
 
 
-def _common_dtype(tensors: list[Tensor], level: Any) -> torch.dtype | None:
+def common_dtype(tensors: list[Tensor], level: Any) -> torch.dtype | None:
     """The dtype the examples promote to, where the stacks' ranks would promote otherwise.
 
     A rank-0 example does not promote a rank-1 tensor, though its stack has rank 1.
@@ -266,37 +264,7 @@ class Stack:
         self.v = v
 
 
-# --- derived from the functional overload --------------------------------------------------------
-
-
-def derived(functional: Any) -> Callable:
-    """In-place and out= forms: compute what they would write, then write it."""
-
-    def handler(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
-        fact = facts(func)
-        targets = [args[m] if isinstance(m, int) else kwargs.get(m) for m in fact.mutates]
-        rest = {k: a for k, a in kwargs.items() if k not in fact.out_names}
-        with level_on(level):
-            results = functional(*args, **rest)
-        if len(targets) == 1:  # for several, lists among them, the functional lists what it writes
-            results = (results,)
-        elif not fact.out_names:
-            results = results[-len(targets) :]
-        for target, result in zip(targets, results, strict=True):
-            if isinstance(target, (list, tuple)):
-                level_write(level, func, target, result)
-            elif fact.out_names and not torch.can_cast(result.dtype, target.dtype):
-                raise RuntimeError(
-                    f"result type {result.dtype} can't be cast to the desired output type "
-                    f"{target.dtype}"
-                )
-            elif fact.out_names and target.shape != result.shape:
-                _resize_out(level, func, target, result)
-            elif target is not None:
-                write(level, func, target, result)
-        return _named(targets) if func._schema.returns else None
-
-    return handler
+# --- reaching the level from inside a handler ---------------------------------------------------
 
 
 class level_on:
@@ -331,153 +299,6 @@ def _ended(args: tuple) -> list:
                     found.add(value.level)
                 value = value.value
     return sorted(found, key=cmp_to_key(lambda a, b: -1 if a.is_outside(b) else 1))
-
-
-def _resize_out(level: Any, func: Any, target: Any, result: Tensor) -> None:
-    """out= takes the size of what is written to it, as long as only this call knows it."""
-    if _is_older(target, level):
-        raise RuntimeError(
-            f"vmap: {func} would resize out=, a tensor from before the call.\n"
-            f"{columns([('out', short(target)), ('result', short(result))])}\n"
-            "Give it the result's shape, or leave out= away."
-        )
-    axis = 0 if is_mapped(result, level) else None
-    value = lower(result, level) if axis is None else front(result)
-    refit(target, value.to(target.dtype), axis)
-
-
-def level_write(level: Any, func: Any, targets: list, results: Any) -> Any:
-    """Write results into targets, as examples; returns the targets as the operator would."""
-    for target, result in zip(targets, results, strict=True):
-        write(level, func, target, result)
-    return _named(targets)
-
-
-def _named(targets: list) -> Any:
-    return targets[0] if len(targets) == 1 else tuple(targets)
-
-
-def write(level: Any, func: Any, target: Any, data: Tensor) -> None:
-    """target.copy_(data) for every example, one level down."""
-    view_of = writable(level, func, target, [data])
-    rank = view_of.dim() - 1
-    if is_mapped(data, level):
-        v = front(data)
-        if v.dim() - 1 < rank:
-            v = v.reshape(v.shape[0], *(1,) * (rank - v.dim() + 1), *v.shape[1:])
-    else:
-        v = lower(data, level)
-    view_of.copy_(v)
-
-
-def writable(level: Any, func: Any, target: Any, data: list) -> Tensor:
-    """The target's stack (B, *S) to write into, promoted if the examples will differ in it."""
-    if not (type(target) is Batched and target.level is level):
-        raise shared_write(str(func), target, [d for d in data if is_mapped(d, level)])
-    if target.axis is None:
-        if target.older:
-            raise shared_write(str(func), target, [d for d in data if is_mapped(d, level)])
-        promote(target, level.size)
-    if target.older:
-        _note_write(target)
-    if target.family is not None and target.family.put_back is not None:
-        raise NotImplementedError(
-            f"vmap: {func} writes into x[i], where i differs between the examples.\n"
-            "That is a copy here, so x would not change. Write x[i] = value instead."
-        )
-    return front(target)
-
-
-def _note_write(target: Batched) -> None:
-    """Rules run below the version count; a caller's tensor must still show that it changed."""
-    if not isinstance(target.value, Batched):
-        torch.autograd.graph.increment_version(target.value)
-
-
-def pointwise_in_place(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
-    """x.op_(y, ..): the examples of the others broadcast to x's."""
-    target = args[0]
-    stack = writable(level, func, target, list(args[1:]))
-    rank = stack.dim() - 1
-    common = _common_dtype([a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)], level)
-
-    def align(a: Any) -> Any:
-        if not isinstance(a, Tensor):
-            return a
-        if not is_mapped(a, level):
-            return lower(a, level)
-        v = front(a)
-        if v.dim() - 1 < rank:
-            v = v.reshape(v.shape[0], *(1,) * (rank - v.dim() + 1), *v.shape[1:])
-        return v if common is None or v.dtype in (common, torch.bool) else v.to(common)
-
-    func(stack, *map(align, args[1:]), **{k: align(a) for k, a in kwargs.items()})
-    return target
-
-
-def shared_data_write(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
-    """An in-place or out= operator none of whose arguments differs between the examples."""
-    fact = facts(func)
-    targets = [args[m] if isinstance(m, int) else kwargs[m] for m in fact.mutates]
-    flat = [
-        t for target in targets for t in (target if isinstance(target, (list, tuple)) else [target])
-    ]
-    for target in flat:
-        if target is not None and _is_older(target, level) and not _once_is_enough(func):
-            raise _counter(func, target)
-    out = func(*[lower(a, level) for a in args], **{k: lower(a, level) for k, a in kwargs.items()})
-    for target in flat:
-        ours = type(target) is Batched and target.level is level and target.axis is None
-        if ours and target.shape != target.value.shape:
-            refit(target, target.value, None)
-    if fact.out_names:
-        return targets[0] if len(targets) == 1 else tuple(targets)
-    if not func._schema.returns:
-        return None
-    if len(func._schema.returns) == 1:
-        return targets[0]
-    return wrapped(out, None, level)
-
-
-def _is_older(target: Any, level: Any) -> bool:
-    return not (type(target) is Batched and target.level is level and not target.older)
-
-
-_IDEMPOTENT = frozenset(
-    {
-        "copy_",
-        "fill_",
-        "zero_",
-        "masked_fill_",
-        "index_fill_",
-        "index_copy_",
-        "index_put_",
-        "scatter_",
-        "clamp_",
-        "clamp_min_",
-        "clamp_max_",
-        "relu_",
-        "abs_",
-        "set_",
-        "resize_",
-    }
-)
-
-
-def _once_is_enough(func: Any) -> bool:
-    """Whether doing it once leaves what doing it for every example in turn would leave."""
-    return func.overloadpacket.__name__ in _IDEMPOTENT or bool(facts(func).out_names)
-
-
-def _counter(func: Any, target: Tensor) -> RuntimeError:
-    return RuntimeError(
-        f"vmap: {func} changes a tensor from before the call, once for every example.\n"
-        f"{columns([('written to', short(target), 'shared by all examples')])}\n"
-        "Clone it inside the function (.clone()), or move the write outside vmap."
-    )
-
-
-table.register({"shared write": shared_data_write}, way="derived")
 
 
 # --- the last resort ---------------------------------------------------------------------------

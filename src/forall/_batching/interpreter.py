@@ -13,9 +13,11 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from forall._batching import border, families, table
-from forall._batching.batched import Batched, derive, wrap
-from forall._batching.families import alike
+from forall._batching import border, failing, families, table, writing
+from forall._batching.arrays import by_numpy
+from forall._batching.batched import Batched, derive, without_ended, wrap
+from forall._batching.families import alike, lower, wrapped
+from forall._batching.ledger import Ledger
 from forall._batching.resolve import resolve
 from forall._batching.shortcut import answer
 from forall._core.levels import (
@@ -24,6 +26,7 @@ from forall._core.levels import (
     entered,
     innermost,
     is_from_outside,
+    left_over,
     levels_in,
     lift,
     outside,
@@ -31,10 +34,12 @@ from forall._core.levels import (
     stack,
     top,
 )
+from forall._random import scopes
 from forall._torch.dispatch import (
     AUTOGRAD,
     CONJUGATE,
     autograd_below,
+    functions_are_off,
     functions_off,
     has_tangent,
     is_accumulating,
@@ -47,9 +52,11 @@ from forall._torch.schema import facts
 from forall._torch.wrapper import Wrapper
 
 aten = torch.ops.aten
+_Tensor = torch.Tensor
 _HANDLERS = table.HANDLERS
 _SHARED = table.SHARED
 _CALLS = table.CALLS
+_IN_PLACE = table.IN_PLACE
 _VIEWS = table.VIEWS
 _DETACH = aten.detach.default
 _LIFT_FRESH = aten.lift_fresh.default  # in its schema a view, of the constant it makes a tensor
@@ -64,6 +71,8 @@ class VmapLevel(Level, TorchDispatchMode):
     the level was made in: what a pull-back needs that runs through a graph recorded further out.
     """
 
+    draws = True
+
     def __init__(
         self,
         size: int,
@@ -75,9 +84,15 @@ class VmapLevel(Level, TorchDispatchMode):
         TorchDispatchMode.__init__(self)
         Level.__init__(self, parent)
         self.size = size
+        self.calls: int | None = None  # of the function, where examples are not calls of their own
+        self.notes = False  # what it reads of older memory
         self.randomness = randomness
         self.records_values = self.peels = records_values
         self.outer_grad = torch.is_grad_enabled()
+        self.scope = scopes.running()  # vmap gives each of its examples one of their own
+        self.ledger = Ledger()
+        self.counted: torch.Tensor | None = None  # by a BatchNorm that averages over all calls
+        self.met: list[torch.Tensor] = []  # older tensors that all examples share, of one operator
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -90,11 +105,22 @@ class VmapLevel(Level, TorchDispatchMode):
             return shared
         return border.share(tensor, self)
 
+    def afterwards(self, tensor: Batched) -> torch.Tensor:
+        return border.keep(tensor) if tensor.axis is None else tensor
+
+    def run_afterwards(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        args, kwargs = without_ended(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    by_numpy = staticmethod(by_numpy)
+
     def push(self, h: Any, args: tuple) -> tuple:
         """``h`` as a function of stacks, one level further out."""
 
         def stacked(*stacks: torch.Tensor) -> tuple[torch.Tensor, ...]:
             again = VmapLevel(self.size, self.randomness, top())
+            again.origin = self.origin
+            again.scope = self._scope_at(again)
             examples = [border.enter(s, 0, again) for s in stacks]
             with running(again):
                 outs = h(*examples)
@@ -103,6 +129,14 @@ class VmapLevel(Level, TorchDispatchMode):
         with outside(self):
             stacks = tuple(self._given(lift(a, self)) for a in args)
             return tuple(self._taken(y) for y in at(self.parent, stacked, stacks))
+
+    def _scope_at(self, again: VmapLevel) -> scopes.Scope | None:
+        """The scope of this level's examples, as those of another level."""
+        scope = scopes.running() if self.active else self.scope
+        if scope is None or not (type(scope.key) is Batched and scope.key.level is self):
+            return scope
+        key = scope.key
+        return scope.twin(lambda: wrap(key.value, key.axis, again))
 
     def _taken(self, stack_: torch.Tensor) -> torch.Tensor:
         """A stack (B, *S) as one example, by the way that this level records."""
@@ -115,22 +149,34 @@ class VmapLevel(Level, TorchDispatchMode):
         return border.leave(example, 0, self)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        with functions_off():
-            handler = _HANDLERS.get(func)
-            if handler is _pointwise and not kwargs and not self.records_values:
-                out = alike(self, func, args)
-                if out is not None:
-                    return out
-            found = self._meets(args, kwargs.values()) if kwargs else self._meets(args)
-            if found is _INNER:
-                return NotImplemented  # an inner value: its level acts first
-            return self._run(func, args, kwargs or {}, handler, found)
+        try:
+            with functions_off():
+                handler = _HANDLERS.get(func)
+                if handler is _pointwise and not kwargs and not self.records_values:
+                    out = alike(self, func, args)
+                    if out is not None:
+                        return out
+                found = self._meets(args, kwargs.values()) if kwargs else self._meets(args)
+                if found is _INNER:
+                    return NotImplemented  # an inner value: its level acts first
+                return self._run(func, args, kwargs or {}, handler, found)
+        except Exception as error:
+            if functions_are_off():
+                raise  # a handler is at work: the operator that it explains will tell
+            theirs = failing.told(error, func, args, kwargs or {})
+            if theirs is error:
+                raise
+            raise theirs from None
 
     def run(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """One operator on values of this level, with this level's modes off."""
         with functions_off():
             found = self._meets(args, kwargs.values())
             return self._run(func, args, kwargs, _HANDLERS.get(func), found)
+
+    def examples_are_of_one_call(self, first: bool) -> None:
+        """What is the same for all examples is done once, in the ``first`` of them that run."""
+        self.calls, self.notes = int(first), False
 
     def _meets(self, args: Any, more: Any = ()) -> str:
         """Whether the arguments hold values of an inner level, or else mapped ones of this."""
@@ -141,19 +187,30 @@ class VmapLevel(Level, TorchDispatchMode):
                 if level is self:
                     if a.axis is not None:
                         found = _MAPPED
+                    elif a.older:
+                        self.met.append(a)
                 elif not level.is_outside(self):
+                    self.met.clear()
                     return _INNER
+                else:
+                    self.met.append(a)
             elif type(a) in _SEQUENCES:
                 inside = self._meets(a)
                 if inside is _INNER:
                     return _INNER
                 if inside is _MAPPED:
                     found = _MAPPED
+            elif isinstance(a, _Tensor):
+                self.met.append(a)
         return found
 
     def _run(self, func: Any, args: tuple, kwargs: dict, handler: Any, found: str) -> Any:
         if func is _DETACH and not is_excluded(AUTOGRAD):
+            self.met.clear()
             return second_name(args[0])
+        known = writing.older(self, func, args, kwargs, found is _MAPPED) if self.met else None
+        if known is not None:
+            return known(self, func, args, kwargs)
         if found is not _MAPPED:
             handler = run_shared
         elif handler is None:
@@ -214,38 +271,22 @@ def run_shared(level: VmapLevel, func: Any, args: tuple, kwargs: dict) -> Any:
     if fact.seeded:
         return (_HANDLERS.get(func) or resolve(func))(level, func, args, kwargs)
     if fact.mutates:
-        return _HANDLERS["shared write"](level, func, args, kwargs)
+        return writing.shared_data_write(level, func, args, kwargs)
     if fact.view and func not in _VIEWS and func is not _LIFT_FRESH:
         handler = _HANDLERS.get(func) or resolve(func)
         if table.WAYS[func] == "decomposed":  # into views that can be derived again
             return handler(level, func, args, kwargs)
-    plain = [_plain(a, level) for a in args]
+    plain = [lower(a, level) for a in args]
     if kwargs:
-        out = func(*plain, **{k: _plain(a, level) for k, a in kwargs.items()})
+        out = func(*plain, **{k: lower(a, level) for k, a in kwargs.items()})
     else:
         out = func(*plain)
     if fact.view and isinstance(args[0], Batched) and args[0].level is level:
         return _derived(args[0], func, args[1:], kwargs, out)
-    out = _wrapped(out, level)
+    out = wrapped(out, None, level)
     if fact.view and func is not _LIFT_FRESH:
         for view in out if isinstance(out, (list, tuple)) else (out,):
             view.older = True  # of a tensor from outside: a write would reach it
-    return out
-
-
-def _plain(a: Any, level: VmapLevel) -> Any:
-    if type(a) is Batched:
-        return a.value if a.level is level else a
-    if type(a) in _SEQUENCES and a:
-        return [_plain(b, level) for b in a]
-    return a
-
-
-def _wrapped(out: Any, level: VmapLevel) -> Any:
-    if isinstance(out, torch.Tensor):
-        return wrap(out, None, level)
-    if isinstance(out, (list, tuple)):
-        return type(out)(_wrapped(o, level) for o in out)
     return out
 
 
@@ -294,15 +335,18 @@ class Sharing(TorchFunctionMode):
                 and _carries(args, kwargs, stack.top)
                 and func not in _ITSELF
             ):
-                args, kwargs = self._share(args, kwargs or {})
+                args, kwargs = self._share(func, args, kwargs or {})
             call = _CALLS.get(func)
+            if kwargs and kwargs.get("out") is not None:
+                call = table.OUTS.get(func, call)
             if call is not None:
                 out = call(*args, **(kwargs or {}))
                 if out is not NotImplemented:
                     return out
             return func(*args, **kwargs) if kwargs else func(*args)
 
-    def _share(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    def _share(self, func: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        args, kwargs = left_over(func, args, kwargs)
         levels = levels_in(args, kwargs)
         running = top()
         if running is not None:
@@ -310,7 +354,11 @@ class Sharing(TorchFunctionMode):
         level = innermost(levels) if levels else None
         while level is not None and not (isinstance(level, VmapLevel) and not level.records_values):
             level = level.parent  # only levels that record on their examples share
-        return (args, kwargs) if level is None else level.share_captured(args, kwargs)
+        if level is None:
+            return args, kwargs
+        written = 1 if func in _IN_PLACE else 0  # itself, so that its history tells
+        rest, kwargs = level.share_captured(args[written:], kwargs)
+        return args[:written] + rest, kwargs
 
 
 def _carries(args: Any, kwargs: dict | None, level: Level | None) -> bool:
@@ -339,9 +387,13 @@ class running:
             so_far.enter_context(entered(self.level))
             so_far.enter_context(self.level)
             if not self.level.records_values:
+                self.level.notes = True
                 so_far.enter_context(Sharing())
             self.leaving = so_far.pop_all()
         return self.level
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, error: object, *_: object) -> None:
         self.leaving.close()
+        self.level.notes = False
+        if error is None:
+            self.level.ledger.settle(self.level.size)

@@ -9,17 +9,14 @@ NOTE [decompositions]
 
 from __future__ import annotations
 
-import os
-import sys
 import threading
-import warnings
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from forall._batching import extending, families, table
-from forall._core.errors import DataDependentError, PerformanceWarning, data_dependent
+from forall._batching import extending, families, table, writing
+from forall._core.errors import DataDependentError, data_dependent, slow
+from forall._core.levels import outside
 from forall._torch import custom, trees
 from forall._torch.names import DispatchKey, decompositions, has_kernel
 from forall._torch.schema import facts, functional_of
@@ -39,14 +36,16 @@ def _find(func: Any) -> tuple[Any, str]:
         if torch.Tag.inplace_view in func.tags:
             return _no_rule, "error"
         if fact.pointwise and fact.mutates == (0,) and not fact.out_names:
-            return families.pointwise_in_place, "derived"
+            return writing.pointwise_in_place, "derived"
         if func.overloadpacket.__name__.startswith("_foreach_"):
             decomposition = _decomposition(func)  # tensor by tensor, each in place
             if decomposition is not None:
                 return _decomposed(decomposition), "decomposed"
         functional = functional_of(func)
         if functional is not None:
-            return families.derived(functional), "derived"
+            return writing.derived(functional), "derived"
+        if fact.out_names and len(fact.out_names) == len(fact.mutates):
+            return _loop_into_out, "loop"
         return _loop_and_write, "loop"
     op = custom.definition(func)
     if op is not None:
@@ -178,7 +177,7 @@ def _loop_and_write(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
             written[frozenset(a.alias_info.before_set)] = value
             for target in value if isinstance(value, (list, tuple)) else [value]:
                 if target is not None:
-                    families.writable(level, func, target, [v for v in given if v is not value])
+                    writing.writable(level, func, target, [v for v in given if v is not value])
     _warn(func)
     out = families.loop(level, func, args, kwargs)
     returns = func._schema.returns
@@ -187,32 +186,28 @@ def _loop_and_write(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     return tuple(written.get(_aliased(r), o) for r, o in zip(returns, out, strict=True))
 
 
+def _loop_into_out(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    """An operator that only exists with out= makes a new tensor for each example."""
+    dtypes = {name: kwargs[name].dtype for name in facts(func).out_names}
+
+    def one(*a: Any, **k: Any) -> Any:
+        fresh = {n: torch.empty(0, dtype=d, device=kwargs[n].device) for n, d in dtypes.items()}
+        return func(*a, **k, **fresh)
+
+    def functional(*a: Any, **k: Any) -> Any:
+        with outside(level):
+            return families.loop(level, one, a, k)
+
+    _warn(func)
+    return writing.derived(functional)(level, func, args, kwargs)
+
+
 def _aliased(returned: Any) -> frozenset:
     return frozenset() if returned.alias_info is None else frozenset(returned.alias_info.before_set)
 
 
-_WARNED: dict[Any, Any] = {}  # the registry of the standard library's warnings
-_FIRST: dict[str, tuple[str, int]] = {}
-_NOT_THE_USERS = tuple(
-    f"{Path(module.__file__ or '').parent}{os.sep}" for module in (torch, sys.modules["forall"])
-)
-
-
 def _warn(func: Any) -> None:
-    """Once per operator where warnings are shown once, and at the user's line."""
-    text = (
+    slow(
         f"vmap: {func} has no rule and runs once per example.\n"
         "Add a rule with forall.extend.batching_rule to make it fast."
     )
-    place = _FIRST.get(text)
-    if place is None or (text, PerformanceWarning, place[1]) not in _WARNED:
-        place = _FIRST[text] = _users_line()
-    warnings.warn_explicit(text, PerformanceWarning, *place, registry=_WARNED)
-
-
-def _users_line() -> tuple[str, int]:
-    """The innermost line that is neither ours nor torch's."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
-        frame = frame.f_back
-    return frame.f_code.co_filename, frame.f_lineno

@@ -18,6 +18,10 @@ HANDLERS: dict[Any, Handler] = {}
 WAYS: dict[Any, str] = {}
 # Operators that need care even where no argument differs between the examples.
 SHARED: dict[Any, Handler] = {}
+# What operators in place do to a tensor from before the call, where that adds up (`ledger`).
+UPDATES: dict[Any, Callable] = {}
+# Operators that tell the ledger themselves what they read of older tensors.
+BLIND: set[Any] = set()
 
 
 def register(handlers: dict[Any, Handler], way: str = "row") -> None:
@@ -37,6 +41,10 @@ def overloads(packet: Any) -> Iterable[Any]:
 VIEWS: dict[Any, Any] = {}
 # Calls of torch's Python API that have a meaning here before any operator is reached.
 CALLS: dict[Any, Callable] = {}
+# Those of them that write into their first argument.
+IN_PLACE: set[Callable] = set()
+# The same, for calls that are given an out=.
+OUTS: dict[Any, Callable] = {}
 # View operators whose call, to be made again, needs more than their arguments.
 VIEW_CALLS: dict[Any, Callable] = {}
 

@@ -6,8 +6,17 @@ Builders return the exception and the caller raises it, so the traceback ends at
 from __future__ import annotations
 
 import functools
+import warnings
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+from forall._core.places import Place, users_line
+from forall._torch.dispatch import functions_off, no_dispatch
+from forall._torch.wrapper import Wrapper
+
+if TYPE_CHECKING:
+    from forall._core.places import Origin
 
 
 class PerformanceWarning(UserWarning):
@@ -16,6 +25,18 @@ class PerformanceWarning(UserWarning):
 
 class DataDependentError(RuntimeError):
     """An operator asked for one value where every example has its own."""
+
+
+_WARNED: dict[Any, Any] = {}  # the registry of the standard library's warnings
+_FIRST: dict[str, Place] = {}
+
+
+def slow(text: str) -> None:
+    """Warn of a slow way: once where warnings are shown once, and at the user's line."""
+    place = _FIRST.get(text)
+    if place is None or (text, PerformanceWarning, place.line) not in _WARNED:
+        place = _FIRST[text] = users_line()
+    warnings.warn_explicit(text, PerformanceWarning, *place, registry=_WARNED)
 
 
 def columns(rows: list[tuple[str, ...]]) -> str:
@@ -41,6 +62,27 @@ def _shown(value: object) -> str:
     if type(value) is dict:
         return f"{{{', '.join(f'{k!r}: {_shown(v)}' for k, v in value.items())}}}"
     return repr(value)
+
+
+def shown(value: torch.Tensor) -> str:
+    """The numbers behind a wrapper. To print must not fail, whatever is active around it."""
+    if isinstance(value, Wrapper):
+        return repr(value)
+    try:
+        with functions_off(), no_dispatch():
+            return repr(value)
+    except Exception:  # noqa: BLE001 - a tensor subclass, say, that cannot be read here
+        return short(value)
+
+
+def marks(value: Wrapper) -> str:
+    """What repr tells besides: the history, and that the time of a value is over."""
+    text = ""
+    if value.grad_fn is not None:
+        text = f", grad_fn=<{type(value.grad_fn).__name__}>"
+    elif value.requires_grad:
+        text = ", requires_grad=True"
+    return text if value.level.active else f"{text}, kept after the call"
 
 
 def kind(value: object) -> str:
@@ -78,6 +120,25 @@ def data_dependent(op: str, cure: str) -> DataDependentError:
     )
 
 
+_CURES = {
+    "numpy": "Give numpy's functions x itself (np.sin(x)), or read the results outside vmap.",
+    "tolist": "Use torch's operators, or read the results outside vmap.",
+    "__reduce_ex__": "Save the results of vmap, or forall.stacked(x): all examples in one tensor.",
+}
+_CURES["__array__"] = _CURES["numpy"]
+
+
+def no_memory(name: str, value: torch.Tensor, size: int) -> DataDependentError:
+    call = {"__reduce_ex__": "pickle", "__array__": "np.asarray(x)"}
+    row = ("x", f"{short(value)}, one for each of {size} examples")
+    cure = _CURES.get(name, "Use torch's operators, or forall.stacked(x): all examples together.")
+    return DataDependentError(
+        f"vmap: {call.get(name, f'x.{name}()')} asks for the memory of one example.\n"
+        f"{columns([row])}\n"
+        f"All examples lie in one stack, and none has memory of its own.\n{cure}"
+    )
+
+
 def shared_write(op: str, target: torch.Tensor, data: list[torch.Tensor]) -> RuntimeError:
     rows = [("written to", short(target), "from before the call, one for all examples")]
     rows += [("data", short(d), "differs between the examples") for d in data]
@@ -89,10 +150,16 @@ def shared_write(op: str, target: torch.Tensor, data: list[torch.Tensor]) -> Run
     )
 
 
-def escaped(func: object) -> RuntimeError:
+def escaped(func: object, value: torch.Tensor, origin: Origin | None) -> RuntimeError:
+    rows = [("used by", str(func)), ("value", f"{short(value)}, one for each example")]
+    if origin is not None:
+        code = getattr(origin.call.func, "__code__", None)
+        if code is not None:
+            rows.append(("made in", f"{name_of(origin.call.func)}, at {Place.of(code)}"))
+        rows.append(("called", f"at {origin.place}"))
     return RuntimeError(
-        f"vmap: {name_of(func)} takes the derivative of a value that was kept from a vmap which "
-        "has ended.\n"
-        "It stands for an example that is no longer there.\n"
-        "Return it from the function, and use the result of vmap."
+        f"{origin.call if origin else 'vmap'}: a value of one example is used after the call.\n"
+        f"{columns(rows)}\n"
+        "The examples are there one by one during the call alone. Return it from the function, or "
+        "take all examples together: forall.stacked(value)."
     )

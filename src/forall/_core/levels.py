@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import itertools
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from forall._torch.dispatch import (
     dispatch_modes,
+    functions_are_off,
     functions_off,
+    in_backward,
     in_torch_func,
     outside_torch_func,
     plain_alias,
@@ -29,6 +31,8 @@ from forall._torch.wrapper import Wrapper
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+
+    from forall._core.places import Origin
 
     Function = Callable[..., tuple[torch.Tensor, ...]]
 
@@ -45,8 +49,16 @@ class Level:
         self.active = False
         self.lifted: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
+    # The user's call that made the level, where there is one.
+    origin: Origin | None = None
+
+    # Whether its values are for the time of a call, so that they can be used too late.
+    ends = True
+
     # Whether a derivative hangs on the values, so that a custom Function must be taken to them.
     peels = False
+    # Whether random numbers drawn at this level are its own.
+    draws = False
 
     def push(self, h: Function, args: tuple) -> tuple:
         """`at` for values of this level."""
@@ -54,6 +66,26 @@ class Level:
 
     def share(self, tensor: torch.Tensor) -> torch.Tensor:
         """This level's stand-in for ``tensor``, a value of the level just outside."""
+        raise NotImplementedError
+
+    def by_numpy(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        """A function of numpy's that torch's own numpy layer cannot answer."""
+        name = getattr(func, "__name__", func)
+        raise NotImplementedError(
+            f"np.{name}: numpy has no derivative of this for a value with a tangent.\n"
+            "Use torch's function."
+        )
+
+    def afterwards(self, tensor: Wrapper) -> torch.Tensor:
+        """What is left of a value when the level has ended; itself, if there is no one answer."""
+        raise NotImplementedError
+
+    def run(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        """One operator on values of this level."""
+        raise NotImplementedError
+
+    def run_afterwards(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        """One operator of the user's when the level has ended."""
         raise NotImplementedError
 
     def is_outside(self, other: Level) -> bool:
@@ -175,9 +207,12 @@ def second_name(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class outside:
-    """Act as code just outside ``level`` does: its modes, and those of levels in it, are off."""
+    """Act as code just outside ``level`` does: its modes, and those of levels in it, are off.
 
-    __slots__ = ("level", "modes", "top")
+    A mode that is no level's and ``stays`` goes on: what it sees is the user's code all the same.
+    """
+
+    __slots__ = ("level", "modes", "stay", "top")
 
     def __init__(self, level: Level) -> None:
         self.level = level
@@ -192,11 +227,59 @@ class outside:
                 if mode is self.level:
                     break
             stack.top = self.level.parent
+        self.stay = [mode for mode in self.modes if getattr(mode, "stays", False)]
+        for mode in reversed(self.stay):
+            push_mode(mode)
 
     def __exit__(self, *_: object) -> None:
+        for _mode in self.stay:
+            pop_mode(None)
         while self.modes:
             push_mode(self.modes.pop())
         stack.top = self.top
+
+
+def is_over(level: Level) -> bool:
+    """Whether a user's own code meets a value of this level after the level has ended.
+
+    A backward pass, with its hooks and recomputations, acts under ended levels by right, and so
+    does our own code, which no function mode is to see.
+    """
+    return not level.active and level.ends and not functions_are_off() and not in_backward()
+
+
+# Asked of the tensor itself, for which nothing else may answer.
+_ITS_OWN = frozenset(
+    {"__get__", "__set__", "__delete__", "requires_grad_", "retain_grad", "register_hook"}
+)
+
+
+def dispatched(func: Any, args: tuple, kwargs: dict) -> Any:
+    """An operator that no mode took: of our own code, in a backward pass, or after the call."""
+    level = innermost(levels_in(args, kwargs))
+    if is_over(level):
+        return level.run_afterwards(func, args, kwargs)
+    return level.run(func, args, kwargs)
+
+
+def left_over(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """The arguments of a user's call, ordinary tensors for what ended levels leave of them."""
+    if not any(is_over(level) for level in levels_in(args, kwargs)) or (
+        getattr(func, "__name__", "") in _ITS_OWN
+    ):
+        return args, kwargs
+    return tuple(_left_over(a) for a in args), {k: _left_over(a) for k, a in kwargs.items()}
+
+
+def _left_over(a: Any) -> Any:
+    if type(a) in (list, tuple):
+        return type(a)(map(_left_over, a))
+    while isinstance(a, Wrapper) and is_over(a.level):
+        left = a.level.afterwards(a)
+        if left is a:
+            break
+        a = left
+    return a
 
 
 def peels(tensor: torch.Tensor) -> bool:

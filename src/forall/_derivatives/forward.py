@@ -12,11 +12,22 @@ from typing import Any
 
 import torch
 
-from forall._core.errors import columns, short
-from forall._core.levels import Level, at, entered, graph_free, innermost, levels_in, second_name
+from forall._core.errors import columns, marks, short, shown
+from forall._core.levels import (
+    Level,
+    at,
+    dispatched,
+    entered,
+    graph_free,
+    left_over,
+    levels_in,
+    second_name,
+)
+from forall._random.scopes import taken_back
 from forall._torch import trees
 from forall._torch.dispatch import (
     AUTOGRAD,
+    accumulating_on,
     apply_function,
     autograd_below,
     functions_off,
@@ -27,11 +38,15 @@ from forall._torch.dispatch import (
 )
 from forall._torch.names import TorchDispatchMode, attach_tangent, functions_pass, split_tangent
 from forall._torch.schema import facts, functional_of
-from forall._torch.wrapper import Wrapper, shell
+from forall._torch.wrapper import READS, Wrapper, shell
 
 aten = torch.ops.aten
 _DETACH = aten.detach.default
 _LAZY_ZEROS = aten._efficientzerotensor.default
+# These write running statistics, of which no derivative is taken.
+_STATISTICS = frozenset(
+    {aten._native_batch_norm_legit.default, aten._batch_norm_with_update.default}
+)
 # Of these the inner forward mode must not hear: at this level they are names for the same value.
 _ALIASES = frozenset({aten._make_dual.default, aten._fw_primal.default})
 
@@ -45,13 +60,21 @@ class Dual(Wrapper):
         return wrap(self.value, self.level)
 
     def describe(self) -> str:
-        return f"Dual(level {self.level.number}, {self.value!r})"
+        return f"Dual({short(self)}, with a tangent{marks(self)}:\n{shown(self.value)})"
+
+    def memory(self, name: str, args: tuple, kwargs: dict) -> Any:
+        if name not in READS:
+            raise RuntimeError(
+                f"jvp: x.{name}() asks for the memory of a tensor that has a tangent.\n"
+                "Use torch's operators on it, or do this outside jvp."
+            )
+        return getattr(self.level.afterwards(self).detach(), name)(*args, **kwargs)
 
     __torch_function__ = functions_pass  # pyright: ignore[reportAssignmentType]
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        return innermost(levels_in(args, kwargs or {})).run(func, args, kwargs or {})
+        return dispatched(func, args, kwargs or {})
 
 
 def wrap(value: torch.Tensor, level: JvpLevel) -> Dual:
@@ -68,6 +91,8 @@ class JvpLevel(Level, TorchDispatchMode):
         TorchDispatchMode.__init__(self)
         Level.__init__(self, parent)
         self.outer_grad = outer_grad
+        self.outer_history = False  # whether an argument had one
+        self.left_on: list[torch.Tensor] = []  # leaves that got a gradient of this level
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -83,8 +108,36 @@ class JvpLevel(Level, TorchDispatchMode):
             return TorchDispatchMode.__exit__(self, *error)
         finally:
             self.place.__exit__()
+            for leaf in self.left_on:  # by a backward pass inside
+                with functions_off():
+                    leaf.grad = unpack(leaf.grad, self)[0]
 
     peels = True
+
+    def afterwards(self, tensor: Dual) -> torch.Tensor:
+        """The primal: tangents end with their level."""
+        with autograd_below(grad=torch.is_grad_enabled(), forward=True):
+            return unpack(tensor, self)[0]
+
+    def run_afterwards(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        """An operator of the user's on what is left of the level's values.
+
+        A derivative taken inside hangs on the wrappers, and autograd keeps it; one taken outside
+        hangs on the values.
+        """
+        inside = torch.is_grad_enabled() and any(
+            type(a) is Dual and a.requires_grad for a in (*args, *kwargs.values())
+        )
+        if inside and self.outer_history and func is not _DETACH:
+            raise RuntimeError(
+                f"jvp: {func} takes a value that was kept from a call which has ended.\n"
+                "Its history leads to a tensor that the function captured, and to the argument.\n"
+                "Return it from the function (has_aux=True), or keep it without history "
+                "(.detach())."
+            )
+        args, kwargs = left_over(func, args, kwargs)
+        with autograd_below(grad=torch.is_grad_enabled() and not inside, forward=False):
+            return func(*args, **kwargs)
 
     def push(self, h: Any, args: tuple) -> tuple:
         from forall._derivatives.reversed import lowered
@@ -107,6 +160,12 @@ class JvpLevel(Level, TorchDispatchMode):
         fact = facts(func)
         if func is _DETACH and not is_excluded(AUTOGRAD):
             return second_name(args[0])
+        if func is _DETACH:
+            leaf = accumulating_on()
+            if leaf is not None and not self.active:
+                return self.afterwards(args[0])
+            if leaf is not None:
+                self.left_on.append(leaf)
         if func is _LAZY_ZEROS:
             return plain_zeros(*args, **kwargs)
         if func in _ALIASES:
@@ -121,6 +180,7 @@ class JvpLevel(Level, TorchDispatchMode):
             functions_off(),
             autograd_below(grad=grad and self.outer_grad, forward=grad),
         ):
+            draws = taken_back() if fact.seeded else None
             try:
                 out = func(
                     *[self._below(a) for a in args],
@@ -129,6 +189,8 @@ class JvpLevel(Level, TorchDispatchMode):
             except NotImplementedError:
                 if not grad or fact.mutates:
                     raise
+                if draws is not None:
+                    draws()
                 return self._transposed(func, args, kwargs)
             if fact.mutates:
                 return self._written(fact, args, kwargs, out)
@@ -183,12 +245,20 @@ class JvpLevel(Level, TorchDispatchMode):
         """A tensor from before the call cannot take in a tangent that ends with the call."""
         targets = _writes(fact, args, kwargs)
         foreign = [t for t in targets if not (type(t) is Dual and t.level is self)]
-        if foreign and any(type(a) is Dual and a.level is self for a in (*args, *kwargs.values())):
+        if func in _STATISTICS:
+            return
+        if foreign and any(self._moves(a) for a in (*args, *kwargs.values())):
             raise RuntimeError(
                 f"jvp: {func} writes a value that has a tangent into a tensor from outside.\n"
                 f"{columns([('written to', short(foreign[0]), 'from before the call')])}\n"
                 "Clone it inside the function (.clone()), or pass it as a primal."
             )
+
+    def _moves(self, a: Any) -> bool:
+        if type(a) is not Dual or a.level is not self:
+            return False
+        with autograd_below(grad=torch.is_grad_enabled(), forward=True):
+            return unpack(a, self)[1] is not None
 
     def _written(self, fact: Any, args: tuple, kwargs: dict, out: Any) -> Any:
         """A write in place answers with the very tensors it was given."""
@@ -223,6 +293,7 @@ class Share(torch.autograd.Function):
 
 def make_dual(primal: torch.Tensor, tangent: torch.Tensor, level: JvpLevel) -> Dual:
     """A value of ``level`` with this tangent; both are tensors from just outside it."""
+    level.outer_history |= primal.requires_grad or tangent.requires_grad
     with functions_off(), torch.enable_grad(), _forward_on():
         return wrap(attach_tangent(primal, tangent, level=0), level)
 

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd import forward_ad
 
-from forall._core.errors import columns, short
 from forall._core.levels import graph_free, lift, top
 from forall._torch import trees
 from forall._torch.dispatch import functions_off, run_backward, users_tangent, users_tangents
@@ -60,31 +59,10 @@ def leads_outside(tensors: Iterable[torch.Tensor], own: Iterable[torch.Tensor]) 
     return False
 
 
-def variables(call: str, tree: Any) -> tuple[list[torch.Tensor], list, Any]:
-    """Fresh variables for the tensors of a tree; leaves that are no tensors stay."""
-    leaves, spec = trees.flatten(tree)
+def variables(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Fresh variables for floating-point and complex tensors."""
     with functions_off():
-        fresh, out = _variables(call, leaves)
-    return fresh, out, spec
-
-
-def _variables(call: str, leaves: list) -> tuple[list[torch.Tensor], list]:
-    fresh = []
-    out = []
-    for leaf in leaves:
-        if not isinstance(leaf, torch.Tensor):
-            out.append(leaf)
-            continue
-        if not (leaf.is_floating_point() or leaf.is_complex()):
-            raise RuntimeError(
-                f"{call}: only floating-point and complex tensors have a derivative.\n"
-                f"{columns([('differentiated', short(leaf))])}\n"
-                "Convert it (x.float()), or leave it out of argnums."
-            )
-        v = variable(leaf)
-        fresh.append(v)
-        out.append(v)
-    return fresh, out
+        return [variable(x) for x in tensors]
 
 
 def gradients(

@@ -16,6 +16,7 @@ import torch
 from forall._core.levels import at, deepest, graph_free, lift, outside
 from forall._derivatives import forward
 from forall._derivatives.reverse import gradients, variable
+from forall._random.scopes import resuming
 from forall._torch.dispatch import apply_function, autograd_below
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ class _Lowered(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, h, level, *args):
-        ctx.h, ctx.level = h, level
+        ctx.h, ctx.level = resuming(h), level
         ctx.save_for_backward(*args)
         with torch.enable_grad():
             return _pushed(h, args, level)
@@ -69,10 +70,13 @@ def _pushed(h: Function, args: tuple, level: forward.JvpLevel) -> tuple:
         for i in moving:
             xs[i] = variable(xs[i])
         ys = h(*xs)
-        live = [y for y in ys if y.requires_grad] if moving else []
+        live = [y for y in ys if y is not None and y.requires_grad] if moving else []
         pushed = iter(_transposed(live, [xs[i] for i in moving], [pairs[i][1] for i in moving]))
         out = []
         for y in ys:
+            if y is None:  # a gradient that a backward operator was not asked for
+                out.append(None)
+                continue
             tangent = next(pushed) if moving and y.requires_grad else None
             if not keeps:
                 y = graph_free(y)

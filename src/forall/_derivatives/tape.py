@@ -23,6 +23,8 @@ aten = torch.ops.aten
 class TapeLevel(Level):
     """Never on the stack of levels, so inside all of them: a tape acts before any of its values."""
 
+    ends = False
+
     def __init__(self, parent: Level | None) -> None:
         super().__init__(parent)
         self.steps: list[tuple[Any, tuple, dict, int]] = []
@@ -145,16 +147,45 @@ def _primal(a: Any) -> Any:
     return a if tangent is None else primal
 
 
-def play(level: TapeLevel, seeds: list[torch.Tensor]) -> list[Any]:
-    """The program again, on other tangents: the value in every slot."""
-    slots: list[Any] = list(seeds)
+def prune(level: TapeLevel, ends: list[int | None]) -> None:
+    """Leave out the steps that no end needs; call it before the program is played.
+
+    Formulas ask for shapes, torch's zeros without memory even on another device. A write in place
+    stays: whose memory it shares is not written down.
+    """
+    live = {end for end in ends if end is not None}
+    kept = []
+    after = level.count
+    for step in reversed(level.steps):
+        func, args, kwargs, slot = step
+        if facts(func).mutates or not live.isdisjoint(range(slot, after)):
+            live.update(_used(args))
+            live.update(_used(kwargs.values()))
+            kept.append(step)
+        after = slot
+    level.steps = kept[::-1]
+
+
+def _used(args: Any) -> list[int]:
+    found: list[int] = []
+    for a in args:
+        if type(a) is Slot:
+            found.append(a)
+        elif isinstance(a, (list, tuple)):
+            found += _used(a)
+    return found
+
+
+def play(level: TapeLevel, seeds: list[torch.Tensor]) -> dict[int, Any]:
+    """The program again, on other tangents: the value in every slot that is needed."""
+    slots: dict[int, Any] = dict(enumerate(seeds))
 
     def fill(a: Any) -> Any:
         if type(a) is Slot:
             return slots[a]
         return [fill(b) for b in a] if isinstance(a, (list, tuple)) else a
 
-    for func, args, kwargs, _ in level.steps:
+    for func, args, kwargs, slot in level.steps:
         out = func(*map(fill, args), **{k: fill(a) for k, a in kwargs.items()})
-        slots.extend(out if isinstance(out, (list, tuple)) else (out,))
+        slots.update(enumerate(out if isinstance(out, (list, tuple)) else (out,), slot))
     return slots

@@ -196,14 +196,16 @@ def has_tangent(tensor: torch.Tensor) -> bool:
     if in_torch_func():
         with outside_torch_func():
             return has_tangent(tensor)
-    return forward_ad.unpack_dual(tensor).tangent is not None
+    with torch._C.DisableTorchFunction():
+        return forward_ad.unpack_dual(tensor).tangent is not None
 
 
 def users_tangent(tensor: torch.Tensor) -> torch.Tensor | None:
     """The tangent that the user's own forward mode gave this tensor, if it did."""
     if not users_tangents() or not has_tangent(tensor):
         return None
-    return forward_ad.unpack_dual(tensor).tangent
+    with torch._C.DisableTorchFunction():
+        return forward_ad.unpack_dual(tensor).tangent
 
 
 _LINEARIZE = torch.func.linearize.__code__
@@ -249,9 +251,12 @@ def _called_by(wanted: Callable[[Any], bool]) -> bool:
 
 
 dispatch_modes = torch._C._len_torch_dispatch_stack
+# As in a handler: autograd neither records nor counts versions.
+below_autograd = torch._C._AutoDispatchBelowADInplaceOrView
 no_dispatch = torch._C._DisableTorchDispatch
 # Our own code is not the user's: no function mode is to see what it asks of tensors.
 functions_off = torch._C.DisableTorchFunction
+functions_are_off = torch._C._is_torch_function_all_disabled
 
 
 def run_backward(
@@ -282,6 +287,11 @@ def in_backward() -> bool:
 def is_accumulating() -> bool:
     """Whether autograd is leaving a gradient on a leaf right now."""
     return isinstance(torch._C._current_autograd_node(), torch._C._functions.AccumulateGrad)
+
+
+def accumulating_on() -> torch.Tensor | None:
+    """The leaf on which autograd is leaving a gradient right now."""
+    return torch._C._current_autograd_node().variable if is_accumulating() else None
 
 
 def in_torch_func() -> bool:

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 __all__ = [
+    "BATCH_NORM",
     "DispatchKey",
     "OpOverload",
     "OpOverloadPacket",
@@ -40,6 +41,9 @@ pop_mode = torch._C._pop_torch_dispatch_stack
 # Forward mode without the checks of torch.autograd.forward_ad, which ask for a level of its own.
 attach_tangent = torch._VF._make_dual
 split_tangent = torch._VF._unpack_dual
+
+# The code of the module that all of BatchNorm1d, 2d and 3d are.
+BATCH_NORM = torch.nn.modules.batchnorm._BatchNorm.forward.__code__
 
 has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from forall._torch import numpys
+
 make_wrapper = torch.Tensor._make_wrapper_subclass
 
 
@@ -27,33 +29,49 @@ class Wrapper(torch.Tensor):
         """What repr shows."""
         raise NotImplementedError
 
+    def memory(self, name: str, args: tuple, kwargs: dict) -> Any:
+        """What a method answers that reads the memory of a tensor."""
+        raise NotImplementedError
+
+    def __format__(self, spec: str) -> str:
+        if not spec or self.dim():
+            return object.__format__(self, spec) if spec else repr(self)
+        return format(self.item(), spec)
+
+    def __copy__(self) -> Wrapper:
+        """Another tensor of the same memory; as in torch it has no history."""
+        return self.detach().requires_grad_(self.requires_grad)  # pyright: ignore[reportReturnType]
+
     def __deepcopy__(self, memo: dict) -> Wrapper:
-        with torch._C.DisableTorchFunction():
-            if self.grad_fn is not None:
-                raise RuntimeError(
-                    "deepcopy: this tensor was computed, and its copy would have no history.\n"
-                    "Use x.clone(), or x.detach().clone()."
-                )
-            copy = self.detach().clone().requires_grad_(self.requires_grad)
+        if self.grad_fn is not None:
+            raise RuntimeError(
+                "deepcopy: this tensor was computed, and its copy would have no history.\n"
+                "Use x.clone(), or x.detach().clone()."
+            )
+        copy = self.detach().clone().requires_grad_(self.requires_grad)
         memo[id(self)] = copy
         return copy  # pyright: ignore[reportReturnType]
 
+    def __array_ufunc__(self, func: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        return numpys.ufunc(func, method, inputs, kwargs, self.level)
 
-def _without_memory(name: str) -> Any:
-    """A method that would read the memory of one example; some crash if let through."""
+    def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        return numpys.function(func, args, kwargs, self.level)
 
-    def method(self: Wrapper, *_args: Any, **_kwargs: Any) -> Any:
-        raise RuntimeError(
-            f"{name}: inside a transform a tensor stands for many, with no memory of its own.\n"
-            "Use torch's operators on it, or do this outside the transform."
-        )
+
+def _of_memory(name: str) -> Any:
+    """A method that reads memory: some crash if let through."""
+
+    def method(self: Wrapper, *args: Any, **kwargs: Any) -> Any:
+        return self.memory(name, args, kwargs)
 
     method.__name__ = name
     return method
 
 
-for _name in ("numpy", "tolist", "share_memory_", "__array__", "__dlpack__", "__reduce_ex__"):
-    setattr(Wrapper, _name, _without_memory(_name))
+READS = ("numpy", "tolist", "__array__")
+for _name in (*READS, "data_ptr", "storage", "share_memory_", "__dlpack__", "__reduce_ex__"):
+    setattr(Wrapper, _name, _of_memory(_name))
 
 
 def shell(kind: type[Wrapper], value: torch.Tensor) -> Any:

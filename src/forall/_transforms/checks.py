@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
 
 from forall._core.errors import Call, columns, kind, short
+from forall._random.keys import check as check_key
 from forall._torch import trees
 
 
@@ -19,11 +21,25 @@ def callable_(verb: str, func: Any) -> None:
         )
 
 
-def randomness(verb: str, flag: Any) -> None:
-    if flag not in ("error", "different", "same"):
+def randomness(verb: str, flag: Any, *, keys: bool = False) -> None:
+    if keys and isinstance(flag, torch.Tensor):
+        check_key(f"{verb}(randomness={short(flag)})", flag)
+    elif not isinstance(flag, str) or flag not in ("error", "different", "same"):
+        flags = "'error' (default), 'different' and 'same'"
         raise RuntimeError(
             f"{verb}(randomness={short(flag)}): no such flag.\n"
-            "It is one of 'error' (default), 'different' and 'same'."
+            f"It is one of {flags}{', or a key of forall.random' if keys else ''}."
+        )
+
+
+def no_key(call: Call, flag: Any) -> None:
+    """torch's own vmap, which works where Dynamo traces or torch.func is around, knows none."""
+    if isinstance(flag, torch.Tensor):
+        raise NotImplementedError(
+            f"{call}: torch.compile and the transforms of torch.func cannot draw by a key.\n"
+            f"{columns([('randomness', short(flag))])}\n"
+            "Use forall's transforms around it, or hand each example a key: vmap(f)(x, split(key, "
+            "n))."
         )
 
 
@@ -81,14 +97,21 @@ def differentiable(
     return x
 
 
-def some_tensor(call: Call, leaves: list) -> None:
+def no_tensor(call: Call, leaves: list) -> ValueError:
     """Numbers beside tensors get None; numbers alone are a mistake."""
-    if leaves and not any(isinstance(x, torch.Tensor) for x in leaves):
-        raise ValueError(
-            f"{call}: there is no tensor to differentiate with respect to.\n"
-            f"{columns([('differentiated', short(x), kind(x)) for x in leaves])}\n"
-            "Make it a tensor: torch.tensor(x)."
-        )
+    return ValueError(
+        f"{call}: there is no tensor to differentiate with respect to.\n"
+        f"{columns([('differentiated', short(x), kind(x)) for x in leaves])}\n"
+        f"{unknown_tree(leaves[0]) or 'Make it a tensor: torch.tensor(x).'}"
+    )
+
+
+def unknown_tree(x: Any) -> str:
+    """The cure for a dataclass that torch's trees take for a leaf; nothing for another leaf."""
+    if not is_dataclass(x) or isinstance(x, type):
+        return ""
+    name = type(x).__name__
+    return f"Its fields are not seen: register it once, torch.export.register_dataclass({name})."
 
 
 def real(call: Call, what: str, tensors: list) -> None:
@@ -141,6 +164,29 @@ def tangents(call: Call, primals: list, spec: Any, given: Any) -> list:
             f"{columns(rows)}\nConvert it: t.to(x.dtype), or t.real."
         )
     return leaves
+
+
+def vector_last(call: Call, args: tuple) -> tuple[tuple, Any]:
+    """The arguments of `hvp`'s function, and the vector."""
+    if len(args) < 2:
+        raise TypeError(
+            f"{call}: the arguments of the function come first, then the vector.\n"
+            f"{columns([('positional arguments', str(len(args)))])}\n"
+            f"Pass both: hvp({short_name(call)})(x, v)."
+        )
+    return args[:-1], args[-1]
+
+
+def vector_like(call: Call, given: Any, vector: Any) -> tuple:
+    """What moves in the arguments, of the vector; `tangents` looks at shapes and dtypes."""
+    leaves, spec = trees.flatten(vector)
+    if spec != given.spec:
+        rows = [("arguments", trees.text(given.spec)), ("vector", trees.text(spec))]
+        raise RuntimeError(
+            f"{call}: the vector must be shaped like what is differentiated.\n{columns(rows)}\n"
+            "Give it the same tree; several argnums take a tuple of vectors."
+        )
+    return tuple(leaves[i] for i in given.at)
 
 
 def alike(call: Call, primals: list, tangents: list) -> None:

@@ -10,7 +10,10 @@ from typing import Any
 
 import torch
 
+from forall._core.again import may_carry_tangents, where_it_first_ran
 from forall._core.levels import Level, at, deepest, is_from_outside, lift, peels, top
+from forall._random.scopes import resuming
+from forall._torch import checkpoints
 from forall._torch.dispatch import in_torch_func, install_forward_level
 
 _torchs = torch.autograd.Function.__dict__["apply"].__func__
@@ -60,4 +63,5 @@ def _with_tangents(cls: Any, level: Level, args: tuple, kwargs: dict) -> Any:
 def install() -> None:
     """Put our apply in torch's place, once."""
     install_forward_level()
+    checkpoints.install(where_it_first_ran, resuming, may_carry_tangents)
     torch.autograd.Function.apply = classmethod(apply)  # pyright: ignore[reportAttributeAccessIssue]

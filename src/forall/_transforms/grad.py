@@ -3,21 +3,59 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, overload
 
 import torch
 
-from forall._core.errors import Call
 from forall._derivatives import reverse
-from forall._torch import handover, trees
+from forall._torch import handover
 from forall._transforms import checks
-from forall._transforms.arguments import pick, put
+from forall._transforms.arguments import Arguments, by_torch, called
+from forall._transforms.types import A, P, R, X
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-def grad(func: Callable, argnums: int | tuple[int, ...] = 0, has_aux: bool = False) -> Callable:
+@overload
+def grad(
+    func: Callable[Concatenate[A, P], torch.Tensor],
+    argnums: Literal[0] = 0,
+    has_aux: Literal[False] = False,
+    *,
+    argnames: None = None,
+) -> Callable[Concatenate[A, P], A]: ...
+@overload
+def grad(
+    func: Callable[Concatenate[A, P], tuple[torch.Tensor, X]],
+    argnums: Literal[0] = 0,
+    *,
+    has_aux: Literal[True],
+    argnames: None = None,
+) -> Callable[Concatenate[A, P], tuple[A, X]]: ...
+@overload
+def grad(
+    func: Callable[P, tuple[torch.Tensor, X]],
+    argnums: int | tuple[int, ...] = 0,
+    *,
+    has_aux: Literal[True],
+    argnames: str | tuple[str, ...] | None = None,
+) -> Callable[P, tuple[Any, X]]: ...
+@overload
+def grad(
+    func: Callable[P, Any],
+    argnums: int | tuple[int, ...] = 0,
+    has_aux: bool = False,
+    *,
+    argnames: str | tuple[str, ...] | None = None,
+) -> Callable[P, Any]: ...
+def grad(
+    func: Callable,
+    argnums: int | tuple[int, ...] = 0,
+    has_aux: bool = False,
+    *,
+    argnames: str | tuple[str, ...] | None = None,
+) -> Callable:
     """The gradient of a scalar function, by reverse mode.
 
     For ``f: (*I) -> ()``, ``grad(f)(x)`` has shape ``(*I)`` and holds
@@ -25,28 +63,26 @@ def grad(func: Callable, argnums: int | tuple[int, ...] = 0, has_aux: bool = Fal
         grad(f)(x)[i] = d f(x) / d x[i].
 
     Cost: one forward pass and one backward pass, whatever the size of ``x``. A higher derivative
-    is a ``grad`` of a ``grad``; a Hessian times a vector is ``grad(lambda x: grad(f)(x) @ v)``
-    (Pearlmutter 1994), at the cost of a few gradients.
+    is a ``grad`` of a ``grad``; for a Hessian times a vector see `hvp`.
 
-    Trees: the result is shaped like the argument; a leaf that is no tensor gets None. The
-    gradient requires grad itself only if something outside the call does. ``func`` is recorded
-    under an outer ``torch.no_grad`` too; one inside it cuts, as always. With respect to a complex
-    ``z`` the result is the conjugate gradient, torch's convention: the direction of steepest
-    ascent.
+    Trees: the result is shaped like the argument; a leaf that is no floating-point or complex
+    tensor gets None. The gradient requires grad itself only if something outside the call does.
+    ``func`` is recorded under an outer ``torch.no_grad`` too; one inside it cuts, as always. With
+    respect to a complex ``z`` the result is the conjugate gradient, torch's convention: the
+    direction of steepest ascent.
 
     Args:
-        argnums: one position, or several; several give a tuple in the order asked. Arguments
-            passed by keyword are not differentiated.
+        argnums: one position, or several; several give a tuple in the order asked.
+        argnames: the same by name, for arguments that are passed by position or by keyword.
         has_aux: ``func`` returns ``(value, aux)``; the result is then ``(gradient, aux)``.
 
     Raises:
         RuntimeError: where ``func`` does not return one real number as a tensor of rank 0, for an
-            ``argnums`` that the call does not have, and for an integer tensor at ``argnums``.
-        ValueError: where the arguments at ``argnums`` hold no tensor.
+            argument that the call does not have, and for one that is an integer tensor.
+        ValueError: where the arguments hold no tensor.
 
     Source: Baydin, Pearlmutter, Radul and Siskind, "Automatic differentiation in machine
-    learning: a survey" (2018), section 3.2; Pearlmutter, "Fast exact multiplication by the
-    Hessian" (1994).
+    learning: a survey" (2018), section 3.2.
 
     Example:
         >>> def f(w, x):                               # (2, 3), (3,) -> ()
@@ -59,26 +95,44 @@ def grad(func: Callable, argnums: int | tuple[int, ...] = 0, has_aux: bool = Fal
         tensor([ 78., 112., 146.])
     """
     checks.callable_("grad", func)
-    both = _grad_and_value("grad", func, argnums, has_aux)
+    both = _grad_and_value("grad", func, argnums, argnames, has_aux)
 
     @functools.wraps(func, updated=())
     def gradient(*args: Any, **kwargs: Any) -> Any:
-        if handover.needed():
-            return handover.call("grad", func, argnums, has_aux)(*args, **kwargs)
         g, value = both(*args, **kwargs)
         return (g, value[1]) if has_aux else g
 
     return gradient
 
 
+@overload
+def grad_and_value(  # with has_aux what func returns, (value, aux), comes back as it is
+    func: Callable[Concatenate[A, P], R],
+    argnums: Literal[0] = 0,
+    has_aux: bool = False,
+    *,
+    argnames: None = None,
+) -> Callable[Concatenate[A, P], tuple[A, R]]: ...
+@overload
 def grad_and_value(
-    func: Callable, argnums: int | tuple[int, ...] = 0, has_aux: bool = False
+    func: Callable[P, R],
+    argnums: int | tuple[int, ...] = 0,
+    has_aux: bool = False,
+    *,
+    argnames: str | tuple[str, ...] | None = None,
+) -> Callable[P, tuple[Any, R]]: ...
+def grad_and_value(
+    func: Callable,
+    argnums: int | tuple[int, ...] = 0,
+    has_aux: bool = False,
+    *,
+    argnames: str | tuple[str, ...] | None = None,
 ) -> Callable:
     """The gradient of a scalar function and its value, from one forward pass.
 
     The law: ``grad_and_value(f)(x)`` equals ``(grad(f)(x), f(x))``. The gradient comes first.
 
-    Cost and trees are those of `grad`; so are ``argnums`` and what is raised.
+    Cost and trees are those of `grad`; so are ``argnums``, ``argnames`` and what is raised.
 
     Args:
         has_aux: ``func`` returns ``(value, aux)``; the result is then ``(gradient, (value, aux))``.
@@ -93,31 +147,30 @@ def grad_and_value(
         (tensor([ 78., 112., 146.]), tensor(185.))
     """
     checks.callable_("grad_and_value", func)
-    return _grad_and_value("grad_and_value", func, argnums, has_aux)
+    return _grad_and_value("grad_and_value", func, argnums, argnames, has_aux)
 
 
-def _grad_and_value(verb: str, func: Callable, argnums: Any, has_aux: bool) -> Callable:
+def _grad_and_value(
+    verb: str, func: Callable, argnums: Any, argnames: Any, has_aux: bool
+) -> Callable:
     @functools.wraps(func, updated=())
     def both(*args: Any, **kwargs: Any) -> Any:
         if handover.needed():
-            return handover.call(verb, func, argnums, has_aux)(*args, **kwargs)
-        call = Call(verb, func, argnums=argnums)
+            return by_torch(
+                "grad_and_value", func, args, kwargs, argnums, argnames, has_aux=has_aux
+            )
+        call = called(verb, func, argnums, argnames)
         outer = torch.is_grad_enabled()
         with handover.eagerly(), torch.enable_grad():
-            chosen = pick(call, args, argnums)
-            variables, leaves, spec = reverse.variables(call, chosen)
-            checks.some_tensor(call, leaves)
-            value = func(*put(args, argnums, trees.unflatten(leaves, spec)), **kwargs)
+            given = Arguments(call, args, kwargs, argnums, argnames)
+            variables = reverse.variables(given.tensors)
+            value = given.call(func, variables)
             aux = None
             if has_aux:
                 value, aux = checks.with_aux(call, value, "value")
             checks.scalar(call, value)
             gradients = reverse.gradients((value,), None, variables)
-        filled = iter(gradients)
-        tree = trees.unflatten(
-            [next(filled) if isinstance(x, torch.Tensor) else None for x in leaves], spec
-        )
-        tree, value, aux = reverse.closed((tree, value, aux), variables, outer)
+        tree, value, aux = reverse.closed((given.shaped(gradients), value, aux), variables, outer)
         return tree, (value, aux) if has_aux else value
 
     return both

@@ -3,30 +3,70 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
-import torch
-
-from forall._batching import border
 from forall._core.errors import Call
-from forall._core.levels import top
-from forall._derivatives import basis
-from forall._torch import handover, trees
+from forall._torch import handover
 from forall._transforms import checks
-from forall._transforms.arguments import pick, put
-from forall._transforms.jvp import push
-from forall._transforms.vjp import Pullback, pullback
-from forall._transforms.vmap import vmap
+from forall._transforms.arguments import Arguments, by_torch, called, valued
+from forall._transforms.sweeps import Blocks, First, by_columns, by_rows
+from forall._transforms.types import P, R, X
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 
+@overload
+def jacrev(
+    func: Callable[P, Any],
+    argnums: int | tuple[int, ...] = 0,
+    *,
+    argnames: str | tuple[str, ...] | None = None,
+    has_aux: Literal[False] = False,
+    return_value: Literal[False] = False,
+    chunk_size: int | None = None,
+    _preallocate_and_copy: bool = False,
+) -> Callable[P, Any]: ...
+@overload
+def jacrev(
+    func: Callable[P, tuple[Any, X]],
+    argnums: int | tuple[int, ...] = 0,
+    *,
+    argnames: str | tuple[str, ...] | None = None,
+    has_aux: Literal[True],
+    return_value: Literal[False] = False,
+    chunk_size: int | None = None,
+    _preallocate_and_copy: bool = False,
+) -> Callable[P, tuple[Any, X]]: ...
+@overload
+def jacrev(
+    func: Callable[P, R],
+    argnums: int | tuple[int, ...] = 0,
+    *,
+    argnames: str | tuple[str, ...] | None = None,
+    has_aux: Literal[False] = False,
+    return_value: Literal[True],
+    chunk_size: int | None = None,
+    _preallocate_and_copy: bool = False,
+) -> Callable[P, tuple[Any, R]]: ...
+@overload
+def jacrev(
+    func: Callable[P, tuple[R, X]],
+    argnums: int | tuple[int, ...] = 0,
+    *,
+    argnames: str | tuple[str, ...] | None = None,
+    has_aux: Literal[True],
+    return_value: Literal[True],
+    chunk_size: int | None = None,
+    _preallocate_and_copy: bool = False,
+) -> Callable[P, tuple[Any, tuple[R, X]]]: ...
 def jacrev(
     func: Callable,
     argnums: int | tuple[int, ...] = 0,
     *,
+    argnames: str | tuple[str, ...] | None = None,
     has_aux: bool = False,
+    return_value: bool = False,
     chunk_size: int | None = None,
     _preallocate_and_copy: bool = False,
 ) -> Callable:
@@ -43,7 +83,10 @@ def jacrev(
 
     Args:
         argnums: one position, or several; several give a tuple in the order asked.
+        argnames: the same by name, for arguments that are passed by position or by keyword.
         has_aux: ``f`` returns ``(y, aux)``; the result is then ``(jacobian, aux)``.
+        return_value: the result is ``(jacobian, y)``, with has_aux ``(jacobian, (y, aux))``; ``f``
+            is not called again for it.
         chunk_size: pull back at most so many rows at once. Changes memory, not values.
         _preallocate_and_copy: torch.func's, for memory alone; it changes nothing here.
 
@@ -66,14 +109,66 @@ def jacrev(
     del _preallocate_and_copy
     checks.callable_("jacrev", func)
     checks.chunk_size("jacrev", chunk_size)
-    return _jacrev("jacrev", func, argnums, has_aux, chunk_size)
+
+    def rows(call: Call, f: Callable, xs: list, has_aux: bool) -> Blocks:
+        return by_rows(call, f, xs, has_aux, chunk_size)
+
+    which = (argnums, argnames)
+    options = {"error": RuntimeError, "chunk_size": chunk_size}
+    return _jacobian("jacrev", func, which, has_aux, return_value, rows, **options)
 
 
+@overload
+def jacfwd(
+    func: Callable[P, Any],
+    argnums: int | tuple[int, ...] = 0,
+    *,
+    argnames: str | tuple[str, ...] | None = None,
+    has_aux: Literal[False] = False,
+    return_value: Literal[False] = False,
+    randomness: str = "error",
+    chunk_size: int | None = None,
+) -> Callable[P, Any]: ...
+@overload
+def jacfwd(
+    func: Callable[P, tuple[Any, X]],
+    argnums: int | tuple[int, ...] = 0,
+    *,
+    argnames: str | tuple[str, ...] | None = None,
+    has_aux: Literal[True],
+    return_value: Literal[False] = False,
+    randomness: str = "error",
+    chunk_size: int | None = None,
+) -> Callable[P, tuple[Any, X]]: ...
+@overload
+def jacfwd(
+    func: Callable[P, R],
+    argnums: int | tuple[int, ...] = 0,
+    *,
+    argnames: str | tuple[str, ...] | None = None,
+    has_aux: Literal[False] = False,
+    return_value: Literal[True],
+    randomness: str = "error",
+    chunk_size: int | None = None,
+) -> Callable[P, tuple[Any, R]]: ...
+@overload
+def jacfwd(
+    func: Callable[P, tuple[R, X]],
+    argnums: int | tuple[int, ...] = 0,
+    *,
+    argnames: str | tuple[str, ...] | None = None,
+    has_aux: Literal[True],
+    return_value: Literal[True],
+    randomness: str = "error",
+    chunk_size: int | None = None,
+) -> Callable[P, tuple[Any, tuple[R, X]]]: ...
 def jacfwd(
     func: Callable,
     argnums: int | tuple[int, ...] = 0,
     has_aux: bool = False,
     *,
+    argnames: str | tuple[str, ...] | None = None,
+    return_value: bool = False,
     randomness: str = "error",
     chunk_size: int | None = None,
 ) -> Callable:
@@ -90,7 +185,10 @@ def jacfwd(
 
     Args:
         argnums: one position, or several; several give a tuple in the order asked.
+        argnames: the same by name, for arguments that are passed by position or by keyword.
         has_aux: ``f`` returns ``(y, aux)``; the result is then ``(jacobian, aux)``.
+        return_value: the result is ``(jacobian, y)``, with has_aux ``(jacobian, (y, aux))``; ``f``
+            is not called again for it.
         randomness: what `vmap` does with random numbers drawn inside ``f``. ``"same"`` gives the
             derivative of one draw.
         chunk_size: push at most so many columns at once. Changes memory, not values.
@@ -115,14 +213,62 @@ def jacfwd(
     checks.callable_("jacfwd", func)
     checks.randomness("jacfwd", randomness)
     checks.chunk_size("jacfwd", chunk_size)
-    return _jacfwd("jacfwd", func, argnums, has_aux, randomness, chunk_size)
+
+    def columns(call: Call, f: Callable, xs: list, has_aux: bool) -> Blocks:
+        return by_columns(call, f, xs, has_aux, randomness, chunk_size)
+
+    which = (argnums, argnames)
+    options = {"error": ValueError, "randomness": randomness}
+    return _jacobian("jacfwd", func, which, has_aux, return_value, columns, **options)
 
 
+@overload
+def hessian(
+    func: Callable[P, Any],
+    argnums: int | tuple[int, ...] = 0,
+    *,
+    argnames: str | tuple[str, ...] | None = None,
+    has_aux: Literal[False] = False,
+    return_value: Literal[False] = False,
+    chunk_size: int | None = None,
+) -> Callable[P, Any]: ...
+@overload
+def hessian(
+    func: Callable[P, tuple[Any, X]],
+    argnums: int | tuple[int, ...] = 0,
+    *,
+    argnames: str | tuple[str, ...] | None = None,
+    has_aux: Literal[True],
+    return_value: Literal[False] = False,
+    chunk_size: int | None = None,
+) -> Callable[P, tuple[Any, X]]: ...
+@overload
+def hessian(
+    func: Callable[P, R],
+    argnums: int | tuple[int, ...] = 0,
+    *,
+    argnames: str | tuple[str, ...] | None = None,
+    has_aux: Literal[False] = False,
+    return_value: Literal[True],
+    chunk_size: int | None = None,
+) -> Callable[P, tuple[Any, tuple[Any, R]]]: ...
+@overload
+def hessian(
+    func: Callable[P, tuple[R, X]],
+    argnums: int | tuple[int, ...] = 0,
+    *,
+    argnames: str | tuple[str, ...] | None = None,
+    has_aux: Literal[True],
+    return_value: Literal[True],
+    chunk_size: int | None = None,
+) -> Callable[P, tuple[Any, tuple[Any, R, X]]]: ...
 def hessian(
     func: Callable,
     argnums: int | tuple[int, ...] = 0,
     *,
+    argnames: str | tuple[str, ...] | None = None,
     has_aux: bool = False,
+    return_value: bool = False,
     chunk_size: int | None = None,
 ) -> Callable:
     """All second derivatives of ``func`` at a point: forward mode over reverse mode.
@@ -140,7 +286,11 @@ def hessian(
 
     Args:
         argnums: one position, or several; several give a tuple of tuples.
+        argnames: the same by name, for arguments that are passed by position or by keyword.
         has_aux: ``f`` returns ``(y, aux)``; the result is then ``(hessian, aux)``.
+        return_value: the result is ``(hessian, (jacobian, y))``, with has_aux
+            ``(hessian, (jacobian, y, aux))``; the Jacobian of a scalar function is its gradient.
+            Nothing is computed again for it.
         chunk_size: push at most so many columns, and pull back at most so many rows, at once.
 
     Raises:
@@ -164,120 +314,71 @@ def hessian(
     """
     checks.callable_("hessian", func)
     checks.chunk_size("hessian", chunk_size)
-    inner = _jacrev("hessian", func, argnums, has_aux, chunk_size)
-    return _jacfwd("hessian", inner, argnums, has_aux, "error", chunk_size)
 
-
-# --- rows --------------------------------------------------------------------------------------
-
-
-def _jacrev(verb: str, func: Callable, argnums: Any, has_aux: bool, chunk: int | None) -> Callable:
     @functools.wraps(func, updated=())
-    def jacobian(*args: Any, **kwargs: Any) -> Any:
+    def second(*args: Any, **kwargs: Any) -> Any:
         if handover.needed():
+            return _hessian_by_torch(func, argnums, argnames, has_aux, return_value, args, kwargs)
+        call = called("hessian", func, argnums, argnames)
+        given = Arguments(call, args, kwargs, argnums, argnames, ValueError)
+        first = First(call, func, given, has_aux, chunk_size)
 
-            def f(*xs: Any) -> Any:  # Dynamo cannot look into a functools.partial
-                return func(*xs, **kwargs)
+        def beside(*xs: Any) -> Any:
+            j, y = first(*xs)
+            return j, (j, y)
 
-            return handover.call("jacrev", f, argnums, has_aux=has_aux, chunk_size=chunk)(*args)
-        call = Call(verb, func, argnums=argnums)
-        chosen = pick(call, args, argnums)
-        checks.real(call, "inputs", trees.leaves(chosen))
-        trees.map_tensors(border.refuse_torchs, chosen)
+        found = by_columns(call, beside, given.tensors, True, "error", chunk_size)
+        columns = [given.shaped(c) for c in found.blocks]  # for each output and input of `first`
+        n = len(given.tensors)
+        h = first.tree([columns[i : i + n] for i in range(0, len(columns), n)])
+        return first.answer(h, *found.aux, return_value)
 
-        def of_chosen(x: Any) -> Any:
-            return func(*put(args, argnums, x), **kwargs)
-
-        pull, _, aux = pullback(call, of_chosen, (chosen,), has_aux)
-        checks.real(call, "outputs", pull.outputs)
-        stacks = _rows(pull, chunk)
-        first, rows = 0, []
-        for y in pull.outputs:
-            n = y.numel()
-            block = [s[first : first + n].reshape((*y.shape, *s.shape[1:])) for s in stacks]
-            rows.append(pull.tree(block)[0])
-            first += n
-        result = trees.unflatten(rows, pull.out_spec)
-        return (result, aux) if has_aux else result
-
-    return jacobian
+    return second
 
 
-def _rows(pull: Pullback, chunk: int | None) -> list[torch.Tensor]:
-    """(N, *I) for each input: the pull-backs of all N directions of the outputs together."""
-    total = sum(y.numel() for y in pull.outputs)
-    if not total:
-        return [torch.zeros(0, *x.shape, dtype=x.dtype, device=x.device) for x in pull.own]
-    step = chunk or total
-    parts = [
-        pull.stacked(basis.rows(pull.outputs, i, min(i + step, total)), top())
-        for i in range(0, total, step)
-    ]
-    return parts[0] if len(parts) == 1 else [torch.cat(p) for p in zip(*parts, strict=True)]
-
-
-# --- columns -----------------------------------------------------------------------------------
-
-
-def _jacfwd(
-    verb: str, func: Callable, argnums: Any, has_aux: bool, randomness: str, chunk: int | None
+def _jacobian(
+    verb: str,
+    func: Callable,
+    which: tuple[Any, Any],  # argnums, argnames
+    has_aux: bool,
+    return_value: bool,
+    sweep: Callable[..., Blocks],
+    error: type[Exception],
+    **options: Any,
 ) -> Callable:
+    """What ``sweep`` finds as a tree, and beside it what was asked for."""
+    f = valued(verb, func, has_aux) if return_value else func
+    beside = has_aux or return_value
+
     @functools.wraps(func, updated=())
     def jacobian(*args: Any, **kwargs: Any) -> Any:
         if handover.needed():
-
-            def f(*xs: Any) -> Any:  # Dynamo cannot look into a functools.partial
-                return func(*xs, **kwargs)
-
-            return handover.call("jacfwd", f, argnums, has_aux, randomness=randomness)(*args)
-        call = Call(verb, func, argnums=argnums)
-        flat, spec = trees.flatten(pick(call, args, argnums))
-        places = [i for i, x in enumerate(flat) if isinstance(x, torch.Tensor)]
-        xs = _moved(call, flat)
-
-        def of_tensors(*new: Any) -> Any:
-            leaves = _filled(flat, places, new)
-            return func(*put(args, argnums, trees.unflatten(leaves, spec)), **kwargs)
-
-        kept: list[Any] = []
-
-        def column(*directions: torch.Tensor) -> Any:
-            value, tangent, *aux = push(
-                call, of_tensors, tuple(xs), directions, strict=False, has_aux=has_aux
-            )
-            checks.real(call, "outputs", trees.leaves(value))
-            leaves, out_spec = trees.flatten(tangent)
-            kept.append(out_spec)
-            return leaves, aux
-
-        directions = basis.rows(xs, 0, sum(x.numel() for x in xs))
-        stacks, aux = vmap(column, 0, (-1, None), randomness, chunk_size=chunk)(*directions)
-        nothing = [None] * len(flat)
-        blocks = [_filled(nothing, places, _blocks(y, xs)) for y in stacks]
-        result = trees.unflatten([trees.unflatten(b, spec) for b in blocks], kept[0])
-        return (result, aux[0]) if has_aux else result
+            return by_torch(verb, f, args, kwargs, *which, has_aux=beside, **options)
+        call = called(verb, func, *which)
+        given = Arguments(call, args, kwargs, *which, error)
+        found = sweep(call, lambda *xs: given.call(f, xs), given.tensors, beside)
+        tree = found.tree(given.shaped)
+        return (tree, found.aux) if beside else tree
 
     return jacobian
 
 
-def _moved(call: Call, leaves: list) -> list[torch.Tensor]:
-    """The tensors whose numbers are the columns."""
-    checks.some_tensor(call, leaves)
-    checks.real(call, "inputs", leaves)
-    trees.map_tensors(border.refuse_torchs, leaves)
-    return [
-        checks.differentiable(call, x, ValueError) for x in leaves if isinstance(x, torch.Tensor)
-    ]
+def _hessian_by_torch(
+    func: Callable,
+    argnums: Any,
+    argnames: Any,
+    has_aux: bool,
+    return_value: bool,
+    args: tuple,
+    kwargs: dict,
+) -> Any:
+    @functools.wraps(func, updated=())  # argnames asks it for names
+    def first(*args: Any, **kwargs: Any) -> Any:
+        f = valued("hessian", func, has_aux)
+        j, y = by_torch("jacrev", f, args, kwargs, argnums, argnames, has_aux=True)
+        return j, (j, y)
 
-
-def _filled(leaves: list, places: list[int], new: Any) -> list:
-    out = list(leaves)
-    for i, x in zip(places, new, strict=True):
-        out[i] = x
-    return out
-
-
-def _blocks(stack: torch.Tensor, xs: list) -> list[torch.Tensor]:
-    """(*O, N), N counting the numbers of all ``xs`` together -> (*O, *I) for each of them."""
-    parts = stack.split([x.numel() for x in xs], -1)
-    return [p.reshape((*stack.shape[:-1], *x.shape)) for p, x in zip(parts, xs, strict=True)]
+    h, (j, y) = by_torch("jacfwd", first, args, kwargs, argnums, argnames, has_aux=True)
+    if return_value:
+        return h, (j, *y) if has_aux else (j, y)
+    return (h, y[1]) if has_aux else h

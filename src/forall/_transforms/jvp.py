@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
@@ -12,11 +12,34 @@ from forall._derivatives import forward
 from forall._torch import handover, trees
 from forall._torch.dispatch import forward_level
 from forall._transforms import checks
+from forall._transforms.types import R, Ts, X
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 
+@overload
+def jvp(
+    func: Callable[[*Ts], R],
+    primals: tuple[*Ts],
+    tangents: tuple[*Ts],
+    *,
+    strict: bool = False,
+    has_aux: Literal[False] = False,
+) -> tuple[R, R]: ...
+@overload
+def jvp(
+    func: Callable[[*Ts], tuple[R, X]],
+    primals: tuple[*Ts],
+    tangents: tuple[*Ts],
+    *,
+    strict: bool = False,
+    has_aux: Literal[True],
+) -> tuple[R, R, X]: ...
+@overload
+def jvp(
+    func: Callable, primals: Any, tangents: Any, *, strict: bool = False, has_aux: bool = False
+) -> Any: ...
 def jvp(
     func: Callable, primals: Any, tangents: Any, *, strict: bool = False, has_aux: bool = False
 ) -> Any:
@@ -90,7 +113,7 @@ def push(
                 t = torch.zeros_like(p)
             primal_out.append(p)
             tangent_out.append(t)
-    result = trees.unflatten(primal_out, out_spec), trees.unflatten(tangent_out, out_spec)
+    result = trees.unflatten(primal_out, out_spec), trees.unflatten(tangent_out, out_spec), aux
     if not outer:
         result = trees.map_tensors(torch.Tensor.detach, result)
-    return (*result, aux) if has_aux else result
+    return result if has_aux else result[:2]

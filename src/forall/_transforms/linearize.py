@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 
 from forall._core.errors import Call
 from forall._core.levels import lift, top
 from forall._derivatives import forward
-from forall._derivatives.tape import Tape, TapeLevel, play, settle, tape
+from forall._derivatives.tape import Tape, TapeLevel, play, prune, settle, tape
 from forall._torch import handover, trees
 from forall._torch.dispatch import forward_level
 from forall._transforms import checks
+from forall._transforms.types import R, Ts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 
+@overload
+def linearize(func: Callable[[*Ts], R], *primals: *Ts) -> tuple[R, Callable[[*Ts], R]]: ...
+@overload
+def linearize(func: Callable[..., R], *primals: Any) -> tuple[R, Callable[..., R]]: ...
 def linearize(func: Callable, *primals: Any) -> tuple[Any, Callable]:
     """The value of a function at a point, and its derivative there as a linear function.
 
@@ -56,28 +61,38 @@ def linearize(func: Callable, *primals: Any) -> tuple[Any, Callable]:
     checks.callable_("linearize", func)
     if handover.needed():
         return handover.linearize(func, primals)
-    call = Call("linearize", func)
+    value, jvp_fn, _ = program(Call("linearize", func), func, primals, has_aux=False)
+    return value, jvp_fn
+
+
+def program(
+    call: Call, func: Callable, primals: tuple, *, has_aux: bool
+) -> tuple[Any, Callable, Any]:
+    """Value, tangent program and aux of ``func``, run once."""
     flat, spec = checks.primals(call, primals)
     below, outer = top(), torch.is_grad_enabled()
     with handover.eagerly(), forward_level(), torch.enable_grad():
         tapes = TapeLevel(below)
         level = forward.JvpLevel(below, outer)
+        tapes.count = len(flat)  # from here on: making a dual may take steps
         duals = []
-        for p in flat:
+        for slot, p in enumerate(flat):
             here = lift(p, below)
-            duals.append(
-                forward.make_dual(here, tape(torch.zeros_like(here), tapes.count, tapes), level)
-            )
-            tapes.count += 1
+            duals.append(forward.make_dual(here, tape(torch.zeros_like(here), slot, tapes), level))
         with level:
             out = func(*trees.unflatten(duals, spec))
+        aux = None
+        if has_aux:
+            out, aux = checks.with_aux(call, out)
+            aux = trees.map_tensors(lambda a: forward.unpack(a, level)[0], aux)
         leaves, out_spec = checks.outputs(call, out)
         pairs = [forward.unpack(y, level) for y in leaves]
         settle(tapes)
+    ends = [t.slot if isinstance(t, Tape) else None for _, t in pairs]
+    prune(tapes, ends)
     value = trees.unflatten([p for p, _ in pairs], out_spec)
     if not outer:
-        value = trees.map_tensors(torch.Tensor.detach, value)
-    ends = [t.slot if isinstance(t, Tape) else None for _, t in pairs]
+        value, aux = trees.map_tensors(torch.Tensor.detach, (value, aux))
 
     def jvp_fn(*tangents: Any) -> Any:
         """The derivative at the point, in the direction of ``tangents``."""
@@ -90,4 +105,4 @@ def linearize(func: Callable, *primals: Any) -> tuple[Any, Callable]:
         ]
         return trees.unflatten(results, out_spec)
 
-    return value, jvp_fn
+    return value, jvp_fn, aux

@@ -8,9 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from forall._batching import border
 from forall._batching.batched import Batched
 from forall._core.errors import Call, columns, kind, short
 from forall._torch import trees
+from forall._transforms import checks
+from forall._transforms.arguments import signature
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,18 +27,18 @@ def named(
 ) -> tuple[tuple, dict, tuple, dict]:
     """Arguments and their dims, where a dict of in_dims names the arguments."""
     try:
-        signature = inspect.signature(func)
+        parameters = signature(func)
     except ValueError:
         raise ValueError(
             f"{call}: a dict of in_dims needs the names of the arguments.\n"
             f"{columns([('func', short(func))])}\n"
             "Python does not know them for this function. Give a tuple of in_dims."
         ) from None
-    bound = signature.bind(*args, **kwargs)
+    bound = parameters.bind(*args, **kwargs)
     dims: OrderedDict[str, Any] = OrderedDict()
     known: set[str] = set()
     for name, value in bound.arguments.items():
-        parameter = signature.parameters[name]
+        parameter = parameters.parameters[name]
         if parameter.kind is parameter.VAR_KEYWORD:
             dims[name] = {k: in_dims.get(k) for k in value}
             known |= value.keys()
@@ -50,7 +53,7 @@ def named(
             f"{columns([('in_dims', str(strangers[0])), ('passed', ', '.join(sorted(known)))])}\n"
             "Name only arguments that are passed."
         )
-    places = inspect.BoundArguments(signature, dims)
+    places = inspect.BoundArguments(parameters, dims)
     return bound.args, bound.kwargs, places.args, places.kwargs
 
 
@@ -100,10 +103,11 @@ def _dim(call: Call, i: int, leaf: Any, dim: Any, args: tuple, kwargs: dict) -> 
             "Give the dim that counts the examples, or None to share the argument."
         )
     if not isinstance(leaf, torch.Tensor):
+        cure = "Give it in_dims=None to share it between examples, or make it a tensor."
         raise ValueError(
             f"{call}: only tensors can be mapped.\n"
             f"{columns([(paths(args, kwargs)[i], short(leaf), f'in_dims {dim}', kind(leaf))])}\n"
-            "Give it in_dims=None to share it between examples, or make it a tensor."
+            f"{checks.unknown_tree(leaf) or cure}"
         )
     rank = leaf.dim()
     if not -rank <= dim < rank:
@@ -206,4 +210,63 @@ def unmapped(call: Call, result: torch.Tensor, level: Any) -> torch.Tensor:
             f"{columns([('result of one example', short(result))])}\n"
             "Give it an int: the place of the examples in the result."
         )
-    return result.value
+    return border.keep(result)
+
+
+def as_it_is(call: Call, result: Any, level: Any) -> Any:
+    """A result that is no tensor passes through, if no example's own tensor hides in it."""
+    if result is None or isinstance(result, str):
+        return result
+    held = _held(result, level)
+    if held is None:
+        return result
+    name = type(result).__name__
+    raise ValueError(
+        f"{call}: a result holds tensors where torch's trees do not see them.\n"
+        f"{columns([('result', name), ('holds', short(held))])}\n"
+        f"{checks.unknown_tree(result) or 'Return its tensors in a tuple, a list or a dict.'}"
+    )
+
+
+def _held(thing: Any, level: Any) -> torch.Tensor | None:
+    names = getattr(type(thing), "__slots__", ())
+    slots = [getattr(thing, n, None) for n in ((names,) if isinstance(names, str) else names)]
+    for x in trees.leaves([getattr(thing, "__dict__", None), slots]):
+        if isinstance(x, Batched) and x.level is level and x.axis is not None:
+            return x
+    return None
+
+
+def joined(call: Call, column: tuple, place: int | None, chunk: int) -> Any:
+    """One result of all chunks."""
+    first = column[0]
+    if isinstance(first, torch.Tensor):
+        return first if place is None else torch.cat(column, place % first.dim())
+    for i, other in enumerate(column):
+        if not _equal(first, other):
+            rows = [
+                ("example 0", short(first), kind(first)),
+                (f"example {i * chunk}", short(other), kind(other)),
+            ]
+            raise ValueError(
+                f"{call}: a result that is no tensor differs between the examples.\n"
+                f"{columns(rows)}\n"
+                "Tensors and numbers are stacked; anything else must be the same for all. Return "
+                "it as a tensor."
+            )
+    return first
+
+
+def _equal(a: Any, b: Any) -> bool:
+    try:
+        return a is b or bool(a == b)
+    except Exception:  # noqa: BLE001 - an object may answer with anything, and then is not equal
+        return False
+
+
+def trees_differ(call: Call, spec: Any, other: Any, start: int) -> ValueError:
+    rows = [("example 0", trees.text(spec)), (f"example {start}", trees.text(other))]
+    return ValueError(
+        f"{call}: the results of the examples differ in structure.\n{columns(rows)}\n"
+        "Return the same tree for every example."
+    )

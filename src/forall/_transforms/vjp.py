@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
@@ -15,11 +15,23 @@ from forall._derivatives import forward, reverse
 from forall._torch import handover, trees
 from forall._torch.dispatch import lazy_zeros_pass, torch_funcs
 from forall._transforms import checks
+from forall._transforms.arguments import Moved
+from forall._transforms.types import R, Ts, X
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 
+@overload
+def vjp(
+    func: Callable[[*Ts], R], *primals: *Ts, has_aux: Literal[False] = False
+) -> tuple[R, Callable[..., tuple[*Ts]]]: ...
+@overload
+def vjp(
+    func: Callable[[*Ts], tuple[R, X]], *primals: *Ts, has_aux: Literal[True]
+) -> tuple[R, Callable[..., tuple[*Ts]], X]: ...
+@overload
+def vjp(func: Callable, *primals: Any, has_aux: bool = False) -> Any: ...
 def vjp(func: Callable, *primals: Any, has_aux: bool = False) -> Any:
     """The value of a function and its pull-back, by reverse mode.
 
@@ -31,8 +43,9 @@ def vjp(func: Callable, *primals: Any, has_aux: bool = False) -> Any:
     Cost: one forward pass now, one backward pass per ``pull``. What the backward pass needs stays
     in memory as long as ``pull`` does.
 
-    Trees: cotangents are shaped like the output, results like the primals; a primal that is no
-    tensor gets None. ``pull`` may be called any number of times, also under `vmap` and `jvp`.
+    Trees: cotangents are shaped like the output, results like the primals; a leaf that is no
+    floating-point or complex tensor gets None. ``pull`` may be called any number of times, also
+    under `vmap` and `jvp`.
 
     Args:
         has_aux: ``func`` returns ``(output, aux)``; the result is then ``(output, pull, aux)``.
@@ -67,7 +80,7 @@ def vjp(func: Callable, *primals: Any, has_aux: bool = False) -> Any:
         """Pull cotangents, shaped like the output, back to the primals."""
         del create_graph  # decided by what the result can reach
         cots = checks.cotangents(call, pull.outputs, pull.out_spec, cotangents)
-        return pull.tree(pull.at(top(), cots, retain_graph=retain_graph))
+        return pull.moved.shaped(pull.at(top(), cots, retain_graph=retain_graph))
 
     return (value, vjp_fn, aux) if has_aux else (value, vjp_fn)
 
@@ -78,15 +91,15 @@ def pullback(
     """Run ``func`` on fresh variables; what `vjp` and `jacrev` share."""
     outer = torch.is_grad_enabled()
     with handover.eagerly(), torch.enable_grad():
-        own, leaves, spec = reverse.variables(call, primals)
-        checks.some_tensor(call, leaves)
-        out = func(*trees.unflatten(leaves, spec))
+        moved = Moved(call, primals, primals)
+        own = reverse.variables(moved.tensors)
+        out = func(*moved.put(own))
         aux = None
         if has_aux:
             out, aux = checks.with_aux(call, out)
         outputs, out_spec = checks.outputs(call, out)
         checks.floating(call, outputs)
-    pull = Pullback(own, leaves, spec, outputs, out_spec)
+    pull = Pullback(own, moved, outputs, out_spec)
     value = trees.unflatten(outputs, out_spec)
     value, aux = reverse.closed((value, aux), own, outer)
     return pull, value, aux
@@ -95,20 +108,12 @@ def pullback(
 class Pullback:
     """The graph from fresh variables to outputs, at the level it was recorded in."""
 
-    def __init__(self, own: list, leaves: list, spec: Any, outputs: list, out_spec: Any) -> None:
+    def __init__(self, own: list, moved: Moved, outputs: list, out_spec: Any) -> None:
         self.own = own
-        self.leaves = leaves
-        self.spec = spec
+        self.moved = moved
         self.outputs = outputs
         self.out_spec = out_spec
         self.level = top()
-
-    def tree(self, gradients: list) -> Any:
-        """Gradients in the shape of the primals; None where a primal is no tensor."""
-        filled = iter(gradients)
-        return trees.unflatten(
-            [next(filled) if isinstance(x, torch.Tensor) else None for x in self.leaves], self.spec
-        )
 
     def at(self, level: Level | None, cots: list, *, retain_graph: bool = True) -> list:
         """Pull back cotangents of ``level``, which may lie inside the graph's own.

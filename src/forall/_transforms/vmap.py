@@ -4,26 +4,51 @@ from __future__ import annotations
 
 import functools
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import torch
 
 from forall._batching import border
+from forall._batching.batched import without_ended
+from forall._batching.drawing import Draws
 from forall._batching.interpreter import VmapLevel, running
 from forall._core.errors import Call
 from forall._core.levels import top
+from forall._core.places import Origin, users_line
+from forall._random.scopes import entered as drawing_in
 from forall._torch import generators, handover, trees
+from forall._torch.dispatch import functions_off
+from forall._torch.wrapper import Wrapper
 from forall._transforms import checks, mapping
+from forall._transforms.types import P, R
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 
+@overload
+def vmap(  # numbers are stacked, so they become tensors
+    func: Callable[P, complex],
+    in_dims: Any = 0,
+    out_dims: Any = 0,
+    randomness: str | torch.Tensor = "error",
+    *,
+    chunk_size: int | None = None,
+) -> Callable[P, torch.Tensor]: ...
+@overload
+def vmap(
+    func: Callable[P, R],
+    in_dims: Any = 0,
+    out_dims: Any = 0,
+    randomness: str | torch.Tensor = "error",
+    *,
+    chunk_size: int | None = None,
+) -> Callable[P, R]: ...
 def vmap(
     func: Callable,
     in_dims: Any = 0,
     out_dims: Any = 0,
-    randomness: str = "error",
+    randomness: str | torch.Tensor = "error",
     *,
     chunk_size: int | None = None,
 ) -> Callable:
@@ -37,15 +62,19 @@ def vmap(
 
     Args:
         func: takes tensors, or trees of them, and returns tensors, numbers, or trees of them.
-            Other results (None, strings) pass through.
+            Other results (None, strings) pass through; they must be the same for all examples.
         in_dims: for each argument the dim that counts the examples; None shares the argument
             between them. One int for all arguments, or a tuple with an int, None or a tree of
             them per argument. Negative dims count from the end. A dict names arguments, keyword
-            arguments included; those it does not name are shared.
+            arguments included: ``{"x": 0, "mask": 1}``; those it does not name are shared.
         out_dims: where the examples go in each result: one int, or a tree like the result. None
             for a result that is the same for all examples.
         randomness: ``"error"`` forbids random operators, ``"different"`` draws anew for each
-            example, ``"same"`` draws once for all.
+            example, ``"same"`` draws once for all. A key of `forall.random` makes what an example
+            draws depend on that key, on its number and on what it drew before, alone: the same
+            numbers for any number of examples and any chunk_size, those that
+            ``forall.random.scope(key, i)`` gives example i alone. A vmap inside one with a key
+            needs no flag: its examples draw from the keys of the one around.
         chunk_size: run at most so many examples at once. Changes memory, not values.
 
     Keyword arguments are shared between the examples, unless a dict of in_dims names them.
@@ -69,7 +98,7 @@ def vmap(
         torch.Size([2, 3])
     """
     checks.callable_("vmap", func)
-    checks.randomness("vmap", randomness)
+    checks.randomness("vmap", randomness, keys=True)
     checks.chunk_size("vmap", chunk_size)
 
     @functools.wraps(func, updated=())
@@ -78,20 +107,23 @@ def vmap(
         if isinstance(in_dims, dict):
             args, kwargs, *dims = mapping.named(call, func, in_dims, args, kwargs)
             if handover.needed():
+                checks.no_key(call, randomness)
                 return handover.call_named(func, tuple(dims), out_dims, randomness, chunk_size)(
                     *args, **kwargs
                 )
         else:
             dims = [in_dims]
             if handover.needed():
+                checks.no_key(call, randomness)
                 return handover.call(
                     "vmap", func, in_dims, out_dims, randomness, chunk_size=chunk_size
                 )(*args, **kwargs)
         places = Places(Call("vmap", func, out_dims=out_dims), out_dims)
         entering = Entering(*mapping.inputs(call, args, kwargs, *dims), (args, kwargs))
+        origin = Origin(call, users_line(), 0, entering.size)
         if chunk_size is None or chunk_size >= entering.size:
-            return _run(func, entering, places, randomness)
-        return _in_chunks(func, entering, places, randomness, chunk_size)
+            return _run(func, entering, places, Draws(randomness), origin)
+        return _in_chunks(func, entering, places, Draws(randomness), chunk_size, origin)
 
     return mapped
 
@@ -138,14 +170,16 @@ class Places:
         return mapping.places(self.call, self.out_dims, spec)
 
 
-def _run(func: Callable, entering: Entering, places: Places, randomness: str) -> Any:
-    level = VmapLevel(entering.size, randomness, top())
+def _run(func: Callable, entering: Entering, places: Places, draws: Draws, origin: Origin) -> Any:
+    level = VmapLevel(entering.size, draws.flag, top())
+    level.origin = origin
+    level.scope = draws.scope(level, origin.first)
     entered = [
         leaf if dim is None else border.enter(leaf, dim, level)
         for leaf, dim in zip(entering.leaves, entering.dims, strict=True)
     ]
     args, kwargs = entering.unflatten(entered)
-    with handover.eagerly(), running(level):
+    with handover.eagerly(), running(level), drawing_in(level.scope):
         result = func(*args, **kwargs)
     results, spec = trees.flatten(result)
     left = []
@@ -159,10 +193,13 @@ def _run(func: Callable, entering: Entering, places: Places, randomness: str) ->
 
 def _leave(r: Any, place: int | None, level: VmapLevel, call: Call, seen: set[int]) -> Any:
     if not isinstance(r, torch.Tensor):
-        return r
+        return mapping.as_it_is(call, r, level)
     if place is None:
         return mapping.unmapped(call, r, level)
-    rank = r.dim() + 1
+    if isinstance(r, Wrapper) and r.level is not level:
+        ((r,), _) = without_ended(f"the result of {call}", (r,), {})
+    with functions_off():
+        rank = r.dim() + 1
     if not -rank <= place < rank:
         raise mapping.place_outside(call, r, place)
     stack = border.leave(r, place % rank, level)
@@ -174,10 +211,15 @@ def _leave(r: Any, place: int | None, level: VmapLevel, call: Call, seen: set[in
 
 
 def _in_chunks(
-    func: Callable, entering: Entering, places: Places, randomness: str, chunk: int
+    func: Callable,
+    entering: Entering,
+    places: Places,
+    draws: Draws,
+    chunk: int,
+    origin: Origin,
 ) -> Any:
     leaves, _, dims, size, _ = entering
-    drawn = generators.states(leaves) if randomness == "same" else None
+    drawn = generators.states(leaves) if draws.flag == "same" else None
     parts: list[list] = []
     spec = None
     for start in range(0, size, chunk):
@@ -188,13 +230,15 @@ def _in_chunks(
             leaf if dim is None else leaf.narrow(dim, start, n)
             for leaf, dim in zip(leaves, dims, strict=True)
         ]
-        out = _run(func, entering._replace(leaves=part, size=n), places, randomness)
-        flat, spec = trees.flatten(out)
+        chunk_of = entering._replace(leaves=part, size=n)
+        out = _run(func, chunk_of, places, draws, origin._replace(first=start))
+        flat, its_spec = trees.flatten(out)
+        if spec is not None and its_spec != spec:
+            raise mapping.trees_differ(places.call, spec, its_spec, start)
+        spec = its_spec
         parts.append(flat)
     joined = [
-        torch.cat(column, place % column[0].dim())
-        if place is not None and isinstance(column[0], torch.Tensor)
-        else column[0]
+        mapping.joined(places.call, column, place, chunk)
         for column, place in zip(zip(*parts, strict=True), places.of(spec), strict=True)
     ]
     return trees.unflatten(joined, spec)

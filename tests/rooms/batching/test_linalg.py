@@ -143,7 +143,7 @@ def test_gradients_inside_and_outside(name):
 def test_the_error_of_a_singular_example_names_it(f):
     a = A[0].clone()
     a[1] = 0
-    with pytest.raises(linalg.LinAlgError, match="Batch element 1"):
+    with pytest.raises(linalg.LinAlgError, match="example 1 of 3"):
         vmap(f)(a)
 
 

@@ -5,21 +5,23 @@ Examples fold into the channels, (B, N, C, *S) -> (N, B*C, *S), and torch's kern
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from forall._batching.batched import Batched
 from forall._batching.families import (
     front,
     is_mapped,
     lower,
     stacked,
     wrapped,
-    writable,
 )
-from forall._batching.table import SHARED, register
-from forall._core.errors import columns, short
+from forall._batching.ledger import Step, is_shared_older
+from forall._batching.table import BLIND, SHARED, register
+from forall._batching.writing import step_later, writable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 aten = torch.ops.aten
 Tensor = torch.Tensor
@@ -40,16 +42,6 @@ def unfolded(x: Tensor, size: int) -> Tensor:
 def per_channel(p: Any, level: Any) -> Tensor | None:
     """(B, C) -> (B*C,)."""
     return None if p is None else stacked(p, level).flatten()
-
-
-def _shared_statistics(stat: Tensor) -> RuntimeError:
-    rows = [("running statistics", short(stat), "from before the call, one for all examples")]
-    return RuntimeError(
-        "vmap: batch_norm in training mode updates running statistics that all examples share.\n"
-        f"{columns(rows)}\n"
-        "Each example would overwrite the last one's update. Use the module in eval mode, build it "
-        "with track_running_stats=False, use GroupNorm, or map the statistics (in_dims)."
-    )
 
 
 def forward(level, x, params, stats, training, momentum, eps):
@@ -76,29 +68,61 @@ def forward(level, x, params, stats, training, momentum, eps):
     return wrapped((unfolded(out, size), *saved), 0, level), new
 
 
-def rule(*, trains: bool | None = None, stats: int = 2, reserve: bool = False, functional=False):
+class Form(NamedTuple):
     """``op(x, weight, bias, *stats, [training,] momentum, eps)`` and what it returns.
 
     ``trains`` says it where the operator does not ask; ``reserve`` is an extra result for cuDNN,
     which has no part in this; ``functional`` returns new statistics and writes none.
     """
 
-    def handler(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    trains: bool | None = None
+    stats: int = 2
+    reserve: bool = False
+    functional: bool = False
+
+    def parts(self, args: tuple) -> tuple[Any, tuple, tuple, bool, float, float]:
+        """x, parameters, statistics, training, momentum, eps."""
         x, params, rest = args[0], args[1:3], args[3:]
-        running = rest[:stats] if stats else (None, None)
-        training = rest[stats] if trains is None else trains
-        momentum, eps = rest[-2:]
-        writes = training and running[0] is not None and momentum != 0 and not functional
-        if writes:
-            _check(level, running)
-        outs, new = forward(level, x, params, running, training, momentum, eps)
+        running = rest[: self.stats] if self.stats else (None, None)
+        training = rest[self.stats] if self.trains is None else self.trains
+        return x, params, running, training, *rest[-2:]
+
+
+def _begun(running: tuple, level: Any) -> tuple:
+    """Statistics that all examples share begin at zero: what an example adds is settled later."""
+    if level.calls == 1:
+        return running
+    return tuple(
+        torch.zeros_like(lower(s, level)) if is_shared_older(s, level) else s for s in running
+    )
+
+
+def _note_reads(level: Any, func: Any, running: tuple) -> None:
+    for s in running:
+        if is_shared_older(s, level):
+            level.ledger.reads(func, s)
+
+
+def mapped(form: Form) -> Callable:
+    """The handler where the examples differ."""
+
+    def handler(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+        x, params, running, training, momentum, eps = form.parts(args)
+        writes = training and running[0] is not None and momentum != 0 and not form.functional
+        if not writes:
+            _note_reads(level, func, running)
+        begun = _begun(running, level) if writes else running
+        outs, new = forward(level, x, params, begun, training, momentum, eps)
         if writes and level.size:
             for target, value in zip(running, new, strict=True):
-                writable(level, func, target, [x]).copy_(value)
-        if reserve:
+                if is_shared_older(target, level):
+                    step_later(level, func, target, Step(1 - momentum, value, mapped=True))
+                else:
+                    writable(level, func, target, [x]).copy_(value)
+        if form.reserve:
             nothing = lower(x, level).new_empty((level.size, 0), dtype=torch.uint8)
             outs = (*outs, *wrapped((nothing,), 0, level))
-        if functional:
+        if form.functional:
             if not (training and level.size):
                 new = [stacked(s, level).clone() for s in running]
             outs = (*outs, *wrapped(new, 0, level))
@@ -107,19 +131,25 @@ def rule(*, trains: bool | None = None, stats: int = 2, reserve: bool = False, f
     return handler
 
 
-def once(level, func, args, kwargs):
-    """With the same x for all examples. The schema is silent about the statistics it writes."""
-    running, training, momentum = args[3:5], args[5], args[6]
-    if training and running[0] is not None and momentum != 0:
-        _check(level, running)
-    return wrapped(func(*[lower(a, level) for a in args]), None, level)
+def once(form: Form) -> Callable:
+    """The handler where all examples have the same x, so that each makes the same step."""
 
+    def handler(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+        _, _, running, training, momentum, _ = form.parts(args)
+        given = [lower(a, level) for a in args]
+        if training and running[0] is not None and momentum != 0 and not form.functional:
+            begun = _begun(running, level)
+            given[3:5] = [lower(s, level) for s in begun]
+            out = func(*given)
+            for target, value in zip(running, begun, strict=True):
+                if value is not target and level.calls is None:
+                    step_later(level, func, target, Step(1 - momentum, value, mapped=False))
+        else:
+            _note_reads(level, func, running)
+            out = func(*given)
+        return wrapped(out, None, level)
 
-def _check(level: Any, running: tuple) -> None:
-    for stat in running:
-        mine = type(stat) is Batched and stat.level is level
-        if not mine or (stat.axis is None and stat.older):
-            raise _shared_statistics(stat)
+    return handler
 
 
 def back(level, g, x, weight, running, saved, train, eps, mask):
@@ -129,6 +159,8 @@ def back(level, g, x, weight, running, saved, train, eps, mask):
         return wrapped(
             (v.clone(), v.new_empty(0, v.shape[2]), v.new_empty(0, v.shape[2])), 0, level
         )
+    if train:  # what the batch says alone
+        running = (None, None)
     vectors = [per_channel(p, level) for p in (weight, *running, *saved)]
     dx, *rest = _BACK(folded(g, level), folded(x, level), *vectors, train, eps, mask)
     dx = None if dx is None else unfolded(dx, size)
@@ -145,33 +177,26 @@ def _fused_backward(level, func, args, kwargs):
     return back(level, g, x, weight, (mean, var), saved, True, eps, [True] * 3)
 
 
-register(
-    {
-        aten.native_batch_norm.default: rule(),
-        aten._native_batch_norm_legit.default: rule(),
-        aten._native_batch_norm_legit.no_stats: rule(stats=0),
-        aten._native_batch_norm_legit_functional.default: rule(functional=True),
-        aten._native_batch_norm_legit_no_training.default: rule(trains=False),
-        aten._batch_norm_with_update.default: rule(trains=True, reserve=True),
-        aten._batch_norm_with_update_functional.default: rule(
-            trains=True, reserve=True, functional=True
-        ),
-        aten._batch_norm_no_update.default: rule(trains=False, reserve=True),
-        aten.cudnn_batch_norm.default: rule(reserve=True),
-        aten.miopen_batch_norm.default: rule(),
-        aten.native_batch_norm_backward.default: _native_backward,
-        aten.batch_norm_backward.default: _native_backward,
-        aten.cudnn_batch_norm_backward.default: _fused_backward,
-        aten.miopen_batch_norm_backward.default: _fused_backward,
-    }
-)
-SHARED.update(
-    dict.fromkeys(
-        (
-            aten.native_batch_norm.default,
-            aten.cudnn_batch_norm.default,
-            aten.miopen_batch_norm.default,
-        ),
-        once,
-    )
-)
+_FORMS = {
+    aten.native_batch_norm.default: Form(),
+    aten._native_batch_norm_legit.default: Form(),
+    aten._native_batch_norm_legit.no_stats: Form(stats=0),
+    aten._native_batch_norm_legit_functional.default: Form(functional=True),
+    aten._native_batch_norm_legit_no_training.default: Form(trains=False),
+    aten._batch_norm_with_update.default: Form(trains=True, reserve=True),
+    aten._batch_norm_with_update_functional.default: Form(
+        trains=True, reserve=True, functional=True
+    ),
+    aten._batch_norm_no_update.default: Form(trains=False, reserve=True),
+    aten.cudnn_batch_norm.default: Form(reserve=True),
+    aten.miopen_batch_norm.default: Form(),
+}
+_BACKWARDS = {
+    aten.native_batch_norm_backward.default: _native_backward,
+    aten.batch_norm_backward.default: _native_backward,
+    aten.cudnn_batch_norm_backward.default: _fused_backward,
+    aten.miopen_batch_norm_backward.default: _fused_backward,
+}
+register({op: mapped(form) for op, form in _FORMS.items()} | _BACKWARDS)
+SHARED.update({op: once(form) for op, form in _FORMS.items()})
+BLIND.update(_FORMS, _BACKWARDS)  # what a backward asks of the statistics its forward has read

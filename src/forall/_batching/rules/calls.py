@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from forall._batching.batched import Batched, Family, derive, refit, same
-from forall._batching.table import CALLS
+from forall._batching.table import CALLS, IN_PLACE
 from forall._core.errors import data_dependent, shared_write
 from forall._core.levels import lift
 from forall._torch.dispatch import no_dispatch
@@ -282,13 +282,9 @@ def _writes_in_place(name: str) -> bool:
     return name.endswith("_") and not name.startswith("_")
 
 
-CALLS.update(
-    {
-        getattr(Tensor, name): _written(getattr(Tensor, name))
-        for name in dir(Tensor)
-        if _writes_in_place(name)
-    }
-)
+IN_PLACE.update(getattr(Tensor, name) for name in dir(Tensor) if _writes_in_place(name))
+CALLS.update({method: _written(method) for method in IN_PLACE})
+IN_PLACE.add(Tensor.__setitem__)
 CALLS.update(
     {
         Tensor.__getitem__: _getitem,

@@ -13,14 +13,13 @@ from forall._batching.families import (
     front,
     is_mapped,
     level_on,
-    level_write,
     lower,
     pointwise,
     stacked,
-    writable,
 )
 from forall._batching.indices import flat
 from forall._batching.table import register
+from forall._batching.writing import level_write, writable
 
 aten = torch.ops.aten
 Tensor = torch.Tensor

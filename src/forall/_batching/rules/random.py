@@ -1,7 +1,8 @@
 """Random draws, as the level's ``randomness`` says.
 
 ``"error"`` refuses, ``"different"`` draws (B, *S), ``"same"`` draws one S for all examples: two
-examples with other parameters still see the same draw underneath.
+examples with other parameters still see the same draw underneath. Where the level has a scope
+(`forall.random.scope`) no flag is asked: the scope's key draws, for each example its own.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ from forall._batching.families import (
     rank_of,
     stacked,
     wrapped,
-    writable,
 )
 from forall._batching.table import HANDLERS, SHARED, register
+from forall._batching.writing import writable
 from forall._core.errors import columns
+from forall._random import stateful
+from forall._random.scopes import running
 from forall._torch.names import DispatchKey, OpOverload
 from forall._torch.schema import facts
 
@@ -353,7 +356,7 @@ def dropping_out(handler: Callable) -> Callable:
 
     def handle(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
         ours = any(is_mapped(a, level) for a in (*args, *kwargs.values()))
-        if _probability(func, args, kwargs):
+        if stateful.probability(func, args, kwargs):
             if level.randomness == "error":
                 raise refused(func)
             if level.randomness == "same" and ours:
@@ -369,13 +372,28 @@ def dropping_out(handler: Callable) -> Callable:
     return handle
 
 
-def _probability(func: Any, args: tuple, kwargs: dict) -> float:
-    for i, name in enumerate(facts(func).names):
-        if name in {"dropout_p", "dropout", "p"}:
-            return args[i] if i < len(args) else kwargs.get(name, 0)
-    return 1  # it draws, and does not say how to turn that off
+def keyed(handler: Callable) -> Callable:
+    """The scope's draw is made of ordinary operators on examples, so the level maps those.
+
+    A level that runs while no scope does recomputes what was first computed without one.
+    """
+
+    def handle(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+        scope = level.scope
+        if (
+            scope is None
+            or (level.active and running() is None)
+            or not stateful.draws(func, args, kwargs)
+        ):
+            return handler(level, func, args, kwargs)
+        with level_on(level):
+            return scope.draw(func, args, kwargs)
+
+    return handle
 
 
 for _op, _handler in list(HANDLERS.items()):  # the rules of the other files, entered before
-    if isinstance(_op, OpOverload) and facts(_op).seeded and _op not in SHARED:
-        SHARED[_op] = HANDLERS[_op] = dropping_out(_handler)
+    if isinstance(_op, OpOverload) and facts(_op).seeded:
+        if _op not in SHARED:
+            SHARED[_op] = dropping_out(_handler)
+        SHARED[_op] = HANDLERS[_op] = keyed(SHARED[_op])

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forall._batching.batched import wrap
-from forall._batching.families import Stack, front, is_mapped, lower, stacked, writable
+from forall._batching.families import Stack, front, is_mapped, lower, stacked
 from forall._batching.indices import (
     MASKS,
     Places,
@@ -24,6 +24,7 @@ from forall._batching.indices import (
     taken,
 )
 from forall._batching.table import register
+from forall._batching.writing import writable
 from forall._core.axes import stacked_dim
 
 if TYPE_CHECKING:

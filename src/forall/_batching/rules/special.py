@@ -14,10 +14,10 @@ from forall._batching.families import (
     level_on,
     lower,
     pointwise,
-    pointwise_in_place,
     stacked,
 )
 from forall._batching.table import register
+from forall._batching.writing import pointwise_in_place
 from forall._core.axes import wrap_dim
 from forall._core.errors import data_dependent
 

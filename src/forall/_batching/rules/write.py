@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from forall._batching.families import level_write
 from forall._batching.table import register
+from forall._batching.writing import level_write
 
 aten = torch.ops.aten
 

@@ -1,0 +1,79 @@
+"""numpy's functions on values of examples, by numpy itself: one example after another."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from forall._batching.batched import Batched, without_ended, wrap
+from forall._batching.one_by_one import all_places, example_of, levels_of
+from forall._core.errors import data_dependent, slow
+from forall._core.levels import outside
+from forall._torch import numpys, trees
+from forall._torch.dispatch import functions_off
+from forall._torch.wrapper import Wrapper
+
+
+def by_numpy(func: Any, args: tuple, kwargs: dict) -> Any:
+    """What numpy gives for each example, arrays and numbers as one tensor of all examples."""
+    args, kwargs = without_ended(_name(func), args, kwargs)
+    flat, spec = trees.flatten((args, kwargs))
+    for a in flat:
+        _refuse_derivatives(func, a)
+    levels = levels_of(flat)
+    if levels:
+        slow(
+            f"vmap: numpy runs {_name(func)} once per example.\n"
+            "Use torch's function, or one of numpy's that torch has too."
+        )
+    results = []
+    for places in all_places(levels):
+        with functions_off(), outside(levels[0]) if levels else functions_off():
+            given = [numpys.plain(example_of(a, places)) for a in flat]
+        a, k = trees.unflatten(given, spec)
+        results.append(trees.flatten(func(*a, **k)))
+    columns = zip(*(leaves for leaves, _ in results), strict=True)
+    return trees.unflatten([_joined(func, list(c), levels) for c in columns], results[0][1])
+
+
+def _name(func: Any) -> str:
+    return f"np.{getattr(func, '__name__', func)}"
+
+
+def _refuse_derivatives(func: Any, a: Any) -> None:
+    while isinstance(a, torch.Tensor):
+        if a.requires_grad:
+            raise RuntimeError(
+                f"{_name(func)}: numpy has no derivative of this for a tensor that requires grad.\n"
+                "Use torch's function, or x.detach()."
+            )
+        if not isinstance(a, Wrapper):
+            return
+        if type(a) is not Batched:
+            raise NotImplementedError(
+                f"{_name(func)}: numpy has no derivative of this for a value with a tangent.\n"
+                "Use torch's function."
+            )
+        a = a.value
+
+
+def _joined(func: Any, results: list, levels: list) -> Any:
+    head = results[0]
+    if not levels:
+        return numpys.tensor(head)
+    if not numpys.is_array(head):
+        if all(r == head for r in results):
+            return head
+        if not isinstance(head, (bool, int, float, complex)):
+            raise data_dependent(_name(func), "Compute it outside vmap.")
+    with functions_off(), outside(levels[0]):
+        tensors = [torch.as_tensor(numpys.tensor(r)) for r in results]
+        if any(t.shape != tensors[0].shape for t in tensors):
+            what = f"the shape that {_name(func)} gives"
+            raise data_dependent(what, "Use an operation with a result of fixed shape.")
+        out = torch.stack(tensors)
+        out = out.reshape(*(level.size for level in levels), *out.shape[1:])
+        for level in levels:
+            out = wrap(out, 0, level)
+    return out

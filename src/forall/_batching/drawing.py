@@ -1,0 +1,59 @@
+"""Where the examples of a `vmap` take their random numbers from: its flag, its key, or a scope."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from forall._batching.batched import wrap
+from forall._core.levels import outside
+from forall._random import scopes
+from forall._random.keys import fold_each
+from forall._torch.dispatch import functions_off
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from forall._batching.interpreter import VmapLevel
+
+
+class Draws:
+    """One call of `vmap`, in however many chunks: all of them draw from one key, or one count.
+
+    A key is the flag's, or the next of the scope around: then each example gets a scope of its
+    own. ``"same"`` inside a scope draws for all examples from that scope.
+    """
+
+    __slots__ = ("_count", "_key", "_outer", "flag")
+
+    def __init__(self, randomness: str | torch.Tensor) -> None:
+        self._outer = scopes.running()
+        self._key: Callable[[], torch.Tensor] | None = None
+        self.flag = "error"
+        if isinstance(randomness, torch.Tensor):
+            self._key = lambda: randomness
+        else:
+            self.flag = randomness
+            if self._outer is not None and randomness != "same":
+                self._key = self._outer.reserve()
+        self._count = 0 if self._outer is None else self._outer.count
+
+    def scope(self, level: VmapLevel, first: int) -> Any:
+        """What the examples of ``level``, the first of them number ``first``, draw in."""
+        key = self._key
+        if key is None:
+            if self._outer is not None:
+                self._outer.count = self._count  # for each chunk what it was for the first
+            return self._outer
+
+        def of_examples() -> torch.Tensor:
+            with outside(level), functions_off():
+                return wrap(fold_each(key(), first, level.size), 0, level)
+
+        return scopes.Scope(of_examples)
+
+
+def one_draw(randomness: str) -> str:
+    """The flag of a `vmap` over directions, which move one function, and one draw, alike."""
+    return "same" if randomness == "error" and scopes.running() is not None else randomness

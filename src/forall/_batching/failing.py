@@ -1,0 +1,72 @@
+"""The error of one example: what the loop would raise, and for which example.
+
+An operator that fails on the stacks is run once more for each example, in the loop's order, on
+plain tensors, until one fails as it would in the loop. That happens after a failure alone, so what
+succeeds pays nothing. What an operator would write into is copied for that, and the state of the
+random generators is put back.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from forall._batching.one_by_one import Copied, all_places, example_of, levels_of
+from forall._core.errors import DataDependentError, columns
+from forall._core.levels import outside
+from forall._core.places import users_line
+from forall._torch import generators, trees
+from forall._torch.dispatch import functions_off
+from forall._torch.schema import facts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from forall._batching.one_by_one import Places
+
+
+def told(error: Exception, func: Any, args: tuple, kwargs: dict) -> Exception:
+    """What to raise where the operator ``func`` failed with ``error`` for all examples at once."""
+    if isinstance(error, (DataDependentError, Warning, torch.OutOfMemoryError)) or str(
+        error
+    ).startswith("vmap:"):
+        return error
+    mutates = facts(func).mutates
+    if mutates:
+        args = tuple(Copied(a) if i in mutates else a for i, a in enumerate(args))
+        kwargs = {k: Copied(a) if k in mutates else a for k, a in kwargs.items()}
+    return first_error(str(func), func, args, kwargs) or error
+
+
+def first_error(name: str, call: Callable, args: tuple, kwargs: dict) -> Exception | None:
+    """The error of the first example for which ``call`` fails, with a note that names it."""
+    with functions_off():
+        flat, spec = trees.flatten((args, kwargs))
+        levels = levels_of(flat)
+        if not levels:
+            return None
+        drawn = generators.states(flat)
+        try:
+            with outside(levels[0]):
+                for places in all_places(levels):
+                    a, k = trees.unflatten([example_of(x, places) for x in flat], spec)
+                    try:
+                        call(*a, **k)
+                    except Exception as theirs:  # noqa: BLE001 - the user's error, whatever it is
+                        theirs.add_note(_note(name, places))
+                        return theirs
+        finally:
+            generators.restore(drawn)
+    return None
+
+
+def _note(name: str, places: Places) -> str:
+    line = users_line()
+    rows = [(name, f"at {line}", line.text())]
+    for level, number in reversed(places.items()):
+        origin = level.origin
+        if origin is not None:
+            which = f"example {origin.first + number} of {origin.size}, counted from 0"
+            rows.append((str(origin.call), f"at {origin.place}", which))
+    return f"vmap: one example failed.\n{columns(rows)}"

@@ -1,0 +1,83 @@
+"""What torch's own code checks on the values of one example, before any operator that we see."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from forall._batching.batched import Batched, wrap
+from forall._batching.failing import first_error
+from forall._batching.table import CALLS, register
+from forall._torch.dispatch import no_dispatch
+from forall._torch.wrapper import Wrapper
+
+aten = torch.ops.aten
+Tensor = torch.Tensor
+
+
+def _stack(a: Any) -> Tensor | None:
+    """All examples of a mapped tensor, of whatever level."""
+    if type(a) is not Batched:
+        return None
+    while isinstance(a, Wrapper):
+        a = a.value
+    return a
+
+
+def checked(func: Any, fails: Any) -> Any:
+    """A call that raises the first failing example's error where ``fails`` finds a bad value."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with no_dispatch():
+            failed = fails(*args, **kwargs)
+        if failed:
+            error = first_error(func.__name__, func, args, kwargs)
+            if error is not None:
+                raise error
+        return NotImplemented
+
+    return call
+
+
+def _one_hot(x: Any, num_classes: int = -1) -> bool:
+    v = _stack(x)
+    return v is not None and bool((v < 0).any() or (num_classes > 0 and (v >= num_classes).any()))
+
+
+def _quantile(x: Any, q: Any, *_: Any, **__: Any) -> bool:
+    v = _stack(q)
+    return v is not None and not bool(((v >= 0) & (v <= 1)).all())
+
+
+def _normal(mean: Any = 0.0, std: Any = 1.0, *_: Any, **__: Any) -> bool:
+    v = _stack(std)
+    return v is not None and not v.is_complex() and not bool((v >= 0).all())
+
+
+def _histc(x: Any, bins: int = 100, min: float = 0, max: float = 0, **_: Any) -> bool:
+    v = _stack(x)
+    return v is not None and (max < min or (max == min and not bool(v.isfinite().all())))
+
+
+def _all_true(level: Any, func: Any, args: tuple, kwargs: dict) -> Tensor:
+    """torch asks this before it raises: what holds for all examples, as one answer for them."""
+    return wrap(func(args[0].value), None, level)
+
+
+register({aten._is_all_true.default: _all_true})
+CALLS.update(
+    {
+        func: checked(func, fails)
+        for func, fails in (
+            (torch.nn.functional.one_hot, _one_hot),
+            (torch.quantile, _quantile),
+            (Tensor.quantile, _quantile),
+            (torch.nanquantile, _quantile),
+            (Tensor.nanquantile, _quantile),
+            (torch.normal, _normal),
+            (torch.histc, _histc),
+            (Tensor.histc, _histc),
+        )
+    }
+)

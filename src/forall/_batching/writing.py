@@ -1,0 +1,353 @@
+"""In-place and out= forms: what an example writes, and into what."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from forall._batching import table
+from forall._batching.batched import Batched, promote, refit
+from forall._batching.families import common_dtype, front, is_mapped, level_on, lower, wrapped
+from forall._batching.ledger import Step, conflict, is_shared_older, memory, place, unrecorded
+from forall._core.errors import columns, shared_write, short
+from forall._torch import trees
+from forall._torch.dispatch import is_accumulating, no_dispatch
+from forall._torch.schema import Facts, facts
+from forall._torch.wrapper import Wrapper
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+Tensor = torch.Tensor
+
+
+# --- derived from the functional overload --------------------------------------------------------
+
+
+def derived(functional: Any) -> Callable:
+    """In-place and out= forms: compute what they would write, then write it."""
+
+    def handler(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+        fact = facts(func)
+        targets = [args[m] if isinstance(m, int) else kwargs.get(m) for m in fact.mutates]
+        rest = {k: a for k, a in kwargs.items() if k not in fact.out_names}
+        with level_on(level):
+            results = functional(*args, **rest)
+        if len(targets) == 1:  # for several, lists among them, the functional lists what it writes
+            results = (results,)
+        elif not fact.out_names:
+            results = results[-len(targets) :]
+        put = _write_out if fact.out_names else write
+        for target, result in zip(targets, results, strict=True):
+            if isinstance(target, (list, tuple)):
+                for t, r in zip(target, result, strict=True):
+                    put(level, func, t, r)
+            elif target is not None:
+                put(level, func, target, result)
+        return _named(targets) if func._schema.returns else None
+
+    return handler
+
+
+def _write_out(level: Any, func: Any, target: Any, result: Tensor) -> None:
+    if not torch.can_cast(result.dtype, target.dtype):
+        raise RuntimeError(
+            f"result type {result.dtype} can't be cast to the desired output type {target.dtype}"
+        )
+    if target.shape != result.shape:
+        _resize_out(level, func, target, result)
+    else:
+        write(level, func, target, result)
+
+
+def _resize_out(level: Any, func: Any, target: Any, result: Tensor) -> None:
+    """out= takes the size of what is written to it, as long as only this call knows it."""
+    if _is_older(target, level):
+        raise RuntimeError(
+            f"vmap: {func} would resize out=, a tensor from before the call.\n"
+            f"{columns([('out', short(target)), ('result', short(result))])}\n"
+            "Give it the result's shape, or leave out= away."
+        )
+    axis = 0 if is_mapped(result, level) else None
+    value = lower(result, level) if axis is None else front(result)
+    refit(target, value.to(target.dtype), axis)
+
+
+def level_write(level: Any, func: Any, targets: list, results: Any) -> Any:
+    """Write results into targets, as examples; returns the targets as the operator would."""
+    for target, result in zip(targets, results, strict=True):
+        write(level, func, target, result)
+    return _named(targets)
+
+
+def _named(targets: list) -> Any:
+    return targets[0] if len(targets) == 1 else tuple(targets)
+
+
+def write(level: Any, func: Any, target: Any, data: Tensor) -> None:
+    """target.copy_(data) for every example, one level down."""
+    view_of = writable(level, func, target, [data])
+    rank = view_of.dim() - 1
+    if is_mapped(data, level):
+        v = front(data)
+        if v.dim() - 1 < rank:
+            v = v.reshape(v.shape[0], *(1,) * (rank - v.dim() + 1), *v.shape[1:])
+    else:
+        v = lower(data, level)
+    view_of.copy_(v)
+
+
+def writable(level: Any, func: Any, target: Any, data: list) -> Tensor:
+    """The target's stack (B, *S) to write into, promoted if the examples will differ in it."""
+    if not (type(target) is Batched and target.level is level):
+        raise shared_write(str(func), target, [d for d in data if is_mapped(d, level)])
+    if target.axis is None:
+        if target.older:
+            raise shared_write(str(func), target, [d for d in data if is_mapped(d, level)])
+        promote(target, level.size)
+    if target.older:
+        _note_write(target)
+    if target.family is not None and target.family.put_back is not None:
+        raise NotImplementedError(
+            f"vmap: {func} writes into x[i], where i differs between the examples.\n"
+            "That is a copy here, so x would not change. Write x[i] = value instead."
+        )
+    return front(target)
+
+
+def _note_write(target: Batched) -> None:
+    """Rules run below the version count; a caller's tensor must still show that it changed."""
+    if not isinstance(target.value, Batched):
+        torch.autograd.graph.increment_version(target.value)
+
+
+def pointwise_in_place(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    """x.op_(y, ..): the examples of the others broadcast to x's."""
+    target = args[0]
+    stack = writable(level, func, target, list(args[1:]))
+    rank = stack.dim() - 1
+    common = common_dtype([a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)], level)
+
+    def align(a: Any) -> Any:
+        if not isinstance(a, Tensor):
+            return a
+        if not is_mapped(a, level):
+            return lower(a, level)
+        v = front(a)
+        if v.dim() - 1 < rank:
+            v = v.reshape(v.shape[0], *(1,) * (rank - v.dim() + 1), *v.shape[1:])
+        return v if common is None or v.dtype in (common, torch.bool) else v.to(common)
+
+    func(stack, *map(align, args[1:]), **{k: align(a) for k, a in kwargs.items()})
+    return target
+
+
+def shared_data_write(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    """An in-place or out= operator none of whose arguments differs between the examples."""
+    fact = facts(func)
+    targets = [args[m] if isinstance(m, int) else kwargs[m] for m in fact.mutates]
+    flat = _tensors(targets)
+    out = func(*[lower(a, level) for a in args], **{k: lower(a, level) for k, a in kwargs.items()})
+    for target in flat:
+        ours = type(target) is Batched and target.level is level and target.axis is None
+        if ours and target.shape != target.value.shape:
+            refit(target, target.value, None)
+    if fact.out_names:
+        return targets[0] if len(targets) == 1 else tuple(targets)
+    if not func._schema.returns:
+        return None
+    if len(func._schema.returns) == 1:
+        return targets[0]
+    return wrapped(out, None, level)
+
+
+def _is_older(target: Any, level: Any) -> bool:
+    return not (type(target) is Batched and target.level is level and not target.older)
+
+
+# --- memory from before the call -----------------------------------------------------------------
+
+
+def older(level: Any, func: Any, args: tuple, kwargs: dict, mapped: bool) -> Callable | None:
+    """Tell the ledger of an operator that meets older memory shared by all examples.
+
+    Returns the handler where it is not the usual one. See NOTE [older memory] in `ledger`.
+    """
+    met = level.met[:]
+    level.met.clear()
+    kind = _KINDS.get(func) or _kind(func)
+    if kind is _READS and level.notes and func not in _OF_AUTOGRAD:
+        level.ledger.read_by(func, met)
+        return None
+    if kind is _LOOKS_ONLY or level.calls == 1 or is_accumulating():
+        return None
+    if not (level.active and not level.records_values):  # no end of a call to settle at
+        return _unsettled(level, func, args, kwargs, mapped)
+    if level.calls is not None:  # the call was made before
+        return None if mapped or kind is _READS else _nothing
+    if kind is _WRITES:
+        return _older_written(level, func, facts(func), args, kwargs, mapped)
+    level.ledger.read_by(func, met)
+    return None
+
+
+_LOOKS_ONLY, _READS, _WRITES = "looks", "reads", "writes"
+_KINDS: dict[Any, str] = {}
+_OF_AUTOGRAD = frozenset({torch.ops.aten.add.Tensor, torch.ops.aten.clone.default})
+
+
+def _kind(func: Any) -> str:
+    """What an operator does to the older tensors among its arguments."""
+    fact, name = facts(func), func.overloadpacket.__name__
+    kind = _WRITES if fact.mutates else _READS
+    if (
+        fact.view
+        or func in table.BLIND
+        or (name.startswith("new_") or name.endswith("_like"))
+        or name in _LOOKS
+    ):
+        kind = _LOOKS_ONLY
+    _KINDS[func] = kind
+    return kind
+
+
+def _unsettled(level: Any, func: Any, args: tuple, kwargs: dict, mapped: bool) -> None:
+    """Where no call will end: an older tensor may be written to if once is enough."""
+    if not mapped and not _once_is_enough(func):
+        for t in _written(facts(func), args, kwargs):
+            if _is_older(t, level):
+                raise _counter(func, t)
+
+
+def _older_written(
+    level: Any, func: Any, fact: Facts, args: tuple, kwargs: dict, mapped: bool
+) -> Callable | None:
+    written = [t for t in _written(fact, args, kwargs) if is_shared_older(t, level)]
+    read = [a for i, a in enumerate(args) if i not in fact.mutates]
+    read = _tensors([*read, *(a for k, a in kwargs.items() if k not in fact.mutates)])
+    if written and func is _COPY and is_shared_older(args[1], level) and _coincide(*args[:2]):
+        return _nothing  # x[i] += y ends in x[i] = what x[i] is already
+    ledger = level.ledger
+    for t in read:
+        if is_shared_older(t, level):
+            ledger.reads(func, t)
+    if not written or (not mapped and all(memory(t) in ledger.renewed for t in written)):
+        return None
+    rule = table.UPDATES.get(func)
+    update = rule and rule(level, lower(args[0], level), *args[1:], **kwargs)
+    if update is not None:
+        _add_up(level, func, args, kwargs, update)
+        return _nothing
+    if mapped:
+        return None  # its own handler says why it cannot be
+    if not _once_is_enough(func):
+        raise _counter(func, written[0])
+    _overwrite(level, func, written, read)
+    return None if level.size else _nothing
+
+
+def _add_up(level: Any, func: Any, args: tuple, kwargs: dict, update: Any) -> None:
+    """Put an update in the target's account, once torch would accept it for one example."""
+    target = args[0]
+    with no_dispatch():
+        func(*trees.map_tensors(_blank, args), **trees.map_tensors(_blank, kwargs))
+    if torch.is_grad_enabled() and any(
+        t.requires_grad for t in _tensors([*args, *kwargs.values()])
+    ):
+        if target.requires_grad and type(target) is Batched and target.level is level:
+            raise unrecorded(func, target)
+        level.ledger.account(func, target).recorded = True
+    level.ledger.note(func, target, lower(target, level), update, level.size)
+
+
+def step_later(level: Any, func: Any, target: Tensor, step: Step) -> None:
+    """A `Step` that autograd does not see, at the end of the call."""
+    if not (level.active and not level.records_values):
+        raise shared_write(str(func), target, [])
+    level.ledger.note(func, target, lower(target, level), step, level.size)
+
+
+def _blank(t: Tensor) -> Tensor:
+    return torch.empty(t.shape, dtype=t.dtype, device="meta")
+
+
+def _overwrite(level: Any, func: Any, written: list, read: list) -> None:
+    """The same data for all examples: once is enough, if nothing has seen the memory before."""
+    ledger = level.ledger
+    for t in written:
+        if torch.is_grad_enabled() and any(r.requires_grad for r in read):
+            raise unrecorded(func, t)
+        depends = func.overloadpacket.__name__ in _BY_VALUE
+        if depends and memory(t) in ledger.overwritten:
+            raise conflict(f"{func} writes to", t, "overwritten")
+        ledger.overwrites(func, t, func.overloadpacket.__name__ in _WHOLE and _is_all(t))
+        if depends:
+            ledger.reads(func, t)
+
+
+def _is_all(t: Tensor) -> bool:
+    """Whether a tensor is all of its memory."""
+    while isinstance(t, Wrapper):
+        if type(t) is Batched and not t.older:
+            return t.family is None
+        t = t.value
+    return t.untyped_storage().nbytes() == t.numel() * t.element_size()
+
+
+def _coincide(a: Tensor, b: Tensor) -> bool:
+    return memory(a) == memory(b) and place(a) == place(b)
+
+
+def _nothing(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    """Answer as an operator in place does."""
+    return args[0] if func._schema.returns else None
+
+
+def _written(fact: Facts, args: tuple, kwargs: dict) -> list[Tensor]:
+    return _tensors([args[m] if isinstance(m, int) else kwargs.get(m) for m in fact.mutates])
+
+
+def _tensors(found: list) -> list[Tensor]:
+    """The tensors among these, and in lists among them."""
+    flat = [t for f in found for t in (f if isinstance(f, (list, tuple)) else [f])]
+    return [t for t in flat if isinstance(t, Tensor)]
+
+
+_COPY = torch.ops.aten.copy_.default
+_LOOKS = frozenset({"is_same_size", "_has_same_storage_numel", "_new_zeros_with_same_feature_meta"})
+_WHOLE = frozenset({"copy_", "fill_", "zero_"})
+# Of what may be done once: what it leaves depends on what it finds.
+_BY_VALUE = frozenset({"clamp_", "clamp_min_", "clamp_max_", "relu_", "abs_"})
+_IDEMPOTENT = frozenset(
+    {
+        "copy_",
+        "fill_",
+        "zero_",
+        "masked_fill_",
+        "index_fill_",
+        "index_copy_",
+        "index_put_",
+        "scatter_",
+        "clamp_",
+        "clamp_min_",
+        "clamp_max_",
+        "relu_",
+        "abs_",
+        "set_",
+        "resize_",
+    }
+)
+
+
+def _once_is_enough(func: Any) -> bool:
+    """Whether doing it once leaves what doing it for every example in turn would leave."""
+    return func.overloadpacket.__name__ in _IDEMPOTENT or bool(facts(func).out_names)
+
+
+def _counter(func: Any, target: Tensor) -> RuntimeError:
+    return RuntimeError(
+        f"vmap: {func} changes a tensor from before the call, once for every example.\n"
+        f"{columns([('written to', short(target), 'shared by all examples')])}\n"
+        "Clone it inside the function (.clone()), or move the write outside vmap."
+    )

@@ -1,0 +1,80 @@
+"""Running a user's function once more, later, as checkpoints do in a backward pass.
+
+It runs where it first ran: the levels entered since, a pull-back's among them, have no part in it;
+and a level that has ended since still says what a draw of random numbers is.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+from forall._core.levels import Level, outside, top
+from forall._torch.dispatch import functions_off, users_tangents
+from forall._torch.names import TorchDispatchMode
+from forall._torch.schema import facts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def where_it_first_ran(function: Callable) -> Callable:
+    """``function``, which runs at any later time at the level that runs now."""
+    level = top()
+
+    def again(*args: Any, **kwargs: Any) -> Any:
+        with ExitStack() as place:
+            since = _entered_since(level)
+            if since is not None:
+                place.enter_context(outside(since))
+            for ended in reversed([*_ended(level)]):
+                place.enter_context(_Draws(ended))
+            return function(*args, **kwargs)
+
+    return again
+
+
+def may_carry_tangents() -> bool:
+    """Whether forward mode is at work around the code that runs now."""
+    level = top()
+    while level is not None:
+        if level.peels:
+            return True
+        level = level.parent
+    return users_tangents()
+
+
+def _entered_since(level: Level | None) -> Level | None:
+    """The outermost of the active levels that are inside ``level``, or beside it."""
+    known = set() if level is None else {level, *level.around}
+    found, now = None, top()
+    while now is not None and now not in known:
+        found, now = now, now.parent
+    return found
+
+
+def _ended(level: Level | None) -> Any:
+    while level is not None:
+        if level.draws and not level.active:
+            yield level
+        level = level.parent
+
+
+class _Draws(TorchDispatchMode):
+    """Operators that draw go to a level that has ended: they may have no argument to tell it by."""
+
+    stays = True  # see `outside`
+
+    def __init__(self, level: Level) -> None:
+        super().__init__()
+        self.level = level
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch would import its compiler to leave our handler alone
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if not facts(func).seeded:
+            return func(*args, **(kwargs or {}))
+        with functions_off():
+            return self.level.run(func, args, kwargs or {})

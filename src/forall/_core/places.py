@@ -1,0 +1,56 @@
+"""Where in the user's program something happened."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+if TYPE_CHECKING:
+    from types import CodeType
+
+    from forall._core.errors import Call
+
+_NOT_THE_USERS = tuple(
+    f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1])
+)
+
+
+class Place(NamedTuple):
+    """A line of a file."""
+
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
+
+    @classmethod
+    def of(cls, code: CodeType) -> Place:
+        """Where a function begins."""
+        return cls(code.co_filename, code.co_firstlineno)
+
+    def text(self) -> str:
+        """What is written there, as far as it is known."""
+        return linecache.getline(self.file, self.line).strip()
+
+
+class Origin(NamedTuple):
+    """The call of a transform that a level serves, for messages to name it."""
+
+    call: Call
+    place: Place
+    first: int  # the number of the level's first example among all of the call
+    size: int  # how many examples the call has
+
+
+def users_line() -> Place:
+    """The innermost line that is neither ours nor torch's."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
+        frame = frame.f_back
+    return Place(frame.f_code.co_filename, frame.f_lineno)

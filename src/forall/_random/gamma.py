@@ -1,0 +1,152 @@
+"""Gamma draws and what is made of them; differentiable in their parameters."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from forall._core.errors import columns
+from forall._random import rejection
+from forall._random.continuous import HALVES, dtype_of, fitting, parameter
+from forall._random.keys import split, words
+from forall._random.threefry import counters
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+Tensor = torch.Tensor
+aten = torch.ops.aten
+
+
+class Gamma(torch.autograd.Function):
+    """A draw, or its logarithm; the derivative by alpha keeps the place in the distribution.
+
+    Source: Figurnov, Mohamed and Mnih, "Implicit reparameterization gradients" (2018); torch has
+    the formula for its own draws.
+    """
+
+    @staticmethod
+    def forward(key, alpha, logarithm):
+        place = counters(alpha.shape, key.device)[1]
+        return rejection.gamma(*words("gamma", key), place, alpha, logarithm)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        _, alpha, ctx.logarithm = inputs
+        ctx.save_for_backward(alpha, output)
+
+    @staticmethod
+    def backward(ctx, g):
+        alpha, drawn = ctx.saved_tensors
+        if not ctx.logarithm:
+            return None, g * aten._standard_gamma_grad(alpha, drawn), None
+        x = drawn.exp().clamp(min=torch.finfo(drawn.dtype).tiny)
+        return None, g * aten._standard_gamma_grad(alpha, x) / x, None
+
+
+def gamma(
+    key: Tensor,
+    a: Any,
+    shape: Sequence[int] | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Numbers of the gamma distribution of shape ``a`` and scale 1: (2,) -> shape.
+
+    Differentiable in ``a``, once: the derivative of the number at its place in the distribution.
+    For a rate, differentiable in it, write ``gamma(key, a, shape) / rate``.
+
+    Args:
+        a: a number, or a tensor that broadcasts to ``shape``; nan where it is not above 0.
+        shape: that of ``a`` where it is None.
+
+    Raises:
+        TypeError, ValueError: for a key that is none, for an ``a`` that does not fit the shape.
+
+    Source: Marsaglia and Tsang, "A simple method for generating gamma variables" (2000).
+
+    Example:
+        >>> x = forall.random.gamma(forall.random.key(0), 3.0, (10000,))
+        >>> bool((x.mean() - 3).abs() < 0.1)
+        True
+    """
+    return _gamma("gamma", key, a, shape, dtype_of(dtype, a), logarithm=False)
+
+
+def _gamma(
+    verb: str, key: Tensor, a: Any, shape: Any, dtype: torch.dtype, *, logarithm: bool
+) -> Tensor:
+    words(verb, key)
+    working = torch.float32 if dtype in HALVES else dtype
+    alpha = parameter(a, working, key)
+    alpha = alpha.expand(fitting(verb, shape, alpha.shape))
+    return Gamma.apply(key, alpha, logarithm).to(dtype)
+
+
+def beta(
+    key: Tensor,
+    a: Any,
+    b: Any,
+    shape: Sequence[int] | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Numbers of the beta distribution: (2,) -> shape.
+
+    Differentiable in ``a`` and ``b``, once.
+
+    Args:
+        a, b: above 0; numbers, or tensors that broadcast to ``shape``.
+        shape: that of ``a`` and ``b`` together where it is None.
+
+    Raises:
+        TypeError, ValueError: for a key that is none, for parameters that do not fit the shape.
+
+    Source: X / (X + Y) of gamma draws X and Y, by their logarithms.
+
+    Example:
+        >>> x = forall.random.beta(forall.random.key(0), 1.0, 3.0, (10000,))
+        >>> bool((x.mean() - 0.25).abs() < 0.01)
+        True
+    """
+    dtype = dtype_of(dtype, a, b)
+    a, b = parameter(a, dtype, key), parameter(b, dtype, key)
+    shape = fitting("beta", shape, a.shape, b.shape)
+    first, second = split(key)
+    x = _gamma("beta", first, a, shape, dtype, logarithm=True)
+    y = _gamma("beta", second, b, shape, dtype, logarithm=True)
+    return torch.sigmoid(x - y)
+
+
+def dirichlet(
+    key: Tensor,
+    alpha: Tensor,
+    shape: Sequence[int] | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Probabilities of the Dirichlet distribution: (2,), (*A, n) -> (*shape, n).
+
+    Differentiable in ``alpha``, once.
+
+    Args:
+        shape: what *A broadcasts to; *A itself where it is None.
+
+    Raises:
+        TypeError, ValueError: for a key that is none, for an alpha that does not fit.
+
+    Source: gamma draws over their sum, by their logarithms.
+
+    Example:
+        >>> p = forall.random.dirichlet(forall.random.key(0), torch.ones(3), (10000,))
+        >>> torch.allclose(p.mean(0), torch.full((3,), 1 / 3), atol=0.01)
+        True
+    """
+    dtype = dtype_of(dtype, alpha)
+    alpha = parameter(alpha, dtype, key)
+    if not alpha.dim():
+        raise ValueError(
+            "dirichlet(key, alpha): alpha has one entry for each probability.\n"
+            f"{columns([('alpha', str(tuple(alpha.shape)))])}\n"
+            "Give a tensor of rank 1 or more."
+        )
+    shape = (*fitting("dirichlet", shape, alpha.shape[:-1]), alpha.shape[-1])
+    return torch.softmax(_gamma("dirichlet", key, alpha, shape, dtype, logarithm=True), -1)

@@ -1,0 +1,204 @@
+"""Keys: what they look like, how one becomes many, and the bits that they stand for.
+
+A key is an int64 tensor of shape (2,), each number a word from 0 to 2**32 - 1: what
+``jax.random.key_data`` shows for the same key. Torch's uint32 cannot be added or shifted on any
+device; int64 can be made, compared, stacked and printed on all of them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from forall._core.errors import columns, kind, short
+from forall._random.threefry import LOW, Words, counters, threefry
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+Tensor = torch.Tensor
+
+
+def key(seed: int | Tensor, device: torch.device | str | None = None) -> Tensor:
+    """The key that a seed stands for: () -> (2,).
+
+    Seeds from 0 to 2**32 - 1 give the keys of ``jax.random.key``. Others are read as 64 bits in
+    two's complement, as JAX does where it has 64-bit numbers.
+
+    Args:
+        seed: an int, or an integer tensor of rank 0 (one of each example under `forall.vmap`).
+        device: where the key lies, and all that is drawn from it.
+
+    Raises:
+        TypeError: for a seed that is neither.
+
+    Example:
+        >>> forall.random.key(0)
+        tensor([0, 0])
+    """
+    if isinstance(seed, torch.Tensor):
+        if seed.dim() or seed.is_floating_point() or seed.is_complex():
+            raise _no_seed(seed)
+        seed = seed.to(device=device, dtype=torch.int64)
+        return torch.stack([(seed >> 32) & LOW, seed & LOW])
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise _no_seed(seed)
+    return torch.tensor([(seed >> 32) & LOW, seed & LOW], device=device)
+
+
+def split(key: Tensor, num: int | Sequence[int] = 2) -> Tensor:
+    """Keys that have nothing to do with each other: (2,) -> (num, 2).
+
+    Use each of them once, and ``key`` no more. The same numbers as ``jax.random.split``.
+
+    Args:
+        num: how many, or the shape of many.
+
+    Raises:
+        TypeError, ValueError: for a key that is none.
+
+    Source: the counters of Threefry are the places in the result, as in JAX since version 0.5
+    (``jax_threefry_partitionable``): the first keys of many are those of few.
+
+    Example:
+        >>> first, second = forall.random.split(forall.random.key(0))
+        >>> first
+        tensor([1797259609, 2579123966])
+    """
+    k0, k1 = words("split", key)
+    shape = (num,) if isinstance(num, int) else tuple(num)
+    return _key(threefry(k0, k1, *counters(shape, key.device)))
+
+
+def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
+    """The key that ``key`` and a number make: (2,), () -> (2,).
+
+    The same numbers as ``jax.random.fold_in``.
+
+    Args:
+        data: an int, or an integer tensor of rank 0; its lowest 32 bits count.
+
+    Raises:
+        TypeError, ValueError: for a key that is none, for data that is no integer.
+
+    Example:
+        >>> forall.random.fold_in(forall.random.key(0), 7)
+        tensor([2716826189,  292468403])
+    """
+    k0, k1 = words("fold_in", key)
+    if isinstance(data, torch.Tensor):
+        if data.dim() or data.is_floating_point() or data.is_complex():
+            raise _no_data(data)
+        low = data.to(device=key.device, dtype=torch.int32)
+    elif isinstance(data, bool) or not isinstance(data, int):
+        raise _no_data(data)
+    else:
+        low = torch.tensor(data & LOW, device=key.device).to(torch.int32)
+    return _key(threefry(k0, k1, torch.zeros_like(low), low))
+
+
+def fold_each(key: Tensor, first: int, number: int) -> Tensor:
+    """`fold_in` of the numbers from ``first`` on: (2,) -> (number, 2)."""
+    k0, k1 = words("fold_in", key)
+    low = torch.arange(first, first + number, device=key.device).to(torch.int32)
+    return _key(threefry(k0, k1, torch.zeros_like(low), low))
+
+
+def _key(found: Words) -> Tensor:
+    return torch.stack(found, -1).to(torch.int64) & LOW
+
+
+def words(verb: str, key: Any) -> Words:
+    """The two words of a key, each of shape ()."""
+    check(f"{verb}(key, ...)", key)
+    k = key.to(torch.int32)
+    return k[0], k[1]
+
+
+def check(call: str, key: Any) -> None:
+    """Whether this is a key, said as ``call`` where it is not."""
+    if not isinstance(key, torch.Tensor):
+        raise TypeError(
+            f"{call}: a key is a tensor.\n"
+            f"{columns([('key', short(key), kind(key))])}\n"
+            "Make one of a seed: forall.random.key(0)."
+        )
+    if key.dtype != torch.int64:
+        raise TypeError(
+            f"{call}: a key is an int64 tensor of shape (2,).\n"
+            f"{columns([('key', short(key))])}\n"
+            "Make one of a seed: forall.random.key(0)."
+        )
+    if key.shape != (2,):
+        raise ValueError(
+            f"{call}: a key is an int64 tensor of shape (2,).\n"
+            f"{columns([('key', short(key))])}\n"
+            "For many keys map over them: vmap(f)(forall.random.split(key, n))."
+        )
+
+
+def _no_seed(seed: Any) -> TypeError:
+    return TypeError(
+        "key(seed): a seed is an int, or an integer tensor of rank 0.\n"
+        f"{columns([('seed', short(seed), kind(seed))])}\n"
+        "For many keys write split(key(0), n), or vmap(key)(seeds)."
+    )
+
+
+def _no_data(data: Any) -> TypeError:
+    return TypeError(
+        "fold_in(key, data): data is an int, or an integer tensor of rank 0.\n"
+        f"{columns([('data', short(data), kind(data))])}\n"
+        "Fold in one number after another, or map over them: vmap(fold_in, (None, 0))."
+    )
+
+
+# --- bits ----------------------------------------------------------------------------------------
+
+_WIDTHS = {
+    torch.uint8: torch.int8,
+    torch.uint16: torch.int16,
+    torch.uint32: torch.int32,
+    torch.uint64: torch.int64,
+}
+
+
+def bits(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.uint32) -> Tensor:
+    """Random bits, as many as the dtype has: (2,) -> shape.
+
+    The same numbers as ``jax.random.bits``. Torch has few operators on unsigned dtypes but uint8;
+    a signed one gives the same bits, to compute on.
+
+    Args:
+        dtype: an integer dtype of 8, 16, 32 or 64 bits.
+
+    Raises:
+        TypeError, ValueError: for a key that is none, for another dtype.
+
+    Example:
+        >>> forall.random.bits(forall.random.key(0), (2,), torch.uint8)
+        tensor([167, 146], dtype=torch.uint8)
+    """
+    signed = _WIDTHS.get(dtype, dtype)
+    if signed not in _WIDTHS.values():
+        raise TypeError(
+            "bits(key, shape, dtype): the dtype must be an integer one.\n"
+            f"{columns([('dtype', str(dtype))])}\n"
+            "Take torch.uint32, or int32 to compute on; see uniform for numbers from 0 to 1."
+        )
+    drawn = of_width("bits", key, shape, 8 * signed.itemsize).to(signed)
+    return drawn if signed == dtype else drawn.view(dtype)
+
+
+def of_width(verb: str, key: Tensor, shape: Sequence[int], width: int) -> Tensor:
+    """Random bits in an int32, the lowest ``width`` of which count; 64 in an int64."""
+    w0, w1 = both_words(verb, key, shape)
+    if width < 64:
+        return w0 ^ w1
+    return (w0.to(torch.int64) << 32) | (w1.to(torch.int64) & LOW)
+
+
+def both_words(verb: str, key: Tensor, shape: Sequence[int]) -> Words:
+    """Two words for each place in ``shape``."""
+    return threefry(*words(verb, key), *counters(tuple(shape), key.device))

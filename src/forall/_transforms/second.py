@@ -1,0 +1,355 @@
+"""`hvp`, `hessian_diag`, `laplacian`: second derivatives without the whole Hessian."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+import torch
+
+from forall._derivatives import basis
+from forall._torch import handover, trees
+from forall._transforms import checks
+from forall._transforms.arguments import Arguments, called
+from forall._transforms.jvp import push
+from forall._transforms.linearize import program
+from forall._transforms.sweeps import First
+from forall._transforms.types import P, R, X
+from forall._transforms.vmap import vmap
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+COLUMNS = 64  # of the Hessian at once, unless chunk_size says otherwise
+
+
+@overload
+def hvp(
+    func: Callable[..., Any],
+    argnums: int | tuple[int, ...] = 0,
+    *,
+    argnames: str | tuple[str, ...] | None = None,
+    has_aux: Literal[False] = False,
+    return_value: Literal[False] = False,
+) -> Callable[..., Any]: ...
+@overload
+def hvp(
+    func: Callable[..., tuple[Any, X]],
+    argnums: int | tuple[int, ...] = 0,
+    *,
+    argnames: str | tuple[str, ...] | None = None,
+    has_aux: Literal[True],
+    return_value: Literal[False] = False,
+) -> Callable[..., tuple[Any, X]]: ...
+@overload
+def hvp(
+    func: Callable[..., R],
+    argnums: int | tuple[int, ...] = 0,
+    *,
+    argnames: str | tuple[str, ...] | None = None,
+    has_aux: Literal[False] = False,
+    return_value: Literal[True],
+) -> Callable[..., tuple[Any, tuple[Any, R]]]: ...
+@overload
+def hvp(
+    func: Callable[..., tuple[R, X]],
+    argnums: int | tuple[int, ...] = 0,
+    *,
+    argnames: str | tuple[str, ...] | None = None,
+    has_aux: Literal[True],
+    return_value: Literal[True],
+) -> Callable[..., tuple[Any, tuple[Any, R, X]]]: ...
+def hvp(
+    func: Callable,
+    argnums: int | tuple[int, ...] = 0,
+    *,
+    argnames: str | tuple[str, ...] | None = None,
+    has_aux: bool = False,
+    return_value: bool = False,
+) -> Callable:
+    """The Hessian of ``func`` times a vector; the Hessian itself is not made.
+
+    The vector comes last: ``hvp(f)(x, v)``, ``hvp(f)(x, y, v)``. For ``f: (*I) -> (*O)`` and ``v``
+    of shape ``(*I)`` the result has shape ``(*O, *I)`` and holds
+
+        hvp(f)(x, v)[o, i] = sum over j of d^2 f(x)[o] / d x[i] d x[j] * v[j].
+
+    Cost: for a scalar function one gradient with its tangent, a few times the cost of ``f``. A
+    function with more outputs costs a pull-back for each.
+
+    Trees: ``v`` is shaped like the argument that is differentiated, or like the tuple of them;
+    the result is as that of `jacrev`.
+
+    Args:
+        argnums: one position, or several; several take a tuple of vectors and give a tuple. They
+            count the arguments of ``f``, to which the vector does not belong.
+        argnames: the same by name, for arguments that are passed by position or by keyword.
+        has_aux: ``f`` returns ``(y, aux)``; the result is then ``(hvp, aux)``.
+        return_value: the result is ``(hvp, (jacobian, y))``, with has_aux
+            ``(hvp, (jacobian, y, aux))``; the Jacobian of a scalar function is its gradient.
+
+    Raises:
+        RuntimeError: where the vector does not fit the argument; otherwise as `hessian`.
+
+    Source: Pearlmutter, "Fast exact multiplication by the Hessian" (1994).
+
+    Example:
+        >>> def f(x):                                  # (3,) -> ()
+        ...     return x.prod()
+        >>> x, v = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1.0, 0.0, 1.0])
+        >>> forall.hvp(f)(x, v)                        # (3,)
+        tensor([2., 4., 2.])
+    """
+    checks.callable_("hvp", func)
+
+    @functools.wraps(func, updated=())
+    def product(*args_and_vector: Any, **kwargs: Any) -> Any:
+        call = called("hvp", func, argnums, argnames)
+        args, vector = checks.vector_last(call, args_and_vector)
+        first = First(call, func, Arguments(call, args, kwargs, argnums, argnames), has_aux)
+        vectors = checks.vector_like(call, first.given, vector)
+        xs = tuple(first.given.tensors)
+        if handover.needed():
+            j, hv, y = handover.call("jvp", first, xs, vectors, has_aux=True)
+        else:
+            j, hv, y = push(call, first, xs, vectors, strict=False, has_aux=True)
+        return first.answer(first.tree(hv), j, y, return_value)
+
+    return product
+
+
+@overload
+def hessian_diag(
+    func: Callable[P, Any],
+    argnums: int | tuple[int, ...] = 0,
+    *,
+    argnames: str | tuple[str, ...] | None = None,
+    has_aux: Literal[False] = False,
+    return_value: Literal[False] = False,
+    chunk_size: int | None = None,
+) -> Callable[P, Any]: ...
+@overload
+def hessian_diag(
+    func: Callable[P, tuple[Any, X]],
+    argnums: int | tuple[int, ...] = 0,
+    *,
+    argnames: str | tuple[str, ...] | None = None,
+    has_aux: Literal[True],
+    return_value: Literal[False] = False,
+    chunk_size: int | None = None,
+) -> Callable[P, tuple[Any, X]]: ...
+@overload
+def hessian_diag(
+    func: Callable[P, R],
+    argnums: int | tuple[int, ...] = 0,
+    *,
+    argnames: str | tuple[str, ...] | None = None,
+    has_aux: Literal[False] = False,
+    return_value: Literal[True],
+    chunk_size: int | None = None,
+) -> Callable[P, tuple[Any, tuple[Any, R]]]: ...
+@overload
+def hessian_diag(
+    func: Callable[P, tuple[R, X]],
+    argnums: int | tuple[int, ...] = 0,
+    *,
+    argnames: str | tuple[str, ...] | None = None,
+    has_aux: Literal[True],
+    return_value: Literal[True],
+    chunk_size: int | None = None,
+) -> Callable[P, tuple[Any, tuple[Any, R, X]]]: ...
+def hessian_diag(
+    func: Callable,
+    argnums: int | tuple[int, ...] = 0,
+    *,
+    argnames: str | tuple[str, ...] | None = None,
+    has_aux: bool = False,
+    return_value: bool = False,
+    chunk_size: int | None = None,
+) -> Callable:
+    """The diagonal of the Hessian of ``func``, which itself is not made: all d^2 f / d x[i]^2.
+
+    For ``f: (*I) -> (*O)``, ``hessian_diag(f)(x)`` has shape ``(*O, *I)`` and holds
+
+        hessian_diag(f)(x)[o, i] = d^2 f(x)[o] / d x[i]^2.
+
+    Cost: ``f`` is called once, and its Jacobian linearized (see `linearize`). Then as many
+    directions as there are numbers in ``x``, ``chunk_size`` at a time; so many columns of the
+    Hessian are in memory, and no more.
+
+    Trees: those of `jacrev`.
+
+    Args:
+        argnums: one position, or several; several give a tuple in the order asked.
+        argnames: the same by name, for arguments that are passed by position or by keyword.
+        has_aux: ``f`` returns ``(y, aux)``; the result is then ``(diagonal, aux)``.
+        return_value: the result is ``(diagonal, (jacobian, y))``, with has_aux
+            ``(diagonal, (jacobian, y, aux))``; the Jacobian of a scalar function is its gradient.
+        chunk_size: so many columns at once; 64 if it is None. Changes memory, not values.
+
+    Raises:
+        RuntimeError, ValueError: as `hessian`.
+
+    Source: forward mode over reverse mode, a column at a time: Pearlmutter, "Fast exact
+    multiplication by the Hessian" (1994).
+
+    Example:
+        >>> def f(x):                                  # (2,) -> (3,)
+        ...     return torch.stack([x[0] * x[1], x.sum(), x[0] ** 2])
+        >>> forall.hessian_diag(f)(torch.tensor([2.0, 3.0]))         # (3, 2)
+        tensor([[0., 0.],
+                [0., 0.],
+                [2., 0.]])
+    """
+    checks.callable_("hessian_diag", func)
+    checks.chunk_size("hessian_diag", chunk_size)
+
+    @functools.wraps(func, updated=())
+    def diagonal(*args: Any, **kwargs: Any) -> Any:
+        call = called("hessian_diag", func, argnums, argnames)
+        first = First(call, func, Arguments(call, args, kwargs, argnums, argnames), has_aux)
+        found, j, y = _diagonal(first, chunk_size or COLUMNS)
+        return first.answer(first.tree(found), j, y, return_value)
+
+    return diagonal
+
+
+@overload
+def laplacian(
+    func: Callable[P, R],
+    argnums: int | tuple[int, ...] = 0,
+    *,
+    argnames: str | tuple[str, ...] | None = None,
+    has_aux: Literal[False] = False,
+    return_value: Literal[False] = False,
+    chunk_size: int | None = None,
+) -> Callable[P, R]: ...
+@overload
+def laplacian(
+    func: Callable[P, tuple[R, X]],
+    argnums: int | tuple[int, ...] = 0,
+    *,
+    argnames: str | tuple[str, ...] | None = None,
+    has_aux: Literal[True],
+    return_value: Literal[False] = False,
+    chunk_size: int | None = None,
+) -> Callable[P, tuple[R, X]]: ...
+@overload
+def laplacian(
+    func: Callable[P, R],
+    argnums: int | tuple[int, ...] = 0,
+    *,
+    argnames: str | tuple[str, ...] | None = None,
+    has_aux: Literal[False] = False,
+    return_value: Literal[True],
+    chunk_size: int | None = None,
+) -> Callable[P, tuple[R, tuple[Any, R]]]: ...
+@overload
+def laplacian(
+    func: Callable[P, tuple[R, X]],
+    argnums: int | tuple[int, ...] = 0,
+    *,
+    argnames: str | tuple[str, ...] | None = None,
+    has_aux: Literal[True],
+    return_value: Literal[True],
+    chunk_size: int | None = None,
+) -> Callable[P, tuple[R, tuple[Any, R, X]]]: ...
+def laplacian(
+    func: Callable,
+    argnums: int | tuple[int, ...] = 0,
+    *,
+    argnames: str | tuple[str, ...] | None = None,
+    has_aux: bool = False,
+    return_value: bool = False,
+    chunk_size: int | None = None,
+) -> Callable:
+    """The sum of all d^2 f / d x[i]^2, the trace of a Hessian that is not made.
+
+    For ``f: (*I) -> (*O)``, ``laplacian(f)(x)`` has shape ``(*O)`` and holds
+
+        laplacian(f)(x)[o] = sum over i of d^2 f(x)[o] / d x[i]^2.
+
+    Cost: that of `hessian_diag`.
+
+    Trees: the result is shaped like ``f``'s output. The sum goes over every number in the
+    argument, or in all arguments that are asked for.
+
+    Args:
+        argnums: one position, or several: ``laplacian(u, (0, 1))(x, y)`` is u_xx + u_yy.
+        argnames: the same by name, for arguments that are passed by position or by keyword.
+        has_aux: ``f`` returns ``(y, aux)``; the result is then ``(laplacian, aux)``.
+        return_value: the result is ``(laplacian, (jacobian, y))``, with has_aux
+            ``(laplacian, (jacobian, y, aux))``; the Jacobian of a scalar function is its gradient.
+        chunk_size: so many columns of the Hessian at once; 64 if it is None. Changes memory, not
+            values.
+
+    Raises:
+        RuntimeError, ValueError: as `hessian`.
+
+    Source: see `hessian_diag`.
+
+    Example:
+        >>> def f(x):                                  # (3,) -> ()
+        ...     return x.square().sum() * x[0]
+        >>> forall.laplacian(f)(torch.tensor([1.0, 2.0, 3.0]))       # 6x + 2x + 2x at x = 1
+        tensor(10.)
+    """
+    checks.callable_("laplacian", func)
+    checks.chunk_size("laplacian", chunk_size)
+
+    @functools.wraps(func, updated=())
+    def trace(*args: Any, **kwargs: Any) -> Any:
+        call = called("laplacian", func, argnums, argnames)
+        first = First(call, func, Arguments(call, args, kwargs, argnums, argnames), has_aux)
+        found, j, y = _diagonal(first, chunk_size or COLUMNS)
+        xs = first.given.tensors
+        sums = [sum(map(_over, row, xs)) for row in found]
+        return first.answer(trees.unflatten(sums, first.spec), j, y, return_value)
+
+    return trace
+
+
+def _over(block: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """(*O, *I) -> (*O), for ``x`` of shape (*I)."""
+    return block.reshape(*block.shape[: block.dim() - x.dim()], x.numel()).sum(-1)
+
+
+def _diagonal(first: First, step: int) -> tuple[list, list, Any]:
+    """d^2 y / d x^2 (*O, *I) for each output and input, then what ``first`` gives."""
+    xs = tuple(first.given.tensors)
+    if handover.needed():
+        j, y = first(*xs)
+
+        def along(*directions: torch.Tensor) -> Any:
+            return handover.call("jvp", lambda *new: first(*new)[0], xs, directions)[1]
+
+        columns = handover.call("vmap", along)
+    else:
+        j, along, y = program(first.call, first, xs, has_aux=True)
+        columns = vmap(along)
+    parts: list[list[list]] = [[[] for _ in row] for row in j]
+    total = sum(x.numel() for x in xs)
+    for start in range(0, total, step):
+        stop = min(start + step, total)
+        found = columns(*basis.rows(xs, start, stop))
+        for (o, i), entries in _on_diagonal(found, xs, start, stop):
+            parts[o][i].append(entries)
+    whole = [
+        [torch.cat(p, -1).reshape(b.shape) if p else b for p, b in zip(*rows, strict=True)]
+        for rows in zip(parts, j, strict=True)
+    ]
+    return whole, j, y
+
+
+def _on_diagonal(found: list, xs: tuple, start: int, stop: int) -> Any:
+    """Of columns ``start`` to ``stop`` (C, *O, *I) the entries on the diagonal, (*O, some of I)."""
+    first = 0
+    for i, x in enumerate(xs):
+        n = x.numel()
+        low, high = max(start, first), min(stop, first + n)
+        if low < high:
+            for o, row in enumerate(found):
+                block = row[i].reshape(*row[i].shape[: row[i].dim() - x.dim()], n)
+                square = block[low - start : high - start, ..., low - first : high - first]
+                yield (o, i), square.diagonal(dim1=0, dim2=-1)
+        first += n

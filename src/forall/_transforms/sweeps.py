@@ -1,0 +1,155 @@
+"""All derivatives of a function of tensors: a pull-back per row, or a push per column.
+
+Both give, for each output and each input, one block of shape (*O, *I).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from forall._batching import border
+from forall._batching.drawing import one_draw
+from forall._core.errors import Call
+from forall._core.levels import top
+from forall._derivatives import basis
+from forall._torch import handover, trees
+from forall._transforms import checks
+from forall._transforms.arguments import Arguments, valued
+from forall._transforms.jvp import push
+from forall._transforms.vjp import Pullback, pullback
+from forall._transforms.vmap import vmap
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class Blocks(NamedTuple):
+    """Derivatives, ``blocks[o][i]`` of output o with respect to input i."""
+
+    blocks: list[list[torch.Tensor]]
+    spec: Any  # the tree of the outputs
+    aux: Any
+
+    def tree(self, shaped: Callable[[list], Any]) -> Any:
+        """The output's tree, with one of the inputs' (see `Moved.shaped`) at every leaf."""
+        return trees.unflatten([shaped(row) for row in self.blocks], self.spec)
+
+
+class First:
+    """The Jacobian at a call's arguments, as a function of the tensors that move.
+
+    It returns ``blocks[o][i]`` (see `Blocks`), and the value of the user's function as its aux.
+    """
+
+    def __init__(
+        self, call: Call, func: Callable, given: Arguments, has_aux: bool, chunk: int | None = None
+    ) -> None:
+        self.call = call
+        self.func = valued(call.verb, func, has_aux)
+        self.given = given
+        self.has_aux = has_aux
+        self.chunk = chunk
+        self.spec: Any = None
+
+    def __call__(self, *xs: torch.Tensor) -> tuple[list, Any]:
+        if handover.needed():
+            found = self._by_torch(xs)
+        else:
+            found = by_rows(self.call, self._value, list(xs), True, self.chunk)
+        self.spec = found.spec
+        return found.blocks, found.aux
+
+    def _value(self, *xs: torch.Tensor) -> Any:
+        return self.given.call(self.func, xs)
+
+    def _by_torch(self, xs: tuple) -> Blocks:
+        n = len(xs)
+        jacobian = handover.call("jacrev", self._value, tuple(range(n)), has_aux=True)
+        found, y = jacobian(*xs)
+        flat = trees.leaves(found)
+        _, spec = trees.flatten(y[0] if self.has_aux else y)
+        return Blocks([flat[i : i + n] for i in range(0, len(flat), n)], spec, y)
+
+    def tree(self, blocks: list) -> Any:
+        return Blocks(blocks, self.spec, None).tree(self.given.shaped)
+
+    def answer(self, result: Any, j: list, y: Any, return_value: bool) -> Any:
+        """``result``, and beside it what was asked for."""
+        if return_value:
+            return result, (self.tree(j), *y) if self.has_aux else (self.tree(j), y)
+        return (result, y[1]) if self.has_aux else result
+
+
+def moved(call: Call, xs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """What a Jacobian asks of its inputs."""
+    checks.real(call, "inputs", xs)
+    for x in xs:
+        border.refuse_torchs(x)
+    return xs
+
+
+def by_rows(
+    call: Call, func: Callable, xs: list[torch.Tensor], has_aux: bool, chunk: int | None
+) -> Blocks:
+    """Reverse mode: pull back every number of the outputs."""
+    pull, _, aux = pullback(call, func, tuple(moved(call, xs)), has_aux)
+    checks.real(call, "outputs", pull.outputs)
+    stacks = _rows(pull, chunk)
+    first, blocks = 0, []
+    for y in pull.outputs:
+        n = y.numel()
+        blocks.append([s[first : first + n].reshape((*y.shape, *s.shape[1:])) for s in stacks])
+        first += n
+    return Blocks(blocks, pull.out_spec, aux)
+
+
+def _rows(pull: Pullback, chunk: int | None) -> list[torch.Tensor]:
+    """(N, *I) for each input: the pull-backs of all N directions of the outputs together."""
+    total = sum(y.numel() for y in pull.outputs)
+    if not total:
+        return [torch.zeros(0, *x.shape, dtype=x.dtype, device=x.device) for x in pull.own]
+    if total == 1:  # a scalar function's only row is its gradient
+        cots = [c.squeeze(0) for c in basis.rows(pull.outputs, 0, 1)]
+        return [g.unsqueeze(0) for g in pull.at(top(), cots)]
+    step = chunk or total
+    parts = [
+        pull.stacked(basis.rows(pull.outputs, i, min(i + step, total)), top())
+        for i in range(0, total, step)
+    ]
+    return parts[0] if len(parts) == 1 else [torch.cat(p) for p in zip(*parts, strict=True)]
+
+
+def by_columns(
+    call: Call,
+    func: Callable,
+    xs: list[torch.Tensor],
+    has_aux: bool,
+    randomness: str,
+    chunk: int | None,
+) -> Blocks:
+    """Forward mode: push every number of the inputs."""
+    xs = moved(call, xs)
+    specs: list[Any] = []
+
+    def column(*directions: torch.Tensor) -> Any:
+        level: Any = top()
+        level.examples_are_of_one_call(first=not specs)
+        value, tangent, *aux = push(
+            call, func, tuple(xs), directions, strict=False, has_aux=has_aux
+        )
+        checks.real(call, "outputs", trees.leaves(value))
+        leaves, spec = trees.flatten(tangent)
+        specs.append(spec)
+        return leaves, aux
+
+    directions = basis.rows(xs, 0, sum(x.numel() for x in xs))
+    stacks, aux = vmap(column, 0, (-1, None), one_draw(randomness), chunk_size=chunk)(*directions)
+    return Blocks([_split(s, xs) for s in stacks], specs[0], aux[0] if has_aux else None)
+
+
+def _split(stack: torch.Tensor, xs: list) -> list[torch.Tensor]:
+    """(*O, N), N counting the numbers of all ``xs`` together -> (*O, *I) for each of them."""
+    parts = stack.split([x.numel() for x in xs], -1)
+    return [p.reshape((*stack.shape[:-1], *x.shape)) for p, x in zip(parts, xs, strict=True)]

@@ -1,0 +1,49 @@
+"""Random numbers from keys: what is drawn depends on the key alone."""
+
+from forall._random.continuous import (
+    exponential,
+    gumbel,
+    laplace,
+    multivariate_normal,
+    normal,
+    truncated_normal,
+    uniform,
+)
+from forall._random.discrete import (
+    bernoulli,
+    categorical,
+    choice,
+    permutation,
+    poisson,
+    rademacher,
+    randint,
+)
+from forall._random.gamma import beta, dirichlet, gamma
+from forall._random.keys import bits, fold_in, key, split
+from forall._random.scopes import next_key, scope
+
+__all__ = [
+    "bernoulli",
+    "beta",
+    "bits",
+    "categorical",
+    "choice",
+    "dirichlet",
+    "exponential",
+    "fold_in",
+    "gamma",
+    "gumbel",
+    "key",
+    "laplace",
+    "multivariate_normal",
+    "next_key",
+    "normal",
+    "permutation",
+    "poisson",
+    "rademacher",
+    "randint",
+    "scope",
+    "split",
+    "truncated_normal",
+    "uniform",
+]

@@ -1,0 +1,133 @@
+"""What a type checker makes of the verbs. Checked by test_types, never run."""
+# pyright: reportCallIssue=true, reportArgumentType=true, reportUnnecessaryTypeIgnoreComment=true
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, assert_type
+
+import torch
+from torch import Tensor
+
+from forall import (
+    grad,
+    grad_and_value,
+    hessian,
+    hessian_diag,
+    hvp,
+    jacfwd,
+    jacrev,
+    jvp,
+    laplacian,
+    linearize,
+    stack_module_state,
+    vjp,
+    vmap,
+)
+
+Params = dict[str, Tensor]
+x = torch.ones(3)
+params: Params = {"w": x}
+
+
+def scalar(p: Params, x: Tensor, *, scale: float = 1.0) -> Tensor:
+    return (p["w"] * x).sum() * scale
+
+
+def with_aux(p: Params, x: Tensor) -> tuple[Tensor, list[str]]:
+    return scalar(p, x), []
+
+
+def one(x: Tensor) -> Tensor:
+    return x.sin()
+
+
+def pair(x: Tensor, n: Tensor) -> tuple[Tensor, Params]:
+    return x + n, {}
+
+
+def number(x: Tensor) -> float:
+    return x.dim() / 2
+
+
+# --- vmap keeps parameters and result ----------------------------------------------------------
+
+assert_type(vmap(one)(x), Tensor)
+assert_type(vmap(pair, in_dims=(0, None))(x, x), tuple[Tensor, Params])
+assert_type(vmap(scalar, in_dims={"x": 0})(params, x, scale=2.0), Tensor)
+assert_type(vmap(number)(x), Tensor)
+assert_type(vmap(vmap(pair))(x, n=x), tuple[Tensor, Params])
+vmap(one)(x, x)  # pyright: ignore[reportCallIssue]
+vmap(scalar)(params, x, sale=2.0)  # pyright: ignore[reportCallIssue]
+vmap(one)("x")  # pyright: ignore[reportArgumentType]
+
+# --- grad: the gradient is of the argument's type ----------------------------------------------
+
+assert_type(grad(one)(x), Tensor)
+assert_type(grad(scalar)(params, x, scale=2.0), Params)
+assert_type(grad(with_aux, has_aux=True)(params, x), tuple[Params, list[str]])
+assert_type(vmap(grad(scalar), in_dims=(None, 0))(params, x), Params)
+assert_type(grad(grad(one))(x), Tensor)
+assert_type(grad(scalar, argnums=1)(params, x), Any)
+assert_type(grad(scalar, argnames="p")(params, x=x), Any)
+assert_type(grad(with_aux, argnums=(0, 1), has_aux=True)(params, x), tuple[Any, list[str]])
+assert_type(grad_and_value(scalar)(params, x), tuple[Params, Tensor])
+assert_type(
+    grad_and_value(with_aux, has_aux=True)(params, x), tuple[Params, tuple[Tensor, list[str]]]
+)
+grad(scalar)(params)  # pyright: ignore[reportCallIssue]
+grad(scalar)(params, x, sale=2.0)  # pyright: ignore[reportCallIssue]
+
+# --- Jacobians: what goes beside them ----------------------------------------------------------
+
+aux = (params, x)
+assert_type(jacrev(one)(x), Any)
+assert_type(jacrev(with_aux, has_aux=True)(*aux), tuple[Any, list[str]])
+assert_type(jacrev(one, return_value=True)(x), tuple[Any, Tensor])
+assert_type(
+    jacrev(with_aux, has_aux=True, return_value=True)(*aux), tuple[Any, tuple[Tensor, list[str]]]
+)
+assert_type(jacfwd(with_aux, has_aux=True)(*aux), tuple[Any, list[str]])
+assert_type(jacfwd(one, return_value=True)(x), tuple[Any, Tensor])
+assert_type(hessian(with_aux, has_aux=True)(*aux), tuple[Any, list[str]])
+assert_type(hessian(one, return_value=True)(x), tuple[Any, tuple[Any, Tensor]])
+assert_type(
+    hessian(with_aux, has_aux=True, return_value=True)(*aux),
+    tuple[Any, tuple[Any, Tensor, list[str]]],
+)
+jacrev(one)(x, x)  # pyright: ignore[reportCallIssue]
+hessian(one)(y=x)  # pyright: ignore[reportCallIssue]
+
+# --- second derivatives ------------------------------------------------------------------------
+
+assert_type(laplacian(one)(x), Tensor)
+assert_type(laplacian(with_aux, has_aux=True)(*aux), tuple[Tensor, list[str]])
+assert_type(laplacian(one, return_value=True)(x), tuple[Tensor, tuple[Any, Tensor]])
+assert_type(hessian_diag(with_aux, has_aux=True)(*aux), tuple[Any, list[str]])
+assert_type(hvp(with_aux, has_aux=True)(*aux, params), tuple[Any, list[str]])
+laplacian(one)(x, x)  # pyright: ignore[reportCallIssue]
+
+# --- at a point --------------------------------------------------------------------------------
+
+value, pull = vjp(scalar, params, x)
+assert_type(value, Tensor)
+assert_type(pull(x), tuple[Params, Tensor])
+assert_type(
+    vjp(with_aux, params, x, has_aux=True),
+    tuple[Tensor, Callable[..., tuple[Params, Tensor]], list[str]],
+)
+assert_type(vjp(one, torch.nn.Parameter(x))[0], Tensor)
+assert_type(jvp(one, (x,), (x,)), tuple[Tensor, Tensor])
+assert_type(jvp(pair, (x, x), (x, x)), tuple[tuple[Tensor, Params], tuple[Tensor, Params]])
+assert_type(jvp(with_aux, aux, aux, has_aux=True), tuple[Tensor, Tensor, list[str]])
+assert_type(linearize(one, x), tuple[Tensor, Callable[[Tensor], Tensor]])
+assert_type(linearize(pair, x, x)[1](x, x), tuple[Tensor, Params])
+
+# --- functions without types are let pass ------------------------------------------------------
+
+model = torch.nn.Linear(3, 3)
+vmap(model)(x)
+grad(lambda a, b: (a * b).sum(), (0, 1))(x, x)
+grad(one, 0, False)(x)
+jacrev(lambda p: p["w"])(params)
+assert_type(stack_module_state([model])[0], dict[str, Any])
