@@ -50,7 +50,6 @@ def test_torchs_own_transforms_are_called_by_the_frontier_alone(path):
                 "functionalize",
                 "rearrange",
                 "replace_all_batch_norm_modules_",
-                "stack_module_state",
             )
         }
     assert not used

@@ -65,13 +65,16 @@ def field(x):
 # --- several results of one call ---------------------------------------------------------------
 
 
-def counted(f):
-    def g(*args, **kwargs):
-        g.calls += 1
-        return f(*args, **kwargs)
+class counted:
+    """A function that counts its calls."""
 
-    g.calls = 0
-    return g
+    def __init__(self, f):
+        self.f = f
+        self.calls = 0
+
+    def __call__(self, *args, **kwargs):
+        self.calls += 1
+        return self.f(*args, **kwargs)
 
 
 @pytest.mark.parametrize("f", [cubic, field])
@@ -122,7 +125,8 @@ def test_a_result_with_out_dims_none_keeps_its_history():
     (g,) = torch.autograd.grad(y, w, create_graph=True)
     same(g, 3 * w**2)
     same(torch.autograd.grad(g, w)[0], 6 * w)
-    f = lambda w: vmap(lambda x: (x, w**3), out_dims=(0, None))(rand(3))[1]  # noqa: E731
+    xs = rand(3)
+    f = lambda w: vmap(lambda x: (x, w**3), out_dims=(0, None))(xs)[1]  # noqa: E731
     same(grad(grad(f))(w.detach()), 6 * w)
     same(jvp(f, (w.detach(),), (torch.ones_like(w),))[1], 3 * w**2)
     ws = rand(2)
@@ -469,3 +473,42 @@ def test_gradients_of_a_stack_reach_the_modules_where_asked():
     detached = heads()
     outputs(detached, x).square().sum().backward()
     assert all(m.weight.grad is None for m in detached)
+
+
+# --- optimizers in an inner loop ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options"),
+    [("SGD", {"momentum": 0.9}), ("Adam", {}), ("AdamW", {}), ("RMSprop", {})],
+)
+def test_every_example_has_its_own_optimizer(optimizer, options):
+    def fit(x, y):
+        w = torch.zeros(3, dtype=torch.float64, requires_grad=True)
+        steps = getattr(torch.optim, optimizer)([w], lr=0.1, **options)
+        for _ in range(3):
+            steps.zero_grad()
+            (x @ w - y).square().mean().backward()
+            steps.step()
+        return w.detach()
+
+    check_vmap(fit, (rand(4, 5, 3), rand(4, 5)))
+
+
+def test_a_gradient_goes_through_an_inner_loop():
+    """Meta-learning: the loss after a step, differentiated in where the step began."""
+    xs, ys, w = rand(4, 5, 3), rand(4, 5), rand(3)
+
+    def loss(w, x, y):
+        return (x @ w - y).square().mean()
+
+    def after(w, x, y):
+        return loss(w - 0.1 * grad(loss)(w, x, y), x, y)
+
+    found = grad(lambda w: vmap(after, in_dims=(None, 0, 0))(w, xs, ys).sum())(w)
+    leaf = w.clone().requires_grad_()
+    total = torch.zeros((), dtype=torch.float64)
+    for x, y in zip(xs, ys, strict=True):
+        (g,) = torch.autograd.grad(loss(leaf, x, y), leaf, create_graph=True)
+        total = total + loss(leaf - 0.1 * g, x, y)
+    same(found, torch.autograd.grad(total, leaf)[0])

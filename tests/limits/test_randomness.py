@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import forall.random as R
-from forall import grad, hessian, jacfwd, jacrev, jvp, vmap
+from forall import grad, hessian, hvp, jacfwd, jacrev, jvp, laplacian, linearize, vjp, vmap
 
 KEY = R.key(7)
 SIZE = 5
@@ -300,6 +300,12 @@ DERIVATIVES = {
     "hessian": hessian(wavy),
     "jvp": lambda x: jvp(wavy, (x,), (x.cos(),))[1],
     "jvp of grad": lambda x: jvp(grad(wavy), (x,), (x.cos(),))[1],
+    "linearize": lambda x: linearize(wavy, x)[1](x.cos()),
+    "laplacian": laplacian(wavy),
+    "hvp": lambda x: hvp(wavy)(x, x.cos()),
+    "vjp": lambda x: vjp(lambda y: y * torch.rand(3), x)[1](x)[0],
+    "jacfwd in chunks": jacfwd(lambda x: x**2 * torch.rand(3) + torch.rand(()), chunk_size=2),
+    "a vmap in a jacfwd": jacfwd(lambda x: vmap(lambda y: y * torch.rand(2))(x)),
     "grad through gamma": grad(lambda x: torch._standard_gamma(x.exp()).sum()),
     "jvp through gamma": lambda x: torch.stack(
         jvp(lambda y: torch._standard_gamma(y.exp()), (x,), (x.cos(),))
@@ -318,6 +324,17 @@ def _backward(x):
 @pytest.mark.parametrize("name", DERIVATIVES)
 def test_derivatives_inside(name):
     check(DERIVATIVES[name], data(3))
+
+
+@pytest.mark.parametrize("verb", [jacrev, jacfwd, lambda f: jacfwd(f, chunk_size=2)])
+def test_a_derivative_is_that_of_one_draw(verb):
+    x = data(3)[0]
+    with R.scope(KEY):
+        jacobian = verb(lambda x: x**2 * torch.rand(3))(x)
+        after = torch.rand(())
+    with R.scope(KEY):
+        torch.testing.assert_close(jacobian, torch.diag(2 * x * torch.rand(3)))
+        assert after == torch.rand(())
 
 
 def test_derivatives_outside():
@@ -428,6 +445,16 @@ def test_numbers_do_not_depend_on_how_many_examples_there_are(size):
     torch.testing.assert_close(vmap(f, randomness=KEY)(torch.zeros(size, 2)), whole[:size])
     chunked = vmap(f, randomness=KEY, chunk_size=size)(torch.zeros(257, 2))
     torch.testing.assert_close(chunked, whole)
+
+
+def test_every_number_of_examples_up_to_257():
+    def f(x):
+        return x + torch.randn(2)
+
+    whole = vmap(f, randomness=KEY)(torch.zeros(257, 2))
+    assert len(whole.unique()) == whole.numel()
+    for size in range(1, 257):
+        assert torch.equal(vmap(f, randomness=KEY)(torch.zeros(size, 2)), whole[:size])
 
 
 def test_no_examples():

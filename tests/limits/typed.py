@@ -46,16 +46,11 @@ def pair(x: Tensor, n: Tensor) -> tuple[Tensor, Params]:
     return x + n, {}
 
 
-def number(x: Tensor) -> float:
-    return x.dim() / 2
-
-
 # --- vmap keeps parameters and result ----------------------------------------------------------
 
 assert_type(vmap(one)(x), Tensor)
 assert_type(vmap(pair, in_dims=(0, None))(x, x), tuple[Tensor, Params])
 assert_type(vmap(scalar, in_dims={"x": 0})(params, x, scale=2.0), Tensor)
-assert_type(vmap(number)(x), Tensor)
 assert_type(vmap(vmap(pair))(x, n=x), tuple[Tensor, Params])
 vmap(one)(x, x)  # pyright: ignore[reportCallIssue]
 vmap(scalar)(params, x, sale=2.0)  # pyright: ignore[reportCallIssue]
@@ -123,11 +118,24 @@ assert_type(jvp(with_aux, aux, aux, has_aux=True), tuple[Tensor, Tensor, list[st
 assert_type(linearize(one, x), tuple[Tensor, Callable[[Tensor], Tensor]])
 assert_type(linearize(pair, x, x)[1](x, x), tuple[Tensor, Params])
 
-# --- functions without types are let pass ------------------------------------------------------
+# --- lambdas and functions without types are let pass ------------------------------------------
 
 model = torch.nn.Linear(3, 3)
 vmap(model)(x)
+vmap(lambda a, b: a * b, in_dims=(0, None))(x, 2.0)
+vmap(lambda a: {"y": a.sin(), "n": 42})(x)["y"].sum()
+assert_type(vmap(lambda a: one(a))(x), Tensor)
 grad(lambda a, b: (a * b).sum(), (0, 1))(x, x)
+grad(lambda a: (x * a).sum())(x).sin()
+grad(lambda p: (p["w"] * x).sum())(params)["w"].sin()
+vmap(grad(lambda p, a: (p["w"] * a).sum()), in_dims=(None, 0))(params, x)
+grad(lambda a: grad(lambda b: (a * b).sum())(x) @ x)(x)
+grad(lambda a: ((a * x).sum(), a), has_aux=True)(x)
 grad(one, 0, False)(x)
 jacrev(lambda p: p["w"])(params)
+hessian(lambda a: (x * a).sum(), return_value=True)(x)[1]
+laplacian(lambda a: (x * a).sum())(x).sin()
+vjp(lambda a, b: x * a * b["w"], x, params)[1](x)
+jvp(lambda a: x * a, (x,), (x,))
+linearize(lambda a: x * a, x)[1](x)
 assert_type(stack_module_state([model])[0], dict[str, Any])

@@ -85,8 +85,9 @@ def test_a_random_draw_that_nobody_allowed(f, name):
         RuntimeError,
         f"""
         vmap: {name} draws random numbers, and randomness='error' forbids that.
-            randomness='different'   each example draws its own
-            randomness='same'        one draw serves all examples
+            randomness='different'     each example draws its own
+            randomness='same'          one draw serves all examples
+            randomness=random.key(0)   each example draws its own, by forall.random's key
         Say which to vmap, or draw outside it.
         """,
     ):

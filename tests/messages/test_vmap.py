@@ -31,7 +31,7 @@ def test_unknown_randomness():
         RuntimeError,
         """
         vmap(randomness='no'): no such flag.
-        It is one of 'error' (default), 'different' and 'same'.
+        It is one of 'error' (default), 'different' and 'same', or a key of forall.random.
         """,
     ):
         vmap(total, randomness="no")

@@ -15,7 +15,7 @@ from forall._torch.dispatch import functions_off
 from forall._torch.wrapper import Wrapper
 
 
-def by_numpy(func: Any, args: tuple, kwargs: dict) -> Any:
+def by_numpy(_level: Any, func: Any, args: tuple, kwargs: dict, /) -> Any:
     """What numpy gives for each example, arrays and numbers as one tensor of all examples."""
     args, kwargs = without_ended(_name(func), args, kwargs)
     flat, spec = trees.flatten((args, kwargs))

@@ -26,11 +26,13 @@ if TYPE_CHECKING:
     from forall._batching.one_by_one import Places
 
 
-def told(error: Exception, func: Any, args: tuple, kwargs: dict) -> Exception:
+_NOT_ONE_EXAMPLES = (DataDependentError, Warning, torch.OutOfMemoryError)
+_OURS = ("vmap:", "vmap(", "jvp:", "jvp(")  # messages of this library, about all examples
+
+
+def told(_level: Any, error: Exception, func: Any, args: tuple, kwargs: dict, /) -> Exception:
     """What to raise where the operator ``func`` failed with ``error`` for all examples at once."""
-    if isinstance(error, (DataDependentError, Warning, torch.OutOfMemoryError)) or str(
-        error
-    ).startswith("vmap:"):
+    if isinstance(error, _NOT_ONE_EXAMPLES) or str(error).startswith(_OURS):
         return error
     mutates = facts(func).mutates
     if mutates:

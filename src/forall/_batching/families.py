@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forall._batching import table
-from forall._batching.batched import Batched, wrap
+from forall._batching.batched import Batched, derive, wrap
 from forall._torch.names import pop_mode, push_mode
 from forall._torch.wrapper import Wrapper
 
@@ -194,7 +194,6 @@ def _promoted(ranked: torch.dtype, number: torch.dtype) -> torch.dtype:
 
 def view(rule: Callable) -> Callable:
     """A handler from ``rule(value, axis, *args) -> (value, axis)``, results in x's family."""
-    from forall._batching.batched import derive
 
     def handler(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
         x = args[0]
@@ -208,6 +207,16 @@ def view(rule: Callable) -> Callable:
         ]
 
     return handler
+
+
+def views_of(base: Batched, func: Any, rest: tuple, kwargs: dict, out: Any) -> Any:
+    """Views of a shared tensor, each with the call that re-derives it should the base change."""
+    if isinstance(out, Tensor):
+        return derive(base, out, None, table.view_call(func, rest, kwargs, None, base))
+    return type(out)(
+        derive(base, o, None, table.view_call(func, rest, kwargs, i, base))
+        for i, o in enumerate(out)
+    )
 
 
 # --- written by hand ---------------------------------------------------------------------------

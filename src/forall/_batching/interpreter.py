@@ -15,11 +15,12 @@ from torch.overrides import TorchFunctionMode
 
 from forall._batching import border, failing, families, table, writing
 from forall._batching.arrays import by_numpy
-from forall._batching.batched import Batched, derive, without_ended, wrap
+from forall._batching.batched import Batched, without_ended, wrap
 from forall._batching.families import alike, lower, wrapped
 from forall._batching.ledger import Ledger
 from forall._batching.resolve import resolve
 from forall._batching.shortcut import answer
+from forall._core.errors import note_missing_axis
 from forall._core.levels import (
     Level,
     at,
@@ -112,7 +113,8 @@ class VmapLevel(Level, TorchDispatchMode):
         args, kwargs = without_ended(func, args, kwargs)
         return func(*args, **kwargs)
 
-    by_numpy = staticmethod(by_numpy)
+    by_numpy = by_numpy
+    told = failing.told
 
     def push(self, h: Any, args: tuple) -> tuple:
         """``h`` as a function of stacks, one level further out."""
@@ -163,7 +165,7 @@ class VmapLevel(Level, TorchDispatchMode):
         except Exception as error:
             if functions_are_off():
                 raise  # a handler is at work: the operator that it explains will tell
-            theirs = failing.told(error, func, args, kwargs or {})
+            theirs = self.told(error, func, args, kwargs or {})
             if theirs is error:
                 raise
             raise theirs from None
@@ -282,22 +284,12 @@ def run_shared(level: VmapLevel, func: Any, args: tuple, kwargs: dict) -> Any:
     else:
         out = func(*plain)
     if fact.view and isinstance(args[0], Batched) and args[0].level is level:
-        return _derived(args[0], func, args[1:], kwargs, out)
+        return families.views_of(args[0], func, args[1:], kwargs, out)
     out = wrapped(out, None, level)
     if fact.view and func is not _LIFT_FRESH:
         for view in out if isinstance(out, (list, tuple)) else (out,):
             view.older = True  # of a tensor from outside: a write would reach it
     return out
-
-
-def _derived(base: Batched, func: Any, rest: tuple, kwargs: dict, out: Any) -> Any:
-    """Views of a shared tensor, each with the call that re-derives it should the base change."""
-    if isinstance(out, torch.Tensor):
-        return derive(base, out, None, table.view_call(func, rest, kwargs, None, base))
-    return type(out)(
-        derive(base, o, None, table.view_call(func, rest, kwargs, i, base))
-        for i, o in enumerate(out)
-    )
 
 
 # Getters and setters that read or change the tensor itself: sharing would answer for another.
@@ -392,8 +384,10 @@ class running:
             self.leaving = so_far.pop_all()
         return self.level
 
-    def __exit__(self, error: object, *_: object) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         self.leaving.close()
         self.level.notes = False
-        if error is None:
+        if error is not None:
+            note_missing_axis(error)
+        else:
             self.level.ledger.settle(self.level.size)

@@ -135,6 +135,9 @@ def _adding(target: Tensor, update: Any, size: int) -> Callable[[], object]:
     return lambda: target.add_(total)
 
 
+_EXACT = {int: torch.int64, float: torch.float64, complex: torch.complex128}
+
+
 class Chain:
     """Steps ``s <- factor * s + data`` that each example takes, one example after another."""
 
@@ -152,10 +155,13 @@ class Chain:
 
     def settle(self) -> None:
         """s <- a**B * s + the sum of a**(B-1-i) * data[i]."""
-        dtype = self.target.dtype
-        exact = torch.float64 if dtype.is_floating_point else dtype
-        a = torch.as_tensor(self.factor, device=self.target.device)
-        a = a.to(torch.promote_types(a.dtype, exact)).unsqueeze(0)
+        dtype, factor = self.target.dtype, self.factor
+        a = torch.as_tensor(factor, dtype=_EXACT.get(type(factor)), device=self.target.device)
+        if dtype.is_floating_point:
+            a = a.to(torch.promote_types(a.dtype, torch.float64))
+        elif type(factor) is int:
+            a = a.to(dtype)
+        a = a.unsqueeze(0)
         size, rank = self.size, max(a.dim() - 1, self.target.dim())
         a = a.reshape(1, *(1,) * (rank + 1 - a.dim()), *a.shape[1:])
         left = torch.arange(size - 1, -1, -1, device=a.device).reshape(size, *(1,) * rank)
@@ -233,12 +239,13 @@ _FEW = 100
 class Ledger:
     """See NOTE [older memory]."""
 
-    __slots__ = ("accounts", "mapped", "overwritten", "read", "renewed", "seen")
+    __slots__ = ("accounts", "mapped", "mapped_written", "overwritten", "read", "renewed", "seen")
 
     def __init__(self) -> None:
         self.read: set[int] = set()
         self.seen: dict[int, Tensor] = {}  # some whose memory was read, kept so that ids hold
         self.mapped: set[int] = set()  # memory of mapped arguments
+        self.mapped_written: set[int] = set()
         self.overwritten: set[int] = set()
         self.renewed: set[int] = set()  # overwritten as a whole, before anything read it
         self.accounts: dict[int, Account] = {}
@@ -255,9 +262,16 @@ class Ledger:
 
     def reads(self, func: Any, t: Tensor) -> None:
         key = memory(t)
-        if key in self.accounts:
+        if key in self.accounts or key in self.mapped_written:
             raise conflict(f"{func} reads", t, "written to")
         self.read.add(key)
+
+    def writes_mapped(self, func: Any, target: Tensor) -> None:
+        """A mapped argument: each example its own part, if none sees the others' parts."""
+        key = memory(target)
+        if key in self.read:
+            raise conflict(f"{func} writes to", target, "captured and read")
+        self.mapped_written.add(key)
 
     def overwrites(self, func: Any, target: Tensor, whole: bool) -> None:
         """The same data for all examples, so that once is enough."""

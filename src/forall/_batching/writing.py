@@ -107,6 +107,8 @@ def writable(level: Any, func: Any, target: Any, data: list) -> Tensor:
             raise shared_write(str(func), target, [d for d in data if is_mapped(d, level)])
         promote(target, level.size)
     if target.older:
+        if level.notes:
+            level.ledger.writes_mapped(func, target)
         _note_write(target)
     if target.family is not None and target.family.put_back is not None:
         raise NotImplementedError(
@@ -174,25 +176,22 @@ def older(level: Any, func: Any, args: tuple, kwargs: dict, mapped: bool) -> Cal
 
     Returns the handler where it is not the usual one. See NOTE [older memory] in `ledger`.
     """
-    met = level.met[:]
-    level.met.clear()
+    met, level.met = level.met, []
     kind = _KINDS.get(func) or _kind(func)
-    if kind is _READS and level.notes and func not in _OF_AUTOGRAD:
-        level.ledger.read_by(func, met)
-        return None
+    if kind is _READS and level.notes:
+        return level.ledger.read_by(func, met)
     if kind is _LOOKS_ONLY or level.calls == 1 or is_accumulating():
         return None
     if not (level.active and not level.records_values):  # no end of a call to settle at
         return _unsettled(level, func, args, kwargs, mapped)
     if level.calls is not None:  # the call was made before
-        return None if mapped or kind is _READS else _nothing
+        return None if mapped or kind is not _WRITES else _nothing
     if kind is _WRITES:
         return _older_written(level, func, facts(func), args, kwargs, mapped)
-    level.ledger.read_by(func, met)
-    return None
+    return level.ledger.read_by(func, met)
 
 
-_LOOKS_ONLY, _READS, _WRITES = "looks", "reads", "writes"
+_LOOKS_ONLY, _READS, _WRITES, _MAY_READ = "looks", "reads", "writes", "reads for the user"
 _KINDS: dict[Any, str] = {}
 _OF_AUTOGRAD = frozenset({torch.ops.aten.add.Tensor, torch.ops.aten.clone.default})
 
@@ -208,6 +207,8 @@ def _kind(func: Any) -> str:
         or name in _LOOKS
     ):
         kind = _LOOKS_ONLY
+    elif func in _OF_AUTOGRAD:
+        kind = _MAY_READ
     _KINDS[func] = kind
     return kind
 

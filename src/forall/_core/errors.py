@@ -6,6 +6,7 @@ Builders return the exception and the caller raises it, so the traceback ends at
 from __future__ import annotations
 
 import functools
+import re
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -148,6 +149,18 @@ def shared_write(op: str, target: torch.Tensor, data: list[torch.Tensor]) -> Run
         "Each example would overwrite the last one's result. To give every example its own, map "
         "the tensor (in_dims) or clone it inside the function (.clone())."
     )
+
+
+_WANTS_RANK = re.compile(r"(?i)(expect|should be).*\b[1-5]-?D\b")
+
+
+def note_missing_axis(error: BaseException) -> None:
+    """Say where the axis is that a layer misses which was given one example."""
+    if _WANTS_RANK.search(str(error)) and not hasattr(error, "__notes__"):
+        error.add_note(
+            "vmap: the function sees one example, without the axis that in_dims names.\n"
+            "A layer that wants a batch takes a batch of one: layer(x.unsqueeze(0)).squeeze(0)."
+        )
 
 
 def escaped(func: object, value: torch.Tensor, origin: Origin | None) -> RuntimeError:

@@ -68,7 +68,7 @@ class Level:
         """This level's stand-in for ``tensor``, a value of the level just outside."""
         raise NotImplementedError
 
-    def by_numpy(self, func: Any, args: tuple, kwargs: dict) -> Any:
+    def by_numpy(self, func: Any, args: tuple, kwargs: dict, /) -> Any:
         """A function of numpy's that torch's own numpy layer cannot answer."""
         name = getattr(func, "__name__", func)
         raise NotImplementedError(
@@ -83,6 +83,10 @@ class Level:
     def run(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """One operator on values of this level."""
         raise NotImplementedError
+
+    def told(self, error: Exception, func: Any, args: tuple, kwargs: dict, /) -> Exception:
+        """What to raise where an operator failed: a level of examples says for which one."""
+        return error if self.parent is None else self.parent.told(error, func, args, kwargs)
 
     def run_afterwards(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """One operator of the user's when the level has ended."""

@@ -30,6 +30,7 @@ from forall._torch.dispatch import (
     accumulating_on,
     apply_function,
     autograd_below,
+    functions_are_off,
     functions_off,
     is_excluded,
     is_forward_enabled,
@@ -153,7 +154,13 @@ class JvpLevel(Level, TorchDispatchMode):
         for level in levels_in(args, kwargs or {}):
             if level is not self and not level.is_outside(self):
                 return NotImplemented
-        return self.run(func, args, kwargs or {})
+        try:
+            return self.run(func, args, kwargs or {})
+        except Exception as error:
+            theirs = error if functions_are_off() else self.told(error, func, args, kwargs or {})
+            if theirs is error:
+                raise
+            raise theirs from None
 
     def run(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """One operator on primals and tangents together, in torch's forward mode."""

@@ -324,6 +324,11 @@ def _leaky(
     return x * slopes
 
 
+def _leaky_functional(key: Tensor, x: Tensor, noise: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    noise = noise.clone()
+    return _leaky(key, x, noise, *rest), noise
+
+
 def _leaky_in_place(key: Tensor, x: Tensor, *rest: Any) -> Tensor:
     return x.copy_(_leaky(key, x, *rest))
 
@@ -340,4 +345,5 @@ OTHER |= {
     "_fused_dropout": _fused_dropout,
     "rrelu_with_noise": _leaky,
     "rrelu_with_noise_": _leaky_in_place,
+    "rrelu_with_noise_functional": _leaky_functional,
 }

@@ -30,19 +30,19 @@ _FUNCTION_NAMES = """
     linalg.cholesky linalg.det linalg.eigvalsh linalg.inv linalg.matrix_power linalg.norm
     linalg.pinv linalg.solve
 """
-_UFUNCS = frozenset(_UFUNC_NAMES.split())
-_FUNCTIONS = frozenset(_FUNCTION_NAMES.split())
+UFUNCS = frozenset(_UFUNC_NAMES.split())
+FUNCTIONS = frozenset(_FUNCTION_NAMES.split())
 
 
 def counterpart(func: Any) -> Callable | None:
     """The function of torch's numpy layer that means the same, or None."""
     numpy = sys.modules["numpy"]
     if isinstance(func, numpy.ufunc):
-        name = func.__name__ if func.__name__ in _UFUNCS else ""
+        name = func.__name__ if func.__name__ in UFUNCS else ""
     else:
         home = (getattr(func, "__module__", "") or "").removeprefix("numpy").lstrip(".")
         name = f"{home}.{func.__name__}" if home else func.__name__
-        name = name if name in _FUNCTIONS else ""
+        name = name if name in FUNCTIONS else ""
     if not name:
         return None
     import torch._numpy as layer
@@ -135,8 +135,13 @@ _REFLECTED = {
 _FLOATS = frozenset({torch.float32, torch.float64, torch.complex64, torch.complex128})
 
 
+_LOOKS = {"ndim": torch.Tensor.dim, "shape": lambda x: x.shape, "size": torch.Tensor.numel}
+
+
 def function(func: Any, args: tuple, kwargs: dict, level: Any) -> Any:
     """What __array_function__ answers for values of ``level``."""
+    if func.__name__ in _LOOKS and len(args) == 1 and isinstance(args[0], torch.Tensor):
+        return _LOOKS[func.__name__](args[0])
     ours = counterpart(func)
     if ours is not None:
         given = [array(a) for a in args]

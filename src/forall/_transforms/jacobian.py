@@ -79,7 +79,8 @@ def jacrev(
     Cost: one forward pass, then one pull-back per number in the output, stacked as `vmap` does.
     When the output is larger than the input, `jacfwd` gives the same answer for less.
 
-    Trees: the result is shaped like ``f``'s output, with a tree like ``x`` at every leaf.
+    Trees: the result is shaped like ``f``'s output, with a tree like ``x`` at every leaf; in it a
+    leaf that is no floating-point or complex tensor gets None.
 
     Args:
         argnums: one position, or several; several give a tuple in the order asked.
@@ -181,7 +182,8 @@ def jacfwd(
     Cost: one `jvp` per number in the input, stacked by `vmap`; no graph in memory. When the input
     is larger than the output, `jacrev` gives the same answer for less.
 
-    Trees: the result is shaped like ``f``'s output, with a tree like ``x`` at every leaf.
+    Trees: the result is shaped like ``f``'s output, with a tree like ``x`` at every leaf; in it a
+    leaf that is no floating-point or complex tensor gets None.
 
     Args:
         argnums: one position, or several; several give a tuple in the order asked.
@@ -279,8 +281,8 @@ def hessian(
 
     the same as ``jacfwd(jacrev(f))(x)``.
 
-    Cost: for a scalar function, one gradient with its tangent per number in ``x``. To multiply by
-    the Hessian without making it, see `grad`.
+    Cost: for a scalar function, one gradient with its tangent per number in ``x``. For parts
+    of it that cost less see `hvp`, `hessian_diag` and `laplacian`.
 
     Trees: the tree of the output, with one like ``x`` at every leaf, and another at its leaves.
 

@@ -106,7 +106,9 @@ def hvp(
     def product(*args_and_vector: Any, **kwargs: Any) -> Any:
         call = called("hvp", func, argnums, argnames)
         args, vector = checks.vector_last(call, args_and_vector)
-        first = First(call, func, Arguments(call, args, kwargs, argnums, argnames), has_aux)
+        first = First(
+            call, func, Arguments(call, args, kwargs, argnums, argnames, ValueError), has_aux
+        )
         vectors = checks.vector_like(call, first.given, vector)
         xs = tuple(first.given.tensors)
         if handover.needed():
@@ -207,7 +209,9 @@ def hessian_diag(
     @functools.wraps(func, updated=())
     def diagonal(*args: Any, **kwargs: Any) -> Any:
         call = called("hessian_diag", func, argnums, argnames)
-        first = First(call, func, Arguments(call, args, kwargs, argnums, argnames), has_aux)
+        first = First(
+            call, func, Arguments(call, args, kwargs, argnums, argnames, ValueError), has_aux
+        )
         found, j, y = _diagonal(first, chunk_size or COLUMNS)
         return first.answer(first.tree(found), j, y, return_value)
 
@@ -300,7 +304,9 @@ def laplacian(
     @functools.wraps(func, updated=())
     def trace(*args: Any, **kwargs: Any) -> Any:
         call = called("laplacian", func, argnums, argnames)
-        first = First(call, func, Arguments(call, args, kwargs, argnums, argnames), has_aux)
+        first = First(
+            call, func, Arguments(call, args, kwargs, argnums, argnames, ValueError), has_aux
+        )
         found, j, y = _diagonal(first, chunk_size or COLUMNS)
         xs = first.given.tensors
         sums = [sum(map(_over, row, xs)) for row in found]

@@ -26,9 +26,14 @@ def stacked(tensor: torch.Tensor) -> torch.Tensor:
     Outside every transform ``tensor`` is its own stack; what the function made without its
     arguments is repeated for each example.
 
+    Cost: none, or one copy where the tensor is an argument's memory or the same for all examples.
+
     Raises:
         TypeError: for what is no tensor.
         NotImplementedError: for a value of a `jvp` that is running.
+
+    Source: what `torch.nn.Module.register_forward_hook` collects is the batch, when PyTorch is
+    used without transforms; this gives back that batch.
 
     Example:
         >>> layer = torch.nn.Linear(3, 4)

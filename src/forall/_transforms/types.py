@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import ParamSpec, TypeVar, TypeVarTuple
+from typing import Any, ParamSpec, TypeVar, TypeVarTuple
 
 P = ParamSpec("P")
 R = TypeVar("R")  # what the function returns
-A = TypeVar("A")  # the argument that is differentiated
+# The argument that is differentiated. Without a bound every operator in a lambda is an error.
+A = TypeVar("A", bound=Any)
 X = TypeVar("X")  # the aux
 Ts = TypeVarTuple("Ts")  # primals

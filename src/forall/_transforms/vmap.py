@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -12,6 +12,7 @@ from forall._batching import border
 from forall._batching.batched import without_ended
 from forall._batching.drawing import Draws
 from forall._batching.interpreter import VmapLevel, running
+from forall._batching.ledger import memory
 from forall._core.errors import Call
 from forall._core.levels import top
 from forall._core.places import Origin, users_line
@@ -26,16 +27,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-@overload
-def vmap(  # numbers are stacked, so they become tensors
-    func: Callable[P, complex],
-    in_dims: Any = 0,
-    out_dims: Any = 0,
-    randomness: str | torch.Tensor = "error",
-    *,
-    chunk_size: int | None = None,
-) -> Callable[P, torch.Tensor]: ...
-@overload
 def vmap(
     func: Callable[P, R],
     in_dims: Any = 0,
@@ -43,15 +34,7 @@ def vmap(
     randomness: str | torch.Tensor = "error",
     *,
     chunk_size: int | None = None,
-) -> Callable[P, R]: ...
-def vmap(
-    func: Callable,
-    in_dims: Any = 0,
-    out_dims: Any = 0,
-    randomness: str | torch.Tensor = "error",
-    *,
-    chunk_size: int | None = None,
-) -> Callable:
+) -> Callable[P, R]:
     """``func`` of one example, for all examples at once.
 
     The law: ``vmap(f)(xs)`` equals ``torch.stack([f(x) for x in xs])``, values, shapes and dtypes.
@@ -173,6 +156,11 @@ class Places:
 def _run(func: Callable, entering: Entering, places: Places, draws: Draws, origin: Origin) -> Any:
     level = VmapLevel(entering.size, draws.flag, top())
     level.origin = origin
+    level.ledger.mapped.update(
+        memory(leaf)
+        for leaf, dim in zip(entering.leaves, entering.dims, strict=True)
+        if dim is not None
+    )
     level.scope = draws.scope(level, origin.first)
     entered = [
         leaf if dim is None else border.enter(leaf, dim, level)

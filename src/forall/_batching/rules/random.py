@@ -44,6 +44,7 @@ def refused(func: Any) -> RuntimeError:
             [
                 ("randomness='different'", "each example draws its own"),
                 ("randomness='same'", "one draw serves all examples"),
+                ("randomness=random.key(0)", "each example draws its own, by forall.random's key"),
             ]
         )
         + "\nSay which to vmap, or draw outside it."
