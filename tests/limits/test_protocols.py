@@ -244,6 +244,36 @@ def test_what_needs_the_number_of_one_example_is_refused(f):
         vmap(f)(X)
 
 
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x: x.detach().numpy().copy(),
+        lambda x: np.asarray(x.detach()).copy(),
+        lambda x: x.tolist(),
+        lambda x: f"{x[0]:.2f}",
+        lambda x: x[0].item(),
+    ],
+)
+@pytest.mark.parametrize("transform", ["grad", "jvp", "grad of jvp", "jvp of grad", "jvp of jvp"])
+def test_derivatives_let_numbers_be_read_as_outside(f, transform):
+    told = []
+
+    def g(x):
+        told.append(f(x))
+        return x.sum()
+
+    x = X[0]
+    push = lambda h: lambda y: jvp(h, (y,), (y,))[1].sum()  # noqa: E731
+    {
+        "grad": lambda: grad(g)(x),
+        "jvp": lambda: push(g)(x),
+        "grad of jvp": lambda: grad(push(g))(x),
+        "jvp of grad": lambda: push(grad(g))(x),
+        "jvp of jvp": lambda: push(push(g))(x),
+    }[transform]()
+    assert repr(told) == repr([f(x)])
+
+
 # --- repr ---------------------------------------------------------------------------------------
 
 

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import distributions as D
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import forall.random as R
@@ -142,6 +143,9 @@ DROPOUT = {
     "attention": lambda x: F.scaled_dot_product_attention(
         x.expand(2, 4, 6), x.expand(2, 4, 6), x.expand(2, 4, 6), dropout_p=0.5
     ),
+    "rrelu without a write": lambda x: torch.ops.aten.rrelu_with_noise_functional(
+        x, torch.zeros(3), 0.1, 0.3, True
+    )[0],
     "gumbel_softmax": lambda x: F.gumbel_softmax(x),
 }
 
@@ -476,6 +480,26 @@ def test_generators_are_neither_asked_nor_changed():
     with R.scope(KEY):
         torch.rand(3)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_scope_may_be_entered_again():
+    scope = R.scope(KEY)
+    with scope:
+        first = torch.rand(2)
+        with scope:
+            assert torch.equal(torch.rand(2), first)
+        second = torch.rand(2)
+    with scope:
+        assert torch.equal(torch.rand(2), first)
+        assert torch.equal(torch.rand(2), second)
+
+
+def test_a_recorded_program_draws_what_was_drawn():
+    def f(x):
+        return vmap(noisy, randomness=KEY)(x) + R.gamma(KEY, 2.0, (2,))
+
+    program = make_fx(f)(data(2))
+    torch.testing.assert_close(program(data(2) + 1), f(data(2) + 1))
 
 
 def test_a_scope_ends_with_an_exception():

@@ -1,4 +1,4 @@
-"""Writes into tensors from before the call: the loop's result, or an error, never another number."""
+"""Writes into tensors from before the call: what the loop leaves, or an error."""
 
 import pytest
 import torch
@@ -245,6 +245,25 @@ def test_a_sum_over_inner_examples_in_a_tensor_of_the_outer_one():
     assert difference(vmap(f)(X), loop(lambda x: 2 * x * YS.sum(0))(X)) is None
 
 
+def test_a_custom_functions_backward_may_add_up_too():
+    count, total = torch.zeros((), dtype=torch.int64), zeros(3)
+
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, g):
+            count.add_(1)
+            total.add_(g.detach())
+            return g * 2
+
+    found = vmap(grad(lambda x: (Double.apply(x) * x.detach()).sum()))(X)
+    assert difference((found, total), (2 * X, X.sum(0))) is None
+    assert count == 4
+
+
 # --- with derivatives --------------------------------------------------------------------------
 
 
@@ -337,6 +356,9 @@ REFUSED = {
     "read before it is added to": lambda b, x: (x + b, b.add_(x))[0],
     "a view read before it is added to": lambda b, x: (x + b[0], b[1:].add_(x[1:]))[0],
     "its number read": lambda b, x: (b.add_(1), x * b[0].item())[1],
+    "its numbers as a list": lambda b, x: (b.add_(1), x * b.tolist()[0])[1],
+    "its numbers as an array": lambda b, x: (b.add_(1), x * float(b.numpy()[0]))[1],
+    "a view's numbers as a list": lambda b, x: (b.add_(1), x * b[:2].tolist()[0])[1],
     "added to itself": lambda b, x: (b.add_(b), x)[1],
     "a counter read": lambda b, x: (b.add_(1), x * b)[1],
     "overwritten by each example": lambda b, x: (b.copy_(x), x)[1],

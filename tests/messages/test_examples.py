@@ -34,7 +34,7 @@ def test_a_value_of_an_example_after_the_call():
         The examples are there one by one during the call alone. Return it from the function, or take all examples together: forall.stacked(value).
         """,
     ):
-        kept[0] + 1
+        _ = kept[0] + 1
 
 
 def test_a_value_of_a_jvp_whose_history_leads_two_ways():

@@ -31,18 +31,92 @@ def test_a_write_of_an_examples_data_into_a_shared_tensor(target):
     assert not buffer.any()
 
 
-def test_a_counter_shared_by_all_examples():
-    count = torch.zeros(())
+def test_a_change_of_a_shared_tensor_once_for_every_example():
+    count = torch.ones(())
     with refused(
         RuntimeError,
         """
-        vmap: aten.add_.Tensor changes a tensor from before the call, once for every example.
+        vmap: aten.sin_.default changes a tensor from before the call, once for every example.
             written to   float32[]   shared by all examples
         Clone it inside the function (.clone()), or move the write outside vmap.
         """,
     ):
-        vmap(lambda x: (count.add_(1), x)[1])(X)
-    assert count == 0
+        vmap(lambda x: (count.sin_(), x)[1])(X)
+    assert count == 1
+
+
+@pytest.mark.parametrize(
+    ("f", "first"),
+    [
+        (
+            lambda b, x: (b.add_(x), x * b),
+            "aten.mul.Tensor reads a tensor from before the call that the function has written to",
+        ),
+        (
+            lambda b, x: (x * b, b.add_(x)),
+            "aten.add_.Tensor adds to a tensor from before the call that the function has read",
+        ),
+        (
+            lambda b, x: (b.zero_(), b.add_(x)),
+            (
+                "aten.add_.Tensor adds to a tensor from before the call that the function has "
+                "overwritten"
+            ),
+        ),
+        (
+            lambda b, x: (x * b, b.zero_()),
+            (
+                "aten.zero_.default overwrites a tensor from before the call that the function has "
+                "read"
+            ),
+        ),
+        (
+            lambda b, x: (b.add_(x), b.mul_(2)),
+            (
+                "aten.mul_.Tensor writes to a tensor from before the call that the function has "
+                "written to otherwise"
+            ),
+        ),
+    ],
+)
+def test_what_another_example_would_meet(f, first):
+    buffer = torch.zeros(2)
+    with refused(
+        RuntimeError,
+        f"""
+        vmap: {first}.
+            the tensor   float32[2]   shared by all examples
+        In the loop an example would meet what those before it wrote; here all run as one.
+        Return what each example adds, and add it up outside vmap. To give every example its own, map the tensor (in_dims) or clone it inside the function (.clone()).
+        """,
+    ):
+        vmap(lambda x: f(buffer, x)[0])(X)
+    assert not buffer.any()
+
+
+def test_a_shared_write_with_a_derivative_at_stake():
+    buffer, w = torch.zeros(2), torch.ones(2, requires_grad=True)
+    with refused(
+        RuntimeError,
+        """
+        vmap: aten.copy_.default writes to a tensor from before the call, with a derivative at stake.
+            written to   float32[2]   shared by all examples
+        Autograd would count this write once, or not at all, where the loop makes one for each example.
+        Write what is detached (.detach()), or return it and do the write outside vmap.
+        """,
+    ):
+        vmap(lambda x: (buffer.copy_(w), x)[1])(X)
+
+
+def test_a_layer_that_gets_one_example_instead_of_a_batch():
+    with pytest.raises(ValueError, match="expected 4D input") as caught:
+        vmap(torch.nn.BatchNorm2d(3))(torch.randn(4, 3, 8, 8))
+    assert caught.value.__notes__ == [
+        (
+            "vmap: the function sees one example, without the axis that in_dims names.\n"
+            "A layer that wants a batch takes a batch of one: layer(x.unsqueeze(0)).squeeze(0)."
+        )
+    ]
 
 
 def test_out_that_would_be_resized():

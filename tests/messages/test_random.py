@@ -271,5 +271,5 @@ def test_a_kernel_that_takes_no_keys():
 
 
 def test_a_message_of_torchs_own_operator():
-    with R.scope(KEY), pytest.raises(RuntimeError, match="std >= 0.0, but found std -1"):
+    with R.scope(KEY), pytest.raises(RuntimeError, match=r"std >= 0\.0, but found std -1"):
         torch.empty(3).normal_(0, -1)

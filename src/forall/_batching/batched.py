@@ -96,6 +96,8 @@ class Batched(Wrapper):
             raise RuntimeError(
                 f"Can't call {name}() on Tensor that requires grad. Use tensor.detach().{name}()."
             )
+        if self.older and self.level.notes:
+            self.level.ledger.reads(f"x.{name}()", self)
         with no_dispatch(), functions_off():
             return getattr(self.value, name)(*args, **kwargs)
 

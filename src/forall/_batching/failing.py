@@ -8,6 +8,7 @@ random generators is put back.
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,10 +39,13 @@ def told(_level: Any, error: Exception, func: Any, args: tuple, kwargs: dict, /)
     if mutates:
         args = tuple(Copied(a) if i in mutates else a for i, a in enumerate(args))
         kwargs = {k: Copied(a) if k in mutates else a for k, a in kwargs.items()}
-    return first_error(str(func), func, args, kwargs) or error
+    most = 1 if isinstance(error, NotImplementedError) else None  # no example can do better
+    return first_error(str(func), func, args, kwargs, most) or error
 
 
-def first_error(name: str, call: Callable, args: tuple, kwargs: dict) -> Exception | None:
+def first_error(
+    name: str, call: Callable, args: tuple, kwargs: dict, most: int | None = None
+) -> Exception | None:
     """The error of the first example for which ``call`` fails, with a note that names it."""
     with functions_off():
         flat, spec = trees.flatten((args, kwargs))
@@ -51,7 +55,7 @@ def first_error(name: str, call: Callable, args: tuple, kwargs: dict) -> Excepti
         drawn = generators.states(flat)
         try:
             with outside(levels[0]):
-                for places in all_places(levels):
+                for places in islice(all_places(levels), most):
                     a, k = trees.unflatten([example_of(x, places) for x in flat], spec)
                     try:
                         call(*a, **k)
@@ -68,7 +72,7 @@ def _note(name: str, places: Places) -> str:
     rows = [(name, f"at {line}", line.text())]
     for level, number in reversed(places.items()):
         origin = level.origin
-        if origin is not None:
+        if origin is not None and origin.is_users:
             which = f"example {origin.first + number} of {origin.size}, counted from 0"
             rows.append((str(origin.call), f"at {origin.place}", which))
     return f"vmap: one example failed.\n{columns(rows)}"

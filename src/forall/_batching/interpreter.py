@@ -86,7 +86,7 @@ class VmapLevel(Level, TorchDispatchMode):
         Level.__init__(self, parent)
         self.size = size
         self.calls: int | None = None  # of the function, where examples are not calls of their own
-        self.notes = False  # what it reads of older memory
+        self.notes, self.settles = False, True  # what it does to older memory
         self.randomness = randomness
         self.records_values = self.peels = records_values
         self.outer_grad = torch.is_grad_enabled()
@@ -122,6 +122,8 @@ class VmapLevel(Level, TorchDispatchMode):
         def stacked(*stacks: torch.Tensor) -> tuple[torch.Tensor, ...]:
             again = VmapLevel(self.size, self.randomness, top())
             again.origin = self.origin
+            if self.active:  # one call, one ledger
+                again.ledger, again.settles = self.ledger, False
             again.scope = self._scope_at(again)
             examples = [border.enter(s, 0, again) for s in stacks]
             with running(again):
@@ -389,5 +391,5 @@ class running:
         self.level.notes = False
         if error is not None:
             note_missing_axis(error)
-        else:
+        elif self.level.settles:
             self.level.ledger.settle(self.level.size)

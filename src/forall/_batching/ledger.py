@@ -194,6 +194,7 @@ def average(target: Tensor, data: Tensor, before: Tensor, times: int = 1) -> Non
     """A `Mean`, done here or noted by the level that runs."""
     level = noting_level()
     if level is None or not is_shared_older(target, level):
+        before = before.to(target.dtype)
         n = before + times
         target.mul_(before / n).add_(data / n)
         return
@@ -216,6 +217,15 @@ def _as_it_is(t: Tensor) -> Tensor:
         return t.clone()
     with no_dispatch():
         return t.clone()
+
+
+def note_read(call: str, t: Tensor) -> None:
+    """A read that is no operator: the memory of an ordinary tensor."""
+    level: Any = top()
+    while level is not None:
+        if getattr(level, "notes", False):
+            level.ledger.reads(call, t)
+        level = level.parent
 
 
 def noting_level() -> Any:

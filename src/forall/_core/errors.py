@@ -165,13 +165,16 @@ def note_missing_axis(error: BaseException) -> None:
 
 def escaped(func: object, value: torch.Tensor, origin: Origin | None) -> RuntimeError:
     rows = [("used by", str(func)), ("value", f"{short(value)}, one for each example")]
+    call = "vmap"
     if origin is not None:
-        code = getattr(origin.call.func, "__code__", None)
-        if code is not None:
-            rows.append(("made in", f"{name_of(origin.call.func)}, at {Place.of(code)}"))
+        if origin.is_users:
+            call = str(origin.call)
+            code = getattr(origin.call.func, "__code__", None)
+            if code is not None:
+                rows.append(("made in", f"{name_of(origin.call.func)}, at {Place.of(code)}"))
         rows.append(("called", f"at {origin.place}"))
     return RuntimeError(
-        f"{origin.call if origin else 'vmap'}: a value of one example is used after the call.\n"
+        f"{call}: a value of one example is used after the call.\n"
         f"{columns(rows)}\n"
         "The examples are there one by one during the call alone. Return it from the function, or "
         "take all examples together: forall.stacked(value)."

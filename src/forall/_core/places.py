@@ -47,6 +47,11 @@ class Origin(NamedTuple):
     first: int  # the number of the level's first example among all of the call
     size: int  # how many examples the call has
 
+    @property
+    def is_users(self) -> bool:
+        """Whether the user wrote the call, not another transform of ours."""
+        return not (getattr(self.call.func, "__module__", None) or "").startswith("forall._")
+
 
 def users_line() -> Place:
     """The innermost line that is neither ours nor torch's."""

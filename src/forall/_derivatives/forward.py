@@ -21,6 +21,7 @@ from forall._core.levels import (
     graph_free,
     left_over,
     levels_in,
+    outside,
     second_name,
 )
 from forall._random.scopes import taken_back
@@ -69,7 +70,12 @@ class Dual(Wrapper):
                 f"jvp: x.{name}() asks for the memory of a tensor that has a tangent.\n"
                 "Use torch's operators on it, or do this outside jvp."
             )
-        return getattr(self.level.afterwards(self).detach(), name)(*args, **kwargs)
+        if self.requires_grad and name != "tolist":
+            raise RuntimeError(
+                f"Can't call {name}() on Tensor that requires grad. Use tensor.detach().{name}()."
+            )
+        with outside(self.level), functions_off():
+            return getattr(graph_free(self.level.afterwards(self)), name)(*args, **kwargs)
 
     __torch_function__ = functions_pass  # pyright: ignore[reportAssignmentType]
 

@@ -17,6 +17,7 @@ from forall._core.levels import at, deepest, graph_free, lift, outside
 from forall._derivatives import forward
 from forall._derivatives.reverse import gradients, variable
 from forall._random.scopes import resuming
+from forall._torch import generators
 from forall._torch.dispatch import apply_function, autograd_below
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ class _Lowered(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, h, level, *args):
-        ctx.h, ctx.level = resuming(h), level
+        ctx.h, ctx.level = _drawing_again(h, args), level
         ctx.save_for_backward(*args)
         with torch.enable_grad():
             return _pushed(h, args, level)
@@ -58,6 +59,21 @@ class _Lowered(torch.autograd.Function):
         both = (*args, *(cotangents[i] for i in given))
         found = iter(at(deepest(both), pull, both))
         return None, None, *[next(found) if i in asked else None for i in range(n)]
+
+
+def _drawing_again(h: Function, args: tuple) -> Function:
+    """``h``, drawing at any later time the random numbers that it would draw now."""
+    again, states = resuming(h), generators.states(args)
+
+    def drawn(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        now = generators.states(tensors)
+        generators.restore(states)
+        try:
+            return again(*tensors)
+        finally:
+            generators.restore(now)
+
+    return drawn
 
 
 def _pushed(h: Function, args: tuple, level: forward.JvpLevel) -> tuple:

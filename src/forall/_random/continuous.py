@@ -23,6 +23,7 @@ _MANTISSA = {
     torch.bfloat16: (8, 7),
 }
 HALVES = (torch.float16, torch.bfloat16)
+_MKL = torch.backends.mkl.is_available()
 
 
 def unit(verb: str, key: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -136,12 +137,8 @@ def normal(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype | None = N
 
 
 def _inverse_erf(x: Tensor) -> Tensor:
-    """Without MKL torch's float32 form is wrong in the second digit near -1 and 1."""
-    if (
-        x.dtype is torch.float32
-        and x.device.type == "cpu"
-        and not torch.backends.mkl.is_available()
-    ):
+    """Without MKL torch takes Newton steps in float32, which lose digits near -1 and 1."""
+    if x.dtype is torch.float32 and x.device.type == "cpu" and not _MKL:
         return torch.erfinv(x.to(torch.float64)).to(torch.float32)
     return torch.erfinv(x)
 

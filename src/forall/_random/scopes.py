@@ -150,10 +150,12 @@ class scope:
     def __init__(self, key: torch.Tensor, example: int | torch.Tensor | None = None) -> None:
         keys.check("scope(key, example)", key)
         self._key = key if example is None else keys.fold_in(key, example)
+        self._entered: list[_resumed] = []
 
     def __enter__(self) -> None:
-        self._resumed = _resumed(Scope(lambda: self._key), 0)
-        self._resumed.__enter__()
+        place = _resumed(Scope(lambda: self._key), 0)
+        place.__enter__()
+        self._entered.append(place)
 
     def __exit__(
         self,
@@ -161,7 +163,7 @@ class scope:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._resumed.__exit__(kind, error, trace)
+        self._entered.pop().__exit__(kind, error, trace)
 
 
 def next_key() -> torch.Tensor:

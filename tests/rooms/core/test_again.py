@@ -1,11 +1,14 @@
 """What runs once more in a backward pass runs where it first ran."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from forall import grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
+from forall.random import key, scope
 
 X = torch.linspace(-1, 1, 15).reshape(5, 3)
 W = torch.linspace(0.5, 2, 15).reshape(5, 3)
@@ -83,3 +86,35 @@ def test_forward_mode_goes_through_checkpoints():
         lambda f: linearize(grad(f), X[0])[1](w),
     ):
         torch.testing.assert_close(verb(f), verb(plain))
+
+
+class NoisySine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.noise = torch.rand(3)
+        ctx.save_for_backward(x)
+        return (x * ctx.noise).sin()
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return g * (x * ctx.noise).cos() * ctx.noise
+
+
+@pytest.mark.parametrize(
+    "verb",
+    [
+        lambda f: jvp(grad(lambda y: f(y).sum()), (X[0],), (W[0],))[1],
+        lambda f: grad(lambda x: jvp(f, (x,), (W[0],))[1].sum())(X[0]),
+        lambda f: jvp(lambda y: jvp(f, (y,), (y,))[1], (X[0],), (W[0],))[1],
+    ],
+    ids=["jvp of grad", "grad of jvp", "jvp of jvp"],
+)
+@pytest.mark.parametrize("keyed", [True, False])
+def test_a_custom_function_that_draws_has_the_derivative_of_one_draw(verb, keyed):
+    def run(f):
+        torch.manual_seed(0)
+        with scope(key(0)) if keyed else nullcontext():
+            return verb(f)
+
+    torch.testing.assert_close(run(NoisySine.apply), run(lambda x: (x * torch.rand(3)).sin()))

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from forall._batching.batched import Batched, Family, derive, refit, same
+from forall._batching.ledger import note_read
 from forall._batching.table import CALLS, IN_PLACE
 from forall._core.errors import data_dependent, shared_write
 from forall._core.levels import lift
@@ -236,6 +237,7 @@ def _memory(name: str) -> Any:
     def call(x: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(x, Wrapper):
             return getattr(x, name)(*args, **kwargs)
+        note_read(f"x.{name}()", x)
         with no_dispatch():
             return getattr(x, name)(*args, **kwargs)
 
