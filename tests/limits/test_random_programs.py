@@ -1,0 +1,170 @@
+"""Random programs of writes, views, reductions and autograd calls: each transform is the loop.
+
+`FORALL_PROGRAMS` sets how many programs each of the four transforms is tried on, and
+`FORALL_SEED` lets hypothesis look elsewhere than where it always looks.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from forall import grad, vmap
+from oracle import difference
+from limits.programs import D, Program
+
+PROGRAMS = int(os.environ.get("FORALL_PROGRAMS", "125"))
+SEED = os.environ.get("FORALL_SEED")
+B = 3
+
+small = st.integers(0, 31)
+programs = st.builds(
+    Program,
+    st.integers(0, 4),
+    st.booleans(),
+    st.lists(st.tuples(small, small, small, small), min_size=1, max_size=12).map(tuple),
+)
+
+
+def many(test: Callable) -> Callable:
+    options = settings(
+        max_examples=PROGRAMS,
+        deadline=None,
+        database=None,
+        derandomize=SEED is None,
+        suppress_health_check=list(HealthCheck),
+    )
+    return options(test) if SEED is None else options(seed(int(SEED))(test))
+
+
+def numbers(*shape: int) -> Tensor:
+    generator = torch.Generator().manual_seed(len(shape) + sum(shape))
+    return torch.randn(shape, dtype=D, generator=generator)
+
+
+def outcome(call: Callable[[], Any]) -> Any:
+    """What a call returns, or the class of what it raises."""
+    try:
+        return call()
+    except Exception as error:
+        return error
+
+
+def agree(ours: Callable[[], Any], loop: Callable[[], Any], program: Program) -> None:
+    truth = outcome(loop)
+    found = outcome(ours)
+    if isinstance(truth, Exception):
+        assert isinstance(found, Exception), f"{program}: the loop raises {truth!r}, we do not"
+        return
+    if isinstance(found, Exception):
+        raise AssertionError(f"{program}: the loop has an answer") from found
+    told = difference(found, truth)
+    assert told is None, f"{program}: {told}"
+
+
+def examples(*stacks: Tensor) -> list[tuple[Tensor, ...]]:
+    """Views of the stacks, one by one, so that a write reaches the stack."""
+    return [tuple(s[i] for s in stacks) for i in range(len(stacks[0]))]
+
+
+def detached(tree: Any) -> Any:
+    return [t.detach() for t in tree]
+
+
+def stacked(rows: list[list[Tensor]]) -> list[Tensor]:
+    return [torch.stack(column) for column in zip(*rows, strict=True)]
+
+
+@many
+@given(programs, st.integers(0, 2))
+def test_vmap(program, axis):
+    def run(mapped: bool) -> list[Tensor]:
+        w = numbers(2)
+        xs, vs = numbers(B, *program.example), numbers(B, 2)
+        if mapped:
+            at = axis % (len(program.example) + 1)
+            held = xs.movedim(0, at).contiguous()
+            out = vmap(lambda x, v: program(x, v, w), (at, 0))(held, vs)
+            xs = held.movedim(at, 0)
+        else:
+            out = stacked([program(x, v, w) for x, v in examples(xs, vs)])
+        return [*detached(out), xs, vs]
+
+    agree(lambda: run(mapped=True), lambda: run(mapped=False), program)
+
+
+@many
+@given(programs)
+def test_vmap_of_grad(program):
+    def run(mapped: bool) -> list[Tensor]:
+        w = numbers(2).requires_grad_()
+        xs, vs = numbers(B, *program.example), numbers(B, 2)
+        by_x = grad(lambda x, v: program.number(x, v, w), (0, 1))
+        if mapped:
+            out = vmap(by_x)(xs, vs)
+        else:
+            out = stacked([by_torch(program, x, v, w) for x, v in examples(xs, vs)])
+        return [*detached(out), xs, vs]
+
+    agree(lambda: run(mapped=True), lambda: run(mapped=False), program)
+
+
+def by_torch(program: Program, x: Tensor, v: Tensor, w: Tensor) -> list[Tensor]:
+    leaves = [t.detach().requires_grad_() for t in (x, v)]
+    y = program.number(*leaves, w)
+    if not y.requires_grad:
+        return [torch.zeros_like(t) for t in leaves]
+    found = torch.autograd.grad(y, leaves, create_graph=True, allow_unused=True)
+    return [torch.zeros_like(t) if g is None else g for g, t in zip(found, leaves, strict=True)]
+
+
+@many
+@given(programs)
+def test_grad_of_vmap(program):
+    def run(mapped: bool) -> list[Tensor]:
+        leaves = [numbers(B, *program.example), numbers(B, 2), numbers(2)]
+        leaves = [t.requires_grad_() for t in leaves]
+        xs, vs, w = (t * 1 for t in leaves)
+        if mapped:
+            ys = vmap(lambda x, v: program.number(x, v, w))(xs, vs)
+        else:
+            # Copies: slices of one tensor share its version, and the writes of one example would
+            # forbid the backward pass of another.
+            rows = [(x.clone(), v.clone()) for x, v in examples(xs, vs)]
+            ys = torch.stack([program.number(x, v, w) for x, v in rows])
+        found = torch.autograd.grad(ys.square().sum(), leaves, allow_unused=True)
+        got = [torch.zeros_like(t) if g is None else g for g, t in zip(found, leaves, strict=True)]
+        return [ys.detach(), *got]
+
+    agree(lambda: run(mapped=True), lambda: run(mapped=False), program)
+
+
+@many
+@given(programs)
+def test_vmap_of_vmap(program):
+    def run(mapped: bool) -> list[Tensor]:
+        w = numbers(2)
+        xs, vs = numbers(2, B, *program.example), numbers(2, 2)
+
+        def once(x: Tensor, v: Tensor) -> list[Tensor]:
+            return program(x, v * 1, w)
+
+        if mapped:
+            out = vmap(vmap(once, (0, None)))(xs, vs)
+        else:
+            rows = [stacked([once(x, v) for (x,) in examples(each)]) for each, v in examples(xs, vs)]
+            out = stacked(rows)
+        return [*detached(out), xs, vs]
+
+    agree(lambda: run(mapped=True), lambda: run(mapped=False), program)
+
+
+if __name__ == "__main__":
+    pytest.main([__file__, "-q"])
