@@ -223,8 +223,8 @@ class Machine:
         results[(b + c) % len(results)]()
 
     def out(self, a: int, b: int, c: int) -> None:
-        t = self.pick(a)
-        s = self.fit(b, t)
+        t = self.pick(a).detach()
+        s = self.fit(b, t).detach()
         room = torch.empty_like(t) if c % 2 else torch.zeros(t.shape, dtype=D)
         results: list[Callable[[], Any]] = [
             lambda: torch.sin(t, out=room),

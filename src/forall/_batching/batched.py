@@ -30,14 +30,13 @@ if TYPE_CHECKING:
 class Family:
     """One base value and the living tensors that are views of it. See NOTE [alias families]."""
 
-    __slots__ = ("axis", "members", "older", "prune_at", "put_back", "value")
+    __slots__ = ("__weakref__", "axis", "members", "older", "prune_at", "stands", "value")
 
     def __init__(self, value: torch.Tensor, axis: int | None, older: bool) -> None:
         self.value = value
         self.axis = axis
         self.older = older
-        # Where the loop has a view and we a copy (x[i]): writes the copy into what it is of.
-        self.put_back: Callable[[], object] | None = None
+        self.stands: Any = None  # `standing.Standing`, where the loop has a view and we a copy
         self.members: list[weakref.ref[Batched]] = []
         self.prune_at = 64
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from forall._batching.batched import Batched, Family, derive, refit, same
+from forall._batching.batched import Batched, derive, refit, same
+from forall._batching.standing import reach, stand
 from forall._batching.table import CALLS, IN_PLACE
 from forall._core.errors import data_dependent, shared_write
 from forall._core.levels import lift
@@ -81,32 +82,17 @@ def _getitem(x: Tensor, index: Any) -> Any:
     places = _places(parts)
     picked = aten.index.Tensor(x, places)
     rest = tuple(p for p in parts if not _is_place(p))
-    if type(picked) is Batched:
-        _stand_for_view(picked, x, places)
+    picked = stand(picked, x, places)
     return picked[rest] if rest else picked
-
-
-def _stand_for_view(picked: Batched, x: Tensor, places: list) -> None:
-    """The loop's x[i] is a view. Ours is a copy, put back into x when it is written."""
-    family = picked.family = Family(picked.value, picked.axis, picked.older)
-    family.add(picked)
-    family.put_back = lambda: aten.index_put_.default(x, places, picked)
 
 
 def _written(method: Any) -> Any:
     """An in-place method that also reaches what its target stands for."""
 
     def call(x: Any, *args: Any, **kwargs: Any) -> Any:
-        family = x.family if type(x) is Batched else None
-        if family is None or family.put_back is None:
+        if type(x) is not Batched or x.family is None or x.family.stands is None:
             return NotImplemented
-        put_back, family.put_back = family.put_back, None
-        try:
-            out = method(x, *args, **kwargs)
-            put_back()
-        finally:
-            family.put_back = put_back
-        return out
+        return reach(x, lambda: method(x, *args, **kwargs))
 
     return call
 
@@ -216,7 +202,7 @@ def _narrow(x: Tensor, dim: int, start: Any, length: int) -> Any:
     if not differs(start):
         return NotImplemented
     places = start.long() + torch.arange(length, device=start.device)
-    return x.index_select(dim, places)
+    return stand(x.index_select(dim, places), x, [*[None] * (dim % x.dim()), places])
 
 
 def _tensor_split(x: Tensor, cuts: Any, dim: int = 0) -> Any:
