@@ -266,7 +266,7 @@ class Machine:
         (g,) = torch.autograd.grad(
             y.sum(), x, create_graph=bool(c % 2), retain_graph=True, allow_unused=True
         )
-        self.push(torch.zeros_like(x) if g is None else g)
+        self.push(torch.zeros_like(x) if g is None else g.clone())  # it may be an expanded one
 
     def optimised(self, a: int, b: int, c: int) -> None:
         p = self.pick(a).detach().clone().requires_grad_()

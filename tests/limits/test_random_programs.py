@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from forall import grad, vmap
-from oracle import difference
 from limits.programs import D, Program
+from oracle import difference
 
 PROGRAMS = int(os.environ.get("FORALL_PROGRAMS", "125"))
 SEED = os.environ.get("FORALL_SEED")
@@ -96,10 +96,10 @@ def stacked(rows: list[list[Tensor]]) -> list[Tensor]:
 def by_loop(call: Callable[..., list[Tensor]], *stacks: Tensor) -> list[Tensor]:
     """The results of all examples; the stacks hold what each has left in its arguments."""
     rows = examples(*stacks)
-    results = [detached(call(*row)) for row in rows]
+    results = detached(stacked([call(*row) for row in rows]))
     for stack, left in zip(stacks, stacked([detached(row) for row in rows]), strict=True):
         stack.copy_(left)
-    return stacked(results)
+    return results
 
 
 @many
@@ -149,10 +149,15 @@ def test_grad_of_vmap(program):
         leaves = [numbers(B, *program.example), numbers(B, 2), numbers(2)]
         xs, vs, w = leaves = [t.requires_grad_() for t in leaves]
         if mapped:
-            ys = vmap(lambda x, v: program.number(x, v, w))(xs.clone(), vs.clone())
+            given = xs.clone(), vs.clone()
+            ys = vmap(lambda x, v: program.number(x, v, w))(*given)
         else:
-            ys = torch.stack([program.number(x, v, w) for x, v in examples(xs, vs)])
-        found = torch.autograd.grad(ys.square().sum(), leaves, allow_unused=True)
+            rows = examples(xs, vs)
+            ys = torch.stack([program.number(*row, w) for row in rows])
+            given = stacked(rows)
+        # What is written into the arguments has a derivative as well.
+        total = ys.square().sum() + sum(3 * g.sin().sum() for g in given)
+        found = torch.autograd.grad(total, leaves, allow_unused=True)
         got = [torch.zeros_like(t) if g is None else g for g, t in zip(found, leaves, strict=True)]
         return [ys.detach(), *got]
 

@@ -72,7 +72,7 @@ def stand(picked: torch.Tensor, x: torch.Tensor, places: list) -> torch.Tensor:
         family = picked.family = Family(picked.value, picked.axis, picked.older)
         family.add(picked)
         family.stands = Standing(picked, x, places)
-        rows.found = [*_living(), weakref.ref(family)]
+        rows.found = [*filter(_lives, rows.found or ()), weakref.ref(family)]
     return picked
 
 
@@ -86,24 +86,19 @@ def reach(x: torch.Tensor, write: Callable[[], object]) -> object:
     return out
 
 
-def _living() -> list[weakref.ref[Family]]:
-    return [r for r in rows.found or () if _stands(r) is not None]
-
-
-def _stands(reference: weakref.ref[Family]) -> Standing | None:
+def _lives(reference: weakref.ref[Family]) -> bool:
     family = reference()
-    stands = None if family is None else family.stands
-    return stands if stands is not None and stands.picked.level.active else None
+    # None while its copy is written to: that is for a moment.
+    return family is not None and (family.stands is None or family.stands.picked.level.active)
 
 
 def follow() -> None:
     """Let the copies hold what the tensors that they are of hold by now."""
-    found, rows.found = rows.found, None  # what follows is our own doing
+    found, rows.found = rows.found or [], None  # what follows is our own doing
     try:
-        for reference in found or ():
-            stands = _stands(reference)
-            if stands is not None:
-                stands.follow()
+        for reference in found:
+            family = reference()
+            if family is not None and family.stands is not None and _lives(reference):
+                family.stands.follow()
     finally:
-        rows.found = found
-        rows.found = _living() or None
+        rows.found = [r for r in found if _lives(r)] or None

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from forall._batching.batched import Batched, derive, refit, same
+from forall._batching.batched import Batched, are_apart, derive, line_up, refit, same
 from forall._batching.standing import reach, stand
 from forall._batching.table import CALLS, IN_PLACE
 from forall._core.errors import data_dependent, shared_write
-from forall._core.levels import lift
+from forall._core.levels import lift, outside
 from forall._torch.dispatch import no_dispatch
 from forall._torch.wrapper import Wrapper
 
@@ -228,6 +228,18 @@ def _memory(name: str) -> Any:
     return call
 
 
+def _as_alone(x: Any, *args: Any, **kwargs: Any) -> Any:
+    """Before a call that is a view or a copy depending on strides: they must be those of one.
+
+    Where the axis of the examples lies inside, each has gaps that its own tensor would not have.
+    A tensor from before the call has gaps in the loop as well.
+    """
+    if type(x) is Batched and x.axis is not None and not x.older and are_apart(x):
+        with outside(x.level):
+            line_up(x)
+    return NotImplemented
+
+
 def _set_data(x: Tensor, new: Tensor) -> Any:
     """x.data = new: another name for new's memory, without its history."""
     if type(x) is not Batched:
@@ -286,6 +298,15 @@ CALLS.update(
         torch.tensor_split: _tensor_split,
         Tensor.tensor_split: _tensor_split,
         Tensor.data.__set__: _set_data,
+        **{
+            getattr(home, n): _as_alone
+            for n in ("reshape", "flatten", "ravel", "as_strided")
+            for home in (torch, Tensor)
+        },
+        **{
+            getattr(Tensor, n): _as_alone
+            for n in ("view", "view_as", "reshape_as", "unflatten", "contiguous", "stride")
+        },
         **{getattr(Tensor, n): _memory(n) for n in ("numpy", "tolist", "__array__", "__dlpack__")},
     }
 )
