@@ -250,11 +250,11 @@ def test_a_custom_functions_backward_may_add_up_too():
 
     class Double(torch.autograd.Function):
         @staticmethod
-        def forward(ctx, x):
+        def forward(_ctx, x):
             return x * 2
 
         @staticmethod
-        def backward(ctx, g):
+        def backward(_ctx, g):
             count.add_(1)
             total.add_(g.detach())
             return g * 2

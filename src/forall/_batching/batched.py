@@ -30,14 +30,13 @@ if TYPE_CHECKING:
 class Family:
     """One base value and the living tensors that are views of it. See NOTE [alias families]."""
 
-    __slots__ = ("axis", "members", "older", "prune_at", "put_back", "value")
+    __slots__ = ("__weakref__", "axis", "members", "older", "prune_at", "stands", "value")
 
     def __init__(self, value: torch.Tensor, axis: int | None, older: bool) -> None:
         self.value = value
         self.axis = axis
         self.older = older
-        # Where the loop has a view and we a copy (x[i]): writes the copy into what it is of.
-        self.put_back: Callable[[], object] | None = None
+        self.stands: Any = None  # `standing.Standing`, where the loop has a view and we a copy
         self.members: list[weakref.ref[Batched]] = []
         self.prune_at = 64
 
@@ -205,15 +204,34 @@ def refit(b: Batched, value: torch.Tensor, axis: int | None) -> None:
 
 
 def line_up(b: Batched) -> None:
-    """Put the examples of a family one after another, each as it would lie alone."""
+    """Put the examples of a family one after another, each laid out as it would be alone."""
     family = b.family
     if family is None:
-        refit(b, b.value.movedim(b.axis, 0).contiguous(), 0)
+        refit(b, _one_by_one(b.value, b.axis), 0)
         return
     if family.axis is not None:
-        family.rebase(family.value.movedim(family.axis, 0).contiguous(), 0)
+        family.rebase(_one_by_one(family.value, family.axis), 0)
     for reference in family.members:
         member = reference()
         if member is not None:
             with functions_off():
                 member.data = wrap(member.value, member.axis, member.level)
+
+
+def are_apart(b: Batched) -> bool:
+    """Whether other examples lie between the numbers of one."""
+    value, axis = (b.value, b.axis) if b.family is None else (b.family.value, b.family.axis)
+    if axis is None:
+        return False
+    step = value.stride(axis)
+    return any(s > step for s, n in zip(value.stride(), value.shape, strict=True) if n > 1)
+
+
+def _one_by_one(value: torch.Tensor, axis: int) -> torch.Tensor:
+    """(B, *S), each example without gaps, its dims in the order in memory that they have."""
+    stack = value.movedim(axis, 0)
+    shape, strides, step = stack.shape, [0] * stack.dim(), 1
+    for d in sorted(range(1, stack.dim()), key=lambda d: (stack.stride(d), -d)):
+        strides[d], step = step, step * max(shape[d], 1)
+    strides[0] = step
+    return stack.new_empty_strided(shape, strides).copy_(stack)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from forall._batching import border, failing, families, table, writing
+from forall._batching import border, failing, families, standing, table, writing
 from forall._batching.arrays import by_numpy
 from forall._batching.batched import Batched, without_ended, wrap
 from forall._batching.families import alike, lower, wrapped
@@ -333,11 +333,12 @@ class Sharing(TorchFunctionMode):
             call = _CALLS.get(func)
             if kwargs and kwargs.get("out") is not None:
                 call = table.OUTS.get(func, call)
-            if call is not None:
-                out = call(*args, **(kwargs or {}))
-                if out is not NotImplemented:
-                    return out
-            return func(*args, **kwargs) if kwargs else func(*args)
+            out = NotImplemented if call is None else call(*args, **(kwargs or {}))
+            if out is NotImplemented:
+                out = func(*args, **kwargs) if kwargs else func(*args)
+            if standing.rows.found is not None:
+                standing.follow()
+            return out
 
     def _share(self, func: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         args, kwargs = left_over(func, args, kwargs)

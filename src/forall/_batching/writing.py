@@ -110,7 +110,7 @@ def writable(level: Any, func: Any, target: Any, data: list) -> Tensor:
         if level.notes:
             level.ledger.writes_mapped(func, target)
         _note_write(target)
-    if target.family is not None and target.family.put_back is not None:
+    if target.family is not None and target.family.stands is not None:
         raise NotImplementedError(
             f"vmap: {func} writes into x[i], where i differs between the examples.\n"
             "That is a copy here, so x would not change. Write x[i] = value instead."

@@ -157,6 +157,15 @@ def _sizes_differ(call: Call, args: tuple, kwargs: dict, leaves: list, dims: lis
     )
 
 
+def written_twice(call: Call, leaf: torch.Tensor) -> RuntimeError:
+    return RuntimeError(
+        f"{call}: a mapped argument was written in place, with a derivative at stake, and its "
+        "memory was passed twice.\n"
+        f"{columns([('written', short(leaf))])}\n"
+        "What the other argument's examples depend on would be lost. Clone one of the two."
+    )
+
+
 # --- results -----------------------------------------------------------------------------------
 
 

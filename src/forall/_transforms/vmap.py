@@ -169,6 +169,7 @@ def _run(func: Callable, entering: Entering, places: Places, draws: Draws, origi
     args, kwargs = entering.unflatten(entered)
     with handover.eagerly(), running(level), drawing_in(level.scope):
         result = func(*args, **kwargs)
+    _hand_back(entering, entered, level, origin)
     results, spec = trees.flatten(result)
     left = []
     seen: set[int] = set()
@@ -177,6 +178,19 @@ def _run(func: Callable, entering: Entering, places: Places, draws: Draws, origi
             r = torch.tensor(r)
         left.append(_leave(r, place, level, places.call, seen))
     return trees.unflatten(left, spec)
+
+
+def _hand_back(entering: Entering, entered: list, level: VmapLevel, origin: Origin) -> None:
+    """Let the caller's tensors have the history of what was written into them."""
+    changed = [
+        leaf
+        for leaf, dim, example in zip(entering.leaves, entering.dims, entered, strict=True)
+        if dim is not None and border.hand_back(example, leaf, dim, level)
+    ]
+    for leaf in changed:
+        twins = [x for x in entering.leaves if isinstance(x, torch.Tensor)]
+        if sum(memory(x) == memory(leaf) for x in twins) > 1:
+            raise mapping.written_twice(origin.call, leaf)
 
 
 def _leave(r: Any, place: int | None, level: VmapLevel, call: Call, seen: set[int]) -> Any:

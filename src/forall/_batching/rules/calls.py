@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 
-from forall._batching.batched import Batched, Family, derive, refit, same
+from forall._batching.batched import Batched, are_apart, derive, line_up, refit, same
 from forall._batching.ledger import note_read
+from forall._batching.standing import reach, stand
 from forall._batching.table import CALLS, IN_PLACE
 from forall._core.errors import data_dependent, shared_write
-from forall._core.levels import lift
+from forall._core.levels import lift, outside
 from forall._torch.dispatch import no_dispatch
 from forall._torch.wrapper import Wrapper
 
@@ -82,32 +83,17 @@ def _getitem(x: Tensor, index: Any) -> Any:
     places = _places(parts)
     picked = aten.index.Tensor(x, places)
     rest = tuple(p for p in parts if not _is_place(p))
-    if type(picked) is Batched:
-        _stand_for_view(picked, x, places)
+    picked = stand(picked, x, places)
     return picked[rest] if rest else picked
-
-
-def _stand_for_view(picked: Batched, x: Tensor, places: list) -> None:
-    """The loop's x[i] is a view. Ours is a copy, put back into x when it is written."""
-    family = picked.family = Family(picked.value, picked.axis, picked.older)
-    family.add(picked)
-    family.put_back = lambda: aten.index_put_.default(x, places, picked)
 
 
 def _written(method: Any) -> Any:
     """An in-place method that also reaches what its target stands for."""
 
     def call(x: Any, *args: Any, **kwargs: Any) -> Any:
-        family = x.family if type(x) is Batched else None
-        if family is None or family.put_back is None:
+        if type(x) is not Batched or x.family is None or x.family.stands is None:
             return NotImplemented
-        put_back, family.put_back = family.put_back, None
-        try:
-            out = method(x, *args, **kwargs)
-            put_back()
-        finally:
-            family.put_back = put_back
-        return out
+        return reach(x, lambda: method(x, *args, **kwargs))
 
     return call
 
@@ -217,7 +203,7 @@ def _narrow(x: Tensor, dim: int, start: Any, length: int) -> Any:
     if not differs(start):
         return NotImplemented
     places = start.long() + torch.arange(length, device=start.device)
-    return x.index_select(dim, places)
+    return stand(x.index_select(dim, places), x, [*[None] * (dim % x.dim()), places])
 
 
 def _tensor_split(x: Tensor, cuts: Any, dim: int = 0) -> Any:
@@ -242,6 +228,18 @@ def _memory(name: str) -> Any:
             return getattr(x, name)(*args, **kwargs)
 
     return call
+
+
+def _as_alone(x: Any, *args: Any, **kwargs: Any) -> Any:
+    """Before a call that is a view or a copy depending on strides: they must be those of one.
+
+    Where the axis of the examples lies inside, each has gaps that its own tensor would not have.
+    A tensor from before the call has gaps in the loop as well.
+    """
+    if type(x) is Batched and x.axis is not None and not x.older and are_apart(x):
+        with outside(x.level):
+            line_up(x)
+    return NotImplemented
 
 
 def _set_data(x: Tensor, new: Tensor) -> Any:
@@ -302,6 +300,15 @@ CALLS.update(
         torch.tensor_split: _tensor_split,
         Tensor.tensor_split: _tensor_split,
         Tensor.data.__set__: _set_data,
+        **{
+            getattr(home, n): _as_alone
+            for n in ("reshape", "flatten", "ravel", "as_strided")
+            for home in (torch, Tensor)
+        },
+        **{
+            getattr(Tensor, n): _as_alone
+            for n in ("view", "view_as", "reshape_as", "unflatten", "contiguous", "stride")
+        },
         **{getattr(Tensor, n): _memory(n) for n in ("numpy", "tolist", "__array__", "__dlpack__")},
     }
 )
