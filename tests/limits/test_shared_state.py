@@ -332,6 +332,23 @@ def test_a_derivative_calls_its_function_once(verb):
     assert count == 5
 
 
+@pytest.mark.parametrize("first", [lambda w: None, lambda w: setattr(w, "grad", None)])
+def test_the_sum_of_gradients_is_not_taken_for_one(first):
+    w = ones(3).requires_grad_()
+
+    def f(x):
+        first(w)
+        (w * x).sum().backward()
+        assert w.grad is not None
+        return w.grad * 2
+
+    with pytest.raises(RuntimeError, match="sum over all examples"):
+        vmap(f)(X)
+    w.grad = None
+    vmap(lambda x: (w * x).sum().backward())(X)
+    assert difference(w.grad, X.sum(0)) is None
+
+
 WITH_A_DERIVATIVE = {
     "an average": lambda b, w, x: b.mul_(0.9).add_(x),
     "a copy": lambda b, w, x: b.copy_(w),

@@ -240,10 +240,13 @@ class Share(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        _, ctx.level = inputs
+        tensor, ctx.level = inputs
+        ctx.leaf = id(tensor) if tensor.is_leaf else None
 
     @staticmethod
     def backward(ctx, g):
+        if ctx.leaf is not None and ctx.level.active:
+            ctx.level.ledger.leaves.add(ctx.leaf)
         with outside(ctx.level):
             return _summed(g, ctx.level), None
 

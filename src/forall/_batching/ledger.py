@@ -219,6 +219,15 @@ def _as_it_is(t: Tensor) -> Tensor:
         return t.clone()
 
 
+def summed_grad(leaf: Tensor) -> RuntimeError:
+    return RuntimeError(
+        "vmap: .grad is read where backward() has left the sum over all examples in it.\n"
+        f"{columns([('the leaf', short(leaf), 'from before the call, one for all examples')])}\n"
+        "In the loop an example would meet the sum over those before it.\n"
+        "torch.autograd.grad(loss, tensor) gives each example its own gradient."
+    )
+
+
 def note_read(call: str, t: Tensor) -> None:
     """A read that is no operator: the memory of an ordinary tensor."""
     level: Any = top()
@@ -249,7 +258,16 @@ _FEW = 100
 class Ledger:
     """See NOTE [older memory]."""
 
-    __slots__ = ("accounts", "mapped", "mapped_written", "overwritten", "read", "renewed", "seen")
+    __slots__ = (
+        "accounts",
+        "leaves",
+        "mapped",
+        "mapped_written",
+        "overwritten",
+        "read",
+        "renewed",
+        "seen",
+    )
 
     def __init__(self) -> None:
         self.read: set[int] = set()
@@ -259,6 +277,7 @@ class Ledger:
         self.overwritten: set[int] = set()
         self.renewed: set[int] = set()  # overwritten as a whole, before anything read it
         self.accounts: dict[int, Account] = {}
+        self.leaves: set[int] = set()  # on which a backward pass of the call left a gradient
 
     def read_by(self, func: Any, met: list[Tensor]) -> None:
         """`reads` for the operands of an operator, on every operator's way: a short one."""

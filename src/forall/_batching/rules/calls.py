@@ -7,18 +7,21 @@ is needed to say what they mean, so they are put in other words.
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from forall._batching.batched import Batched, are_apart, derive, line_up, refit, same
-from forall._batching.ledger import note_read
+from forall._batching.ledger import note_read, summed_grad
 from forall._batching.standing import reach, stand
 from forall._batching.table import CALLS, IN_PLACE
 from forall._core.errors import data_dependent, shared_write
-from forall._core.levels import lift, outside
+from forall._core.levels import lift, outside, top
 from forall._torch.dispatch import no_dispatch
 from forall._torch.wrapper import Wrapper
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 aten = torch.ops.aten
 Tensor = torch.Tensor
@@ -242,6 +245,26 @@ def _as_alone(x: Any, *args: Any, **kwargs: Any) -> Any:
     return NotImplemented
 
 
+def _levels() -> Iterator[Any]:
+    level: Any = top()
+    while level is not None:
+        if hasattr(level, "ledger"):
+            yield level
+        level = level.parent
+
+
+def _grad(x: Tensor) -> Any:
+    if any(id(x) in level.ledger.leaves for level in _levels()):
+        raise summed_grad(x)
+    return NotImplemented
+
+
+def _set_grad(x: Tensor, _new: Any) -> Any:
+    for level in _levels():
+        level.ledger.leaves.discard(id(x))
+    return NotImplemented
+
+
 def _set_data(x: Tensor, new: Tensor) -> Any:
     """x.data = new: another name for new's memory, without its history."""
     if type(x) is not Batched:
@@ -300,6 +323,8 @@ CALLS.update(
         torch.tensor_split: _tensor_split,
         Tensor.tensor_split: _tensor_split,
         Tensor.data.__set__: _set_data,
+        Tensor.grad.__get__: _grad,
+        Tensor.grad.__set__: _set_grad,
         **{
             getattr(home, n): _as_alone
             for n in ("reshape", "flatten", "ravel", "as_strided")
