@@ -473,3 +473,42 @@ def test_threads_share_the_one_forward_level():
         thread.join()
     assert not failures, failures
     assert forward_ad._current_level == -1
+
+
+# --- what torch.func wraps itself ------------------------------------------------------------------
+
+PRIMALS = {
+    "vjp": lambda h, w, x: torch.func.vjp(lambda w: h(w, x), w)[1](torch.ones_like(x))[0],
+    "grad": lambda h, w, x: torch.func.grad(lambda w: h(w, x).sum())(w),
+    "jacrev": lambda h, w, x: torch.func.jacrev(lambda w: h(w, x))(w),
+    "jacfwd": lambda h, w, x: torch.func.jacfwd(lambda w: h(w, x))(w),
+    "hessian": lambda h, w, x: torch.func.hessian(lambda w: h(w, x).sum())(w),
+    "jvp": lambda h, w, x: torch.func.jvp(lambda w: h(w, x), (w,), (x,))[1],
+    "vmap": lambda h, w, x: torch.func.vmap(lambda w: h(w, x))(torch.stack([w, 2 * w])),
+    "pulled through it": lambda h, w, x: torch.func.vjp(lambda w: h(w, w), w)[1](x)[0],
+}
+
+
+@pytest.mark.parametrize("captured", ["leaf", "computed", "cloned inside"])
+@pytest.mark.parametrize("name", PRIMALS)
+def test_torchs_transform_of_a_captured_tensor_is_the_loops_or_an_error(name, captured):
+    leaf = WEIGHT.clone().requires_grad_()
+    w = leaf * 1 if captured == "computed" else leaf
+    xs = torch.stack([POINT, 2 * POINT])
+
+    def f(x):
+        inside = w.clone() if captured == "cloned inside" else w
+        return PRIMALS[name](lambda w, x: (w * x).sin(), inside, x)
+
+    def derivative(ys):
+        return torch.autograd.grad(ys.square().sum(), leaf, retain_graph=True)[0]
+
+    truth = derivative(torch.stack([f(x) for x in xs]))
+    try:
+        found = derivative(forall.vmap(f)(xs))
+    except NotImplementedError as error:
+        assert captured != "cloned inside"
+        assert "could not be shared" in str(error)
+        return
+    assert type(found) is Tensor
+    torch.testing.assert_close(found, truth)

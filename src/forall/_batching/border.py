@@ -13,25 +13,31 @@ NOTE [dressed stacks]
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from forall._batching.batched import Batched, wrap
-from forall._core.levels import graph_free, lift, outside
+from forall._core.errors import columns, short
+from forall._core.levels import graph_free, level_of, lift, outside
 from forall._torch.dispatch import (
     apply_function,
     functions_off,
     has_tangent,
+    is_accumulating,
     torch_funcs,
     users_tangent,
     users_tangents,
 )
+from forall._torch.schema import facts
 
 if TYPE_CHECKING:
     from forall._batching.interpreter import VmapLevel
 
     Dress = tuple[tuple[VmapLevel, int | None], ...]
+
+
+_DETACH = torch.ops.aten.detach.default
 
 
 def refuse_torchs(tensor: torch.Tensor) -> None:
@@ -45,6 +51,27 @@ def refuse_torchs(tensor: torch.Tensor) -> None:
             "Use forall's transform for the outer one too: forall.jacrev, jacfwd, hessian, or "
             "forall.vmap of vjp's function."
         )
+
+
+def all_shared(level: VmapLevel, func: Any, met: list[torch.Tensor]) -> None:
+    """Refuse an operator that autograd recorded on a tensor from outside, past `Share`.
+
+    The function mode cannot share what it does not see: transforms of torch.func wrap their
+    primals in C++. The derivative would be that of one example, or a value of the ended level.
+    """
+    if level.records_values or not torch.is_grad_enabled():
+        return
+    for t in met:
+        if t.requires_grad and level_of(t) is not level and not is_accumulating():
+            if func is _DETACH or facts(func).mutates:
+                return
+            raise NotImplementedError(
+                f"vmap: {func} reached a tensor from outside that requires grad by a way on which "
+                "it could not be shared.\n"
+                f"{columns([('from outside', short(t))])}\n"
+                "A transform of torch.func inside vmap, with that tensor for its argument, does so.\n"
+                "Use forall's transform, or give it a clone made inside the function (.clone())."
+            )
 
 
 def carries(tensor: torch.Tensor) -> bool:

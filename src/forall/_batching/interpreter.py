@@ -212,9 +212,11 @@ class VmapLevel(Level, TorchDispatchMode):
         if func is _DETACH and not is_excluded(AUTOGRAD):
             self.met.clear()
             return second_name(args[0])
-        known = writing.older(self, func, args, kwargs, found is _MAPPED) if self.met else None
-        if known is not None:
-            return known(self, func, args, kwargs)
+        if self.met:
+            border.all_shared(self, func, self.met)
+            known = writing.older(self, func, args, kwargs, found is _MAPPED)
+            if known is not None:
+                return known(self, func, args, kwargs)
         if found is not _MAPPED:
             handler = run_shared
         elif handler is None:
