@@ -3,6 +3,8 @@
 Hooks are wrong on purpose, so that one that is skipped shows.
 """
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -21,13 +23,9 @@ def own(a, w):
     return (a * w).detach().clone().requires_grad_()
 
 
-def inner_grad(a, w):
-    (g,) = torch.autograd.grad((a.sin() * w).sum(), inner_leaf(a), allow_unused=True)
-    return a if g is None else g
-
-
-def inner_leaf(a):
-    return a if a.requires_grad else a.detach().requires_grad_()
+def recorded(a, w):
+    """No leaf, and it requires grad whatever the transforms around do."""
+    return a * w + torch.zeros(3, dtype=D, requires_grad=True)
 
 
 def grad_of_own_leaf(a, w):
@@ -44,13 +42,13 @@ def grad_twice(a, w):
 
 
 def grad_between(a, w):
-    h = a * w + torch.ones(3, dtype=D, requires_grad=True)
+    h = recorded(a, w)
     (g,) = torch.autograd.grad((h.sin() * a).sum(), h, create_graph=True)
     return g * g
 
 
 def grad_without_graph(a, w):
-    h = a * w + torch.ones(3, dtype=D, requires_grad=True)
+    h = recorded(a, w)
     (g,) = torch.autograd.grad((h.sin() * a).sum(), h, retain_graph=True)
     return g * a + h
 
@@ -72,7 +70,7 @@ def grad_materialized(a, w):
 def grad_outputs(a, w):
     p = own(a, w)
     ys = (p * a, p.sin() * w)
-    (g,) = torch.autograd.grad(ys, p, grad_outputs=(a, None and w or w * a), create_graph=True)
+    (g,) = torch.autograd.grad(ys, p, grad_outputs=(a, w * a), create_graph=True)
     return g
 
 
@@ -190,7 +188,7 @@ def grad_written(a, w):
 
 
 def grad_zeroed(a, w):
-    module = nn.Linear(3, 1, bias=False).double()
+    module = nn.utils.skip_init(nn.Linear, 3, 1, bias=False).double()
     with torch.no_grad():
         module.weight.copy_((a * w)[None])
     for _ in range(2):
@@ -315,7 +313,7 @@ def summed(w):
 
 
 def functional_jacobian(a, w):
-    return functional.jacobian(quartic(w), a * w, create_graph=True) @ a
+    return functional.jacobian(quartic(w), recorded(a, w), create_graph=True) @ a
 
 
 def functional_jacobian_cut(a, w):
@@ -323,30 +321,30 @@ def functional_jacobian_cut(a, w):
 
 
 def functional_jacobian_of_two(a, w):
-    j = functional.jacobian(lambda p, q: p.sin() * q, (a * w, a + w), create_graph=True)
+    j = functional.jacobian(lambda p, q: p.sin() * q, (recorded(a, w), recorded(a, w + 1)), create_graph=True)
     return j[0] @ a + j[1] @ w
 
 
 def functional_hessian(a, w):
-    return functional.hessian(summed(w), a * w, create_graph=True) @ a
+    return functional.hessian(summed(w), recorded(a, w), create_graph=True) @ a
 
 
 def functional_vjp(a, w):
-    y, g = functional.vjp(quartic(w), a * w, a, create_graph=True)
+    y, g = functional.vjp(quartic(w), recorded(a, w), a, create_graph=True)
     return y + g
 
 
 def functional_jvp(a, w):
-    y, t = functional.jvp(quartic(w), a * w, a, create_graph=True)
+    y, t = functional.jvp(quartic(w), recorded(a, w), a, create_graph=True)
     return y * t
 
 
 def functional_hvp(a, w):
-    return functional.hvp(summed(w), a * w, a, create_graph=True)[1]
+    return functional.hvp(summed(w), recorded(a, w), a, create_graph=True)[1]
 
 
 def functional_vhp(a, w):
-    return functional.vhp(summed(w), a * w, a, create_graph=True)[1]
+    return functional.vhp(summed(w), recorded(a, w), a, create_graph=True)[1]
 
 
 def functional_jacobian_vectorized(a, w):
@@ -421,7 +419,7 @@ def checkpointed_twice(a, w):
 def checkpointed_reentrant(a, w):
     p = own(a, w)
     y = checkpoint(lambda p: (p * w).sin() * p, p, use_reentrant=True)
-    y.sum().backward(inputs=None)
+    y.sum().backward()
     return p.grad * a
 
 
@@ -457,7 +455,7 @@ def module_hooked(a, w):
 
 
 def module_trained(a, w):
-    module = a_module().requires_grad_()
+    module = copy.deepcopy(MODULE).requires_grad_()
     seen = []
     module[1].register_full_backward_hook(lambda m, gi, go: seen.append(gi[0]))
     module((a * w).detach()[None]).sin().sum().backward()

@@ -146,12 +146,16 @@ OUTSIDE = ("nothing", "a leaf", "a non-leaf", "the argument")
 
 
 def outcome(transform: Callable, f: Callable, shape: tuple[int, ...], outside: str) -> list[Any]:
-    """The values, what f itself left on tensors from outside, and the gradients taken outside."""
+    """The values, what f itself left on tensors from outside, and the gradients taken outside.
+
+    No gradient and one of zeros are the same here: which it is depends on how the truth is put.
+    """
     x = numbers(*shape).requires_grad_(outside == "the argument")
     leaf = numbers(3, seed=1).requires_grad_(outside in ("a leaf", "a non-leaf"))
     w = leaf * 1 if outside == "a non-leaf" else leaf
     y = transform(lambda a: f(a, w))(x)
-    left = [None if t.grad is None else t.grad.clone() for t in (x, leaf)]
+    left = [torch.zeros_like(t) if t.grad is None else t.grad.clone() for t in (x, leaf)]
     if y.requires_grad:
         total(y).backward()
-    return [y.detach(), *left, x.grad, leaf.grad]
+    after = [torch.zeros_like(t) if t.grad is None else t.grad for t in (x, leaf)]
+    return [y.detach(), *left, *after]

@@ -69,7 +69,7 @@ def all_shared(level: VmapLevel, func: Any, met: list[torch.Tensor]) -> None:
                 f"vmap: {func} reached a tensor from outside that requires grad by a way on which "
                 "it could not be shared.\n"
                 f"{columns([('from outside', short(t))])}\n"
-                "A transform of torch.func inside vmap, with that tensor for its argument, does so.\n"
+                "A transform of torch.func inside vmap does so with its argument.\n"
                 "Use forall's transform, or give it a clone made inside the function (.clone())."
             )
 
