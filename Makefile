@@ -5,7 +5,7 @@ RUN := $(VENV)/bin/python
 PIP := $(RUN) -m pip --disable-pip-version-check install -q -c constraints.txt
 SWEEP ?= tests/sweep/run.py --full --out sweep.md
 
-.PHONY: demo test check static doctest bench coverage-sweep format clean
+.PHONY: demo test check static doctest limitations bench coverage-sweep format clean
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/.installed
@@ -24,6 +24,10 @@ static: $(VENV)/.installed
 # README.md and the pages of docs are doctests too, so that what they show stays true.
 doctest: $(VENV)/.installed
 	$(RUN) -m pytest -q --doctest-modules --doctest-glob='*.md' src/forall README.md docs
+
+# The table of limitations in README.md, from running each of them under torch.func and under forall.
+limitations: $(VENV)/.installed
+	$(RUN) tests/limits/limitations.py
 
 bench: $(VENV)/.installed
 	$(RUN) benchmarks/run.py

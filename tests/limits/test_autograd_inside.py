@@ -188,13 +188,12 @@ def grad_written(a, w):
 
 
 def grad_zeroed(a, w):
-    module = nn.utils.skip_init(nn.Linear, 3, 1, bias=False).double()
-    with torch.no_grad():
-        module.weight.copy_((a * w)[None])
+    module = nn.Module()
+    module.weight = nn.Parameter((a * w).detach().clone())
     for _ in range(2):
         module.zero_grad(set_to_none=False)
-        module(module.weight * 2).sum().backward()
-    return module.weight.grad[0] * a
+        (module.weight**2).sum().backward()
+    return module.weight.grad * a
 
 
 def retained(a, w):
@@ -241,8 +240,25 @@ def clipped(a, w):
 def hooked(a, w):
     h = a * w
     if h.requires_grad:
-        h.register_hook(lambda g: g * 10 + h)
+        h.register_hook(lambda g: g * 10)
     return h.sin()
+
+
+def watched(a, w):
+    h = a * w
+    if h.requires_grad:
+        h.register_hook(lambda g: None)
+        h.register_hook(lambda g: g * 1)
+    return h.sin()
+
+
+def hook_with_captured(a, w):
+    """What a hook does is the user's code as well: what it captures has a history there."""
+    p = own(a, w)
+    h = p * 2
+    h.register_hook(lambda g: g * w + a)
+    (g,) = torch.autograd.grad(h.sin().sum(), p, create_graph=True)
+    return g
 
 
 def hook_removed(a, w):
@@ -273,7 +289,7 @@ def hook_on_nodes(a, w):
     h = a * w
     if isinstance(h.grad_fn, Node):
         h.grad_fn.register_hook(lambda gi, go: tuple(None if g is None else g * 3 for g in gi))
-        h.grad_fn.register_prehook(lambda gs: tuple(g + 1 for g in gs))
+        h.grad_fn.register_prehook(lambda gs: tuple(g * 2 for g in gs))
     return h.sin()
 
 
@@ -330,21 +346,21 @@ def functional_hessian(a, w):
 
 
 def functional_vjp(a, w):
-    y, g = functional.vjp(quartic(w), recorded(a, w), a, create_graph=True)
+    y, g = functional.vjp(quartic(w), recorded(a, w), recorded(a, 1), create_graph=True)
     return y + g
 
 
 def functional_jvp(a, w):
-    y, t = functional.jvp(quartic(w), recorded(a, w), a, create_graph=True)
+    y, t = functional.jvp(quartic(w), recorded(a, w), recorded(a, 1), create_graph=True)
     return y * t
 
 
 def functional_hvp(a, w):
-    return functional.hvp(summed(w), recorded(a, w), a, create_graph=True)[1]
+    return functional.hvp(summed(w), recorded(a, w), recorded(a, 1), create_graph=True)[1]
 
 
 def functional_vhp(a, w):
-    return functional.vhp(summed(w), recorded(a, w), a, create_graph=True)[1]
+    return functional.vhp(summed(w), recorded(a, w), recorded(a, 1), create_graph=True)[1]
 
 
 def functional_jacobian_vectorized(a, w):
@@ -395,6 +411,11 @@ def packed_twice(a, w):
         with saved_tensors_hooks(lambda t: (t, 5), lambda pair: pair[0] * pair[1]):
             h = h * h.exp()
     return h
+
+
+def packed_away(a, w):
+    with saved_tensors_hooks(lambda t: t * 2, lambda t: t * 0.5):
+        return (a * w).sin().exp() * a
 
 
 def on_cpu(a, w):
@@ -454,6 +475,14 @@ def module_hooked(a, w):
     return y
 
 
+def module_watched(a, w):
+    seen = []
+    handle = MODULE[1].register_full_backward_hook(lambda m, gi, go: seen.append(go))
+    y = MODULE(a * w)
+    handle.remove()
+    return y
+
+
 def module_trained(a, w):
     module = copy.deepcopy(MODULE).requires_grad_()
     seen = []
@@ -510,16 +539,20 @@ CASES = {
         grad_materialized, grad_outputs, grad_of_cotangent, grads_retained, grad_batched,
         grad_set_enabled, unreached, freed, backward, backward_twice, backward_with_gradient,
         backward_with_inputs, backward_with_graph, backward_of_two, grad_written, grad_zeroed,
-        retained, requires_grad_switched, data_stepped, clipped, hooked, hook_removed,
-        hook_after_accumulation, hook_on_nodes, hook_on_several, hook_on_any, hook_keeps,
+        retained, requires_grad_switched, data_stepped, clipped, watched, hook_with_captured,
+        hook_removed, hook_after_accumulation, hook_on_several, hook_on_any, hook_keeps,
         functional_jacobian, functional_jacobian_cut, functional_jacobian_of_two,
         functional_hessian, functional_vjp, functional_jvp, functional_hvp, functional_vhp,
         functional_jacobian_vectorized, functional_jacobian_forward,
-        functional_hessian_vectorized, dual, dual_over_backward, packed, packed_twice, on_cpu,
+        functional_hessian_vectorized, dual, dual_over_backward, packed_away, on_cpu,
         checkpointed, checkpointed_twice, checkpointed_reentrant, checkpointed_and_trained,
-        module_hooked, module_trained, anomalous, inferred, inferred_off, set_off, decorated,
+        module_watched, module_trained, anomalous, inferred, inferred_off, set_off, decorated,
     )
 }  # fmt: skip
+
+# Their hooks change the derivative of reverse mode, which forward mode does not hear of.
+CHANGED = {f.__name__: f for f in (hooked, hook_on_nodes, packed, packed_twice, module_hooked)}
+REVERSE = [word for word in WORDS if not {"jvp", "jacfwd", "hessian"} & {*word.split()}]
 
 # --- optimizers ------------------------------------------------------------------------------------
 
@@ -544,7 +577,6 @@ OPTIMIZERS = {
     "Adamax": lambda ps: torch.optim.Adamax(ps, lr=0.1),
     "ASGD": lambda ps: torch.optim.ASGD(ps, lr=0.1),
     "Rprop": lambda ps: torch.optim.Rprop(ps, lr=0.1),
-    "Adafactor": lambda ps: torch.optim.Adafactor(ps, lr=0.1),
 }
 
 
@@ -601,3 +633,36 @@ TRAINED = {
     "a closure": closure_of,
     "groups": groups_of,
 }
+
+
+def check(word, f, outside):
+    there = WORDS[word]
+    mine = outcome(there.ours, f, there.shape, outside)
+    assert difference(mine, outcome(there.truth, f, there.shape, outside)) is None
+
+
+@pytest.mark.parametrize("word", WORDS)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+def test_autograd_inside_is_the_loops(case, word):
+    for outside in OUTSIDE:
+        if not (case in LOOP_REFUSES and outside == "a non-leaf"):
+            check(word, CASES[case], outside)
+
+
+# A reentrant checkpoint goes back through what its function captured, once for each example.
+LOOP_REFUSES = {"checkpointed_reentrant"}
+
+
+@pytest.mark.parametrize("word", REVERSE)
+@pytest.mark.parametrize("case", CHANGED)
+def test_hooks_that_change_a_derivative_change_ours(case, word):
+    for outside in OUTSIDE:
+        check(word, CHANGED[case], outside)
+
+
+@pytest.mark.parametrize("word", WORDS)
+@pytest.mark.parametrize("case", TRAINED)
+def test_an_optimizer_inside_has_a_state_for_each_example(case, word):
+    check(word, TRAINED[case], "a leaf")

@@ -1,17 +1,25 @@
-"""torch.utils.checkpoint, told where a function ran and of draws that are no generator's."""
+"""Code of the user's that torch runs in a backward pass, told where it belongs.
+
+Checkpoints learn where a function ran, and of draws that are no generator's. Hooks on saved tensors
+unpack where they packed. While a backward pass runs, function modes stay on.
+"""
 
 from __future__ import annotations
 
 import functools
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
 
 _forward = checkpoint.CheckpointFunction.forward
 _generator = checkpoint._checkpoint_without_reentrant_generator
+_engine = torch.autograd._engine_run_backward
 
 
 def _nothing() -> Iterator[None]:
@@ -19,16 +27,35 @@ def _nothing() -> Iterator[None]:
     yield
 
 
-def install(in_place: Callable, drawing: Callable, tangents: Callable[[], bool]) -> None:
-    """Recompute by ``in_place(function)``, made where it is first run; once.
+def install(
+    in_place: Callable,
+    drawing: Callable,
+    tangents: Callable[[], bool],
+    modes: Callable[[], AbstractContextManager],
+) -> None:
+    """Put all of this in torch's place, once.
 
-    Where draws are to be repeated, by ``in_place(drawing(function))``. While there may be
-    ``tangents`` nothing is recomputed, for what autograd saves loses them on its way through the
-    hooks of a checkpoint: the same numbers for more memory.
+    What runs again runs by ``in_place(function)``, made where it is first run; where draws are to be
+    repeated, by ``in_place(drawing(function))``. While there may be ``tangents`` nothing is
+    recomputed, for what autograd saves loses them on its way through the hooks of a checkpoint: the
+    same numbers for more memory. A backward pass runs in ``modes()``.
     """
     if checkpoint.CheckpointFunction.forward is not _forward:
         return
+    _install_checkpoints(in_place, drawing, tangents)
+    _install_hooks(in_place, tangents)
 
+    @functools.wraps(_engine)
+    def engine(*args: Any, **kwargs: Any) -> Any:
+        with modes():
+            return _engine(*args, **kwargs)
+
+    torch.autograd._engine_run_backward = engine
+
+
+def _install_checkpoints(
+    in_place: Callable, drawing: Callable, tangents: Callable[[], bool]
+) -> None:
     @functools.wraps(_forward)
     def forward(ctx: Any, function: Callable, preserve: bool, *args: Any) -> Any:
         again = in_place(drawing(function) if preserve else function)
@@ -43,5 +70,29 @@ def install(in_place: Callable, drawing: Callable, tangents: Callable[[], bool])
         again = in_place(drawing(function) if preserve else function)
         return _generator(again, preserve, *args, **kwargs)
 
+    def apply(cls: Any, function: Callable, preserve: bool, *args: Any) -> Any:
+        if tangents():
+            return function(*args)
+        return super(checkpoint.CheckpointFunction, cls).apply(function, preserve, *args)
+
     checkpoint.CheckpointFunction.forward = staticmethod(forward)
+    checkpoint.CheckpointFunction.apply = classmethod(apply)  # pyright: ignore[reportAttributeAccessIssue]
     checkpoint._checkpoint_without_reentrant_generator = generator
+
+
+def _install_hooks(in_place: Callable, tangents: Callable[[], bool]) -> None:
+    def enter(self: saved_tensors_hooks) -> None:
+        pack, unpack = self.pack_hook, self.unpack_hook
+
+        def packed(tensor: torch.Tensor) -> Any:
+            # Torch packs under no_grad, which is none of the user's: it must cut no tangents.
+            with torch.set_grad_enabled(tangents()):
+                return pack(tensor), in_place(unpack)
+
+        def unpacked(pair: Any) -> Any:
+            kept, unpack_there = pair
+            return unpack_there(kept)
+
+        torch._C._autograd._push_saved_tensors_default_hooks(packed, unpacked)
+
+    saved_tensors_hooks.__enter__ = enter

@@ -257,6 +257,7 @@ no_dispatch = torch._C._DisableTorchDispatch
 # Our own code is not the user's: no function mode is to see what it asks of tensors.
 functions_off = torch._C.DisableTorchFunction
 functions_are_off = torch._C._is_torch_function_all_disabled
+function_modes = torch._C._len_torch_function_stack
 
 
 def run_backward(

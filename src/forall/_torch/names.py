@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 __all__ = [
+    "BACKWARD_HOOK",
     "BATCH_NORM",
     "DispatchKey",
     "OpOverload",
@@ -41,6 +42,9 @@ pop_mode = torch._C._pop_torch_dispatch_stack
 # Forward mode without the checks of torch.autograd.forward_ad, which ask for a level of its own.
 attach_tangent = torch._VF._make_dual
 split_tangent = torch._VF._unpack_dual
+
+# The node that full backward hooks of modules hang on.
+BACKWARD_HOOK = torch.nn.modules._functions.BackwardHookFunction
 
 # The code of the module that all of BatchNorm1d, 2d and 3d are.
 BATCH_NORM = torch.nn.modules.batchnorm._BatchNorm.forward.__code__

@@ -6,15 +6,24 @@ shared there too, and where a jvp is active the tangent is derived from the user
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
+from forall._batching.interpreter import Sharing, VmapLevel
 from forall._core.again import may_carry_tangents, where_it_first_ran
 from forall._core.levels import Level, at, deepest, is_from_outside, lift, peels, top
 from forall._random.scopes import resuming
 from forall._torch import checkpoints
-from forall._torch.dispatch import in_torch_func, install_forward_level
+from forall._torch.dispatch import (
+    function_modes,
+    functions_are_off,
+    in_torch_func,
+    install_forward_level,
+)
+from forall._torch.names import BACKWARD_HOOK
+from forall._torch.wrapper import Wrapper
 
 _torchs = torch.autograd.Function.__dict__["apply"].__func__
 
@@ -37,7 +46,18 @@ def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     if in_torch_func() or not any(isinstance(a, torch.Tensor) and peels(a) for a in args):
         # Under a transform of torch.func it comes by once more, with the values below that.
         return _torchs(cls, *args, **kwargs)
+    if cls is BACKWARD_HOOK:
+        return _through(cls, args)
     return _with_tangents(cls, level, args, kwargs)
+
+
+def _through(cls: Any, args: tuple) -> tuple:
+    """A node that modules hang their hooks on, which they look for at the innermost level."""
+    outs = _torchs(cls, *args)
+    for a, out in zip(args, outs, strict=True):
+        if isinstance(a, Wrapper):  # torch names the same values anew, but without their tangents
+            vars(out).update({k: v for k, v in vars(a.graph_free()).items() if k != "family"})
+    return outs
 
 
 def _with_tangents(cls: Any, level: Level, args: tuple, kwargs: dict) -> Any:
@@ -60,8 +80,18 @@ def _with_tangents(cls: Any, level: Level, args: tuple, kwargs: dict) -> Any:
     return outs[0] if single[0] else outs
 
 
+def _function_mode() -> AbstractContextManager:
+    """Our function mode, where it waits for a call of torch's that runs code of the user's."""
+    level = top()
+    while level is not None and not (isinstance(level, VmapLevel) and not level.records_values):
+        level = level.parent
+    if level is None or function_modes() or functions_are_off():
+        return nullcontext()
+    return Sharing()
+
+
 def install() -> None:
     """Put our apply in torch's place, once."""
     install_forward_level()
-    checkpoints.install(where_it_first_ran, resuming, may_carry_tangents)
+    checkpoints.install(where_it_first_ran, resuming, may_carry_tangents, _function_mode)
     torch.autograd.Function.apply = classmethod(apply)  # pyright: ignore[reportAttributeAccessIssue]

@@ -12,12 +12,18 @@ from forall._batching.batched import Batched, derive, line_up, same, wrap
 from forall._batching.families import view
 from forall._batching.table import SHARED, VIEW_CALLS, VIEWS, register
 from forall._core.axes import axis_without, past, wrap_dim
+from forall._torch.wrapper import Wrapper
 
 aten = torch.ops.aten
 
 
 def _alias(v, axis, *_):
     return v, axis
+
+
+def _detach(v, axis):
+    """What is cut may hang on the stack: the tangents of a `jvp` around, a pull-back's history."""
+    return (v.detach() if isinstance(v, Wrapper) or v.requires_grad else v), axis
 
 
 def _select(v, axis, dim, index):
@@ -164,7 +170,7 @@ _IN_MEMORY = {
 }
 ROWS = {
     aten.alias.default: _alias,
-    aten.detach.default: _alias,
+    aten.detach.default: _detach,
     aten._fw_primal.default: _alias,
     aten._make_dual.default: _alias,
     aten.select.int: _select,
