@@ -320,6 +320,15 @@ STEPS: list[Callable[[Machine, int, int, int], None]] = [
 ]
 
 
+# What looks at the graph that reverse mode records has another meaning in forward mode.
+NOT_FORWARD = (
+    Machine.grad_between,
+    Machine.hooked,
+    Machine.without_grad,
+    Machine.checkpointed,  # recomputed when what it captures has been written to
+)
+
+
 @dataclass(frozen=True)
 class Program:
     """Instructions, and what they start from: x of each example, v of each, w the same for all."""
@@ -338,6 +347,10 @@ class Program:
         machine = Machine([*start, w * 1])
         machine.run(list(self.instructions))
         return machine.registers[2:]
+
+    def without(self, *steps: Any) -> Program:
+        kept = (i for i in self.instructions if STEPS[i[0] % len(STEPS)] not in steps)
+        return Program(self.shape, self.copies, tuple(kept))
 
     def number(self, x: Tensor, v: Tensor, w: Tensor) -> Tensor:
         """One number that depends on every register."""

@@ -16,8 +16,8 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from forall import grad, vmap
-from limits.programs import D, Program
+from forall import grad, jvp, vmap
+from limits.programs import NOT_FORWARD, D, Program
 from oracle import difference
 
 PROGRAMS = int(os.environ.get("FORALL_PROGRAMS", "125"))
@@ -162,6 +162,47 @@ def test_grad_of_vmap(program):
         return [ys.detach(), *got]
 
     agree(lambda: run(mapped=True), lambda: run(mapped=False), program)
+
+
+def pushed(program: Program, x: Tensor, v: Tensor, w: Tensor) -> list[Tensor]:
+    """Values and tangents, from reverse mode twice: the pull-back's own pull-back."""
+    xs = [t.detach().requires_grad_() for t in (x, v)]
+    values = program(*(t.clone() for t in xs), w)
+    live = [y for y in values if y.requires_grad]
+    cots = [torch.zeros_like(y, requires_grad=True) for y in live]
+    pulled = torch.autograd.grad(live, xs, cots, create_graph=True, materialize_grads=True)
+    along = sum((g * direction(t)).sum() for g, t in zip(pulled, xs, strict=True))
+    found = iter(torch.autograd.grad(along, cots, materialize_grads=True) if live else ())
+    return [*values, *(next(found) if y.requires_grad else torch.zeros_like(y) for y in values)]
+
+
+def direction(t: Tensor) -> Tensor:
+    return t.cos() + 0.5
+
+
+@many
+@given(programs)
+def test_vmap_of_jvp(program):
+    program = program.without(*NOT_FORWARD)
+
+    def run(mapped: bool) -> list[Tensor]:
+        w = numbers(2)
+        xs, vs = numbers(B, *program.example), numbers(B, 2)
+
+        def once(x: Tensor, v: Tensor) -> list[Tensor]:
+            values, tangents = jvp(
+                lambda x, v: program(x.clone(), v.clone(), w),
+                (x, v),
+                (direction(x), direction(v)),
+            )
+            return [*values, *tangents]
+
+        if mapped:
+            return detached(vmap(once)(xs, vs))
+        return by_loop(lambda x, v: pushed(program, x, v, w), xs, vs)
+
+    if not isinstance(outcome(lambda: run(mapped=False)), Exception):  # reverse mode refuses more
+        agree(lambda: run(mapped=True), lambda: run(mapped=False), program)
 
 
 @many

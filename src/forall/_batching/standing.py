@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import threading
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from forall._batching.batched import Batched, Family
+from forall._torch.dispatch import functions_off
+from forall._torch.wrapper import Wrapper
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,12 +24,29 @@ aten = torch.ops.aten
 
 
 class _Rows(threading.local):
-    """The families of copies that live; None where there are none, to be quick to ask."""
+    """The holders of copies that live; None where there are none, to be quick to ask."""
 
-    found: list[weakref.ref[Family]] | None = None
+    found: list[weakref.ref] | None = None
 
 
 rows = _Rows()
+
+
+def _holder(x: Any) -> Any:
+    """What knows whether x, or what x is a view of, stands for a view of something else."""
+    if type(x) is Batched:
+        return x.family
+    if not isinstance(x, Wrapper):
+        return None
+    with functions_off():
+        base = x._base
+    return x if base is None else base
+
+
+def stands(x: Any) -> Standing | None:
+    """The copy that x is a part of, if it is one that stands for a view."""
+    holder = _holder(x)
+    return None if holder is None else holder.stands
 
 
 def _version(x: torch.Tensor) -> int:
@@ -39,7 +58,7 @@ class Standing:
 
     __slots__ = ("picked", "places", "version", "x")
 
-    def __init__(self, picked: Batched, x: torch.Tensor, places: list) -> None:
+    def __init__(self, picked: Wrapper, x: torch.Tensor, places: list) -> None:
         self.picked = picked
         self.places = places
         self.x = x
@@ -58,38 +77,40 @@ class Standing:
 
     def alone(self, write: Callable[[], object]) -> object:
         """A write into the copy, not into what it is of."""
-        family = self.picked.family
-        family.stands = None
+        holder = _holder(self.picked)
+        holder.stands = None
         try:
             return write()
         finally:
-            family.stands = self
+            holder.stands = self
 
 
 def stand(picked: torch.Tensor, x: torch.Tensor, places: list) -> torch.Tensor:
     """Let ``picked``, which is x at these places, be what the loop has: a view of x."""
-    if type(picked) is Batched:
-        family = picked.family = Family(picked.value, picked.axis, picked.older)
-        family.add(picked)
-        family.stands = Standing(picked, x, places)
-        rows.found = [*filter(_lives, rows.found or ()), weakref.ref(family)]
+    if isinstance(picked, Wrapper):
+        if type(picked) is Batched:
+            picked.family = Family(picked.value, picked.axis, picked.older)
+            picked.family.add(picked)
+        holder = _holder(picked)
+        holder.stands = Standing(picked, x, places)
+        rows.found = [*filter(_lives, rows.found or ()), weakref.ref(holder)]
     return picked
 
 
 def reach(x: torch.Tensor, write: Callable[[], object]) -> object:
     """A write into x, and where x is a copy that stands for a view, into what it is of."""
-    stands = x.family.stands if type(x) is Batched and x.family is not None else None
-    if stands is None:
+    copy = stands(x)
+    if copy is None:
         return write()
-    out = stands.alone(write)
-    stands.put_back()
+    out = copy.alone(write)
+    copy.put_back()
     return out
 
 
-def _lives(reference: weakref.ref[Family]) -> bool:
-    family = reference()
+def _lives(reference: weakref.ref) -> bool:
+    holder = reference()
     # None while its copy is written to: that is for a moment.
-    return family is not None and (family.stands is None or family.stands.picked.level.active)
+    return holder is not None and (holder.stands is None or holder.stands.picked.level.active)
 
 
 def follow() -> None:
@@ -97,8 +118,8 @@ def follow() -> None:
     found, rows.found = rows.found or [], None  # what follows is our own doing
     try:
         for reference in found:
-            family = reference()
-            if family is not None and family.stands is not None and _lives(reference):
-                family.stands.follow()
+            holder = reference()
+            if holder is not None and holder.stands is not None and _lives(reference):
+                holder.stands.follow()
     finally:
         rows.found = [r for r in found if _lives(r)] or None

@@ -10,7 +10,7 @@ from forall._batching import table
 from forall._batching.batched import Batched, promote, refit
 from forall._batching.families import common_dtype, front, is_mapped, level_on, lower, wrapped
 from forall._batching.ledger import Step, conflict, is_shared_older, memory, place, unrecorded
-from forall._core.errors import columns, shared_write, short
+from forall._core.errors import columns, shared_write, short, written_to_place
 from forall._torch import trees
 from forall._torch.dispatch import is_accumulating, no_dispatch
 from forall._torch.schema import Facts, facts
@@ -111,10 +111,7 @@ def writable(level: Any, func: Any, target: Any, data: list) -> Tensor:
             level.ledger.writes_mapped(func, target)
         _note_write(target)
     if target.family is not None and target.family.stands is not None:
-        raise NotImplementedError(
-            f"vmap: {func} writes into x[i], where i differs between the examples.\n"
-            "That is a copy here, so x would not change. Write x[i] = value instead."
-        )
+        raise written_to_place(func)
     return front(target)
 
 

@@ -77,6 +77,11 @@ class Dual(Wrapper):
         with outside(self.level), functions_off():
             return getattr(graph_free(self.level.afterwards(self)), name)(*args, **kwargs)
 
+    def detach_(self) -> Dual:
+        """Autograd's own kernel knows of the wrapper alone; the tangent hangs on the value."""
+        self.value = torch.Tensor.detach(self).value
+        return torch.Tensor.detach_(self)
+
     __torch_function__ = functions_pass  # pyright: ignore[reportAssignmentType]
 
     @classmethod
@@ -257,6 +262,8 @@ class JvpLevel(Level, TorchDispatchMode):
     def _check_writes(self, func: Any, fact: Any, args: tuple, kwargs: dict) -> None:
         """A tensor from before the call cannot take in a tangent that ends with the call."""
         targets = _writes(fact, args, kwargs)
+        if any(t.stands is not None for t in targets if type(t) is Dual):
+            raise written_to_place(func)
         foreign = [t for t in targets if not (type(t) is Dual and t.level is self)]
         if func in _STATISTICS:
             return
@@ -276,9 +283,20 @@ class JvpLevel(Level, TorchDispatchMode):
     def _written(self, fact: Any, args: tuple, kwargs: dict, out: Any) -> Any:
         """A write in place answers with the very tensors it was given."""
         known = {id(self._below(t)): t for t in _writes(fact, args, kwargs)}
+        for target in known.values():
+            _look_like_value(target)
         if isinstance(out, (list, tuple)):
             return type(out)(known[id(o)] if id(o) in known else self._above(o) for o in out)
         return known[id(out)] if id(out) in known else self._above(out)
+
+
+def _look_like_value(target: torch.Tensor) -> None:
+    """After squeeze_, t_ or resize_ the value has another shape than its wrapper shows."""
+    if isinstance(target, Dual) and (target.shape, target.stride()) != (
+        target.value.shape,
+        target.value.stride(),
+    ):
+        target.data = wrap(target.value, target.level)
 
 
 def _writes(fact: Any, args: tuple, kwargs: dict) -> list[torch.Tensor]:

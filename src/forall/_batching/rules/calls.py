@@ -13,7 +13,7 @@ import torch
 
 from forall._batching.batched import Batched, are_apart, derive, line_up, refit, same
 from forall._batching.ledger import note_read, summed_grad
-from forall._batching.standing import reach, stand
+from forall._batching.standing import reach, stand, stands
 from forall._batching.table import CALLS, IN_PLACE
 from forall._core.errors import data_dependent, shared_write
 from forall._core.levels import lift, outside, top
@@ -31,12 +31,12 @@ _BASIC = (int, slice, type(None))
 
 def differs(a: Any) -> bool:
     """Whether ``a`` is one number for each example, of whatever level."""
-    return type(a) is Batched and not a.dim() and _is_mapped(a)
+    return isinstance(a, Wrapper) and not a.dim() and _is_mapped(a)
 
 
 def _is_mapped(a: Any) -> bool:
-    while type(a) is Batched:
-        if a.axis is not None:
+    while isinstance(a, Wrapper):
+        if type(a) is Batched and a.axis is not None:
             return True
         a = a.value
     return False
@@ -94,7 +94,7 @@ def _written(method: Any) -> Any:
     """An in-place method that also reaches what its target stands for."""
 
     def call(x: Any, *args: Any, **kwargs: Any) -> Any:
-        if type(x) is not Batched or x.family is None or x.family.stands is None:
+        if stands(x) is None:
             return NotImplemented
         return reach(x, lambda: method(x, *args, **kwargs))
 
