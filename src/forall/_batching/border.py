@@ -30,6 +30,7 @@ from forall._torch.dispatch import (
     users_tangents,
 )
 from forall._torch.schema import facts
+from forall._torch.wrapper import Wrapper
 
 if TYPE_CHECKING:
     from forall._batching.interpreter import VmapLevel
@@ -229,6 +230,7 @@ class Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, g):
+        g = _without_tangents(g, ctx.level)
         with outside(ctx.level):
             return leave(g, ctx.axis, ctx.level, ctx.worn), None, None, None
 
@@ -274,6 +276,7 @@ class Share(torch.autograd.Function):
     def backward(ctx, g):
         if ctx.leaf is not None and ctx.level.active:
             ctx.level.ledger.leaves.add(ctx.leaf)
+        g = _without_tangents(g, ctx.level)
         with outside(ctx.level):
             return _summed(g, ctx.level), None
 
@@ -307,7 +310,21 @@ class Keep(torch.autograd.Function):
         return None if t is None else keep(t)
 
 
+def _without_tangents(g: torch.Tensor, level: VmapLevel) -> torch.Tensor:
+    """A gradient that a pass inside a `jvp` inside ``level`` takes further out: tangents stay in."""
+    while isinstance(g, Wrapper) and type(g) is not Batched and level in g.level.around:
+        g = g.level.afterwards(g)
+    return g
+
+
 def _summed(g: torch.Tensor, level: VmapLevel) -> torch.Tensor:
     if isinstance(g, Batched) and g.level is level and g.axis is None and not carries(g):
-        return g.value * level.size
-    return leave(g, 0, level).sum(0)
+        return g.value * _count(level)
+    stack = leave(g, 0, level)
+    # Directions of one call have one gradient, whatever the axis it came out with.
+    return stack.sum(0) if _count(level) == level.size else stack[0] * _count(level)
+
+
+def _count(level: VmapLevel) -> int:
+    """How many gradients of one value there are, of which each example has the same."""
+    return level.calls if level.active and level.calls is not None else level.size
