@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from forall._core.errors import columns, marks, short, shown
+from forall._core.errors import columns, marks, short, shown, written_to_place
 from forall._core.levels import (
     Level,
     at,
