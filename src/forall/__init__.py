@@ -10,6 +10,7 @@ from torch.func import (
 from forall import random as random
 from forall._batching import rules as _rules
 from forall._core.errors import PerformanceWarning
+from forall._transforms import captured as _captured
 from forall._transforms import functions as _functions
 from forall._transforms.grad import grad, grad_and_value
 from forall._transforms.jacobian import hessian, jacfwd, jacrev
@@ -23,7 +24,8 @@ from forall._transforms.vjp import vjp
 from forall._transforms.vmap import vmap
 
 _functions.install()
-del _functions, _rules
+_captured.install()
+del _captured, _functions, _rules
 __all__ = [
     "PerformanceWarning",
     "debug_unwrap",

@@ -1,4 +1,4 @@
-"""The README's table of limitations, found by running each row under torch.func, forall and the loop.
+"""The README's table of limitations, from running each row in torch.func, forall and the loop.
 
 As a script it writes the table into README.md: `make limitations`.
 """
@@ -106,7 +106,7 @@ class Cube(torch.autograd.Function):
         return x**3
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
+    def setup_context(ctx, inputs, output):  # noqa: ARG004
         ctx.save_for_backward(inputs[0])
 
     @staticmethod
@@ -127,6 +127,15 @@ def _(verbs):
 def _(verbs):
     w = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
     return verbs.vmap(lambda x: torch.autograd.grad((w * w * x).sum(), w)[0])(XS)
+
+
+@row("calls `torch.autograd.grad` through history from before the call")
+def _(verbs):
+    w = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
+    y = w.sin() * w
+    return verbs.vmap(lambda x: torch.autograd.grad((y * x).exp().sum(), w, retain_graph=True)[0])(
+        XS
+    )
 
 
 @row("calls `.backward()` and reads `.grad`")
@@ -369,6 +378,15 @@ def _(verbs):
     m = layer()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         return verbs.vmap(m)(XS)
+
+
+@row("is given a tensor subclass, and has results of its type")
+def _(verbs):
+    return type(verbs.vmap(torch.sin)(XS.as_subclass(Tagged))).__name__
+
+
+class Tagged(Tensor):
+    pass
 
 
 @row("draws random numbers, without a word about `randomness`")

@@ -234,6 +234,20 @@ def clipped(a, w):
     return p.grad * a + norm
 
 
+def left_on_captured(a, w):
+    """A captured leaf is left with what one call of the function leaves there."""
+    if w.requires_grad and w.is_leaf:
+        (a.detach() * w).sin().sum().backward()
+    return a * w
+
+
+def left_twice_on_captured(a, w):
+    if w.requires_grad and w.is_leaf:
+        (a.detach() + w).backward(gradient=2 * a.detach())
+        (a.detach() * w * w).sum().backward(inputs=[w])
+    return a * w
+
+
 # --- hooks -----------------------------------------------------------------------------------------
 
 
@@ -337,7 +351,9 @@ def functional_jacobian_cut(a, w):
 
 
 def functional_jacobian_of_two(a, w):
-    j = functional.jacobian(lambda p, q: p.sin() * q, (recorded(a, w), recorded(a, w + 1)), create_graph=True)
+    j = functional.jacobian(
+        lambda p, q: p.sin() * q, (recorded(a, w), recorded(a, w + 1)), create_graph=True
+    )
     return j[0] @ a + j[1] @ w
 
 
@@ -368,9 +384,7 @@ def functional_jacobian_vectorized(a, w):
 
 
 def functional_jacobian_forward(a, w):
-    j = functional.jacobian(
-        quartic(w), (a * w).detach(), vectorize=True, strategy="forward-mode"
-    )
+    j = functional.jacobian(quartic(w), (a * w).detach(), vectorize=True, strategy="forward-mode")
     return j @ a
 
 
@@ -539,7 +553,8 @@ CASES = {
         grad_materialized, grad_outputs, grad_of_cotangent, grads_retained, grad_batched,
         grad_set_enabled, unreached, freed, backward, backward_twice, backward_with_gradient,
         backward_with_inputs, backward_with_graph, backward_of_two, grad_written, grad_zeroed,
-        retained, requires_grad_switched, data_stepped, clipped, watched, hook_with_captured,
+        retained, requires_grad_switched, data_stepped, clipped,
+        left_on_captured, left_twice_on_captured, watched, hook_with_captured,
         hook_removed, hook_after_accumulation, hook_on_several, hook_on_any, hook_keeps,
         functional_jacobian, functional_jacobian_cut, functional_jacobian_of_two,
         functional_hessian, functional_vjp, functional_jvp, functional_hvp, functional_vhp,
@@ -664,5 +679,6 @@ def test_hooks_that_change_a_derivative_change_ours(case, word):
 
 @pytest.mark.parametrize("word", WORDS)
 @pytest.mark.parametrize("case", TRAINED)
+@pytest.mark.filterwarnings("ignore:vmap. aten._fused_:UserWarning")
 def test_an_optimizer_inside_has_a_state_for_each_example(case, word):
     check(word, TRAINED[case], "a leaf")

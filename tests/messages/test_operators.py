@@ -1,5 +1,7 @@
 """What an operator says that cannot keep the law, while a function runs under a transform."""
 
+import inspect
+
 import pytest
 import torch
 import torch.autograd.forward_ad as fwAD
@@ -137,12 +139,23 @@ def branch(x):
     return x if x.sum() > 0 else -x
 
 
-@pytest.mark.parametrize("f", [branch, lambda x: x.sum().item(), lambda x: int(x[0])])
+def number(x):
+    return x.sum().item()
+
+
+def whole_number(x):
+    return int(x[0])
+
+
+@pytest.mark.parametrize("f", [branch, number, whole_number])
 def test_a_value_that_differs_between_the_examples(f):
+    lines, first = inspect.getsourcelines(f)
+    line, text = first + 1, lines[1].strip()
     with refused(
         DataDependentError,
-        """
+        f"""
         vmap: a tensor read as a Python number (.item(), bool(), int(), `if`, `while`) asks for a value that differs between the examples.
+            at   {__file__}:{line}   {text}
         All examples run as one, so there is no single answer here.
         Use torch.where instead of `if`, and a tensor instead of the number.
         """,

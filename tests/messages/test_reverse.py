@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from forall import grad, grad_and_value, jacrev, vjp
+from forall import grad, grad_and_value, jacrev, jvp, vjp, vmap
 from golden import refused
 
 X = torch.arange(3.0)
@@ -327,3 +327,48 @@ def test_chunk_size_below_one():
         """,
     ):
         jacrev(same, chunk_size=-1)
+
+
+def computed_before():
+    w = torch.tensor([1.0, 2.0], requires_grad=True)
+    return w, w.sin() * w
+
+
+def test_a_second_derivative_inside_through_history_from_outside():
+    w, y = computed_before()
+
+    def twice(x):
+        (slope,) = torch.autograd.grad((y * x).sum().exp(), w, create_graph=True)
+        return torch.autograd.grad(slope.sum(), w)[0]
+
+    with refused(
+        NotImplementedError,
+        """
+        vmap: a second derivative is asked for inside, through the history of a tensor from before the call.
+            with respect to   float32[2]
+        The first one left the mapped function on its way to a tensor from outside.
+        Compute inside the function what depends on that tensor.
+        """,
+    ):
+        vmap(twice)(torch.ones(3, 2))
+
+
+def test_a_derivative_inside_vmap_inside_jvp_through_history_from_outside():
+    w, y = computed_before()
+
+    def slopes(a):
+        z = a * y
+        return vmap(lambda x: torch.autograd.grad((z * x).sum(), w, create_graph=True)[0])(
+            torch.ones(3, 2)
+        )
+
+    with refused(
+        NotImplementedError,
+        """
+        vmap inside jvp: a derivative is asked for, through the history of a tensor from before the call.
+            with respect to   float32[2]
+        The cotangents of all examples, with their tangents, cannot leave vmap at once.
+        Compute inside the function what depends on that tensor.
+        """,
+    ):
+        jvp(slopes, (torch.ones(2),), (torch.ones(2),))

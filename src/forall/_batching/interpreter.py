@@ -37,6 +37,7 @@ from forall._core.levels import (
 )
 from forall._random import scopes
 from forall._torch.dispatch import (
+    ACCUMULATION,
     AUTOGRAD,
     CONJUGATE,
     autograd_below,
@@ -253,23 +254,11 @@ class VmapLevel(Level, TorchDispatchMode):
 _SEQUENCES = frozenset({list, tuple})
 
 
-# What autograd does with the gradient that it leaves on a leaf.
-_ACCUMULATION = frozenset(
-    {
-        aten.add.Tensor,
-        aten.add_.Tensor,
-        aten.clone.default,
-        aten.copy_.default,
-        aten.detach.default,
-        aten.new_empty_strided.default,
-    }
-)
-
-
 def run_shared(level: VmapLevel, func: Any, args: tuple, kwargs: dict) -> Any:
     """An operator whose arguments are the same for all examples runs once."""
-    if func in _ACCUMULATION and is_accumulating() and is_from_outside(args[0], level):
-        return func(*args, **kwargs)  # into the grad of a tensor from outside: not our value
+    if func in ACCUMULATION and is_accumulating() and is_from_outside(args[0], level):
+        # Into the grad of a tensor from outside: not our value.
+        return func(*(lower(a, level) for a in args), **kwargs)
     special = _SHARED.get(func)
     if special is not None:
         return special(level, func, args, kwargs)

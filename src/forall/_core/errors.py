@@ -114,8 +114,10 @@ class Call:
 
 
 def data_dependent(op: str, cure: str) -> DataDependentError:
+    place = users_line()
     return DataDependentError(
         f"vmap: {op} asks for a value that differs between the examples.\n"
+        f"{columns([('at', str(place), place.text())])}\n"
         "All examples run as one, so there is no single answer here.\n"
         f"{cure}"
     )

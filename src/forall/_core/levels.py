@@ -114,18 +114,22 @@ def top() -> Level | None:
 class entered:
     """A level is active while its transform runs the user's function."""
 
-    __slots__ = ("level", "previous")
+    __slots__ = ("caches", "level", "previous")
 
     def __init__(self, level: Level) -> None:
         self.level = level
 
     def __enter__(self) -> Level:
+        # Autocast would keep casts that are values of the level, and use them when it has ended.
+        self.caches = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(False)
         self.previous = stack.top
         self.level.active = True
         stack.top = self.level
         return self.level
 
     def __exit__(self, *_: object) -> None:
+        torch.set_autocast_cache_enabled(self.caches)
         stack.top = self.previous
         self.level.active = False
         self.level.lifted.clear()

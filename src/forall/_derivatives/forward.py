@@ -27,6 +27,7 @@ from forall._core.levels import (
 from forall._random.scopes import taken_back
 from forall._torch import trees
 from forall._torch.dispatch import (
+    ACCUMULATION,
     AUTOGRAD,
     accumulating_on,
     apply_function,
@@ -81,6 +82,21 @@ class Dual(Wrapper):
         """Autograd's own kernel knows of the wrapper alone; the tangent hangs on the value."""
         self.value = torch.Tensor.detach(self).value
         return torch.Tensor.detach_(self)
+
+    @property
+    def data(self) -> torch.Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return torch.Tensor.data.__get__(self)
+
+    @data.setter
+    def data(self, new: torch.Tensor) -> None:
+        """Another name for new's memory; tangent and history stay what they were."""
+        level = self.level
+        with outside(level), autograd_below(grad=True, forward=True):
+            value = self.value.view_as(self.value)
+            value.data = unpack(new, level)[0].detach()
+        with functions_off():
+            torch.Tensor.data.__set__(self, wrap(value, level))
+        self.value = value
 
     __torch_function__ = functions_pass  # pyright: ignore[reportAssignmentType]
 
@@ -178,12 +194,13 @@ class JvpLevel(Level, TorchDispatchMode):
         fact = facts(func)
         if func is _DETACH and not is_excluded(AUTOGRAD):
             return second_name(args[0])
-        if func is _DETACH:
-            leaf = accumulating_on()
-            if leaf is not None and not self.active:
+        leaf = accumulating_on() if func in ACCUMULATION else None
+        if leaf is not None:
+            if not any(type(a) is Dual and a.level is self for a in args):
+                return func(*args, **kwargs)  # the gradient of a tensor from outside: not our value
+            if func is _DETACH and not self.active:
                 return self.afterwards(args[0])
-            if leaf is not None:
-                self.left_on.append(leaf)
+            self.left_on.append(leaf)
         if func is _LAZY_ZEROS:
             return plain_zeros(*args, **kwargs)
         if func in _ALIASES:

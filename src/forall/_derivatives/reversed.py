@@ -15,13 +15,13 @@ import torch
 
 from forall._core.levels import at, deepest, graph_free, lift, outside
 from forall._derivatives import forward
-from forall._derivatives.reverse import gradients, variable
+from forall._derivatives.reverse import gradients, leads_outside, variable
 from forall._random.scopes import resuming
 from forall._torch import generators
-from forall._torch.dispatch import apply_function, autograd_below
+from forall._torch.dispatch import apply_users, autograd_below
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     Function = Callable[..., tuple[torch.Tensor, ...]]
 
@@ -30,8 +30,8 @@ def lowered(h: Function, args: tuple, level: forward.JvpLevel) -> tuple:
     """``h``, a function of tensors just outside ``level``, on values of ``level``."""
     args = tuple(lift(a, level) for a in args)
     if torch.is_grad_enabled() and any(a.requires_grad for a in args):
-        return apply_function(_Lowered, h, level, *args)
-    return _pushed(h, args, level)
+        return apply_users(_Lowered, h, level, *args)
+    return _pushed(h, args, level)[0]
 
 
 class _Lowered(torch.autograd.Function):
@@ -41,8 +41,11 @@ class _Lowered(torch.autograd.Function):
     def forward(ctx, h, level, *args):
         ctx.h, ctx.level = _drawing_again(h, args), level
         ctx.save_for_backward(*args)
+        asked = [i for i in range(len(args)) if ctx.needs_input_grad[i + 2]]
         with torch.enable_grad():
-            return _pushed(h, args, level)
+            outs, constant = _pushed(h, args, level, asked)
+        ctx.mark_non_differentiable(*constant)
+        return outs
 
     @staticmethod
     def backward(ctx, *cotangents):
@@ -76,37 +79,47 @@ def _drawing_again(h: Function, args: tuple) -> Function:
     return drawn
 
 
-def _pushed(h: Function, args: tuple, level: forward.JvpLevel) -> tuple:
-    """Values and tangents of ``h`` by transposing its pull-back."""
+def _pushed(
+    h: Function, args: tuple, level: forward.JvpLevel, asked: Sequence[int] = ()
+) -> tuple[tuple, list]:
+    """Values and tangents of ``h`` by transposing its pull-back.
+
+    Beside them the values that depend neither on what moves nor on the arguments ``asked`` about.
+    """
     with outside(level), autograd_below(grad=True, forward=False):
         pairs = [forward.unpack(a, level) for a in args]
         moving = [i for i, (_, t) in enumerate(pairs) if t is not None]
-        keeps = level.outer_grad and any(p.requires_grad for p, _ in pairs)
-        xs: list[Any] = [p for p, _ in pairs]
-        for i in moving:
-            xs[i] = variable(xs[i])
-        ys = h(*xs)
-        live = [y for y in ys if y is not None and y.requires_grad] if moving else []
-        pushed = iter(_transposed(live, [xs[i] for i in moving], [pairs[i][1] for i in moving]))
-        out = []
+        xs = [p for p, _ in pairs]
+        own = {i: variable(xs[i]) for i in {*moving, *asked}}
+        ys = h(*(own.get(i, x) for i, x in enumerate(xs)))
+        varying = [y for y in ys if y is not None and y.requires_grad]
+        live = varying if moving else []
+        us = [torch.zeros_like(y).requires_grad_() for y in live]
+        found = _transposed(live, us, [own[i] for i in moving], [pairs[i][1] for i in moving])
+        # Not by an argument alone: a backward may read what it was not given.
+        keeps = level.outer_grad and leads_outside([*varying, *found], [*own.values(), *us])
+        pushed = iter(found)
+        out, constant = [], []
         for y in ys:
             if y is None:  # a gradient that a backward operator was not asked for
                 out.append(None)
                 continue
             tangent = next(pushed) if moving and y.requires_grad else None
+            varies = y.requires_grad
             if not keeps:
                 y = graph_free(y)
                 tangent = None if tangent is None else graph_free(tangent)
             out.append(
                 forward.wrap(y, level) if tangent is None else forward.make_dual(y, tangent, level)
             )
-        return tuple(out)
+            if not varies:
+                constant.append(out[-1])
+        return tuple(out), constant
 
 
-def _transposed(ys: list, xs: list, ts: list) -> list:
-    """J t for outputs ``ys`` of variables ``xs``."""
+def _transposed(ys: list, us: list, xs: list, ts: list) -> list:
+    """J t for outputs ``ys`` of variables ``xs``, by a variable u like each output."""
     if not ys:
         return []
-    us = [torch.zeros_like(y).requires_grad_() for y in ys]
     pulled = gradients(tuple(ys), tuple(us), xs)
     return gradients(tuple(pulled), tuple(ts), us)

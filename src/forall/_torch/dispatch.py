@@ -285,6 +285,19 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+# What autograd does with the gradient that it leaves on a leaf.
+ACCUMULATION = frozenset(
+    {
+        torch.ops.aten.add.Tensor,
+        torch.ops.aten.add_.Tensor,
+        torch.ops.aten.clone.default,
+        torch.ops.aten.copy_.default,
+        torch.ops.aten.detach.default,
+        torch.ops.aten.new_empty_strided.default,
+    }
+)
+
+
 def is_accumulating() -> bool:
     """Whether autograd is leaving a gradient on a leaf right now."""
     return isinstance(torch._C._current_autograd_node(), torch._C._functions.AccumulateGrad)
@@ -350,10 +363,11 @@ def plain_zeros(*args: Any, **kwargs: Any) -> torch.Tensor:
         return torch.zeros(*args, **kwargs)
 
 
-_apply = torch.autograd.Function.__dict__["apply"].__func__
+# torch.autograd.Function.apply as torch has it: what it runs is the user's code.
+apply_users = torch.autograd.Function.__dict__["apply"].__func__
 
 
 def apply_function(function: type, *args: Any) -> Any:
     """torch.autograd.Function.apply as torch has it, without the sharing we add to it."""
     with torch._C.DisableTorchFunction():
-        return _apply(function, *args)
+        return apply_users(function, *args)

@@ -2,30 +2,45 @@
 
 A captured tensor's stand-in begins a graph of its own (`Share`), and what a backward pass leaves
 further out is the sum over the examples. That is what `.backward()` is to leave on a leaf. But a
-gradient that `torch.autograd.grad` returns is each example's own: so it stops at the stand-ins, and
+gradient that `torch.autograd.grad` returns is each example's own: so it stops at the border, and
 goes from there through the graph outside with all examples' cotangents at once, as `jacrev` does.
+Where it stops is a stand-in, or a mapped argument whose stack has such a history: each example's
+cotangent is then one of the stack that is zero but for the example's own place.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch.autograd.graph import GradientEdge
 
 from forall._batching.batched import Batched, wrap
+from forall._batching.border import Enter, Exit, Share
 from forall._batching.interpreter import VmapLevel, running
 from forall._batching.table import CALLS
+from forall._core.errors import columns, short
 from forall._core.levels import is_from_outside, lift, top
+from forall._derivatives.forward import JvpLevel
 from forall._torch.dispatch import functions_off, lazy_zeros_pass, run_backward
 from forall._transforms.vjp import Pullback
 from forall._transforms.vmap import vmap
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
 
     from forall._core.levels import Level
 
 Tensors = list[torch.Tensor]
+End = torch.Tensor | GradientEdge
+
+
+class Crossing(NamedTuple):
+    """A place where a graph crosses a level's border, and goes on outside."""
+
+    inside: End
+    outside: End
+    axis: int | None  # of the examples in a mapped argument's stack; None for a shared tensor
 
 
 def _grad(
@@ -41,101 +56,124 @@ def _grad(
 ) -> Any:
     """torch.autograd.grad, where the way to a captured input leads through the graph outside."""
     level = _sharing()
-    if level is None or not only_inputs:
+    given = _tuple(inputs)
+    if level is None or not all(isinstance(x, torch.Tensor) for x in given):
         return NotImplemented
-    outs, found_for = _tuple(outputs), _tuple(inputs)
     first_names = {id(stand_in): t for t, stand_in in level.lifted.values()}
-    wanted = [first_names.get(id(x), x) for x in found_for]
-    points = _points(level, wanted)
-    if all(any(t is x for x in wanted) for t, _ in points) and (
-        torch.is_grad_enabled() or not any(is_from_outside(x, level) for x in wanted)
-    ):
+    wanted = [first_names.get(id(x), x) for x in given]
+    if not any(is_from_outside(x, level) for x in wanted):
+        return NotImplemented
+    with torch.enable_grad():
+        outs = tuple(lift(y, level) if isinstance(y, torch.Tensor) else y for y in _tuple(outputs))
+    crossings = _crossings(level, outs, wanted)
+    # Under no_grad the inputs have not been shared, and a pass would go on to them and sum.
+    if torch.is_grad_enabled() and not any(_goes_on(c.outside, wanted) for c in crossings):
         return NotImplemented  # one graph, of this level
     flags = (bool(create_graph if retain_graph is None else retain_graph), create_graph)
     if is_grads_batched:
-        each = lambda g: torch.autograd.grad(outs, found_for, g, *flags, allow_unused=True)  # noqa: E731
-        found = list(vmap(each)(grad_outputs))
+        each = lambda g: torch.autograd.grad(outs, wanted, g, *flags, allow_unused=True)  # noqa: E731
+        found = vmap(each)(grad_outputs)
     else:
-        own = [x for x in wanted if not is_from_outside(x, level)]
-        with torch.enable_grad():
-            outs = tuple(lift(y, level) for y in outs)
-        stops = (*own, *(stand_in for _, stand_in in points))
-        cots = torch.autograd.grad(outs, stops, grad_outputs, *flags, allow_unused=True)
-        found = _further(level, wanted, cots, points, flags)
+        found = _found(level, outs, wanted, grad_outputs, crossings, flags)
     if materialize_grads:
-        return tuple(torch.zeros_like(x) if g is None else g for g, x in zip(found, found_for))
-    if not allow_unused and None in [g if g is None else 0 for g in found]:
-        raise RuntimeError(
-            "One of the differentiated Tensors appears to not have been used in the graph. "
-            "Set allow_unused=True if this is the desired behavior."
+        return tuple(
+            torch.zeros_like(x) if g is None else g for g, x in zip(found, given, strict=True)
         )
+    return tuple(found) if allow_unused else _all_used(found)
+
+
+def _all_used(found: Iterable) -> tuple:
+    """As torch has it, in its words."""
+    for i, g in enumerate(found):
+        if g is None:
+            raise RuntimeError(
+                f"The differentiated Tensor at index {i} appears to not have been used in the "
+                "graph. Set allow_unused=True if this is the desired behavior."
+            )
     return tuple(found)
 
 
-def _further(
-    level: VmapLevel, wanted: Tensors, cots: Sequence[Any], points: list, flags: tuple[bool, bool]
+def _found(
+    level: Level, outs: tuple, wanted: Tensors, grads: Any, crossings: list[Crossing], flags: Any
 ) -> list:
     """One gradient, or None, for each tensor that is wanted: the level's own, then the others."""
-    pulled = iter(cots)
-    outer = [x for x in wanted if is_from_outside(x, level)]
-    found = {id(x): next(pulled) for x in wanted if not is_from_outside(x, level)}
-    met = [(t, c) for (t, _), c in zip(points, pulled, strict=True) if c is not None]
+    stops = [x for x in wanted if not is_from_outside(x, level)]
+    stops += [c.inside for c in crossings]
+    with functions_off():  # not once more, for a level further out
+        pulled = iter(torch.autograd.grad(outs, stops, grads, *flags, allow_unused=True))
+    own = {id(x): next(pulled) for x in wanted if not is_from_outside(x, level)}
+    met = [(c, cot) for c, cot in zip(crossings, pulled, strict=True) if cot is not None]
     if met:
-        way = Outside(level.parent, [t for t, _ in met], outer, flags)
-        gradients = way.at(top(), [c for _, c in met])
-        found.update(
-            (id(x), g) for x, g, used in zip(outer, gradients, way.used, strict=True) if used
-        )
-    return [found.get(id(x)) for x in wanted]
+        way = Outside(level, [c for c, _ in met], [x for x in wanted if id(x) not in own], flags)
+        with torch.set_grad_enabled(flags[1]):
+            own.update(way.found(way.at(top(), [cot for _, cot in met])))
+    return [own.get(id(x)) for x in wanted]
 
 
 class Outside(Pullback):
-    """The graph from tensors outside a level to those that it captured."""
+    """The graph from what crosses a level's border to tensors further out."""
 
-    def __init__(self, level: Level | None, outputs: Tensors, wanted: Tensors, flags: Any) -> None:
-        self.level = level
+    def __init__(self, inner: Level, met: list[Crossing], wanted: Tensors, flags: Any) -> None:
+        self.inner = inner
+        self.level = inner.parent
+        if isinstance(self.level, JvpLevel):
+            raise _refused(
+                "vmap inside jvp",
+                "a derivative is asked for",
+                wanted,
+                "The cotangents of all examples, with their tangents, cannot leave vmap at once.",
+            )
         self.wanted = wanted
         self.flags = flags
-        self.used = [False] * len(wanted)
+        self.used: list[bool] = []
+        self.axes = [c.axis for c in met]
         with functions_off(), torch.enable_grad():
-            self.outputs = [lift(y, level) for y in outputs]
+            self.outputs = [
+                lift(c.outside, self.level) if isinstance(c.outside, torch.Tensor) else c.outside
+                for c in met
+            ]
+
+    def found(self, gradients: Tensors) -> dict[int, torch.Tensor]:
+        """The gradients that there are, by the tensors they belong to."""
+        triples = zip(self.wanted, gradients, self.used, strict=True)
+        return {id(x): g for x, g, used in triples if used}
 
     def _run_stacked(self, stacks: Tensors) -> Tensors:
         """(N, *O) of the outputs -> (N, *I) of what is wanted, zeros where nothing leads to it."""
-        own = [x for x in self.wanted if not self._leaves(x)]
-        points = [] if self.level is None else _points(self.level, self.wanted)
+        size, level = stacks[0].shape[0], self.level
+        stacks = [self._placed(s, axis) for s, axis in zip(stacks, self.axes, strict=True)]
+        own = [x for x in self.wanted if level is None or not is_from_outside(x, level)]
+        crossings = [] if level is None else _crossings(level, self.outputs, self.wanted)
+        cots = iter(self._pulled(stacks, (*own, *(c.inside for c in crossings))))
+        found = {id(x): g for x in own if (g := next(cots)) is not None}
+        met = [(c, g) for c, g in zip(crossings, cots, strict=True) if g is not None]
+        if met:
+            further = [x for x in self.wanted if all(x is not y for y in own)]
+            way = Outside(level, [c for c, _ in met], further, self.flags)
+            found.update(way.found(way.stacked([g for _, g in met], level)))
+        self.used = [id(x) in found for x in self.wanted]
+        return [found.get(id(x), x.new_zeros(()).expand(size, *x.shape)) for x in self.wanted]
+
+    def _placed(self, stack: torch.Tensor, axis: int | None) -> torch.Tensor:
+        """(B * N, *S), where S is of one example -> (B * N, .., B, ..), zero for the others."""
+        if axis is None:
+            return stack
+        parts = stack.unflatten(0, (self.inner.size, -1)).movedim(0, -1)
+        return torch.diag_embed(parts, dim1=0, dim2=axis + 2).flatten(0, 1)
+
+    def _pulled(self, stacks: Tensors, stops: tuple[End, ...]) -> list:
         retain_graph, create_graph = self.flags
-        with torch.enable_grad():
+        with torch.set_grad_enabled(create_graph):
             level = VmapLevel(stacks[0].shape[0], "same", top(), records_values=True)
             with running(level), lazy_zeros_pass():
                 cots = run_backward(
                     tuple(self.outputs),
                     tuple(wrap(s, 0, level) for s in stacks),
-                    (*own, *(stand_in for _, stand_in in points)),
+                    stops,
                     retain_graph=retain_graph,
                     create_graph=create_graph,
                 )
-            cots = [None if c is None else self._unstacked(c, level) for c in cots]
-            return self._put_together(cots, points, level.size)
-
-    def _leaves(self, x: torch.Tensor) -> bool:
-        return self.level is not None and is_from_outside(x, self.level)
-
-    def _put_together(self, cots: list, points: list, size: int) -> Tensors:
-        pulled = iter(cots)
-        outer = [x for x in self.wanted if self._leaves(x)]
-        found = {id(x): next(pulled) for x in self.wanted if not self._leaves(x)}
-        met = [(t, c) for (t, _), c in zip(points, pulled, strict=True) if c is not None]
-        if met:
-            way = Outside(self.level.parent, [t for t, _ in met], outer, self.flags)
-            gradients = way.stacked([c for _, c in met], self.level)
-            found.update((id(x), g) for x, g, used in zip(outer, gradients, way.used) if used)
-        results = [found.get(id(x)) for x in self.wanted]
-        self.used = [g is not None for g in results]
-        return [
-            x.new_zeros(size, *x.shape) if g is None else g
-            for g, x in zip(results, self.wanted, strict=True)
-        ]
+            return [None if c is None else self._unstacked(c, level) for c in cots]
 
 
 def _sharing() -> VmapLevel | None:
@@ -146,29 +184,69 @@ def _sharing() -> VmapLevel | None:
     return level
 
 
-def _points(level: Level, wanted: Tensors) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """The captured tensors on a way to what is wanted, with their stand-ins."""
-    captured = [pair for pair in level.lifted.values() if pair[1].requires_grad]
-    return [(t, s) for t, s in captured if any(t is x for x in wanted) or _leads_to(t, wanted)]
+def _crossings(level: Level, roots: Iterable[End], wanted: Tensors) -> list[Crossing]:
+    """Where the graphs of ``roots`` cross the level's border on a way to what is wanted."""
+    shared = [
+        Crossing(s, t, None)
+        for t, s in level.lifted.values()
+        if s.requires_grad and _leads(t, wanted)
+    ]
+    entered = [
+        Crossing(GradientEdge(node, 0), GradientEdge(*node.next_functions[0]), node.axis)
+        for node in _nodes(roots, _BORDER)
+        if isinstance(node, Enter._backward_cls) and node.level is level and not node.worn
+    ]
+    entered = [c for c in entered if _leads(c.outside, wanted)]
+    for crossing in entered:
+        for node in _nodes([crossing.outside]):
+            if isinstance(node, Exit._backward_cls) and node.level is level:
+                raise _refused(
+                    "vmap",
+                    "a second derivative is asked for inside",
+                    wanted,
+                    "The first one left the mapped function on its way to a tensor from outside.",
+                )
+    return shared + entered
 
 
-def _leads_to(tensor: torch.Tensor, wanted: Tensors) -> bool:
-    if tensor.grad_fn is None:
-        return False
-    goals = {x.grad_fn for x in wanted if x.grad_fn is not None}
-    leaves = {id(x) for x in wanted}
-    return any(
-        node in goals or id(getattr(node, "variable", None)) in leaves for node in _nodes([tensor])
+def _refused(call: str, what: str, wanted: Tensors, why: str) -> NotImplementedError:
+    rows = [("with respect to", short(x)) for x in wanted]
+    return NotImplementedError(
+        f"{call}: {what}, through the history of a tensor from before the call.\n"
+        f"{columns(rows)}\n"
+        f"{why}\n"
+        "Compute inside the function what depends on that tensor."
     )
 
 
-def _nodes(tensors: Iterable[torch.Tensor]) -> Iterable[Any]:
-    """Every node of these tensors' graphs."""
-    todo = [t.grad_fn for t in tensors if t.grad_fn is not None]
+_BORDER = (Enter._backward_cls, Share._backward_cls)
+
+
+def _goes_on(end: End, wanted: Tensors) -> bool:
+    """Whether a stand-in is not all that there is to it."""
+    others = [x for x in wanted if x is not end]
+    return len(others) == len(wanted) or _leads(end, others)
+
+
+def _leads(end: End, wanted: Tensors) -> bool:
+    """Whether a graph leads to what is wanted, or is there already."""
+    if any(end is x for x in wanted):
+        return True
+    goals = {x.grad_fn for x in wanted if x.grad_fn is not None}
+    leaves = {id(x) for x in wanted}
+    return any(n in goals or id(getattr(n, "variable", None)) in leaves for n in _nodes([end]))
+
+
+def _nodes(ends: Iterable[End], stop: tuple = ()) -> Iterable[Any]:
+    """Every node of these graphs, none behind one of the type ``stop``."""
+    starts = [e.grad_fn if isinstance(e, torch.Tensor) else e.node for e in ends]
+    todo = [node for node in starts if node is not None]
     seen = set(todo)
     while todo:
         node = todo.pop()
         yield node
+        if isinstance(node, stop):
+            continue
         for following, _ in node.next_functions:
             if following is not None and following not in seen:
                 seen.add(following)
@@ -176,7 +254,7 @@ def _nodes(tensors: Iterable[torch.Tensor]) -> Iterable[Any]:
 
 
 def _backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-    """The sum over the examples, as the loop leaves it."""
+    """Tensor.backward too. The sum over the examples, as the loop leaves it."""
     level = _sharing()
     if level is None:
         return NotImplemented
@@ -185,15 +263,23 @@ def _backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
             lift(t, level) if t.requires_grad and is_from_outside(t, level) else t
             for t in _tuple(tensors)
         )
+    if "gradient" in kwargs:
+        kwargs["grad_tensors"] = kwargs.pop("gradient")
     torch.autograd.backward(roots, *args, **kwargs)
     captured = [t for t, s in level.lifted.values() if s.requires_grad and t.grad_fn is not None]
-    for node in _nodes(captured):
-        leaf = getattr(node, "variable", None)
-        if leaf is not None and is_from_outside(leaf, level):
-            left = leaf.grad  # by nodes outside that ran under the level
-            if type(left) is Batched and left.level is level and left.axis is None:
-                leaf.grad = left.value
+    with functions_off():
+        for node in _nodes(captured):
+            leaf = getattr(node, "variable", None)
+            if leaf is not None and is_from_outside(leaf, level):
+                _lower_grad(leaf)
     return None
+
+
+def _lower_grad(leaf: torch.Tensor) -> None:
+    """Nodes outside have run under the level, which wraps what they make."""
+    left = leaf.grad
+    while type(left) is Batched and left.axis is None and is_from_outside(leaf, left.level):
+        left = leaf.grad = left.value
 
 
 def _tuple(tensors: Any) -> tuple:

@@ -13,7 +13,7 @@ import torch
 
 from forall._batching.interpreter import Sharing, VmapLevel
 from forall._core.again import may_carry_tangents, where_it_first_ran
-from forall._core.levels import Level, at, deepest, is_from_outside, lift, peels, top
+from forall._core.levels import Level, at, deepest, is_from_outside, lift, outside, peels, top
 from forall._random.scopes import resuming
 from forall._torch import checkpoints
 from forall._torch.dispatch import (
@@ -45,7 +45,8 @@ def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         )
     if in_torch_func() or not any(isinstance(a, torch.Tensor) and peels(a) for a in args):
         # Under a transform of torch.func it comes by once more, with the values below that.
-        return _torchs(cls, *args, **kwargs)
+        with outside(level) if level.peels else nullcontext():
+            return _torchs(cls, *args, **kwargs)
     if cls is BACKWARD_HOOK:
         return _through(cls, args)
     return _with_tangents(cls, level, args, kwargs)
@@ -64,18 +65,26 @@ def _with_tangents(cls: Any, level: Level, args: tuple, kwargs: dict) -> Any:
     places = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor)]
     single: list[bool] = []
     others: list[Any] = []
+    written: list[int | None] = []  # where an argument is the result, by mark_dirty
 
     def h(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         filled = list(args)
         for i, t in zip(places, tensors, strict=True):
-            filled[i] = t
+            filled[i] = t.clone() if t.requires_grad else t  # a variable cannot be written to
         out = _torchs(cls, *filled, **kwargs)
         single[:] = [isinstance(out, torch.Tensor)]
         outs = (out,) if single[0] else out
         others[:] = [None if isinstance(o, torch.Tensor) else o for o in outs]
-        return tuple(o for o in outs if isinstance(o, torch.Tensor))
+        tensors = tuple(o for o in outs if isinstance(o, torch.Tensor))
+        written[:] = [next((i for i in places if filled[i] is o), None) for o in tensors]
+        return tensors
 
-    tensors = iter(at(level, h, tuple(args[i] for i in places)))
+    # What is kept for a derivative must be what it was, also when an argument has been written to.
+    given = (args[i].clone() if args[i].requires_grad else args[i] for i in places)
+    found = at(level, h, tuple(given))
+    tensors = iter(
+        [y if i is None else args[i].copy_(y) for i, y in zip(written, found, strict=True)]
+    )
     outs = tuple(next(tensors) if o is None else o for o in others)
     return outs[0] if single[0] else outs
 
