@@ -20,7 +20,7 @@ def looped(f, *stacks):
     return torch.stack([f(*(s[i] for s in stacks)) for i in range(len(stacks[0]))])
 
 
-# --- mapped arguments -------------------------------------------------------------------------------
+# --- mapped arguments
 
 
 @pytest.mark.parametrize("stack_requires_grad", [False, True])
@@ -80,9 +80,9 @@ def test_chunks_give_their_part_of_a_written_argument_its_history():
     assert difference(found, leaf.detach()) is None
 
 
-# --- rows that the examples' own numbers pick -------------------------------------------------------
+# --- rows that the examples' own numbers pick
 
-I = torch.tensor([0, 2, 1])
+PLACES = torch.tensor([0, 2, 1])
 
 ROWS = {
     "read again after x was written": lambda x, i: _after(x[i], x.mul_(2)),
@@ -127,23 +127,23 @@ def test_a_row_at_a_mapped_place_is_a_view(name, through):
         return f(x, i).square().sum()
 
     if through == "vmap":
-        found, truth = vmap(f)(xs, I), looped(lambda x, i: f(x, int(i)), xs, I)
+        found, truth = vmap(f)(xs, PLACES), looped(lambda x, i: f(x, int(i)), xs, PLACES)
     elif through == "vmap of grad":
-        found = vmap(grad(number))(xs, I)
-        truth = looped(grad(lambda x, i: number(x, int(i))), xs, I)
+        found = vmap(grad(number))(xs, PLACES)
+        truth = looped(grad(lambda x, i: number(x, int(i))), xs, PLACES)
     elif through == "grad of vmap":
-        found = grad(lambda xs: vmap(number)(xs, I).sum())(xs)
-        truth = looped(grad(lambda x, i: number(x, int(i))), xs, I)
+        found = grad(lambda xs: vmap(number)(xs, PLACES).sum())(xs)
+        truth = looped(grad(lambda x, i: number(x, int(i))), xs, PLACES)
     elif through == "vmap of jvp":
-        found = vmap(lambda x, i: jvp(lambda x: f(x, i), (x,), (x.cos(),))[1])(xs, I)
-        truth = looped(lambda x, i: jvp(lambda x: f(x, int(i)), (x,), (x.cos(),))[1], xs, I)
+        found = vmap(lambda x, i: jvp(lambda x: f(x, i), (x,), (x.cos(),))[1])(xs, PLACES)
+        truth = looped(lambda x, i: jvp(lambda x: f(x, int(i)), (x,), (x.cos(),))[1], xs, PLACES)
     else:
-        found = vmap(vmap(f, (None, 0)), (0, None))(xs, I)
-        truth = torch.stack([looped(lambda i, x=x: f(x, int(i)), I) for x in xs])
+        found = vmap(vmap(f, (None, 0)), (0, None))(xs, PLACES)
+        truth = torch.stack([looped(lambda i, x=x: f(x, int(i)), PLACES) for x in xs])
     assert difference(found, truth) is None
 
 
-# --- views or copies, as the strides of one example say ---------------------------------------------
+# --- views or copies, as the strides of one example say
 
 SHAPED = {
     "reshape": lambda y: y.reshape(-1),
@@ -171,7 +171,7 @@ def test_what_is_a_view_in_the_loop_is_a_view(name, in_dim):
     assert difference(found, looped(f, xs.movedim(in_dim, 0))) is None
 
 
-# --- in place, but for shape or history alone -------------------------------------------------------
+# --- in place, but for shape or history alone
 
 RESHAPED = {
     "squeeze_": lambda x: x.sin().unsqueeze(0).squeeze_(0) * x,

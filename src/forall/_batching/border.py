@@ -19,7 +19,7 @@ import torch
 
 from forall._batching.batched import Batched, wrap
 from forall._core.errors import columns, short
-from forall._core.levels import graph_free, level_of, lift, outside
+from forall._core.levels import graph_free, level_of, lift, outside, second_name
 from forall._torch.dispatch import (
     apply_function,
     functions_off,
@@ -156,7 +156,8 @@ def leave(example: torch.Tensor, axis: int, level: VmapLevel, worn: Dress = ()) 
         if not carries(example):
             return value
         bare, wears = strip(value)
-        made = [graph_free(bare)]
+        # Another tensor than the value: it gets a history that may have saved the value.
+        made = [second_name(bare)]
         return dress(apply_function(Exit, example, made, axis, level, (*wears, *worn)), wears)
 
 
@@ -293,7 +294,7 @@ class Keep(torch.autograd.Function):
 
     @staticmethod
     def forward(example, level):
-        return graph_free(example.value)
+        return second_name(example.value)
 
     @staticmethod
     def setup_context(ctx, inputs, output):

@@ -136,7 +136,8 @@ class JvpLevel(Level, TorchDispatchMode):
             return TorchDispatchMode.__exit__(self, *error)
         finally:
             self.place.__exit__()
-            for leaf in self.left_on:  # by a backward pass inside
+            while self.left_on:  # by a backward pass inside
+                leaf = self.left_on.pop()
                 with functions_off():
                     leaf.grad = unpack(leaf.grad, self)[0]
 

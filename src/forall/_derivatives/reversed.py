@@ -15,7 +15,7 @@ import torch
 
 from forall._core.levels import at, deepest, graph_free, lift, outside
 from forall._derivatives import forward
-from forall._derivatives.reverse import gradients, leads_outside, variable
+from forall._derivatives.reverse import closed, gradients, leads_outside, variable
 from forall._random.scopes import resuming
 from forall._torch import generators
 from forall._torch.dispatch import apply_users, autograd_below
@@ -57,7 +57,9 @@ class _Lowered(torch.autograd.Function):
         def pull(*both: torch.Tensor) -> tuple[torch.Tensor, ...]:
             xs = [variable(x) if i in asked else x for i, x in enumerate(both[:n])]
             ys = ctx.h(*xs)
-            return tuple(gradients(tuple(ys[i] for i in given), both[n:], [xs[i] for i in asked]))
+            own = [xs[i] for i in asked]
+            found = gradients(tuple(ys[i] for i in given), both[n:], own)
+            return tuple(closed(found, own, torch.is_grad_enabled()))
 
         both = (*args, *(cotangents[i] for i in given))
         found = iter(at(deepest(both), pull, both))

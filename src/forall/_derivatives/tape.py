@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from forall._core.levels import Level
-from forall._torch.names import functions_pass, split_tangent
+from forall._core.levels import Level, at, deepest
+from forall._torch.names import OpOverload, functions_pass, split_tangent
 from forall._torch.schema import facts
 from forall._torch.wrapper import Wrapper, shell
 
@@ -47,6 +47,16 @@ class TapeLevel(Level):
                 )
             self.count += 1
             return target
+        return self._recorded(out)
+
+    def push(self, h: Any, args: tuple) -> tuple:
+        """``h`` as one step of the program, linear in the tapes that it is given."""
+
+        def step(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return tuple(at(deepest(given), h, given))
+
+        out = step(*_values(args))
+        self.steps.append((step, _slots(args), {}, self.count))
         return self._recorded(out)
 
     def _recorded(self, out: Any) -> Any:
@@ -158,12 +168,16 @@ def prune(level: TapeLevel, ends: list[int | None]) -> None:
     after = level.count
     for step in reversed(level.steps):
         func, args, kwargs, slot = step
-        if facts(func).mutates or not live.isdisjoint(range(slot, after)):
+        if _writes(func) or not live.isdisjoint(range(slot, after)):
             live.update(_used(args))
             live.update(_used(kwargs.values()))
             kept.append(step)
         after = slot
     level.steps = kept[::-1]
+
+
+def _writes(func: Any) -> bool:
+    return isinstance(func, OpOverload) and facts(func).mutates
 
 
 def _used(args: Any) -> list[int]:
