@@ -5,7 +5,7 @@ RUN := $(VENV)/bin/python
 PIP := $(RUN) -m pip --disable-pip-version-check install -q -c constraints.txt
 SWEEP ?= tests/sweep/run.py --full --out sweep.md
 
-.PHONY: demo test check static doctest limitations bench coverage-sweep format clean
+.PHONY: demo test check static doctest limitations bench coverage-sweep fuzz format clean
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/.installed
@@ -35,6 +35,11 @@ bench: $(VENV)/.installed
 # Every operator in torch's own database, under every transform: long, so not part of `test`.
 coverage-sweep: $(VENV)/.installed
 	$(RUN) $(SWEEP)
+
+# Random programs, others at each run: about an hour on one core. PROGRAMS is for each transform.
+PROGRAMS ?= 40000
+fuzz: $(VENV)/.installed
+	FORALL_PROGRAMS=$(PROGRAMS) FORALL_SEED=$$(date +%s) $(RUN) -m pytest -q tests/limits/test_random_programs.py
 
 format: $(VENV)/.installed
 	$(VENV)/bin/ruff format .

@@ -20,7 +20,7 @@ from forall import grad, jvp, vmap
 from limits.programs import NOT_FORWARD, D, Program
 from oracle import difference
 
-PROGRAMS = int(os.environ.get("FORALL_PROGRAMS", "125"))
+PROGRAMS = int(os.environ.get("FORALL_PROGRAMS", "100"))
 SEED = os.environ.get("FORALL_SEED")
 B = 3
 
