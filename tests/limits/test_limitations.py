@@ -11,7 +11,6 @@ def test_the_readme_has_the_table_that_running_both_gives():
 # Decided so, or not lifted yet. What is not named here is as in the loop.
 OPEN = (
     "overwrites a tensor from outside",
-    "is given a tensor subclass",
     "draws random numbers, without a word",
     "branches on",
     "loops until",

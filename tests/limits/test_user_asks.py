@@ -900,13 +900,83 @@ class Counted(torch.Tensor):
 def test_a_subclass_that_computes_as_a_tensor_has_the_loops_numbers(kind):
     f, x = lambda x: x.sin() + x[0], numbers(4, 3)
     mine, theirs = vmap(f)(x.as_subclass(kind)), loop(f)(x.as_subclass(kind))
-    same(mine, theirs.as_subclass(torch.Tensor))
-    assert type(theirs) is kind  # which the examples of vmap are not
-    assert type(mine) is torch.Tensor
+    same(mine.as_subclass(torch.Tensor), theirs.as_subclass(torch.Tensor))
+    assert type(mine) is type(theirs) is kind
     mine = vmap(grad(lambda x: f(x).sum()))(x.as_subclass(kind))
     same(mine.as_subclass(torch.Tensor), vmap(grad(lambda x: f(x).sum()))(x))
 
 
 def test_a_subclass_that_is_captured_keeps_its_numbers():
     w = numbers(3).as_subclass(Tagged)
-    same(vmap(lambda x: x * w)(numbers(4, 3)), numbers(4, 3) * w.as_subclass(torch.Tensor))
+    mine = vmap(lambda x: x * w)(numbers(4, 3))
+    assert type(mine) is Tagged
+    same(mine.as_subclass(torch.Tensor), numbers(4, 3) * w.as_subclass(torch.Tensor))
+
+
+class CosForSin(torch.Tensor):
+    """Its sine is a cosine, and what is computed from it is of its kind."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func in (torch.sin, torch.Tensor.sin):
+            func = torch.cos
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+class QuietCosForSin(CosForSin):
+    """What is computed from it is an ordinary tensor."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func in (torch.sin, torch.Tensor.sin):
+            func = torch.cos
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+def test_a_captured_subclass_says_what_its_calls_mean():
+    c = torch.tensor([0.3, 0.7]).as_subclass(QuietCosForSin)
+    w = torch.tensor([1.5, -0.5], requires_grad=True)
+    xs = torch.arange(6.0).reshape(3, 2)
+
+    def f(x):
+        return torch.sin(c) * w + torch.mul(c, x)
+
+    mine, theirs = vmap(f)(xs), loop(f)(xs)
+    same(mine, theirs)
+    same(torch.autograd.grad(mine.sum(), w), torch.autograd.grad(theirs.sum(), w))
+
+
+def test_a_gradient_is_that_of_the_subclass():
+    c = torch.tensor([0.3, 0.7]).as_subclass(CosForSin)
+    found = grad(lambda x: torch.sin(x).sum())(c)
+    same(torch.Tensor.as_subclass(found, torch.Tensor), -c.as_subclass(torch.Tensor).sin())
+
+
+@pytest.mark.parametrize("kind", [CosForSin, QuietCosForSin])
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda c, xs, mapped: mapped(lambda x: torch.sin(c) + x)(xs),
+        lambda c, xs, mapped: mapped(lambda x: torch.sin(c * x).sin())(xs),
+        lambda c, xs, mapped: mapped(torch.sin)(xs.as_subclass(type(c))),
+        lambda c, xs, mapped: mapped(lambda x: (x * c).sin().sum())(xs.as_subclass(type(c))),
+        lambda c, xs, mapped: mapped(mapped(lambda x: torch.sin(x)))(xs.as_subclass(type(c))),
+    ],
+)
+def test_examples_of_a_subclass_mean_what_it_says(call, kind):
+    c = torch.tensor([0.3, 0.7]).as_subclass(kind)
+    xs = torch.arange(6.0).reshape(3, 2)
+
+    def looped(f):
+        return lambda xs: torch.stack([f(xs[i]) for i in range(len(xs))])
+
+    mine, theirs = call(c, xs, vmap), call(c, xs, looped)
+    assert type(mine) is type(theirs)
+    same(torch.Tensor.as_subclass(mine, torch.Tensor), theirs.as_subclass(torch.Tensor))
+
+
+def test_forward_mode_refuses_a_subclass_with_a_meaning_of_its_own():
+    c = torch.tensor([0.3, 0.7]).as_subclass(CosForSin)
+    with pytest.raises(NotImplementedError, match="as_subclass"):
+        jvp(torch.sin, (c,), (torch.ones(2),))

@@ -49,9 +49,13 @@ from forall._torch.dispatch import (
     set_lazy_bits,
     users_tangents,
 )
-from forall._torch.names import TorchDispatchMode, subclass_functions_off
+from forall._torch.names import (
+    TorchDispatchMode,
+    subclass_functions_are_on,
+    subclass_functions_off,
+)
 from forall._torch.schema import facts
-from forall._torch.wrapper import Wrapper
+from forall._torch.wrapper import Wrapper, has_own_meaning, kinds
 
 aten = torch.ops.aten
 _Tensor = torch.Tensor
@@ -308,8 +312,16 @@ class Sharing(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         for t in types:
-            if t is not Batched and not issubclass(t, torch.Tensor):
+            if t is Batched:
+                continue
+            if not issubclass(t, torch.Tensor):
                 return func(*args, **(kwargs or {}))  # no tensor at all, with a meaning of its own
+            if has_own_meaning(t) and subclass_functions_are_on():
+                return self._by_class(t, func, args, kwargs or {})
+        if kinds.used and subclass_functions_are_on():
+            for a in args if not kwargs else (*args, *kwargs.values()):
+                if isinstance(a, Wrapper) and a.kind is not None:
+                    return self._by_class(a.kind, func, args, kwargs or {})
         with subclass_functions_off():
             if not kwargs:
                 out = answer(func, args, stack.top)
@@ -330,6 +342,11 @@ class Sharing(TorchFunctionMode):
             if standing.rows.found is not None:
                 standing.follow()
             return out
+
+    def _by_class(self, kind: type, func: Any, args: tuple, kwargs: dict) -> Any:
+        """What a subclass of Tensor says that this call means, for ours as for ordinary tensors."""
+        with self:  # what it asks of tensors in its turn is seen again
+            return kind.__torch_function__(func, (kind,), args, kwargs)
 
     def _share(self, func: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         args, kwargs = left_over(func, args, kwargs)

@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 from forall._core.levels import graph_free, lift, top
 from forall._torch import trees
 from forall._torch.dispatch import functions_off, run_backward, users_tangent, users_tangents
-from forall._torch.wrapper import Wrapper
+from forall._torch.wrapper import Wrapper, has_own_meaning, kind_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -24,9 +24,12 @@ def variable(x: torch.Tensor) -> torch.Tensor:
     """
     x = lift(x, top())
     with functions_off():
+        kind = kind_of(x)
+        if not has_own_meaning(kind):
+            return x.view_as(x) if x.requires_grad else _alias(x).requires_grad_()
         if x.requires_grad:
-            return x.view_as(x)
-        return _alias(x).requires_grad_()
+            return x.view_as(x).as_subclass(kind)
+        return _alias(x).as_subclass(kind).requires_grad_()
 
 
 def _alias(x: torch.Tensor) -> torch.Tensor:

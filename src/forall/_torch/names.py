@@ -24,6 +24,7 @@ __all__ = [
     "pop_mode",
     "push_mode",
     "split_tangent",
+    "subclass_functions_are_on",
     "subclass_functions_off",
 ]
 
@@ -35,6 +36,7 @@ OpOverloadPacket = torch._ops.OpOverloadPacket
 functions_pass = torch._C._disabled_torch_function_impl
 # A context: __torch_function__ of subclasses is off, function modes stay on.
 subclass_functions_off = torch._C.DisableTorchFunctionSubclass
+subclass_functions_are_on = torch._C._is_torch_function_enabled
 
 push_mode = torch._C._push_on_torch_dispatch_stack
 pop_mode = torch._C._pop_torch_dispatch_stack

@@ -10,6 +10,38 @@ from forall._torch import numpys
 
 make_wrapper = torch.Tensor._make_wrapper_subclass
 
+_known: dict[type, bool] = {}
+
+
+def _function(kind: type) -> Any:
+    return getattr(kind.__torch_function__, "__func__", kind.__torch_function__)
+
+
+def has_own_meaning(kind: type) -> bool:
+    """Whether a subclass of Tensor takes part, by __torch_function__, in the calls on it."""
+    known = _known.get(kind)
+    if known is None:
+        known = kind is not torch.Tensor and not issubclass(kind, Wrapper)
+        known = _known[kind] = known and _function(kind) not in _SILENT
+    return known
+
+
+_SILENT = {torch._C._disabled_torch_function_impl}  # as a Parameter is
+
+
+def only_keeps_class(kind: type) -> bool:
+    """Whether all that a subclass makes of calls is that the results are of its class."""
+    return _function(kind) is _function(torch.Tensor)
+
+
+class _Kinds:
+    """Whether any wrapper stands for a tensor of a class with a meaning of its own."""
+
+    used = False
+
+
+kinds = _Kinds()
+
 
 class Wrapper(torch.Tensor):
     """A tensor without storage of its own that belongs to a level."""
@@ -21,6 +53,19 @@ class Wrapper(torch.Tensor):
     def graph_free(self) -> Wrapper:
         """A second name for this value that has no autograd history at this level."""
         raise NotImplementedError
+
+    # The class of the tensor that this stands for, if that class has a meaning of its own.
+    kind: type | None = None
+
+    def of_kind(self, kind: type | None) -> Wrapper:
+        """Stand for a tensor of this class."""
+        if kind is not None and has_own_meaning(kind):
+            self.kind, kinds.used = kind, True
+        return self
+
+    def as_subclass(self, cls: type) -> Wrapper:
+        """Another name that stands for a tensor of this class."""
+        return self.view_as(self).of_kind(cls) if has_own_meaning(cls) else self
 
     def __repr__(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
         with torch._C.DisableTorchFunction():
@@ -58,6 +103,11 @@ class Wrapper(torch.Tensor):
 
     def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         return numpys.function(func, args, kwargs, self.level)
+
+
+def kind_of(tensor: torch.Tensor) -> type:
+    """The class of a tensor, or of the one that a wrapper stands for."""
+    return (isinstance(tensor, Wrapper) and tensor.kind) or type(tensor)
 
 
 def _of_memory(name: str) -> Any:

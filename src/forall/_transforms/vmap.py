@@ -19,7 +19,7 @@ from forall._core.places import Origin, users_line
 from forall._random.scopes import entered as drawing_in
 from forall._torch import generators, handover, trees
 from forall._torch.dispatch import functions_off
-from forall._torch.wrapper import Wrapper
+from forall._torch.wrapper import Wrapper, has_own_meaning, kind_of
 from forall._transforms import checks, mapping
 from forall._transforms.types import P, R
 
@@ -163,7 +163,7 @@ def _run(func: Callable, entering: Entering, places: Places, draws: Draws, origi
     )
     level.scope = draws.scope(level, origin.first)
     entered = [
-        leaf if dim is None else border.enter(leaf, dim, level)
+        leaf if dim is None else border.enter(leaf, dim, level).of_kind(_kind_of_one(leaf, dim))
         for leaf, dim in zip(entering.leaves, entering.dims, strict=True)
     ]
     args, kwargs = entering.unflatten(entered)
@@ -178,6 +178,14 @@ def _run(func: Callable, entering: Entering, places: Places, draws: Draws, origi
             r = torch.tensor(r)
         left.append(_leave(r, place, level, places.call, seen))
     return trees.unflatten(left, spec)
+
+
+def _kind_of_one(leaf: torch.Tensor, dim: int) -> type | None:
+    """The class that an example of a tensor has, if it has a meaning of its own."""
+    kind = kind_of(leaf)
+    if not has_own_meaning(kind):
+        return None
+    return kind_of(leaf.select(dim, 0)) if leaf.shape[dim] else kind
 
 
 def _hand_back(entering: Entering, entered: list, level: VmapLevel, origin: Origin) -> None:
@@ -205,6 +213,9 @@ def _leave(r: Any, place: int | None, level: VmapLevel, call: Call, seen: set[in
     if not -rank <= place < rank:
         raise mapping.place_outside(call, r, place)
     stack = border.leave(r, place % rank, level)
+    kind = kind_of(r)
+    if has_own_meaning(kind):
+        stack = stack.as_subclass(kind)
     memory = id(getattr(r, "family", None) or r)
     if memory in seen:  # a tensor returned twice, or with a view of it: the loop would copy both
         stack = stack.clone()
