@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from limits.words import OUTSIDE, WORDS, D, outcome
 from oracle import difference
 
-# --- torch.autograd.grad ---------------------------------------------------------------------------
+# --- torch.autograd.grad --------------------------------------------------------------------------
 
 
 def own(a, w):
@@ -114,7 +114,7 @@ def unreached(a, w):
     try:
         torch.autograd.grad((a * w * p).sum(), own(a, w))
     except RuntimeError as error:
-        assert "not have been used in the graph" in str(error)
+        assert "not have been used in the graph" in str(error)  # noqa: PT017 - in the function under test
         return a * w
     raise AssertionError
 
@@ -126,12 +126,12 @@ def freed(a, w):
     try:
         torch.autograd.grad(y, p)
     except RuntimeError as error:
-        assert "backward through the graph a second time" in str(error)
+        assert "backward through the graph a second time" in str(error)  # noqa: PT017 - in the function under test
         return a * w
     raise AssertionError
 
 
-# --- backward, .grad -------------------------------------------------------------------------------
+# --- backward, .grad ------------------------------------------------------------------------------
 
 
 def backward(a, w):
@@ -184,7 +184,7 @@ def grad_written(a, w):
     g = p.grad
     p.grad = None
     (p * 3).sum().backward()
-    return (g + p.grad) * a
+    return (g + p.grad) * a  # pyright: ignore[reportOperatorIssue]
 
 
 def grad_zeroed(a, w):
@@ -248,7 +248,7 @@ def left_twice_on_captured(a, w):
     return a * w
 
 
-# --- hooks -----------------------------------------------------------------------------------------
+# --- hooks ----------------------------------------------------------------------------------------
 
 
 def hooked(a, w):
@@ -331,7 +331,7 @@ def hook_keeps(a, w):
     return seen[0] * a + p.grad
 
 
-# --- torch.autograd.functional ---------------------------------------------------------------------
+# --- torch.autograd.functional --------------------------------------------------------------------
 
 
 def quartic(w):
@@ -368,7 +368,7 @@ def functional_vjp(a, w):
 
 def functional_jvp(a, w):
     y, t = functional.jvp(quartic(w), recorded(a, w), recorded(a, 1), create_graph=True)
-    return y * t
+    return y * t  # pyright: ignore[reportOperatorIssue]
 
 
 def functional_hvp(a, w):
@@ -392,14 +392,14 @@ def functional_hessian_vectorized(a, w):
     return functional.hessian(summed(w), (a * w).detach(), vectorize=True) @ a
 
 
-# --- forward mode ----------------------------------------------------------------------------------
+# --- forward mode ---------------------------------------------------------------------------------
 
 
 def dual(a, w):
     with forward_ad.dual_level():
         y = forward_ad.make_dual(a, w * 1).sin() * a * w
         primal, tangent = forward_ad.unpack_dual(y)
-    return primal + tangent
+    return primal + tangent  # pyright: ignore[reportOperatorIssue]
 
 
 def dual_over_backward(a, w):
@@ -410,7 +410,7 @@ def dual_over_backward(a, w):
         return forward_ad.unpack_dual(g).tangent.detach() * a
 
 
-# --- saved tensors, checkpoints --------------------------------------------------------------------
+# --- saved tensors, checkpoints -------------------------------------------------------------------
 
 
 def packed(a, w):
@@ -464,7 +464,7 @@ def checkpointed_and_trained(a, w):
     return p.grad * a
 
 
-# --- modules ---------------------------------------------------------------------------------------
+# --- modules --------------------------------------------------------------------------------------
 
 
 def a_module():
@@ -505,7 +505,7 @@ def module_trained(a, w):
     return module[0].weight.grad @ a + seen[0][0]
 
 
-# --- modes -----------------------------------------------------------------------------------------
+# --- modes ----------------------------------------------------------------------------------------
 
 
 def anomalous(a, w):
@@ -569,7 +569,7 @@ CASES = {
 CHANGED = {f.__name__: f for f in (hooked, hook_on_nodes, packed, packed_twice, module_hooked)}
 REVERSE = [word for word in WORDS if not {"jvp", "jacfwd", "hessian"} & {*word.split()}]
 
-# --- optimizers ------------------------------------------------------------------------------------
+# --- optimizers -----------------------------------------------------------------------------------
 
 OPTIMIZERS = {
     "SGD": lambda ps: torch.optim.SGD(ps, lr=0.1),

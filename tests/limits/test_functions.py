@@ -4,12 +4,14 @@ Backwards are wrong on purpose, so that one that is inlined or skipped shows. Th
 torch.autograd on plain tensors, the push-forward its pull-back twice (see `words`).
 """
 
+# ruff: noqa: ARG004 - torch names the arguments of these methods
+
 import pytest
 import torch
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from limits.words import OUTSIDE, WORDS, D, outcome
+from limits.words import OUTSIDE, WORDS, outcome
 from oracle import difference
 
 

@@ -10,7 +10,7 @@ from forall import grad, jvp, vmap
 from limits.words import DIRECTION, OUTSIDE, WORDS, D, numbers, outcome
 from oracle import check_vmap, difference
 
-# --- of real numbers, under every transform --------------------------------------------------------
+# --- of real numbers, under every transform -------------------------------------------------------
 
 
 def zeros(*shape):
@@ -306,7 +306,7 @@ def test_a_write_in_place_is_the_loops(case, word):
         agrees(word, CASES[case], outside)
 
 
-# --- other dtypes, whose values alone are compared --------------------------------------------------
+# --- other dtypes, whose values alone are compared ------------------------------------------------
 
 
 def counted(a, i):
@@ -378,7 +378,7 @@ def refused_cast(a, i):
     try:
         t += a
     except RuntimeError as error:
-        assert "can't be cast" in str(error)
+        assert "can't be cast" in str(error)  # noqa: PT017 - in the function under test
         return t - 1
     raise AssertionError
 
@@ -439,7 +439,7 @@ def test_a_write_into_another_dtype_is_the_loops(case):
     check_vmap(vmap(f, in_dims=(0, None)), (numbers(2, 4, 3), torch.tensor([0, 2])))
 
 
-# --- the caller's tensors, versions ----------------------------------------------------------------
+# --- the caller's tensors, versions ---------------------------------------------------------------
 
 
 def test_a_mapped_argument_written_through_a_view_is_seen_by_the_caller():

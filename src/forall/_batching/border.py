@@ -312,7 +312,7 @@ class Keep(torch.autograd.Function):
 
 
 def _without_tangents(g: torch.Tensor, level: VmapLevel) -> torch.Tensor:
-    """A gradient that a pass inside a `jvp` inside ``level`` takes further out: tangents stay in."""
+    """A gradient that a pass in a `jvp` inside ``level`` takes further out: tangents stay in."""
     while isinstance(g, Wrapper) and type(g) is not Batched and level in g.level.around:
         with outside(g.level):
             g = g.level.afterwards(g)

@@ -84,7 +84,7 @@ class Dual(Wrapper):
         return torch.Tensor.detach_(self)
 
     @property
-    def data(self) -> torch.Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def data(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
         return torch.Tensor.data.__get__(self)
 
     @data.setter
@@ -314,7 +314,7 @@ def _look_like_value(target: torch.Tensor) -> None:
         target.value.shape,
         target.value.stride(),
     ):
-        target.data = wrap(target.value, target.level)
+        torch.Tensor.data.__set__(target, wrap(target.value, target.level))
 
 
 def _writes(fact: Any, args: tuple, kwargs: dict) -> list[torch.Tensor]:

@@ -9,7 +9,7 @@ Source: Townsend, "A new trick for calculating Jacobian vector products" (2017).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 

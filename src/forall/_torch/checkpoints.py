@@ -35,8 +35,8 @@ def install(
 ) -> None:
     """Put all of this in torch's place, once.
 
-    What runs again runs by ``in_place(function)``, made where it is first run; where draws are to be
-    repeated, by ``in_place(drawing(function))``. While there may be ``tangents`` nothing is
+    What runs again runs by ``in_place(function)``, made where it is first run; where draws are to
+    be repeated, by ``in_place(drawing(function))``. While there may be ``tangents`` nothing is
     recomputed, for what autograd saves loses them on its way through the hooks of a checkpoint: the
     same numbers for more memory. A backward pass runs in ``modes()``.
     """
