@@ -5,7 +5,6 @@ switches of torch are compared one by one.
 """
 
 import gc
-import itertools
 import random
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import pytest
 import torch
 
 import forall
-from forall import grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
+from forall import grad, jacfwd, jacrev, jvp, linearize, vjp, vmap
 from laws.test_nothing_is_lost import state
 
 D = torch.float64
@@ -85,6 +84,10 @@ def failing(x):
     raise OnPurposeError
 
 
+def breaking(body, broken):
+    return lambda x: body(x) + broken(x)
+
+
 def resident():
     """Bytes of memory that the process holds."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
@@ -99,8 +102,7 @@ def run(calls, seed):
         body = draw.choice(BODIES)
         fails = draw.random() < 1 / 3
         if fails:
-            broken = draw.choice([failing, *FAILURES])
-            body = lambda x, ok=body, broken=broken: ok(x) + broken(x)
+            body = breaking(body, draw.choice([failing, *FAILURES]))
         for verb in draw.choices(VERBS, k=draw.choice((1, 2, 2))):
             body = verb(body)
         try:

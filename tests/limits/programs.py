@@ -252,11 +252,14 @@ class Machine:
         if c % 3 == 2:
             q.register_hook(lambda g: g * 2)
         (q.sin() + p).sum().backward()
-        self.push(p.grad.clone())
+        grad = p.grad
+        assert grad is not None
+        self.push(grad.clone())
         if c % 3 == 1:
+            assert q.grad is not None
             self.push(q.grad.clone())
         with torch.no_grad():
-            p -= 0.1 * p.grad
+            p -= 0.1 * grad
         self.push(p.detach())
 
     def grad_between(self, a: int, b: int, c: int) -> None:

@@ -81,7 +81,8 @@ class Dual(Wrapper):
     def detach_(self) -> Dual:
         """Autograd's own kernel knows of the wrapper alone; the tangent hangs on the value."""
         self.value = torch.Tensor.detach(self).value
-        return torch.Tensor.detach_(self)
+        torch.Tensor.detach_(self)
+        return self
 
     @property
     def data(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -177,7 +177,7 @@ def prune(level: TapeLevel, ends: list[int | None]) -> None:
 
 
 def _writes(func: Any) -> bool:
-    return isinstance(func, OpOverload) and facts(func).mutates
+    return isinstance(func, OpOverload) and bool(facts(func).mutates)
 
 
 def _used(args: Any) -> list[int]:

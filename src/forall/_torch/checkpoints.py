@@ -81,7 +81,12 @@ def _install_checkpoints(
 
 
 def _install_hooks(in_place: Callable, tangents: Callable[[], bool]) -> None:
+    torchs = saved_tensors_hooks.__enter__
+
     def enter(self: saved_tensors_hooks) -> None:
+        if type(self).__module__ == checkpoint.__name__:  # which has been told where by itself
+            torchs(self)
+            return
         pack, unpack = self.pack_hook, self.unpack_hook
 
         def packed(tensor: torch.Tensor) -> Any:

@@ -69,7 +69,7 @@ def primals(call: Call, given: tuple) -> tuple[list, Any]:
         own = kind_of(leaf)
         if has_own_meaning(own) and not only_keeps_class(own):
             raise NotImplementedError(
-                f"{call}: a primal is of a subclass of Tensor with a __torch_function__ of its own.\n"
+                f"{call}: a primal is of a subclass with a __torch_function__ of its own.\n"
                 f"{columns([('primal', short(leaf), own.__name__)])}\n"
                 "What it makes of each call would be lost. Use grad, vjp or jacrev, or give the "
                 "tensor itself: x.as_subclass(torch.Tensor)."

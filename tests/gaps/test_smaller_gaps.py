@@ -1,0 +1,50 @@
+"""Errors where the loop has an answer."""
+
+import pytest
+import torch
+
+from forall import jvp, vmap
+
+D = torch.float64
+
+
+@pytest.mark.xfail(
+    strict=True, reason="x.data = .. would have to keep the tangent", raises=NotImplementedError
+)
+def test_new_data_keeps_the_tangent_inside_jvp_of_vmap():
+    def f(a):
+        y = a * 1
+        y.data = torch.ones(3, dtype=D)
+        return y * y
+
+    x = torch.arange(6.0, dtype=D).reshape(2, 3)
+    found = jvp(vmap(f), (x,), (torch.ones_like(x),))[1]
+    torch.testing.assert_close(found, torch.full((2, 3), 2.0, dtype=D))
+
+
+@pytest.mark.xfail(strict=True, reason="the index of x[i] is freed by the first backward pass")
+def test_two_backward_passes_through_one_row():
+    xs = torch.arange(6.0, dtype=D).reshape(3, 2).requires_grad_()
+
+    def f(x, i):
+        row = x[i]
+        row.sum().backward()
+        (row * 2).sum().backward()
+        return x.detach()
+
+    vmap(f)(xs, torch.tensor([0, 1, 0]))
+
+
+@pytest.mark.xfail(strict=True, reason="the derived in-place form overwrites what was saved")
+def test_a_running_product_after_a_running_sum_in_forward_mode():
+    w = torch.tensor([0.5, 2.0, 1.5], dtype=D, requires_grad=True)
+
+    def f(a):
+        t = a * w
+        t.cumsum_(0)
+        t.cumprod_(0)
+        return t
+
+    x = torch.arange(1.0, 7.0, dtype=D).reshape(2, 3)
+    (found,) = torch.autograd.grad(jvp(vmap(f), (x,), (x,))[1].sum(), w)
+    assert found.shape == w.shape
