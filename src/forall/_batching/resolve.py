@@ -47,6 +47,8 @@ def _find(func: Any) -> tuple[Any, str]:
         if fact.out_names and len(fact.out_names) == len(fact.mutates):
             return _loop_into_out, "loop"
         return _loop_and_write, "loop"
+    if func.namespace == "prims" and func.overloadpacket.__name__ in _PRIMS:
+        return _as_aten(_PRIMS[func.overloadpacket.__name__]), "derived"
     op = custom.definition(func)
     if op is not None:
         return extending.torchs_rule(op, _loop), "custom"
@@ -61,6 +63,15 @@ def _find(func: Any) -> tuple[Any, str]:
     if decomposition is not None:
         return _decomposed(decomposition), "decomposed"
     return _loop, "loop"
+
+
+# Torch adds its zeros without memory to our values by these, once a level has ended.
+_PRIMS = {name: getattr(torch.ops.aten, name).Tensor for name in ("add", "sub", "mul", "div")}
+
+
+def _as_aten(op: Any) -> Any:
+    """A prim takes one shape and one dtype, where the usual operator does the same."""
+    return lambda level, func, args, kwargs: resolve(op)(level, op, args, kwargs)
 
 
 def _refuse(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:

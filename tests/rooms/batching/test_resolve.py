@@ -120,3 +120,14 @@ def test_the_loop_is_right_without_examples():
         return x.level
 
     assert vmap(f)(X[:0]).shape == (0, 4)
+
+
+def test_torchs_zeros_without_memory_are_added_after_the_level_has_ended():
+    leaf = torch.tensor([[0.3, -0.2], [0.5, 0.1]], dtype=torch.float64, requires_grad=True)
+
+    def f(x):
+        (g,) = torch.autograd.grad(x.abs().sum(), x, create_graph=True)  # its derivative is zero
+        return (g * x + x.square()).sum()
+
+    (found,) = torch.autograd.grad(vmap(f)(leaf).sum(), leaf)
+    torch.testing.assert_close(found, leaf.sign() + 2 * leaf)
