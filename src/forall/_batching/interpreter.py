@@ -1,8 +1,7 @@
 """The vmap level: what runs while the user's function sees one example.
 
 It is two modes. The dispatch mode sees every ATen call, below autograd, also factories and the
-buffers that torch's own code makes. The function mode sees every API call before autograd does
-and puts tensors from outside that require grad in their shared form (`border.Share`).
+buffers that torch's own code makes. The function mode is in `sharing`.
 """
 
 from __future__ import annotations
@@ -11,28 +10,23 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
-from forall._batching import border, failing, families, standing, table, writing
+from forall._batching import border, failing, families, table, writing
 from forall._batching.arrays import by_numpy
 from forall._batching.batched import Batched, without_ended, wrap
 from forall._batching.families import alike, lower, wrapped
 from forall._batching.ledger import Ledger
 from forall._batching.resolve import resolve
-from forall._batching.shortcut import answer
+from forall._batching.sharing import Sharing
 from forall._core.errors import note_missing_axis
 from forall._core.levels import (
     Level,
     at,
     entered,
-    innermost,
     is_from_outside,
-    left_over,
-    levels_in,
     lift,
     outside,
     second_name,
-    stack,
     top,
 )
 from forall._random import scopes
@@ -49,20 +43,14 @@ from forall._torch.dispatch import (
     set_lazy_bits,
     users_tangents,
 )
-from forall._torch.names import (
-    TorchDispatchMode,
-    subclass_functions_are_on,
-    subclass_functions_off,
-)
+from forall._torch.names import TorchDispatchMode
 from forall._torch.schema import facts
-from forall._torch.wrapper import Wrapper, has_own_meaning, kinds
+from forall._torch.wrapper import Wrapper
 
 aten = torch.ops.aten
 _Tensor = torch.Tensor
 _HANDLERS = table.HANDLERS
 _SHARED = table.SHARED
-_CALLS = table.CALLS
-_IN_PLACE = table.IN_PLACE
 _VIEWS = table.VIEWS
 _DETACH = aten.detach.default
 _LIFT_FRESH = aten.lift_fresh.default  # in its schema a view, of the constant it makes a tensor
@@ -94,6 +82,7 @@ class VmapLevel(Level, TorchDispatchMode):
         self.notes, self.settles = False, True  # what it does to older memory
         self.randomness = randomness
         self.records_values = self.peels = records_values
+        self.shares = not records_values
         self.outer_grad = torch.is_grad_enabled()
         self.scope = scopes.running()  # vmap gives each of its examples one of their own
         self.ledger = Ledger()
@@ -287,94 +276,6 @@ def run_shared(level: VmapLevel, func: Any, args: tuple, kwargs: dict) -> Any:
         for view in out if isinstance(out, (list, tuple)) else (out,):
             view.older = True  # of a tensor from outside: a write would reach it
     return out
-
-
-# Getters and setters that read or change the tensor itself: sharing would answer for another.
-_ITSELF = frozenset(
-    getattr(torch.Tensor, name).__get__
-    for name in ("requires_grad", "grad_fn", "shape", "grad", "is_leaf", "dtype", "device", "ndim")
-) | {
-    torch.Tensor.grad.__set__,
-    torch.Tensor.requires_grad.__set__,
-    torch.Tensor.requires_grad_,
-    torch.Tensor.detach,
-    torch.Tensor.size,
-    torch.Tensor.dim,
-    torch.Tensor.register_hook,
-    torch.Tensor.retain_grad,
-    torch.Tensor.backward,
-    torch.autograd.backward,
-}
-
-
-class Sharing(TorchFunctionMode):
-    """One for all nested levels of a thread: it asks which level is innermost at each call."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        for t in types:
-            if t is Batched:
-                continue
-            if not issubclass(t, torch.Tensor):
-                return func(*args, **(kwargs or {}))  # no tensor at all, with a meaning of its own
-            if has_own_meaning(t) and subclass_functions_are_on():
-                return self._by_class(t, func, args, kwargs or {})
-        if kinds.used and subclass_functions_are_on():
-            for a in args if not kwargs else (*args, *kwargs.values()):
-                if isinstance(a, Wrapper) and a.kind is not None:
-                    return self._by_class(a.kind, func, args, kwargs or {})
-        with subclass_functions_off():
-            if not kwargs:
-                out = answer(func, args, stack.top)
-                if out is not None:
-                    return out
-            if (
-                (torch.is_grad_enabled() or users_tangents())
-                and _carries(args, kwargs, stack.top)
-                and func not in _ITSELF
-            ):
-                args, kwargs = self._share(func, args, kwargs or {})
-            call = _CALLS.get(func)
-            if kwargs and kwargs.get("out") is not None:
-                call = table.OUTS.get(func, call)
-            out = NotImplemented if call is None else call(*args, **(kwargs or {}))
-            if out is NotImplemented:
-                out = func(*args, **kwargs) if kwargs else func(*args)
-            if standing.rows.found is not None:
-                standing.follow()
-            return out
-
-    def _by_class(self, kind: type, func: Any, args: tuple, kwargs: dict) -> Any:
-        """What a subclass of Tensor says that this call means, for ours as for ordinary tensors."""
-        with self:  # what it asks of tensors in its turn is seen again
-            return kind.__torch_function__(func, (kind,), args, kwargs)
-
-    def _share(self, func: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        args, kwargs = left_over(func, args, kwargs)
-        levels = levels_in(args, kwargs)
-        running = top()
-        if running is not None:
-            levels.append(running)
-        level = innermost(levels) if levels else None
-        while level is not None and not (isinstance(level, VmapLevel) and not level.records_values):
-            level = level.parent  # only levels that record on their examples share
-        if level is None:
-            return args, kwargs
-        written = 1 if func in _IN_PLACE else 0  # itself, so that its history tells
-        rest, kwargs = level.share_captured(args[written:], kwargs)
-        return args[:written] + rest, kwargs
-
-
-def _carries(args: Any, kwargs: dict | None, level: Level | None) -> bool:
-    """Whether any argument might need sharing: a cheap look before the careful one."""
-    for a in args if not kwargs else (*args, *kwargs.values()):
-        if isinstance(a, torch.Tensor):
-            if (a.requires_grad or users_tangents()) and not (
-                type(a) is Batched and a.level is level
-            ):
-                return True
-        elif type(a) in _SEQUENCES and _carries(a, None, level):
-            return True
-    return False
 
 
 class running:

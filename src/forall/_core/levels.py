@@ -92,6 +92,13 @@ class Level:
         """One operator of the user's when the level has ended."""
         raise NotImplementedError
 
+    # Whether its function mode is to share what its examples capture.
+    shares = False
+
+    def moves(self, tensor: Wrapper) -> bool:
+        """Whether a value of this level has a tangent."""
+        return False
+
     def is_outside(self, other: Level) -> bool:
         """See NOTE [inside and outside]."""
         if self.number < other.number:
@@ -294,6 +301,15 @@ def peels(tensor: torch.Tensor) -> bool:
     """Whether a level whose derivative hangs on its values has a part in this one."""
     while isinstance(tensor, Wrapper):
         if tensor.level.peels:
+            return True
+        tensor = tensor.value
+    return False
+
+
+def moves(tensor: torch.Tensor) -> bool:
+    """Whether this value has a tangent at any level."""
+    while isinstance(tensor, Wrapper):
+        if tensor.level.moves(tensor):
             return True
         tensor = tensor.value
     return False

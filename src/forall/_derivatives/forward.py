@@ -144,6 +144,9 @@ class JvpLevel(Level, TorchDispatchMode):
 
     peels = True
 
+    def moves(self, tensor: Dual) -> bool:
+        return unpack(tensor, self)[1] is not None
+
     def afterwards(self, tensor: Dual) -> torch.Tensor:
         """The primal: tangents end with their level."""
         with autograd_below(grad=torch.is_grad_enabled(), forward=True):

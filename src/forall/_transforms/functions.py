@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from forall._batching.interpreter import Sharing, VmapLevel
+from forall._batching.sharing import Sharing, sharing
 from forall._core.again import may_carry_tangents, where_it_first_ran
 from forall._core.levels import Level, at, deepest, is_from_outside, lift, outside, peels, top
 from forall._random.scopes import resuming
@@ -91,10 +91,7 @@ def _with_tangents(cls: Any, level: Level, args: tuple, kwargs: dict) -> Any:
 
 def _function_mode() -> AbstractContextManager:
     """Our function mode, where it waits for a call of torch's that runs code of the user's."""
-    level = top()
-    while level is not None and not (isinstance(level, VmapLevel) and not level.records_values):
-        level = level.parent
-    if level is None or function_modes() or functions_are_off():
+    if sharing(top()) is None or function_modes() or functions_are_off():
         return nullcontext()
     return Sharing()
 

@@ -16,7 +16,7 @@ from forall._batching.ledger import note_read, summed_grad
 from forall._batching.standing import reach, stand, stands
 from forall._batching.table import CALLS, IN_PLACE
 from forall._core.errors import data_dependent, shared_write
-from forall._core.levels import lift, outside, peels, top
+from forall._core.levels import lift, moves, outside, top
 from forall._torch.dispatch import no_dispatch
 from forall._torch.wrapper import Wrapper
 
@@ -271,7 +271,7 @@ def _set_data(x: Tensor, new: Tensor) -> Any:
         if type(new) is Batched:
             raise shared_write("x.data = ..", x, [new])
         return NotImplemented
-    if peels(x.value):
+    if moves(x.value):
         raise NotImplementedError(
             "vmap: x.data = .. inside forward mode: x would lose its tangent, which it keeps.\n"
             "Use x.copy_(..) under torch.no_grad(), or x = x + (new - x).detach()."
