@@ -39,7 +39,7 @@ class Engine:
         if self.name != "forall":
             yield found
             return
-        from forall._batching import interpreter, table
+        from forall._batching import interpreter, sharing, table
 
         run = interpreter.VmapLevel._run
 
@@ -65,7 +65,7 @@ class Engine:
         with (
             mock.patch.object(interpreter.VmapLevel, "_run", recorded),
             mock.patch.object(interpreter, "alike", short(interpreter.alike)),
-            mock.patch.object(interpreter, "answer", short(interpreter.answer)),
+            mock.patch.object(sharing, "answer", short(sharing.answer)),
         ):
             yield found
 
