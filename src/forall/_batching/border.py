@@ -174,12 +174,11 @@ def hand_back(example: torch.Tensor, stack: torch.Tensor, axis: int, level: Vmap
 
     Its numbers are there already: rules write into the caller's memory, but below autograd.
     """
-    with functions_off():
-        node = example.grad_fn
-        if node is None or isinstance(node, Enter._backward_cls):
-            return False
-        stack.copy_(leave(example, axis, level))
-        return True
+    node = example.grad_fn
+    if node is None or isinstance(node, Enter._backward_cls):
+        return False
+    stack.copy_(leave(example, axis, level))
+    return True
 
 
 def keep(example: Batched) -> torch.Tensor:

@@ -260,8 +260,8 @@ class Ledger:
 
     __slots__ = (
         "accounts",
+        "arguments",
         "leaves",
-        "mapped",
         "mapped_written",
         "overwritten",
         "read",
@@ -272,12 +272,16 @@ class Ledger:
     def __init__(self) -> None:
         self.read: set[int] = set()
         self.seen: dict[int, Tensor] = {}  # some whose memory was read, kept so that ids hold
-        self.mapped: set[int] = set()  # memory of mapped arguments
+        self.arguments: list[Tensor] = []  # that are mapped
         self.mapped_written: set[int] = set()
         self.overwritten: set[int] = set()
         self.renewed: set[int] = set()  # overwritten as a whole, before anything read it
         self.accounts: dict[int, Account] = {}
         self.leaves: set[int] = set()  # on which a backward pass of the call left a gradient
+
+    def is_mapped(self, key: int) -> bool:
+        """Whether this is memory of a mapped argument."""
+        return any(memory(a) == key for a in self.arguments)
 
     def read_by(self, func: Any, met: list[Tensor]) -> None:
         """`reads` for the operands of an operator, on every operator's way: a short one."""
@@ -307,7 +311,7 @@ class Ledger:
         key = memory(target)
         if key in self.renewed:
             return
-        if key in self.accounts or key in self.mapped:
+        if key in self.accounts or self.is_mapped(key):
             raise conflict(f"{func} overwrites", target, "written to")
         if key in self.read:
             raise conflict(f"{func} overwrites", target, "read")
@@ -323,7 +327,7 @@ class Ledger:
     def account(self, func: Any, target: Tensor) -> Account:
         """For what adds up: nothing else may see this memory."""
         key = memory(target)
-        if key in self.read or key in self.mapped:
+        if key in self.read or self.is_mapped(key):
             raise conflict(f"{func} adds to", target, "read")
         if key in self.overwritten:
             raise conflict(f"{func} adds to", target, "overwritten")

@@ -156,16 +156,15 @@ class Places:
 def _run(func: Callable, entering: Entering, places: Places, draws: Draws, origin: Origin) -> Any:
     level = VmapLevel(entering.size, draws.flag, top())
     level.origin = origin
-    level.ledger.mapped.update(
-        memory(leaf)
-        for leaf, dim in zip(entering.leaves, entering.dims, strict=True)
-        if dim is not None
-    )
     level.scope = draws.scope(level, origin.first)
-    entered = [
-        leaf if dim is None else border.enter(leaf, dim, level).of_kind(_kind_of_one(leaf, dim))
-        for leaf, dim in zip(entering.leaves, entering.dims, strict=True)
-    ]
+    entered = list(entering.leaves)
+    for i, dim in enumerate(entering.dims):
+        if dim is not None:
+            leaf = entering.leaves[i]
+            level.ledger.arguments.append(leaf)
+            entered[i] = border.enter(leaf, dim, level)
+            if type(leaf) is not torch.Tensor:
+                entered[i].of_kind(_kind_of_one(leaf, dim))
     args, kwargs = entering.unflatten(entered)
     with handover.eagerly(), running(level), drawing_in(level.scope):
         result = func(*args, **kwargs)
@@ -190,11 +189,12 @@ def _kind_of_one(leaf: torch.Tensor, dim: int) -> type | None:
 
 def _hand_back(entering: Entering, entered: list, level: VmapLevel, origin: Origin) -> None:
     """Let the caller's tensors have the history of what was written into them."""
-    changed = [
-        leaf
-        for leaf, dim, example in zip(entering.leaves, entering.dims, entered, strict=True)
-        if dim is not None and border.hand_back(example, leaf, dim, level)
-    ]
+    with functions_off():
+        changed = [
+            leaf
+            for leaf, dim, example in zip(entering.leaves, entering.dims, entered, strict=True)
+            if dim is not None and border.hand_back(example, leaf, dim, level)
+        ]
     for leaf in changed:
         twins = [x for x in entering.leaves if isinstance(x, torch.Tensor)]
         if sum(memory(x) == memory(leaf) for x in twins) > 1:
@@ -213,9 +213,8 @@ def _leave(r: Any, place: int | None, level: VmapLevel, call: Call, seen: set[in
     if not -rank <= place < rank:
         raise mapping.place_outside(call, r, place)
     stack = border.leave(r, place % rank, level)
-    kind = kind_of(r)
-    if has_own_meaning(kind):
-        stack = stack.as_subclass(kind)
+    if type(r) is not torch.Tensor and has_own_meaning(kind_of(r)):
+        stack = stack.as_subclass(kind_of(r))
     memory = id(getattr(r, "family", None) or r)
     if memory in seen:  # a tensor returned twice, or with a view of it: the loop would copy both
         stack = stack.clone()
