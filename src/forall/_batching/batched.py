@@ -19,7 +19,7 @@ from forall._core.levels import Level, dispatched, innermost, is_over, left_over
 from forall._torch import trees
 from forall._torch.dispatch import functions_off, no_dispatch
 from forall._torch.names import subclass_functions_off
-from forall._torch.wrapper import Wrapper, make_wrapper
+from forall._torch.wrapper import READS, Wrapper, make_wrapper
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -90,15 +90,24 @@ class Batched(Wrapper):
         if self.axis is not None:
             if is_over(self.level):
                 raise escaped(f"x.{name}()", self, self.level.origin)
-            raise no_memory(name, self, self.level.size)
+            if name not in READS:
+                raise no_memory(name, self, self.level.size)
         if self.requires_grad and name != "tolist":
             raise RuntimeError(
                 f"Can't call {name}() on Tensor that requires grad. Use tensor.detach().{name}()."
             )
         if self.older and self.level.notes:
             self.level.ledger.reads(f"x.{name}()", self)
+        if name not in READS:
+            with no_dispatch(), functions_off():
+                return getattr(self.value, name)(*args, **kwargs)
+        value = self.level.one_answer(self, lambda: no_memory(name, self, self.level.size))
         with no_dispatch(), functions_off():
-            return getattr(self.value, name)(*args, **kwargs)
+            if self.axis is None or name == "tolist":
+                return getattr(value, name)(*args, **kwargs)
+            array = getattr(value.clone(), name)(*args, **kwargs)
+        array.flags.writeable = False  # of one example for a group of them: a write would be lost
+        return array
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):

@@ -13,6 +13,7 @@ NOTE [dressed stacks]
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -226,10 +227,13 @@ class Enter(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        _, ctx.axis, ctx.level, ctx.worn = inputs
+        stack, ctx.axis, ctx.level, ctx.worn = inputs
+        ctx.leaf = weakref.ref(stack) if stack.is_leaf else None
 
     @staticmethod
     def backward(ctx, g):
+        if ctx.leaf is not None and ctx.level.active:
+            ctx.level.ledger.keep_grad(ctx.leaf())
         g = _without_tangents(g, ctx.level)
         with outside(ctx.level):
             return leave(g, ctx.axis, ctx.level, ctx.worn), None, None, None
@@ -270,12 +274,14 @@ class Share(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx, inputs, output):
         tensor, ctx.level = inputs
-        ctx.leaf = id(tensor) if tensor.is_leaf else None
+        ctx.leaf = (id(tensor), weakref.ref(tensor)) if tensor.is_leaf else None
 
     @staticmethod
     def backward(ctx, g):
         if ctx.leaf is not None and ctx.level.active:
-            ctx.level.ledger.leaves.add(ctx.leaf)
+            number, leaf = ctx.leaf
+            ctx.level.ledger.leaves.add(number)
+            ctx.level.ledger.keep_grad(leaf())
         g = _without_tangents(g, ctx.level)
         with outside(ctx.level):
             return _summed(g, ctx.level), None

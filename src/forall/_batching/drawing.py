@@ -13,7 +13,7 @@ from forall._random.keys import fold_each
 from forall._torch.dispatch import functions_off
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from forall._batching.interpreter import VmapLevel
 
@@ -39,8 +39,8 @@ class Draws:
                 self._key = self._outer.reserve()
         self._count = 0 if self._outer is None else self._outer.count
 
-    def scope(self, level: VmapLevel, first: int) -> Any:
-        """What the examples of ``level``, the first of them number ``first``, draw in."""
+    def scope(self, level: VmapLevel, numbers: Sequence[int]) -> Any:
+        """What the examples of ``level``, which have these numbers, draw in."""
         key = self._key
         if key is None:
             if self._outer is not None:
@@ -49,7 +49,7 @@ class Draws:
 
         def of_examples() -> torch.Tensor:
             with outside(level), functions_off():
-                return wrap(fold_each(key(), first, level.size), 0, level)
+                return wrap(fold_each(key(), numbers), 0, level)
 
         return scopes.Scope(of_examples)
 

@@ -13,9 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from forall._batching.batched import wrap
 from forall._batching.one_by_one import Copied, all_places, example_of, levels_of
+from forall._batching.parting import one_answer
 from forall._core.errors import DataDependentError, columns
 from forall._core.levels import outside
+from forall._core.parting import Parted
 from forall._core.places import users_line
 from forall._torch import generators, trees
 from forall._torch.dispatch import functions_off
@@ -24,14 +27,15 @@ from forall._torch.schema import facts
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from forall._batching.one_by_one import Places
+    from forall._batching.batched import wrap
+from forall._batching.one_by_one import Places
 
 
 _NOT_ONE_EXAMPLES = (DataDependentError, Warning, torch.OutOfMemoryError)
 _OURS = ("vmap:", "vmap(", "jvp:", "jvp(")  # messages of this library, about all examples
 
 
-def told(_level: Any, error: Exception, func: Any, args: tuple, kwargs: dict, /) -> Exception:
+def told(_level: Any, error: Exception, func: Any, args: tuple, kwargs: dict, /) -> BaseException:
     """What to raise where the operator ``func`` failed with ``error`` for all examples at once."""
     if isinstance(error, _NOT_ONE_EXAMPLES) or str(error).startswith(_OURS):
         return error
@@ -45,13 +49,18 @@ def told(_level: Any, error: Exception, func: Any, args: tuple, kwargs: dict, /)
 
 def first_error(
     name: str, call: Callable, args: tuple, kwargs: dict, most: int | None = None
-) -> Exception | None:
-    """The error of the first example for which ``call`` fails, with a note that names it."""
+) -> BaseException | None:
+    """The error of the first example for which ``call`` fails, with a note that names it.
+
+    Where some examples fail and others do not, or otherwise, they part: the function may catch it.
+    """
     with functions_off():
         flat, spec = trees.flatten((args, kwargs))
         levels = levels_of(flat)
         if not levels:
             return None
+        parts = most is None and all(level.parts for level in levels)
+        errors: list[Exception | None] = []
         drawn = generators.states(flat)
         try:
             with outside(levels[0]):
@@ -59,11 +68,30 @@ def first_error(
                     a, k = trees.unflatten([example_of(x, places) for x in flat], spec)
                     try:
                         call(*a, **k)
+                        errors.append(None)
                     except Exception as theirs:  # noqa: BLE001 - the user's error, whatever it is
                         theirs.add_note(_note(name, places))
-                        return theirs
+                        errors.append(theirs)
+                        if not parts:
+                            break
         finally:
             generators.restore(drawn)
+    found = next((e for e in errors if e is not None), None)
+    return found if found is None or not parts else _parted(errors, levels) or found
+
+
+def _parted(errors: list[Exception | None], levels: list) -> BaseException | None:
+    """What to raise where not all examples fail alike."""
+    kinds = [None if e is None else (type(e), str(e)) for e in errors]
+    known = list(dict.fromkeys(kinds))
+    codes = torch.tensor([known.index(k) for k in kinds])
+    codes = codes.reshape([level.size for level in levels])
+    for level in levels:
+        codes = wrap(codes, 0, level)
+    try:
+        one_answer(codes, RuntimeError)
+    except Parted as parted:
+        return parted
     return None
 
 
@@ -73,6 +101,6 @@ def _note(name: str, places: Places) -> str:
     for level, number in reversed(places.items()):
         origin = level.origin
         if origin is not None and origin.is_users:
-            which = f"example {origin.first + number} of {origin.size}, counted from 0"
+            which = f"example {origin.numbers[number]} of {origin.size}, counted from 0"
             rows.append((str(origin.call), f"at {origin.place}", which))
     return f"vmap: one example failed.\n{columns(rows)}"

@@ -315,6 +315,12 @@ def _ended(args: tuple) -> list:
 
 def loop(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     """One example after another, then stacked: right by construction."""
+    out = restacked(each(level, func, args, kwargs))
+    return wrapped(out if level.size else without_examples(out), 0, level)
+
+
+def each(level: Any, func: Any, args: tuple, kwargs: dict) -> list:
+    """What an operator gives for one example after another; for a stand-in if there are none."""
 
     def pick(a: Any, i: int) -> Any:
         if is_mapped(a, level):
@@ -325,18 +331,17 @@ def loop(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
             return [pick(b, i) for b in a]
         return a
 
-    outs = [
+    return [
         func(*[pick(a, i) for a in args], **{k: pick(a, i) for k, a in kwargs.items()})
         for i in range(level.size or 1)
     ]
-    out = _restacked(outs)
-    return wrapped(out if level.size else without_examples(out), 0, level)
 
 
-def _restacked(outs: list) -> Any:
+def restacked(outs: list) -> Any:
+    """The results of all examples as stacks."""
     head = outs[0]
     if isinstance(head, Tensor):
         return torch.stack(outs)
     if isinstance(head, (list, tuple)):
-        return type(head)(_restacked(list(c)) for c in zip(*outs, strict=True))
+        return type(head)(restacked(list(c)) for c in zip(*outs, strict=True))
     return head

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from forall._batching.families import Stack, front, is_mapped, lower
-from forall._core.errors import data_dependent
+from forall._batching.families import Stack, front, is_mapped, level_on, lower
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -76,18 +75,23 @@ def _without_masks(indices: Sequence[Any]) -> list:
     """Masks as the places they name, so that they broadcast against indices with an axis B."""
     found: list = []
     for i in indices:
-        if isinstance(i, Stack) and i.v.dtype in MASKS:
-            raise data_dependent(
-                "indexing with a boolean mask (x[mask])",
-                "Use torch.where(mask, x, other), or multiply by the mask, to keep one shape.",
-            )
         found.extend(aten.nonzero.default(i).unbind(1) if _is_mask(i) else [i])
     return found
 
 
-def taken(indices: Sequence[Any], level: Any) -> list:
-    """A list of indices as a rule gets it."""
-    return [Stack(front(i)) if is_mapped(i, level) else lower(i, level) for i in indices]
+def taken(indices: Sequence[Any], level: Any, mask: bool = False) -> list:
+    """A list of indices as a rule gets it; a mapped mask as the places it names, or as it is."""
+    found: list = []
+    for i in indices:
+        if not is_mapped(i, level):
+            found.append(lower(i, level))
+        elif mask or i.dtype not in MASKS:
+            found.append(Stack(front(i)))
+        else:
+            with level_on(level):
+                places = aten.nonzero.default(i)
+            found.extend(Stack(p) for p in front(places).unbind(2))
+    return found
 
 
 def lined(a: Any, size: int) -> Tensor:

@@ -16,6 +16,7 @@ from forall._batching.arrays import by_numpy
 from forall._batching.batched import Batched, without_ended, wrap
 from forall._batching.families import alike, lower, wrapped
 from forall._batching.ledger import Ledger
+from forall._batching.parting import one_answer
 from forall._batching.resolve import resolve
 from forall._batching.sharing import Sharing
 from forall._core.errors import note_missing_axis
@@ -83,6 +84,8 @@ class VmapLevel(Level, TorchDispatchMode):
         self.randomness = randomness
         self.records_values = self.peels = records_values
         self.shares = not records_values
+        self.parts = False  # whether its call runs examples that part in groups
+        self.parted: BaseException | None = None
         self.outer_grad = torch.is_grad_enabled()
         self.scope = scopes.running()  # vmap gives each of its examples one of their own
         self.ledger = Ledger()
@@ -108,6 +111,7 @@ class VmapLevel(Level, TorchDispatchMode):
         return func(*args, **kwargs)
 
     by_numpy = by_numpy
+    one_answer = staticmethod(one_answer)
     told = failing.told
 
     def push(self, h: Any, args: tuple) -> tuple:

@@ -20,6 +20,7 @@ from forall._batching.families import front, is_mapped, lower
 from forall._core.errors import columns, shared_write, short
 from forall._core.levels import outside, top
 from forall._torch.dispatch import below_autograd, functions_off, no_dispatch
+from forall._torch.names import set_version, version
 from forall._torch.wrapper import Wrapper
 
 if TYPE_CHECKING:
@@ -261,6 +262,9 @@ class Ledger:
     __slots__ = (
         "accounts",
         "arguments",
+        "before",
+        "grads",
+        "kept",
         "leaves",
         "mapped_written",
         "overwritten",
@@ -277,6 +281,9 @@ class Ledger:
         self.overwritten: set[int] = set()
         self.renewed: set[int] = set()  # overwritten as a whole, before anything read it
         self.accounts: dict[int, Account] = {}
+        self.kept: set[Any] = set()  # places that ``before`` has
+        self.before: list[tuple[Tensor, Tensor, int]] = []  # what was written to, and what it held
+        self.grads: dict[int, tuple[Tensor, Tensor | None, Tensor | None]] = {}
         self.leaves: set[int] = set()  # on which a backward pass of the call left a gradient
 
     def is_mapped(self, key: int) -> bool:
@@ -332,6 +339,31 @@ class Ledger:
         if key in self.overwritten:
             raise conflict(f"{func} adds to", target, "overwritten")
         return self.accounts.setdefault(key, Account())
+
+    def keep(self, value: Tensor) -> None:
+        """Remember what an older tensor, from just outside the level, holds before a write."""
+        key = memory(value), place(value)
+        if key not in self.kept:
+            self.kept.add(key)
+            self.before.append((value, _as_it_is(value), version(value)))
+
+    def keep_grad(self, leaf: Tensor | None) -> None:
+        """Remember what a leaf's .grad holds before a backward pass adds to it."""
+        if leaf is not None and id(leaf) not in self.grads:
+            with functions_off():
+                grad = leaf.grad
+                self.grads[id(leaf)] = leaf, grad, None if grad is None else _as_it_is(grad)
+
+    def undo(self) -> None:
+        """Put older memory back as it was when the call began: the call will be made again."""
+        with functions_off(), below_autograd():
+            for value, held, number in reversed(self.before):
+                value.copy_(held)
+                set_version(value, number)
+            for leaf, grad, held in self.grads.values():
+                if grad is not None:
+                    grad.copy_(held)
+                leaf.grad = grad
 
     def settle(self, size: int) -> None:
         """At the end of the call, just outside its level."""

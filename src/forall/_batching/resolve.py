@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from forall._batching import extending, families, table, writing
-from forall._core.errors import DataDependentError, data_dependent, slow
+from forall._core.errors import DataDependentError, slow
 from forall._core.levels import outside
 from forall._torch import custom, trees
 from forall._torch.names import DispatchKey, decompositions, has_kernel
@@ -53,7 +53,7 @@ def _find(func: Any) -> tuple[Any, str]:
     if op is not None:
         return extending.torchs_rule(op, _loop), "custom"
     if fact.dynamic:
-        return _refuse, "error"
+        return table.HANDLERS[_BY_SHAPE], "loop"
     if fact.pointwise:
         return families.pointwise, "pointwise"
     view = _view_copied_by(func)
@@ -65,6 +65,8 @@ def _find(func: Any) -> tuple[Any, str]:
     return _loop, "loop"
 
 
+# Whose handler serves every operator that gives each example a shape of its own.
+_BY_SHAPE = torch.ops.aten._unique2.default
 # Torch adds its zeros without memory to our values by these, once a level has ended.
 _PRIMS = {name: getattr(torch.ops.aten, name).Tensor for name in ("add", "sub", "mul", "div")}
 
@@ -72,12 +74,6 @@ _PRIMS = {name: getattr(torch.ops.aten, name).Tensor for name in ("add", "sub", 
 def _as_aten(op: Any) -> Any:
     """A prim takes one shape and one dtype, where the usual operator does the same."""
     return lambda level, func, args, kwargs: resolve(op)(level, op, args, kwargs)
-
-
-def _refuse(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
-    raise data_dependent(
-        str(func), "Use torch.where or masks of fixed shape, or compute it outside vmap."
-    )
 
 
 def _no_rule(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:

@@ -15,6 +15,7 @@ import torch
 
 from forall._batching.batched import Batched, Family
 from forall._torch.dispatch import functions_off
+from forall._torch.names import version
 from forall._torch.wrapper import Wrapper
 
 if TYPE_CHECKING:
@@ -49,10 +50,6 @@ def stands(x: Any) -> Standing | None:
     return None if holder is None else holder.stands
 
 
-def _version(x: torch.Tensor) -> int:
-    return -1 if x.is_inference() else x._version
-
-
 class Standing:
     """One copy, and the places of x that it is of."""
 
@@ -62,17 +59,17 @@ class Standing:
         self.picked = picked
         self.places = places
         self.x = x
-        self.version = _version(x)
+        self.version = version(x)
 
     def put_back(self) -> None:
         reach(self.x, lambda: aten.index_put_.default(self.x, self.places, self.picked))
-        self.version = _version(self.x)
+        self.version = version(self.x)
 
     def follow(self) -> None:
-        version = _version(self.x)
-        if version == self.version and version >= 0:
+        now = version(self.x)
+        if now == self.version and now >= 0:
             return
-        self.version = version
+        self.version = now
         self.alone(lambda: aten.copy_.default(self.picked, aten.index.Tensor(self.x, self.places)))
 
     def alone(self, write: Callable[[], object]) -> object:

@@ -109,6 +109,8 @@ def writable(level: Any, func: Any, target: Any, data: list) -> Tensor:
     if target.older:
         if level.notes:
             level.ledger.writes_mapped(func, target)
+        if level.parts:
+            level.ledger.keep(target.value)
         _note_write(target)
     if target.family is not None and target.family.stands is not None:
         raise written_to_place(func)
@@ -276,6 +278,8 @@ def _overwrite(level: Any, func: Any, written: list, read: list) -> None:
     for t in written:
         if torch.is_grad_enabled() and any(r.requires_grad for r in read):
             raise unrecorded(func, t)
+        if level.parts:
+            ledger.keep(lower(t, level))
         depends = func.overloadpacket.__name__ in _BY_VALUE
         if depends and memory(t) in ledger.overwritten:
             raise conflict(f"{func} writes to", t, "overwritten")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from types import CodeType
 
     from forall._core.errors import Call
@@ -44,7 +45,7 @@ class Origin(NamedTuple):
 
     call: Call
     place: Place
-    first: int  # the number of the level's first example among all of the call
+    numbers: Sequence[int]  # of the level's examples, among all of the call
     size: int  # how many examples the call has
 
     @property

@@ -98,10 +98,10 @@ def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
     return _key(threefry(k0, k1, torch.zeros_like(low), low))
 
 
-def fold_each(key: Tensor, first: int, number: int) -> Tensor:
-    """`fold_in` of the numbers from ``first`` on: (2,) -> (number, 2)."""
+def fold_each(key: Tensor, numbers: Sequence[int]) -> Tensor:
+    """`fold_in` of each of these numbers: (2,) -> (len(numbers), 2)."""
     k0, k1 = words("fold_in", key)
-    low = torch.arange(first, first + number, device=key.device).to(torch.int32)
+    low = torch.tensor(numbers, device=key.device).to(torch.int32)
     return _key(threefry(k0, k1, torch.zeros_like(low), low))
 
 

@@ -23,9 +23,11 @@ __all__ = [
     "has_kernel",
     "pop_mode",
     "push_mode",
+    "set_version",
     "split_tangent",
     "subclass_functions_are_on",
     "subclass_functions_off",
+    "version",
 ]
 
 DispatchKey = torch._C.DispatchKey
@@ -50,6 +52,18 @@ BACKWARD_HOOK = torch.nn.modules._functions.BackwardHookFunction
 
 # The code of the module that all of BatchNorm1d, 2d and 3d are.
 BATCH_NORM = torch.nn.modules.batchnorm._BatchNorm.forward.__code__
+
+
+def version(tensor: torch.Tensor) -> int:
+    """How often a tensor has been written to; -1 where torch does not count."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def set_version(tensor: torch.Tensor, number: int) -> None:
+    """Say that a tensor which holds what it held then has not been written to since."""
+    if number >= 0:
+        torch._C._autograd._unsafe_set_version_counter((tensor,), (number,))
+
 
 has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 

@@ -44,6 +44,15 @@ def no_key(call: Call, flag: Any) -> None:
         )
 
 
+def divergence(verb: str, given: Any) -> None:
+    if given not in ("split", "error"):
+        raise ValueError(
+            f"{verb}: divergence must be 'split' or 'error'.\n"
+            f"{columns([('divergence', repr(given))])}\n"
+            "'split' runs examples that part in groups; 'error' refuses them."
+        )
+
+
 def chunk_size(verb: str, size: Any) -> None:
     if size is not None and (not isinstance(size, int) or size <= 0):
         raise ValueError(

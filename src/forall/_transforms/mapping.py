@@ -246,16 +246,19 @@ def _held(thing: Any, level: Any) -> torch.Tensor | None:
     return None
 
 
-def joined(call: Call, column: tuple, place: int | None, chunk: int) -> Any:
-    """One result of all chunks."""
+def joined(call: Call, column: tuple, place: int | None, firsts: list[int]) -> Any:
+    """One result of all parts, whose first examples have these numbers."""
     first = column[0]
     if isinstance(first, torch.Tensor):
-        return first if place is None else torch.cat(column, place % first.dim())
-    for i, other in enumerate(column):
+        if place is None:
+            return first
+        _same_shapes(call, column, place, firsts)
+        return torch.cat(column, place % first.dim())
+    for number, other in zip(firsts, column, strict=True):
         if not _equal(first, other):
             rows = [
-                ("example 0", short(first), kind(first)),
-                (f"example {i * chunk}", short(other), kind(other)),
+                (f"example {firsts[0]}", short(first), kind(first)),
+                (f"example {number}", short(other), kind(other)),
             ]
             raise ValueError(
                 f"{call}: a result that is no tensor differs between the examples.\n"
@@ -266,6 +269,20 @@ def joined(call: Call, column: tuple, place: int | None, chunk: int) -> Any:
     return first
 
 
+def _same_shapes(call: Call, column: tuple, place: int, firsts: list[int]) -> None:
+    shapes = [[*t.shape] for t in column]
+    for shape in shapes:
+        del shape[place % (len(shape) or 1)]
+    for number, shape in zip(firsts, shapes, strict=True):
+        if shape != shapes[0]:
+            rows = [(f"example {firsts[0]}", f"{shapes[0]}"), (f"example {number}", f"{shape}")]
+            raise ValueError(
+                f"{call}: the results of the examples differ in shape.\n{columns(rows)}\n"
+                "They cannot be stacked. Return the same shape for every example, or say "
+                "ragged=True for a nested tensor."
+            )
+
+
 def _equal(a: Any, b: Any) -> bool:
     try:
         return a is b or bool(a == b)
@@ -273,8 +290,8 @@ def _equal(a: Any, b: Any) -> bool:
         return False
 
 
-def trees_differ(call: Call, spec: Any, other: Any, start: int) -> ValueError:
-    rows = [("example 0", trees.text(spec)), (f"example {start}", trees.text(other))]
+def trees_differ(call: Call, first: int, spec: Any, number: int, other: Any) -> ValueError:
+    rows = [(f"example {first}", trees.text(spec)), (f"example {number}", trees.text(other))]
     return ValueError(
         f"{call}: the results of the examples differ in structure.\n{columns(rows)}\n"
         "Return the same tree for every example."

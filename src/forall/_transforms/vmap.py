@@ -21,10 +21,11 @@ from forall._torch import generators, handover, trees
 from forall._torch.dispatch import functions_off
 from forall._torch.wrapper import Wrapper, has_own_meaning, kind_of
 from forall._transforms import checks, mapping
+from forall._transforms.groups import Groups, in_groups, joined, once_more
 from forall._transforms.types import P, R
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 
 def vmap(
@@ -34,6 +35,7 @@ def vmap(
     randomness: str | torch.Tensor = "error",
     *,
     chunk_size: int | None = None,
+    divergence: str = "split",
 ) -> Callable[P, R]:
     """``func`` of one example, for all examples at once.
 
@@ -83,6 +85,8 @@ def vmap(
     checks.callable_("vmap", func)
     checks.randomness("vmap", randomness, keys=True)
     checks.chunk_size("vmap", chunk_size)
+    checks.divergence("vmap", divergence)
+    options = Options(divergence)
 
     @functools.wraps(func, updated=())
     def mapped(*args: Any, **kwargs: Any) -> Any:
@@ -103,12 +107,19 @@ def vmap(
                 )(*args, **kwargs)
         places = Places(Call("vmap", func, out_dims=out_dims), out_dims)
         entering = Entering(*mapping.inputs(call, args, kwargs, *dims), (args, kwargs))
-        origin = Origin(call, users_line(), 0, entering.size)
+        origin = Origin(call, users_line(), range(entering.size), entering.size)
+        whole = Mapping(func, entering, places, Draws(randomness), origin, options)
         if chunk_size is None or chunk_size >= entering.size:
-            return _run(func, entering, places, Draws(randomness), origin)
-        return _in_chunks(func, entering, places, Draws(randomness), chunk_size, origin)
+            return whole.run()
+        return whole.in_chunks(chunk_size)
 
     return mapped
+
+
+class Options(NamedTuple):
+    """How examples that part are run."""
+
+    divergence: str
 
 
 class Entering(NamedTuple):
@@ -153,30 +164,85 @@ class Places:
         return mapping.places(self.call, self.out_dims, spec)
 
 
-def _run(func: Callable, entering: Entering, places: Places, draws: Draws, origin: Origin) -> Any:
-    level = VmapLevel(entering.size, draws.flag, top())
-    level.origin = origin
-    level.scope = draws.scope(level, origin.first)
-    entered = list(entering.leaves)
-    for i, dim in enumerate(entering.dims):
-        if dim is not None:
-            leaf = entering.leaves[i]
-            level.ledger.arguments.append(leaf)
-            entered[i] = border.enter(leaf, dim, level)
-            if type(leaf) is not torch.Tensor:
-                entered[i].of_kind(_kind_of_one(leaf, dim))
-    args, kwargs = entering.unflatten(entered)
-    with handover.eagerly(), running(level), drawing_in(level.scope):
-        result = func(*args, **kwargs)
-    _hand_back(entering, entered, level, origin)
-    results, spec = trees.flatten(result)
-    left = []
-    seen: set[int] = set()
-    for r, place in zip(results, places.of(spec), strict=True):
-        if isinstance(r, (int, float, complex)) and place is not None:
-            r = torch.tensor(r)
-        left.append(_leave(r, place, level, places.call, seen))
-    return trees.unflatten(left, spec)
+class Mapping(NamedTuple):
+    """One call of a mapped function, or a part of its examples."""
+
+    func: Callable
+    entering: Entering
+    places: Places
+    draws: Draws
+    origin: Origin
+    options: Options
+
+    def some(self, numbers: Sequence[int]) -> Mapping:
+        """The same for these of the examples, counted from 0: a range, or any in order."""
+        entering, origin = self.entering, self.origin
+        leaves = [
+            leaf if dim is None else _some(leaf, dim, numbers)
+            for leaf, dim in zip(entering.leaves, entering.dims, strict=True)
+        ]
+        known = origin.numbers[numbers.start : numbers.stop] if isinstance(numbers, range) else [
+            origin.numbers[n] for n in numbers
+        ]
+        return self._replace(
+            entering=entering._replace(leaves=leaves, size=len(numbers)),
+            origin=origin._replace(numbers=known),
+        )
+
+    def run(self) -> Any:
+        """All examples at once, or in groups where they part."""
+        try:
+            flat, spec = self.once()
+        except Groups as parted:
+            flat, spec = in_groups(self, parted.groups)
+        return trees.unflatten(flat, spec)
+
+    def once(self) -> tuple[list, Any]:
+        """One run of the function. It ends with `Groups` where its examples part."""
+        level = VmapLevel(self.entering.size, self.draws.flag, top())
+        level.origin = self.origin
+        level.scope = self.draws.scope(level, self.origin.numbers)
+        level.parts = self.options.divergence == "split"
+        entering = self.entering
+        entered = list(entering.leaves)
+        for i, dim in enumerate(entering.dims):
+            if dim is not None:
+                leaf = entering.leaves[i]
+                level.ledger.arguments.append(leaf)
+                entered[i] = border.enter(leaf, dim, level)
+                if type(leaf) is not torch.Tensor:
+                    entered[i].of_kind(_kind_of_one(leaf, dim))
+        args, kwargs = entering.unflatten(entered)
+        with once_more(self, level), handover.eagerly(), running(level), drawing_in(level.scope):
+            result = self.func(*args, **kwargs)
+        _hand_back(entering, entered, level, self.origin)
+        results, spec = trees.flatten(result)
+        left = []
+        seen: set[int] = set()
+        for r, place in zip(results, self.places.of(spec), strict=True):
+            if isinstance(r, (int, float, complex)) and place is not None:
+                r = torch.tensor(r)
+            left.append(_leave(r, place, level, self.places.call, seen))
+        return left, spec
+
+    def in_chunks(self, chunk: int) -> Any:
+        leaves, size = self.entering.leaves, self.entering.size
+        drawn = generators.states(leaves) if self.draws.flag == "same" else None
+        parts = []
+        for start in range(0, size, chunk):
+            if drawn is not None and start:
+                generators.restore(drawn)  # the same for all examples, not only for a chunk of them
+            numbers = range(start, min(start + chunk, size))
+            out = self.some(numbers).run()
+            parts.append((numbers, *trees.flatten(out)))
+        flat, spec = joined(self.places, parts)
+        return trees.unflatten(flat, spec)
+
+
+def _some(leaf: torch.Tensor, dim: int, numbers: Sequence[int]) -> torch.Tensor:
+    if isinstance(numbers, range):
+        return leaf.narrow(dim, numbers.start, len(numbers))
+    return leaf.index_select(dim, torch.tensor(numbers, device=leaf.device))
 
 
 def _kind_of_one(leaf: torch.Tensor, dim: int) -> type | None:
@@ -220,37 +286,3 @@ def _leave(r: Any, place: int | None, level: VmapLevel, call: Call, seen: set[in
         stack = stack.clone()
     seen.add(memory)
     return stack
-
-
-def _in_chunks(
-    func: Callable,
-    entering: Entering,
-    places: Places,
-    draws: Draws,
-    chunk: int,
-    origin: Origin,
-) -> Any:
-    leaves, _, dims, size, _ = entering
-    drawn = generators.states(leaves) if draws.flag == "same" else None
-    parts: list[list] = []
-    spec = None
-    for start in range(0, size, chunk):
-        if drawn is not None and start:
-            generators.restore(drawn)  # the same for all examples, not only for a chunk of them
-        n = min(chunk, size - start)
-        part = [
-            leaf if dim is None else leaf.narrow(dim, start, n)
-            for leaf, dim in zip(leaves, dims, strict=True)
-        ]
-        chunk_of = entering._replace(leaves=part, size=n)
-        out = _run(func, chunk_of, places, draws, origin._replace(first=start))
-        flat, its_spec = trees.flatten(out)
-        if spec is not None and its_spec != spec:
-            raise mapping.trees_differ(places.call, spec, its_spec, start)
-        spec = its_spec
-        parts.append(flat)
-    joined = [
-        mapping.joined(places.call, column, place, chunk)
-        for column, place in zip(zip(*parts, strict=True), places.of(spec), strict=True)
-    ]
-    return trees.unflatten(joined, spec)

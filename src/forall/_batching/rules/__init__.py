@@ -8,6 +8,7 @@ from forall._batching.rules import (
     calls,
     checks,
     conv,
+    dynamic,
     embedding,
     factory,
     fft,

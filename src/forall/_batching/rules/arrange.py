@@ -10,7 +10,6 @@ from forall._batching.batched import wrap
 from forall._batching.families import front, stacked
 from forall._batching.table import register
 from forall._core.axes import stacked_dim, stacked_dims
-from forall._core.errors import data_dependent
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -175,16 +174,3 @@ register(
 )
 
 
-def _repeat_interleave(level, func, args, kwargs):
-    """(B, n) repeats -> (B, output_size): which entry each place repeats."""
-    size = kwargs.get("output_size")
-    if size is None:
-        raise data_dependent(
-            "repeat_interleave(repeats)", "Give output_size, the sum of repeats in every example."
-        )
-    ends = front(args[0]).cumsum(1)
-    places = torch.arange(size, device=ends.device, dtype=ends.dtype).expand(ends.shape[0], size)
-    return wrap(torch.searchsorted(ends, places.contiguous(), right=True), 0, level)
-
-
-register({aten.repeat_interleave.Tensor: _repeat_interleave})

@@ -217,6 +217,16 @@ def _tensor_split(x: Tensor, cuts: Any, dim: int = 0) -> Any:
     return torch.tensor_split(x, cuts.tolist(), dim)
 
 
+# --- a test ------------------------------------------------------------------------------------
+
+
+def _truth(x: Tensor) -> Any:
+    """Which number x has is not asked, only whether it is one but 0."""
+    if not isinstance(x, Wrapper) or x.numel() != 1 or x.dtype is torch.bool or not _is_mapped(x):
+        return NotImplemented
+    return bool(x.detach() != 0)
+
+
 # --- the tensor's own memory -------------------------------------------------------------------
 
 
@@ -317,6 +327,9 @@ CALLS.update(
     {
         Tensor.__getitem__: _getitem,
         Tensor.__setitem__: _set,
+        Tensor.__bool__: _truth,
+        torch.is_nonzero: _truth,
+        Tensor.is_nonzero: _truth,
         torch.full: _full,
         torch.full_like: _full_like,
         Tensor.new_full: _new_full,

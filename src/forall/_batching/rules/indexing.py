@@ -26,7 +26,6 @@ from forall._batching.indices import (
 )
 from forall._batching.table import register
 from forall._core.axes import stacked_dim
-from forall._core.errors import data_dependent
 
 aten = torch.ops.aten
 Tensor = torch.Tensor
@@ -118,17 +117,6 @@ def _masked_scatter(size, x, mask, source):
 
 
 @by_front
-def _masked_select(size, x, mask):
-    if isinstance(mask, Stack):
-        raise data_dependent(
-            "masked_select or x[mask]", "torch.where(mask, x, other) keeps one shape for all."
-        )
-    shape = torch.broadcast_shapes(x.v.shape[1:], mask.shape)
-    (v,) = _broadcast(size, x, shape=shape)
-    return aten.index.Tensor(v, [None, mask.expand(shape)])
-
-
-@by_front
 def _masked_scatter_backward(size, grad, mask, sizes):
     grad, mask = _broadcast(size, grad, mask)
     n = torch.Size(sizes).numel()
@@ -166,42 +154,9 @@ def _nonzero_static(level, func, args, kwargs):
 
 register(
     {
-        aten.masked_select.default: _masked_select,
         aten.masked_scatter.default: _masked_scatter,
         aten.masked_scatter_backward.default: _masked_scatter_backward,
         aten.masked_fill.Tensor: _masked_fill,
         aten.nonzero_static.default: _nonzero_static,
     }
-)
-
-
-# --- a shape or a number that depends on the values --------------------------------------------
-
-
-def _asks(what: str, cure: str) -> Any:
-    def handler(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
-        raise data_dependent(what, cure)
-
-    return handler
-
-
-_NONZERO = _asks(
-    "nonzero, argwhere or a boolean mask as an index",
-    "torch.where(mask, x, other) and torch.nonzero_static(x, size=n) have one shape for all.",
-)
-_UNIQUE = _asks(
-    "unique", "Sort the values and compare neighbours, which has one shape for all examples."
-)
-register(
-    {
-        aten._local_scalar_dense.default: _asks(
-            "a tensor read as a Python number (.item(), bool(), int(), `if`, `while`)",
-            "Use torch.where instead of `if`, and a tensor instead of the number.",
-        ),
-        aten.nonzero.default: _NONZERO,
-        aten._unique2.default: _UNIQUE,
-        aten.unique_dim.default: _UNIQUE,
-        aten.unique_consecutive.default: _UNIQUE,
-    },
-    way="error",
 )

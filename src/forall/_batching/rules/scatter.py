@@ -68,7 +68,7 @@ def writes(rule: Callable) -> tuple[Callable, Callable]:
 
 def _taken(a: Any, level: Any) -> Any:
     if isinstance(a, (list, tuple)):
-        return taken(a, level)
+        return taken(a, level, mask=len(a) == 1)
     return Stack(front(a)) if is_mapped(a, level) else lower(a, level)
 
 

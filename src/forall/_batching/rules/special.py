@@ -19,7 +19,6 @@ from forall._batching.families import (
 from forall._batching.table import register
 from forall._batching.writing import pointwise_in_place
 from forall._core.axes import wrap_dim
-from forall._core.errors import data_dependent
 
 aten = torch.ops.aten
 Tensor = torch.Tensor
@@ -113,32 +112,11 @@ def _histogram_edges(size, x, bins, *, weight=None, density=False):
     return _histogram(_rows(x, size), _rows(bins, size).contiguous(), weight, density)
 
 
-def _bincount(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
-    """Where every example asks for the same length; else there is no stack of the results."""
-    x = args[0]
-    weights = args[1] if len(args) > 1 else None
-    least = args[2] if len(args) > 2 else 0
-    v = stacked(x, level)
-    size, numel = v.shape
-    needs = v.amax(1) + 1 if numel and size else v.new_full((size,), least)
-    longest = max(least, int(needs.max())) if size else least
-    if size and int(needs.clamp(min=least).min()) != longest:
-        raise data_dependent("bincount", "Give minlength, one more than the largest value.")
-    if numel and size and int(v.min()) < 0:
-        raise RuntimeError("bincount only supports 1-d non-negative integral inputs.")
-    flat = v + longest * torch.arange(size, device=v.device, dtype=v.dtype).unsqueeze(1)
-    if weights is not None:
-        weights = stacked(weights, level).reshape(-1)
-    counts = torch.bincount(flat.long().reshape(-1), weights, minlength=size * longest)
-    return wrap(counts.reshape(size, longest), 0, level)
-
-
 register(
     {
         aten.histc.default: _histc,
         aten.histogram.bin_ct: _histogram_counts,
         aten.histogram.bins_tensor: _histogram_edges,
-        aten.bincount.default: _bincount,
     }
 )
 
@@ -227,33 +205,10 @@ def _assert_all(level: Any, func: Any, args: tuple, kwargs: dict) -> None:
     func((lower(args[0], level) != 0).all(), *args[1:], **kwargs)
 
 
-def _one_answer(func: Any, answers: Tensor) -> bool:
-    """What torch's own checks of arguments ask for; where examples disagree there is none."""
-    every, none = bool(answers.all()), not bool(answers.any())
-    if every or none:
-        return every
-    raise data_dependent(str(func), "Use (x == y).all() or torch.isclose, one answer for each.")
-
-
-def _equal(level: Any, func: Any, args: tuple, kwargs: dict) -> bool:
-    x, y = (stacked(a, level) for a in args)
-    if x.shape != y.shape:
-        return False
-    return _one_answer(func, (x == y).reshape(x.shape[0], args[0].numel()).all(1))
-
-
-def _allclose(level: Any, func: Any, args: tuple, kwargs: dict) -> bool:
-    with level_on(level):
-        close: Any = torch.isclose(*args, **kwargs).all()
-    return _one_answer(func, close.value)
-
-
 register(
     {
         aten._assert_async.default: _assert_all,
         aten._assert_async.msg: _assert_all,
         aten._foobar.default: pointwise,
-        aten.equal.default: _equal,
-        aten.allclose.default: _allclose,
     }
 )

@@ -1,0 +1,81 @@
+"""What Python asks of a tensor (`if x > 0`, ``x.item()``, ``x[mask]``), and who answers.
+
+Where all examples answer alike, that is the answer. Where they do not, the level whose examples
+part is run once more for each group of them that agrees (`_core.parting`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from forall._batching.batched import Batched
+from forall._core.levels import outside
+from forall._core.parting import Parted
+from forall._core.places import users_line
+from forall._torch.dispatch import functions_off, no_dispatch
+from forall._torch.wrapper import Wrapper
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    Tensor = torch.Tensor
+
+
+def answers(t: Tensor) -> tuple[Tensor, list]:
+    """All values (n_1, .., n_k, *S) of examples of shape (*S), and the k levels that differ."""
+    if not isinstance(t, Wrapper):
+        with no_dispatch(), functions_off():
+            return t.detach(), []
+    if type(t) is not Batched:
+        with functions_off(), outside(t.level):
+            return answers(t.level.afterwards(t))
+    values, levels = answers(t.value)
+    if t.axis is None:
+        return values, levels
+    with no_dispatch(), functions_off():
+        return values.movedim(len(levels) + t.axis, len(levels)), [*levels, t.level]
+
+
+def one_answer(asked: Tensor, complaint: Callable[[], Exception]) -> Tensor:
+    """What all examples answer. Where they differ they part, or ``complaint`` is raised."""
+    values, levels = answers(asked)
+    with no_dispatch(), functions_off():
+        for level in levels:
+            if not level.size:
+                raise complaint()
+            rows = values.reshape(level.size, -1)
+            if level.size > 1 and not torch.equal(rows[1:], rows[:-1]):
+                groups = _groups(rows)
+                if len(groups) > 1:
+                    raise apart(level, groups, complaint)
+            values = values[0]
+    return values
+
+
+def apart(level: Any, groups: list[list[int]], complaint: Callable[[], Exception]) -> BaseException:
+    """What to raise where the examples of ``level`` part."""
+    if not level.parts:
+        return complaint()
+    level.parted = Parted(level, groups, users_line())
+    return level.parted
+
+
+def _groups(rows: Tensor) -> list[list[int]]:
+    """The numbers of equal rows (B, N), in the order of their first ones. NaN equals NaN."""
+    if rows.is_complex():
+        rows = torch.view_as_real(rows).flatten(1)
+    if rows.shape[1] == 1 and rows.dtype == torch.bool:
+        found = [rows[:, 0].nonzero()[:, 0].tolist(), (~rows[:, 0]).nonzero()[:, 0].tolist()]
+        return sorted((g for g in found if g), key=lambda g: g[0])
+    same: dict[Any, list[int]] = {}
+    for i, row in enumerate(rows.tolist()):
+        same.setdefault(tuple("nan" if x != x else x for x in row), []).append(i)  # noqa: PLR0124
+    return list(same.values())
+
+
+def number(t: Tensor, complaint: Callable[[], Exception]) -> Any:
+    """The Python number of a tensor with one entry."""
+    with no_dispatch(), functions_off():
+        return one_answer(t, complaint).item()

@@ -1,0 +1,162 @@
+"""Operators whose result is a Python number, or has a shape that depends on the values.
+
+Where all examples want the same number or shape, there is one stack of results. Where not, the
+examples part (`forall._batching.parting`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from forall._batching import families, parting
+from forall._batching.batched import wrap
+from forall._batching.families import front, is_mapped, level_on, stacked, wrapped
+from forall._batching.table import register
+from forall._core.errors import data_dependent
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+aten = torch.ops.aten
+Tensor = torch.Tensor
+
+
+def one_size(level: Any, sizes: Tensor, what: str, cure: str) -> int:
+    """The size that all examples want; ``sizes`` (B,) is a tensor one level down."""
+    return parting.number(wrap(sizes, 0, level), lambda: data_dependent(what, cure))
+
+
+def _number(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    return parting.number(
+        args[0],
+        lambda: data_dependent(
+            "a tensor read as a Python number (.item(), bool(), int(), `if`, `while`)",
+            "Use torch.where instead of `if`, and a tensor instead of the number.",
+        ),
+    )
+
+
+_FIXED = "torch.where(mask, x, other) and torch.nonzero_static(x, size=n) have one shape for all."
+
+
+def _nonzero(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    x = args[0]
+    found = front(x) != 0
+    counts = found.flatten(1).sum(1) if found.dim() > 1 else found.long()
+    what = "nonzero, argwhere or a boolean mask as an index"
+    n = one_size(level, counts, what, _FIXED)
+    with level_on(level):
+        return aten.nonzero_static.default(x, size=n)
+
+
+def _masked_select(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    x, mask = args
+    if not is_mapped(mask, level):
+        return _selected(level, func, args, kwargs)
+    with level_on(level):
+        x, mask = torch.broadcast_tensors(x, mask)
+        return aten.index.Tensor(x, [mask])
+
+
+@families.by_front
+def _selected(size, x, mask):
+    """A mask that is the same for all examples."""
+    shape = torch.broadcast_shapes(x.v.shape[1:], mask.shape)
+    v = x.v.reshape(x.v.shape[0], *(1,) * (len(shape) + 1 - x.v.dim()), *x.v.shape[1:])
+    return aten.index.Tensor(v.expand(size, *shape), [None, mask.expand(shape)])
+
+
+def by_shape(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    """Any operator whose results have shapes of their own: one example after another."""
+    if not level.size:
+        raise _refused(func)
+    columns = families.each(level, func, args, kwargs)
+    flat = [o if isinstance(o, (list, tuple)) else (o,) for o in columns]
+    sizes = [[s for o in outs for s in (o.dim(), *o.shape)] for outs in flat]
+    longest = max(map(len, sizes))
+    shapes = torch.tensor([[*s, *(-1,) * (longest - len(s))] for s in sizes])
+    parting.one_answer(wrap(shapes, 0, level), lambda: _refused(func))
+    return wrapped(families.restacked(columns), 0, level)
+
+
+def _refused(func: Any) -> Exception:
+    return data_dependent(
+        str(func), "Use torch.where or masks of fixed shape, or compute it outside vmap."
+    )
+
+
+def _repeat_interleave(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    """(B, n) repeats -> (B, output_size): which entry each place repeats."""
+    ends = front(args[0]).cumsum(1)
+    size = kwargs.get("output_size")
+    if size is None:
+        totals = ends[:, -1] if ends.shape[1] else ends.new_zeros(ends.shape[0])
+        cure = "Give output_size, the sum of repeats in every example."
+        size = one_size(level, totals, "repeat_interleave(repeats)", cure)
+    places = torch.arange(size, device=ends.device, dtype=ends.dtype).expand(ends.shape[0], size)
+    return wrap(torch.searchsorted(ends, places.contiguous(), right=True), 0, level)
+
+
+def _bincount(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    x, weights, least = (*args, *(None, 0)[len(args) - 1 :])
+    v = stacked(x, level)
+    size, numel = v.shape
+    needs = v.amax(1) + 1 if numel and size else v.new_full((size,), least)
+    if numel and size:
+        aten._assert_async.msg(
+            (v >= 0).all(), "bincount only supports 1-d non-negative integral inputs."
+        )
+    cure = "Give minlength, one more than the largest value."
+    longest = least
+    if size:
+        longest = one_size(level, needs.clamp(min=least), "bincount", cure)
+    flat = v + longest * torch.arange(size, device=v.device, dtype=v.dtype).unsqueeze(1)
+    if weights is not None:
+        weights = stacked(weights, level).reshape(-1)
+    counts = torch.bincount(flat.long().reshape(-1), weights, minlength=size * longest)
+    return wrap(counts.reshape(size, longest), 0, level)
+
+
+def _check(answer: Callable) -> Callable:
+    """What torch's own checks of values ask for."""
+
+    def handler(level: Any, func: Any, args: tuple, kwargs: dict) -> bool:
+        cure = "Use (x == y).all() or torch.isclose, one answer for each."
+        found = answer(level, *args, **kwargs)
+        if isinstance(found, bool):
+            return found
+        return parting.number(found, lambda: data_dependent(str(func), cure))
+
+    return handler
+
+
+@_check
+def _equal(level: Any, x: Any, y: Any) -> Any:
+    if x.shape != y.shape:
+        return False
+    with level_on(level):
+        return (x == y).all()
+
+
+@_check
+def _allclose(level: Any, *args: Any, **kwargs: Any) -> Any:
+    with level_on(level):
+        return torch.isclose(*args, **kwargs).all()
+
+
+register(
+    {
+        aten._local_scalar_dense.default: _number,
+        aten.nonzero.default: _nonzero,
+        aten.masked_select.default: _masked_select,
+        aten._unique2.default: by_shape,
+        aten.unique_dim.default: by_shape,
+        aten.unique_consecutive.default: by_shape,
+        aten.repeat_interleave.Tensor: _repeat_interleave,
+        aten.bincount.default: _bincount,
+        aten.equal.default: _equal,
+        aten.allclose.default: _allclose,
+    }
+)
