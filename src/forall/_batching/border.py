@@ -150,6 +150,8 @@ def enter(stack: torch.Tensor, axis: int, level: VmapLevel, worn: Dress = ()) ->
 def leave(example: torch.Tensor, axis: int, level: VmapLevel, worn: Dress = ()) -> torch.Tensor:
     """One example of ``level`` as a stack just outside it, examples at ``axis``."""
     with functions_off():
+        if type(example) is Batched and example.level is not level:
+            example = example.level.completed(example, level)
         refuse_torchs(example)
         # Made here and not in the node: a node's forward runs under no_grad, and there the tangents
         # that a value holds, and its history further out, would be cut.
@@ -318,7 +320,7 @@ class Keep(torch.autograd.Function):
 
 def _without_tangents(g: torch.Tensor, level: VmapLevel) -> torch.Tensor:
     """A gradient that a pass in a `jvp` inside ``level`` takes further out: tangents stay in."""
-    while isinstance(g, Wrapper) and type(g) is not Batched and level in g.level.around:
+    while isinstance(g, Wrapper) and type(g) is not Batched and level.root in g.level.around:
         with outside(g.level):
             g = g.level.afterwards(g)
     return g

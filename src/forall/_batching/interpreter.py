@@ -24,7 +24,9 @@ from forall._core.levels import (
     Level,
     at,
     entered,
+    innermost,
     is_from_outside,
+    levels_in,
     lift,
     outside,
     second_name,
@@ -84,6 +86,8 @@ class VmapLevel(Level, TorchDispatchMode):
         self.randomness = randomness
         self.records_values = self.peels = records_values
         self.shares = not records_values
+        self.made: dict[bytes, Any] = {}  # parts of its examples, and what they are found by
+        self.rows: torch.Tensor | None = None
         self.parts = False  # whether its call runs examples that part in groups
         self.parted: BaseException | None = None
         self.outer_grad = torch.is_grad_enabled()
@@ -151,6 +155,7 @@ class VmapLevel(Level, TorchDispatchMode):
         return border.leave(example, 0, self)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self = self.acting
         try:
             with functions_off():
                 handler = _HANDLERS.get(func)
@@ -160,7 +165,10 @@ class VmapLevel(Level, TorchDispatchMode):
                         return out
                 found = self._meets(args, kwargs.values()) if kwargs else self._meets(args)
                 if found is _INNER:
-                    return NotImplemented  # an inner value: its level acts first
+                    level = innermost(levels_in(args, kwargs or {}))
+                    if level.root is not self.root:
+                        return NotImplemented  # an inner value: its level acts first
+                    return self.meet(func, args, kwargs or {})
                 return self._run(func, args, kwargs or {}, handler, found)
         except Exception as error:
             if functions_are_off():
@@ -174,7 +182,33 @@ class VmapLevel(Level, TorchDispatchMode):
         """One operator on values of this level, with this level's modes off."""
         with functions_off():
             found = self._meets(args, kwargs.values())
+            if found is _INNER:
+                return self.meet(func, args, kwargs)
             return self._run(func, args, kwargs, _HANDLERS.get(func), found)
+
+    def completed(self, t: Batched, level: Any) -> torch.Tensor:
+        """A value of this level as one of ``level``, where both have examples of one root."""
+        return t
+
+    def meet(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        """An operator on values of different examples of one root."""
+        from forall._batching.parts import meet
+
+        return meet(func, args, kwargs)
+
+    def under(self, tensors: list, f: Any) -> Batched:
+        with outside(self):
+            if len(tensors) == 1:
+                return wrap(f(tensors[0].value), tensors[0].axis, self)
+            if all(t.axis is None for t in tensors):
+                return wrap(f(*(t.value for t in tensors)), None, self)
+            return wrap(f(*(self._stack(t) for t in tensors)), 0, self)
+
+    def _stack(self, t: Batched) -> torch.Tensor:
+        """(B, *S)."""
+        if t.axis is None:
+            return t.value.unsqueeze(0).expand(self.size, *t.value.shape)
+        return t.value.movedim(t.axis, 0)
 
     def examples_are_of_one_call(self, first: bool) -> None:
         """What is the same for all examples is done once, in the ``first`` of them that run."""

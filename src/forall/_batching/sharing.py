@@ -15,7 +15,7 @@ from forall._batching import standing, table
 from forall._batching.batched import Batched
 from forall._batching.shortcut import answer
 from forall._core.levels import Level, innermost, left_over, levels_in, stack, top
-from forall._torch.dispatch import users_tangents
+from forall._torch.dispatch import in_backward, users_tangents
 from forall._torch.names import subclass_functions_are_on, subclass_functions_off
 from forall._torch.wrapper import Wrapper, has_own_meaning, kinds
 
@@ -65,25 +65,38 @@ class Sharing(TorchFunctionMode):
                 if isinstance(a, Wrapper) and a.kind is not None:
                     return self._by_class(a.kind, func, args, kwargs or {})
         with subclass_functions_off():
-            if not kwargs:
-                out = answer(func, args, stack.top)
-                if out is not None:
-                    return out
-            if (
-                (torch.is_grad_enabled() or users_tangents())
-                and _carries(args, kwargs, stack.top)
-                and func not in _ITSELF
-            ):
-                args, kwargs = self._share(func, args, kwargs or {})
-            call = _CALLS.get(func)
-            if kwargs and kwargs.get("out") is not None:
-                call = table.OUTS.get(func, call)
-            out = NotImplemented if call is None else call(*args, **(kwargs or {}))
-            if out is NotImplemented:
-                out = func(*args, **kwargs) if kwargs else func(*args)
-            if standing.rows.found is not None:
-                standing.follow()
-            return out
+            if stack.parted and not in_backward():
+                return self._of_those_that_run(func, args, kwargs or {})
+            return self._call(func, args, kwargs)
+
+    def _of_those_that_run(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        """The call where examples have parted: on what its tensors are for those that run."""
+        from forall._batching import narrowing  # which stands on the level, and it on this
+
+        fit = narrowing.narrowed(func, args, kwargs)
+        out = self._call(func, fit.args, fit.kwargs)
+        return fit.given(out)
+
+    def _call(self, func: Any, args: tuple, kwargs: dict | None) -> Any:
+        if not kwargs:
+            out = answer(func, args, stack.top)
+            if out is not None:
+                return out
+        if (
+            (torch.is_grad_enabled() or users_tangents())
+            and _carries(args, kwargs, stack.top)
+            and func not in _ITSELF
+        ):
+            args, kwargs = self._share(func, args, kwargs or {})
+        call = _CALLS.get(func)
+        if kwargs and kwargs.get("out") is not None:
+            call = table.OUTS.get(func, call)
+        out = NotImplemented if call is None else call(*args, **(kwargs or {}))
+        if out is NotImplemented:
+            out = func(*args, **kwargs) if kwargs else func(*args)
+        if standing.rows.found is not None:
+            standing.follow()
+        return out
 
     def _by_class(self, kind: type, func: Any, args: tuple, kwargs: dict) -> Any:
         """What a subclass of Tensor says that this call means, for ours as for ordinary tensors."""

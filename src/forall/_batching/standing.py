@@ -67,10 +67,18 @@ class Standing:
 
     def follow(self) -> None:
         now = version(self.x)
-        if now == self.version and now >= 0:
+        if (now == self.version and now >= 0) or not self.follows():
             return
         self.version = now
-        self.alone(lambda: aten.copy_.default(self.picked, aten.index.Tensor(self.x, self.places)))
+        self.alone(lambda: aten.copy_.default(self.picked, self.current()))
+
+    def follows(self) -> bool:
+        """Whether the examples that run are those of the copy."""
+        return True
+
+    def current(self) -> torch.Tensor:
+        """What x holds at these places."""
+        return aten.index.Tensor(self.x, self.places)
 
     def alone(self, write: Callable[[], object]) -> object:
         """A write into the copy, not into what it is of."""
@@ -85,13 +93,18 @@ class Standing:
 def stand(picked: torch.Tensor, x: torch.Tensor, places: list) -> torch.Tensor:
     """Let ``picked``, which is x at these places, be what the loop has: a view of x."""
     if isinstance(picked, Wrapper):
-        if type(picked) is Batched:
-            picked.family = Family(picked.value, picked.axis, picked.older)
-            picked.family.add(picked)
-        holder = _holder(picked)
-        holder.stands = Standing(picked, x, places)
-        rows.found = [*filter(_lives, rows.found or ()), weakref.ref(holder)]
+        stand_for(picked, Standing(picked, x, places))
     return picked
+
+
+def stand_for(picked: Wrapper, of: Standing) -> None:
+    """Let ``picked`` stand for what ``of`` says."""
+    if type(picked) is Batched:
+        picked.family = Family(picked.value, picked.axis, picked.older)
+        picked.family.add(picked)
+    holder = _holder(picked)
+    holder.stands = of
+    rows.found = [*filter(_lives, rows.found or ()), weakref.ref(holder)]
 
 
 def reach(x: torch.Tensor, write: Callable[[], object]) -> object:

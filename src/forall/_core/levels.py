@@ -45,7 +45,9 @@ class Level:
     def __init__(self, parent: Level | None) -> None:
         self.parent = parent
         self.number = next(_numbers)
-        self.around = frozenset() if parent is None else parent.around | {parent}
+        self.around = frozenset() if parent is None else parent.around | {parent.root}
+        # Where examples have parted: whose examples they are, and for whom of them code runs.
+        self.root = self.acting = self
         self.active = False
         self.lifted: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -80,6 +82,10 @@ class Level:
         """What is left of a value when the level has ended; itself, if there is no one answer."""
         raise NotImplementedError
 
+    def under(self, tensors: list, f: Function) -> torch.Tensor:
+        """``f`` of what these values of the level are one level down, as a value of the level."""
+        raise NotImplementedError
+
     def run(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """One operator on values of this level."""
         raise NotImplementedError
@@ -102,12 +108,13 @@ class Level:
     def is_outside(self, other: Level) -> bool:
         """See NOTE [inside and outside]."""
         if self.number < other.number:
-            return self in other.around
-        return other not in self.around
+            return self.root in other.around
+        return self.root is not other.root and other.root not in self.around
 
 
 class _Stack(threading.local):
     top: Level | None = None
+    parted = 0  # how many levels have a part of their examples act
 
 
 stack = _Stack()
@@ -140,6 +147,33 @@ class entered:
         stack.top = self.previous
         self.level.active = False
         self.level.lifted.clear()
+
+
+def complete(t: torch.Tensor | None) -> torch.Tensor | None:
+    """A gradient of some of the examples that run as one of them all: zero for the others."""
+    inner = t
+    while isinstance(inner, Wrapper):
+        level = inner.level
+        if level.acting is not level and level.active:
+            return complete(level.completed(t, level.acting))
+        inner = inner.value
+    return t
+
+
+def act(root: Level, level: Level) -> None:
+    """Let ``level``, the root or a part of its examples, stand in the root's place."""
+    was, root.acting = root.acting, level
+    if was is level:
+        return
+    stack.parted += (level is not root) - (was is not root)
+    inner = stack.top
+    if inner is was:
+        stack.top = level
+        return
+    while inner is not None and inner.parent is not was:
+        inner = inner.parent
+    if inner is not None:
+        inner.root.parent = level
 
 
 def levels_in(args: tuple, kwargs: dict) -> list[Level]:
@@ -176,7 +210,7 @@ def is_from_outside(tensor: torch.Tensor, level: Level) -> bool:
     own = level_of(tensor)
     if own is None:
         return not torch_funcs(tensor)
-    return own is not level and own.is_outside(level)
+    return own.root is not level.root and own.is_outside(level)
 
 
 def lift(tensor: torch.Tensor, level: Level | None) -> torch.Tensor:
@@ -194,10 +228,23 @@ def lift(tensor: torch.Tensor, level: Level | None) -> torch.Tensor:
                 return lift(tensor, level)
         with functions_off():
             lifted = level.share(lift(tensor, level.parent))
-        if not level.active or lifted.requires_grad != tensor.requires_grad:
-            return lifted  # after its end nothing clears the cache; under no_grad it would stay cut
+        if (
+            not level.active  # after its end nothing clears the cache
+            or lifted.requires_grad != tensor.requires_grad  # under no_grad it would stay cut
+            or (stack.parted and _inside_a_part(level))  # other examples would find it
+        ):
+            return lifted
         found = level.lifted[id(tensor)] = (tensor, lifted)
     return found[1]
+
+
+def _inside_a_part(level: Level | None) -> bool:
+    """Whether a level further out has a part of its examples act."""
+    while level is not None:
+        level = level.parent
+        if level is not None and level.root is not level:
+            return True
+    return False
 
 
 def graph_free(tensor: torch.Tensor) -> torch.Tensor:
@@ -239,7 +286,7 @@ class outside:
             while dispatch_modes():
                 mode = pop_mode(None)
                 self.modes.append(mode)
-                if mode is self.level:
+                if mode is self.level.root:
                     break
             stack.top = self.level.parent
         self.stay = [mode for mode in self.modes if getattr(mode, "stays", False)]

@@ -177,6 +177,11 @@ class JvpLevel(Level, TorchDispatchMode):
 
         return lowered(lambda *inner: at(self.parent, h, inner), args, self)
 
+    def under(self, tensors: list, f: Any) -> Dual:
+        grad = torch.is_grad_enabled()
+        with outside(self), autograd_below(grad=grad and self.outer_grad, forward=grad):
+            return wrap(f(*map(self._below, tensors)), self)
+
     def share(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.requires_grad and torch.is_grad_enabled():
             return apply_function(Share, tensor, self)

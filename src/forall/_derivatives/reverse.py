@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd import forward_ad
 
-from forall._core.levels import graph_free, lift, top
+from forall._core.levels import complete, graph_free, lift, top
 from forall._torch import trees
 from forall._torch.dispatch import functions_off, run_backward, users_tangent, users_tangents
 from forall._torch.wrapper import Wrapper, has_own_meaning, kind_of
@@ -89,7 +89,10 @@ def gradients(
         retain_graph=retain_graph,
         create_graph=create_graph,
     )
-    return [torch.zeros_like(x) if g is None else g for g, x in zip(found, inputs, strict=True)]
+    return [
+        torch.zeros_like(x) if g is None else complete(g)  # pyright: ignore[reportReturnType]
+        for g, x in zip(found, inputs, strict=True)
+    ]
 
 
 def closed(results: Any, own: list[torch.Tensor], outer_grad: bool) -> Any:

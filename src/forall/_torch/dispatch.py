@@ -182,6 +182,11 @@ def forward_level() -> Iterator[None]:
         _forward_level.exit()
 
 
+def forward_mode_runs() -> bool:
+    """Whether tensors may carry tangents at all."""
+    return forward_ad._current_level >= 0
+
+
 def users_tangents() -> bool:
     """Whether tensors may carry tangents that torch.autograd.forward_ad gave them, not we."""
     return forward_ad._current_level >= 0 and (

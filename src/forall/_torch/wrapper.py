@@ -48,6 +48,7 @@ class Wrapper(torch.Tensor):
 
     level: Any
     value: torch.Tensor
+    narrowed: Any = None  # what it is for the examples that run, see `_batching.narrowing`
     stands: Any = None  # where the loop has a view and we a copy, see `_batching.standing`
 
     def graph_free(self) -> Wrapper:

@@ -1,0 +1,412 @@
+"""Some of the examples of a level: who runs while examples have parted, and what they work on.
+
+NOTE [parts]
+    Where examples part, a `Part` acts in the place of its level, the *root*: a level of its own with
+    the rows of some examples, so every rule is as it was. A tensor made for more examples is
+    narrowed to those that run where an API call takes it (`narrow`), before autograd sees an
+    operator; tensors of parts become one of their union by `merged`. Both are recorded.
+
+    The derivative of `narrow` is the cotangent as it is: of some examples only. It goes on through
+    the graph of the wider value, and what its formulas saved there is cut to its examples when they
+    meet (`meet`); where two cotangents add up, their examples unite, zero where one has none. So a
+    derivative is computed for the examples that want it, and no other's inf or nan gets into it.
+    What meets below autograd is thus either a factor, which is cut, or a summand, which is
+    completed (`_SUMS`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from forall._batching.batched import Batched, wrap
+from forall._batching.interpreter import VmapLevel
+from forall._core.levels import deepest, graph_free, innermost, levels_in, lift, outside
+from forall._torch import trees
+from forall._torch.dispatch import (
+    apply_function,
+    forward_mode_runs,
+    functions_off,
+    has_tangent,
+    is_forward_enabled,
+    no_dispatch,
+)
+from forall._torch.schema import facts
+from forall._torch.wrapper import Wrapper
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+Tensor = torch.Tensor
+aten = torch.ops.aten
+
+
+class Part(VmapLevel):
+    """The examples ``rows`` (numbers in the root, ascending) of a level. See NOTE [parts]."""
+
+    def __init__(self, root: VmapLevel, rows: Tensor) -> None:
+        # Never a mode of its own: the root's mode asks who acts.
+        self.root = root
+        self.rows = rows
+        self.size = rows.shape[0]
+        self.number, self.around = root.number, root.around
+        self.calls, self.settles = root.calls, False
+        self.randomness, self.scope, self.ledger = root.randomness, root.scope, root.ledger
+        self.records_values = self.peels = False
+        self.shares = self.parts = True
+        self.outer_grad = root.outer_grad
+        self.counted, self.met = None, []
+        self.lifted = {}
+        self.parted = None
+        self._where: Tensor | None = None
+        self._known: dict[Any, Any] = {}
+
+    @property
+    def acting(self) -> Any:
+        return self.root.acting
+
+    @property
+    def parent(self) -> Any:
+        return self.root.parent
+
+    @property
+    def active(self) -> bool:
+        return self.root.active
+
+    @property
+    def notes(self) -> bool:
+        return self.root.notes
+
+    @property
+    def origin(self) -> Any:
+        whole = self.root.origin
+        numbers = whole.numbers
+        return whole._replace(numbers=[numbers[n] for n in self.rows.tolist()])
+
+    def completed(self, t: Batched, level: Any) -> Tensor:
+        if level.root is not self.root:
+            return t
+        return merged([(self, t)], level)
+
+
+def part(root: VmapLevel, rows: Tensor) -> VmapLevel:
+    """The level of these rows: the root itself for all of them, and one for each set of rows."""
+    if rows.shape[0] == root.size:
+        return root
+    key = bytes(rows.numpy())
+    found = root.made.get(key)
+    if found is None:
+        found = root.made[key] = Part(root, rows)
+    return found
+
+
+def prepare(root: Any) -> None:
+    """Give a level what its parts are found by."""
+    if root.rows is None:
+        with no_dispatch(), functions_off():
+            root.rows = torch.arange(root.size)
+        root._where, root._known = root.rows, {}
+
+
+def where(level: Any) -> Tensor:
+    """(root size,): which example of ``level`` a row of the root is, -1 where it is none."""
+    found = level._where
+    if found is None:
+        with no_dispatch(), functions_off():
+            found = torch.full((level.root.size,), -1)
+            found[level.rows] = torch.arange(level.size)
+        level._where = found
+    return found
+
+
+def places_in(some: Any, level: Any) -> Tensor:
+    """Which examples of ``level`` those of ``some`` are, -1 where they are none of its."""
+    key = ("in", level)
+    found = some._known.get(key)
+    if found is None:
+        with no_dispatch(), functions_off():
+            found = where(level)[some.rows]
+        some._known[key] = found
+    return found
+
+
+def covers(level: Any, some: Any) -> bool:
+    """Whether all examples of ``some`` are among those of ``level``."""
+    if level is some or level is level.root:
+        return True
+    key = ("covered", level)
+    found = some._known.get(key)
+    if found is None:
+        found = some._known[key] = bool((places_in(some, level) >= 0).all())
+    return found
+
+
+def union(a: Any, b: Any) -> Any:
+    """The part with the examples of both."""
+    if covers(a, b):
+        return a
+    if covers(b, a):
+        return b
+    with no_dispatch(), functions_off():
+        rows = torch.cat([a.rows, b.rows]).unique()
+    return part(a.root, rows)
+
+
+def without(level: Any, some: Any) -> Any | None:
+    """The part with the examples of ``level`` that are not in ``some``; None if there are none."""
+    with no_dispatch(), functions_off():
+        left = torch.ones(level.root.size, dtype=torch.bool)
+        left[some.rows] = False
+        rows = level.rows[left[level.rows]]
+    return part(level.root, rows) if rows.shape[0] else None
+
+
+def common(a: Any, b: Any) -> Any | None:
+    """The part with the examples that are in both; None where there are none."""
+    if covers(a, b):
+        return b
+    if covers(b, a):
+        return a
+    with no_dispatch(), functions_off():
+        rows = a.rows[places_in(a, b) >= 0]
+    return part(a.root, rows) if rows.shape[0] else None
+
+
+# --- values, below autograd ----------------------------------------------------------------------
+
+
+def _is_of(t: Any, root: Any) -> bool:
+    return type(t) is Batched and t.level.root is root
+
+
+def _cut(b: Batched, some: Any) -> Batched:
+    """The examples of ``some``, out of a value of a level that covers it."""
+    value, axis = b.value, b.axis
+    if axis is not None:
+        value = value.index_select(axis, places_in(some, b.level).to(value.device))
+    else:
+        value = graph_free(value)
+    return wrap(value, axis, some)
+
+
+def _stack(t: Tensor, level: Any) -> Tensor:
+    """(n, *S): a value of the part ``level``, or one from outside that is the same for all."""
+    value, axis = (t.value, t.axis) if type(t) is Batched and t.level is level else (t, None)
+    if axis is None:
+        return value.unsqueeze(0).expand(level.size, *value.shape)
+    return value.movedim(axis, 0)
+
+
+def _united(parts: list[tuple[Any, Tensor]], level: Any) -> Batched:
+    """Values of parts as one of ``level``; zero for who is in none."""
+    together = torch.cat([_stack(t, p) for p, t in parts])
+    order = torch.cat([places_in(p, level) for p, _ in parts])
+    if together.shape[0] == level.size:
+        return wrap(together.index_select(0, order.argsort().to(together.device)), 0, level)
+    out = together.new_zeros((level.size, *together.shape[1:]))
+    return wrap(out.index_copy(0, order.to(together.device), together), 0, level)
+
+
+# --- narrow --------------------------------------------------------------------------------------
+
+
+def _is_recorded(t: Any) -> bool:
+    """Whether autograd, or a forward mode that is on, must see what becomes of this tensor."""
+    return (t.requires_grad and torch.is_grad_enabled()) or (
+        forward_mode_runs() and is_forward_enabled() and has_tangent(t)
+    )
+
+
+def is_stale(t: Any) -> bool:
+    """Whether a tensor belongs to more, or other, examples than those that run."""
+    while isinstance(t, Wrapper):
+        level = t.level
+        if level.acting is not level and level.active:
+            return True
+        t = t.value
+    return False
+
+
+def narrow(t: Tensor) -> Tensor:
+    """A tensor for the examples that run, recorded on every level that it is a value of."""
+    with functions_off():
+        return _narrow(t)
+
+
+def _narrow(t: Any) -> Tensor:
+    level = t.level
+    if level.acting is level or not level.active:
+        made = level.under([t], _narrow) if is_stale(t.value) else t
+    else:
+        some = level.acting
+        if not covers(level, some):
+            raise Undefined(t, some)
+        with outside(level):
+            made = _cut(t, some)
+            if is_stale(made.value):
+                made = wrap(_narrow(made.value), made.axis, some)
+    if made is t or not _is_recorded(t):
+        return made
+    return apply_function(Narrow, t, [made], [b.level.acting for b in _layers(t)])
+
+
+def _layers(t: Any) -> Iterator[Any]:
+    while isinstance(t, Wrapper):
+        yield t
+        t = t.value
+
+
+class Narrow(torch.autograd.Function):
+    """A value of more examples, for those of these levels."""
+
+    @staticmethod
+    def forward(t, made, levels):
+        return made[0]
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        _, _, ctx.levels = inputs
+
+    @staticmethod
+    def backward(ctx, g):
+        return g, None, None  # of some examples only, see NOTE [parts]
+
+    @staticmethod
+    def jvp(ctx, t, *_):
+        for level in ctx.levels:
+            t = t if t is None else restricted(t, level)
+        return t
+
+
+class Undefined(RuntimeError):
+    """A value is used by examples for which it was never computed."""
+
+    def __init__(self, t: Any, level: Any) -> None:
+        super().__init__(
+            f"vmap: a value of {t.level.size} examples is used by {level.size}, not all of which "
+            "computed it."
+        )
+
+
+# --- merge ---------------------------------------------------------------------------------------
+
+
+def merged(parts: list[tuple[Any, Tensor]], level: Any) -> Tensor:
+    """Values of parts that share no example, as one of ``level``; zero for who is in none."""
+    with functions_off():
+        return _merged(parts, level)
+
+
+def _merged(parts: list[tuple[Any, Tensor]], level: Any) -> Tensor:
+    inner = deepest(tuple(t for _, t in parts))
+    if inner is None or inner.root is level.root or inner.is_outside(level):
+        parts = [(p, lift(t, p)) for p, t in parts]
+        with outside(level):
+            made = _united(parts, level)
+    else:  # of a level inside: there each is a value of it, over the parts
+        parts = [(p, lift(t, inner)) for p, t in parts]
+        tensors = [t for _, t in parts]
+        levels = [p for p, _ in parts]
+        made = inner.under(tensors, lambda *v: _merged([*zip(levels, v, strict=True)], level))
+    if not any(_is_recorded(t) for _, t in parts):
+        return made
+    return apply_function(Merge, [made], level, [p for p, _ in parts], *(t for _, t in parts))
+
+
+class Merge(torch.autograd.Function):
+    """Values of parts, as one of their union."""
+
+    @staticmethod
+    def forward(made, level, levels, *tensors):
+        return made[0]
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        _, ctx.level, ctx.levels, *_ = inputs
+
+    @staticmethod
+    def backward(ctx, g):
+        return None, None, None, *(restricted(g, level) for level in ctx.levels)
+
+    @staticmethod
+    def jvp(ctx, _made, _level, _levels, *tangents):
+        given = [
+            (p, t) for p, t in zip(ctx.levels, tangents, strict=True) if t is not None
+        ]
+        return merged(given, ctx.level) if given else None
+
+
+def restricted(t: Tensor, some: Any) -> Tensor | None:
+    """What a value has of the examples of ``some``; None if it has none of them."""
+    with functions_off():
+        return _restricted(t, some)
+
+
+def _restricted(t: Any, some: Any) -> Any:
+    if not isinstance(t, Wrapper):
+        return t
+    if _is_of(t, some.root):
+        both = common(t.level, some)
+        if both is None or both is t.level:
+            return None if both is None else t
+        with outside(some):
+            made = _cut(t, both)
+    else:
+        inner = _restricted(t.value, some) if _has(t.value, some.root) else t.value
+        if inner is None or inner is t.value:
+            return None if inner is None else t
+        made = t.level.under([t], lambda value: _restricted(value, some))
+    return apply_function(Narrow, t, [made], [some]) if _is_recorded(t) else made
+
+
+def _has(t: Any, root: Any) -> bool:
+    while isinstance(t, Wrapper):
+        if _is_of(t, root):
+            return True
+        t = t.value
+    return False
+
+
+# --- where values of different examples meet -------------------------------------------------------
+
+# What a backward pass adds up, or lays side by side: a summand that lacks examples is zero there.
+_SUMS = frozenset(
+    op
+    for name in (
+        "add add_ sub sub_ rsub stack cat where copy_ index_put index_put_ index_add index_add_ "
+        "scatter_add scatter_add_ slice_scatter select_scatter diagonal_scatter as_strided_scatter "
+        "_thnn_fused_lstm_cell_backward _thnn_fused_lstm_cell_backward_impl "
+        "mkldnn_rnn_layer_backward"
+    ).split()
+    for op in (getattr(getattr(aten, name), o) for o in getattr(aten, name).overloads())
+)
+
+
+def meet(func: Any, args: tuple, kwargs: dict) -> Any:
+    """An operator on values of examples of one root, not all the same ones or those that run."""
+    root = innermost(levels_in(args, kwargs)).root
+    first, *rest = dict.fromkeys(b.level for b in trees.leaves((args, kwargs)) if _is_of(b, root))
+    adds = func in _SUMS
+    target = first
+    for level in rest:
+        target = union(target, level) if adds else common(target, level)
+        if target is None:
+            raise Undefined(args[0], level)
+
+    def fitted(a: Any) -> Any:
+        if not _is_of(a, root) or a.level is target:
+            return a
+        if covers(a.level, target):
+            return _cut(a, target)
+        return _united([(a.level, a)], target)
+
+    if rest:
+        with outside(root):
+            written = args[0] if facts(func).mutates else None
+            args, kwargs = trees.map_tensors(fitted, (args, kwargs))
+            if written is not None and args[0] is not written:  # a sum that grows
+                written.value, written.axis, written.level = args[0].value, args[0].axis, target
+                written.family, written.chain = None, ()
+                args = (written, *args[1:])
+    return target.run(func, args, kwargs)

@@ -1,0 +1,157 @@
+"""Which examples run now: the words that code knows who lets examples part and meet again."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from forall._batching.parting import answers
+from forall._batching.parts import Undefined, common, is_stale, merged, narrow, part, prepare, union, without
+from forall._core.levels import act, stack, top
+from forall._torch.dispatch import functions_off, no_dispatch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+Tensor = torch.Tensor
+__all__ = ["Undefined", "World", "asked", "differs", "joined", "now", "running"]
+
+
+class World:
+    """The examples that run: of each level whose examples have parted, which part."""
+
+    __slots__ = ("parts",)
+
+    def __init__(self, parts: dict[Any, Any]) -> None:
+        self.parts = {root: level for root, level in parts.items() if level is not root}
+
+    @property
+    def size(self) -> int:
+        """How many examples run, of the levels that have parted."""
+        size = 1
+        for level in self.parts.values():
+            size *= level.size
+        return size
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, World) and self.parts == other.parts
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self.parts.values()))
+
+    def _one(self, other: World) -> Any:
+        """The one root in whose examples two worlds differ."""
+        roots = [r for r in {**self.parts, **other.parts} if self.of(r) is not other.of(r)]
+        if len(roots) > 1:
+            raise Apart
+        return roots[0] if roots else None
+
+    def of(self, root: Any) -> Any:
+        return self.parts.get(root, root)
+
+    def __or__(self, other: World) -> World:
+        root = self._one(other)
+        if root is None:
+            return self
+        return World({**self.parts, root: union(self.of(root), other.of(root))})
+
+    def __sub__(self, other: World) -> World | None:
+        root = self._one(other)
+        if root is None:
+            return None
+        mine, theirs = self.of(root), other.of(root)
+        both = common(mine, theirs)
+        if both is None:
+            return self
+        left = without(mine, both)
+        return None if left is None else World({**self.parts, root: left})
+
+    def __repr__(self) -> str:
+        return f"World({self.size} examples)" if self.parts else "World(all)"
+
+
+class Apart(Exception):
+    """Examples of two levels have parted in a way that no level's part says."""
+
+
+def _roots() -> Iterator[Any]:
+    level: Any = top()
+    while level is not None:
+        yield level.root
+        level = level.parent
+
+
+def now() -> World:
+    """The examples that run in this thread."""
+    if not stack.parted:
+        return World({})
+    return World({root: root.acting for root in _roots()})
+
+
+def asked(test: Any) -> bool | tuple[World, World]:
+    """bool(test) of the examples that run; where they differ, those that say yes and no."""
+    if type(test) is bool or not isinstance(test, Tensor):
+        return bool(test)
+    with functions_off():
+        test = test.detach()
+        if test.dtype is not torch.bool:
+            test = test != 0
+    values, levels = answers(test)
+    with no_dispatch(), functions_off():
+        while levels:
+            rows = values.reshape(values.shape[0], -1)
+            if bool((rows == rows[:1]).all()):
+                values, levels = values[0], levels[1:]
+                continue
+            if len(levels) > 1:
+                raise Apart
+            level = levels[0]
+            if not level.parts:
+                return bool(test)
+            root = level.root
+            prepare(root)
+            yes, no = level.rows[values.reshape(-1)], level.rows[~values.reshape(-1)]
+            world = now().parts
+            return World({**world, root: part(root, yes)}), World({**world, root: part(root, no)})
+        return bool(values)
+
+
+class running:
+    """Only the examples of a world run in the body."""
+
+    __slots__ = ("was", "world")
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    def __enter__(self) -> None:
+        self.was = [(root, root.acting) for root in _roots() if self.world.of(root) is not root.acting]
+        for root, _ in self.was:
+            act(root, self.world.of(root))
+
+    def __exit__(self, *_: object) -> None:
+        for root, level in self.was:
+            act(root, level)
+
+
+def joined(parts: list[tuple[World, Tensor]]) -> Tensor:
+    """One tensor of all that run, out of one for each of some worlds."""
+    here = now()
+    (first, tensor), *rest = parts
+    if not rest:
+        return tensor
+    root = first._one(rest[0][0])
+    return merged([(world.of(root), _for(world, t)) for world, t in parts], here.of(root))
+
+
+def _for(world: World, t: Tensor) -> Tensor:
+    """A tensor, perhaps of more examples, for those of a world."""
+    with running(world):
+        return narrow(t) if is_stale(t) else t
+
+
+def differs(value: Any) -> bool:
+    """Whether a tensor has a value for each of the examples that run."""
+    return isinstance(value, Tensor) and bool(answers(value)[1])
+
