@@ -16,6 +16,7 @@ from forall._core.errors import columns, marks, short, shown, written_to_place
 from forall._core.levels import (
     Level,
     at,
+    complete,
     dispatched,
     entered,
     graph_free,
@@ -362,7 +363,7 @@ def unpack(y: torch.Tensor, level: JvpLevel) -> tuple[torch.Tensor, torch.Tensor
         return y, None
     with functions_off(), _forward_on():
         primal, tangent = split_tangent(y.value, level=0)
-    return primal, tangent
+    return primal, complete(tangent)
 
 
 class _forward_on:
