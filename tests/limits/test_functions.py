@@ -304,10 +304,8 @@ class Reduced(Function):
         return (g * x * 9).expand_as(x)
 
 
-class OwnRule(Function):
-    """Its own vmap rule, generated."""
-
-    generate_vmap_rule = True
+class Product(Function):
+    """x w; both derivatives are wrong."""
 
     @staticmethod
     def forward(x, w):
@@ -321,6 +319,12 @@ class OwnRule(Function):
     def backward(ctx, g):
         x, w = ctx.saved_tensors
         return g * w * 21, g * x * 22
+
+
+class OwnRule(Product):
+    """Its own vmap rule, generated."""
+
+    generate_vmap_rule = True
 
 
 class OwnJvp(Function):
@@ -343,21 +347,8 @@ class OwnJvp(Function):
         return 5 * (tx * w if tx is not None else 0) + 5 * (x * tw if tw is not None else 0)
 
 
-class OwnVmap(Function):
+class OwnVmap(Product):
     """A vmap rule by hand."""
-
-    @staticmethod
-    def forward(x, w):
-        return x * w
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    def backward(ctx, g):
-        x, w = ctx.saved_tensors
-        return g * w * 21, g * x * 22
 
     @staticmethod
     def vmap(info, in_dims, x, w):

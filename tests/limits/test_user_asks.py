@@ -24,6 +24,7 @@ from forall import (
     vmap,
 )
 from forall import random as keyed
+from limits.limitations import Square
 from oracle import difference, loop
 
 D = torch.float64
@@ -325,17 +326,6 @@ def test_a_buffer_that_adds_up_holds_the_loops_sum():
 
 
 # --- functions of other people ------------------------------------------------------------------
-
-
-class Square(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x * x
-
-    @staticmethod
-    def backward(ctx, g):
-        return 2 * ctx.saved_tensors[0] * g
 
 
 class ThroughNumpy(torch.autograd.Function):

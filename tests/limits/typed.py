@@ -9,21 +9,8 @@ from typing import Any, assert_type
 import torch
 from torch import Tensor
 
-from forall import (
-    grad,
-    grad_and_value,
-    hessian,
-    hessian_diag,
-    hvp,
-    jacfwd,
-    jacrev,
-    jvp,
-    laplacian,
-    linearize,
-    stack_module_state,
-    vjp,
-    vmap,
-)
+import forall
+from forall import grad, grad_and_value, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 Params = dict[str, Tensor]
 x = torch.ones(3)
@@ -95,12 +82,12 @@ hessian(one)(y=x)  # pyright: ignore[reportCallIssue]
 
 # --- second derivatives ------------------------------------------------------------------------
 
-assert_type(laplacian(one)(x), Tensor)
-assert_type(laplacian(with_aux, has_aux=True)(*aux), tuple[Tensor, list[str]])
-assert_type(laplacian(one, return_value=True)(x), tuple[Tensor, tuple[Any, Tensor]])
-assert_type(hessian_diag(with_aux, has_aux=True)(*aux), tuple[Any, list[str]])
-assert_type(hvp(with_aux, has_aux=True)(*aux, params), tuple[Any, list[str]])
-laplacian(one)(x, x)  # pyright: ignore[reportCallIssue]
+assert_type(forall.laplacian(one)(x), Tensor)
+assert_type(forall.laplacian(with_aux, has_aux=True)(*aux), tuple[Tensor, list[str]])
+assert_type(forall.laplacian(one, return_value=True)(x), tuple[Tensor, tuple[Any, Tensor]])
+assert_type(forall.hessian_diag(with_aux, has_aux=True)(*aux), tuple[Any, list[str]])
+assert_type(forall.hvp(with_aux, has_aux=True)(*aux, params), tuple[Any, list[str]])
+forall.laplacian(one)(x, x)  # pyright: ignore[reportCallIssue]
 
 # --- at a point --------------------------------------------------------------------------------
 
@@ -115,8 +102,8 @@ assert_type(vjp(one, torch.nn.Parameter(x))[0], Tensor)
 assert_type(jvp(one, (x,), (x,)), tuple[Tensor, Tensor])
 assert_type(jvp(pair, (x, x), (x, x)), tuple[tuple[Tensor, Params], tuple[Tensor, Params]])
 assert_type(jvp(with_aux, aux, aux, has_aux=True), tuple[Tensor, Tensor, list[str]])
-assert_type(linearize(one, x), tuple[Tensor, Callable[[Tensor], Tensor]])
-assert_type(linearize(pair, x, x)[1](x, x), tuple[Tensor, Params])
+assert_type(forall.linearize(one, x), tuple[Tensor, Callable[[Tensor], Tensor]])
+assert_type(forall.linearize(pair, x, x)[1](x, x), tuple[Tensor, Params])
 
 # --- lambdas and functions without types are let pass ------------------------------------------
 
@@ -134,8 +121,8 @@ grad(lambda a: ((a * x).sum(), a), has_aux=True)(x)
 grad(one, 0, False)(x)
 jacrev(lambda p: p["w"])(params)
 hessian(lambda a: (x * a).sum(), return_value=True)(x)[1]
-laplacian(lambda a: (x * a).sum())(x).sin()
+forall.laplacian(lambda a: (x * a).sum())(x).sin()
 vjp(lambda a, b: x * a * b["w"], x, params)[1](x)
 jvp(lambda a: x * a, (x,), (x,))
-linearize(lambda a: x * a, x)[1](x)
-assert_type(stack_module_state([model])[0], dict[str, Any])
+forall.linearize(lambda a: x * a, x)[1](x)
+assert_type(forall.stack_module_state([model])[0], dict[str, Any])

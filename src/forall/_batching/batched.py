@@ -92,10 +92,7 @@ class Batched(Wrapper):
                 raise escaped(f"x.{name}()", self, self.level.origin)
             if name not in READS:
                 raise no_memory(name, self, self.level.size)
-        if self.requires_grad and name != "tolist":
-            raise RuntimeError(
-                f"Can't call {name}() on Tensor that requires grad. Use tensor.detach().{name}()."
-            )
+        self.refuse_history(name)
         if self.older and self.level.notes:
             self.level.ledger.reads(f"x.{name}()", self)
         if name not in READS:

@@ -19,7 +19,7 @@ from forall._batching.ledger import Ledger
 from forall._batching.parting import one_answer
 from forall._batching.resolve import resolve
 from forall._batching.sharing import Sharing
-from forall._core.errors import note_missing_axis
+from forall._core.errors import explain, note_missing_axis
 from forall._core.levels import (
     Level,
     at,
@@ -38,7 +38,6 @@ from forall._torch.dispatch import (
     AUTOGRAD,
     CONJUGATE,
     autograd_below,
-    functions_are_off,
     functions_off,
     has_tangent,
     is_accumulating,
@@ -171,12 +170,8 @@ class VmapLevel(Level, TorchDispatchMode):
                     return self.meet(func, args, kwargs or {})
                 return self._run(func, args, kwargs or {}, handler, found)
         except Exception as error:
-            if functions_are_off():
-                raise  # a handler is at work: the operator that it explains will tell
-            theirs = self.told(error, func, args, kwargs or {})
-            if theirs is error:
-                raise
-            raise theirs from None
+            explain(error, self, func, args, kwargs or {})
+            raise
 
     def run(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """One operator on values of this level, with this level's modes off."""

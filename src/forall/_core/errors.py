@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forall._core.places import Place, users_line
-from forall._torch.dispatch import functions_off, no_dispatch
+from forall._torch.dispatch import functions_are_off, functions_off, no_dispatch
 from forall._torch.wrapper import Wrapper
 
 if TYPE_CHECKING:
+    from forall._core.levels import Level
     from forall._core.places import Origin
 
 
@@ -151,6 +152,16 @@ def shared_write(op: str, target: torch.Tensor, data: list[torch.Tensor]) -> Run
         "Each example would overwrite the last one's result. To give every example its own, map "
         "the tensor (in_dims) or clone it inside the function (.clone())."
     )
+
+
+def explain(error: Exception, level: Level, func: Any, args: tuple, kwargs: dict) -> None:
+    """Raise what the level tells of an operator's failure; if that is ``error``, the caller does.
+
+    Not where a handler is at work: the operator that it explains will tell.
+    """
+    theirs = error if functions_are_off() else level.told(error, func, args, kwargs)
+    if theirs is not error:
+        raise theirs from None
 
 
 _WANTS_RANK = re.compile(r"(?i)(expect|should be).*\b[1-5]-?D\b")

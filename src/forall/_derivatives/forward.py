@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from forall._core.errors import columns, marks, short, shown, written_to_place
+from forall._core.errors import columns, explain, marks, short, shown, written_to_place
 from forall._core.levels import (
     Level,
     at,
@@ -33,7 +33,6 @@ from forall._torch.dispatch import (
     accumulating_on,
     apply_function,
     autograd_below,
-    functions_are_off,
     functions_off,
     is_excluded,
     is_forward_enabled,
@@ -72,10 +71,7 @@ class Dual(Wrapper):
                 f"jvp: x.{name}() asks for the memory of a tensor that has a tangent.\n"
                 "Use torch's operators on it, or do this outside jvp."
             )
-        if self.requires_grad and name != "tolist":
-            raise RuntimeError(
-                f"Can't call {name}() on Tensor that requires grad. Use tensor.detach().{name}()."
-            )
+        self.refuse_history(name)
         with outside(self.level), functions_off():
             return getattr(graph_free(self.level.afterwards(self)), name)(*args, **kwargs)
 
@@ -145,13 +141,17 @@ class JvpLevel(Level, TorchDispatchMode):
 
     peels = True
 
-    def moves(self, tensor: Dual) -> bool:
-        return unpack(tensor, self)[1] is not None
+    def moves(self, tensor: Any) -> bool:
+        return self._unpacked(tensor)[1] is not None
 
     def afterwards(self, tensor: Dual) -> torch.Tensor:
         """The primal: tangents end with their level."""
+        return self._unpacked(tensor)[0]
+
+    def _unpacked(self, tensor: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Primal and tangent, also where a handler has autograd switched off."""
         with autograd_below(grad=torch.is_grad_enabled(), forward=True):
-            return unpack(tensor, self)[0]
+            return unpack(tensor, self)
 
     def run_afterwards(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """An operator of the user's on what is left of the level's values.
@@ -195,10 +195,8 @@ class JvpLevel(Level, TorchDispatchMode):
         try:
             return self.run(func, args, kwargs or {})
         except Exception as error:
-            theirs = error if functions_are_off() else self.told(error, func, args, kwargs or {})
-            if theirs is error:
-                raise
-            raise theirs from None
+            explain(error, self, func, args, kwargs or {})
+            raise
 
     def run(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """One operator on primals and tangents together, in torch's forward mode."""
@@ -295,18 +293,12 @@ class JvpLevel(Level, TorchDispatchMode):
         foreign = [t for t in targets if not (type(t) is Dual and t.level is self)]
         if func in _STATISTICS:
             return
-        if foreign and any(self._moves(a) for a in (*args, *kwargs.values())):
+        if foreign and any(self.moves(a) for a in (*args, *kwargs.values())):
             raise RuntimeError(
                 f"jvp: {func} writes a value that has a tangent into a tensor from outside.\n"
                 f"{columns([('written to', short(foreign[0]), 'from before the call')])}\n"
                 "Clone it inside the function (.clone()), or pass it as a primal."
             )
-
-    def _moves(self, a: Any) -> bool:
-        if type(a) is not Dual or a.level is not self:
-            return False
-        with autograd_below(grad=torch.is_grad_enabled(), forward=True):
-            return unpack(a, self)[1] is not None
 
     def _written(self, fact: Any, args: tuple, kwargs: dict, out: Any) -> Any:
         """A write in place answers with the very tensors it was given."""

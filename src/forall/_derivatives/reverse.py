@@ -13,7 +13,11 @@ from forall._torch.dispatch import functions_off, run_backward, users_tangent, u
 from forall._torch.wrapper import Wrapper, has_own_meaning, kind_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
+
+    from torch.autograd.graph import GradientEdge
+
+    End = torch.Tensor | GradientEdge
 
 
 def variable(x: torch.Tensor) -> torch.Tensor:
@@ -46,20 +50,26 @@ def _alias(x: torch.Tensor) -> torch.Tensor:
 def leads_outside(tensors: Iterable[torch.Tensor], own: Iterable[torch.Tensor]) -> bool:
     """Whether the graphs of ``tensors`` reach a leaf other than our ``own`` variables."""
     ours = {id(v) for v in own}
-    todo = [t.grad_fn for t in tensors if t.grad_fn is not None]
     if any(t.requires_grad and t.grad_fn is None and id(t) not in ours for t in tensors):
         return True
+    leaves = (getattr(node, "variable", None) for node in nodes(tensors))
+    return any(leaf is not None and id(leaf) not in ours for leaf in leaves)
+
+
+def nodes(ends: Iterable[End], stop: tuple[type, ...] = ()) -> Iterator[Any]:
+    """Every node of the graphs that lead to ``ends``, none behind one of a type in ``stop``."""
+    starts = [e.grad_fn if isinstance(e, torch.Tensor) else e.node for e in ends]
+    todo = [node for node in starts if node is not None]
     seen = set(todo)
     while todo:
         node = todo.pop()
-        leaf = getattr(node, "variable", None)
-        if leaf is not None and id(leaf) not in ours:
-            return True
-        for next_node, _ in node.next_functions:
-            if next_node is not None and next_node not in seen:
-                seen.add(next_node)
-                todo.append(next_node)
-    return False
+        yield node
+        if isinstance(node, stop):
+            continue
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                todo.append(following)
 
 
 def variables(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:

@@ -11,7 +11,7 @@ from forall._core.axes import wrap_dim
 from forall._core.errors import columns, short
 from forall._random import rejection
 from forall._random.continuous import dtype_of, fitting, gumbel, parameter, unit
-from forall._random.keys import both_words, words
+from forall._random.keys import both_words, of_width, words
 from forall._random.threefry import LOW, counters
 
 if TYPE_CHECKING:
@@ -194,8 +194,7 @@ def permutation(key: Tensor, x: int | Tensor, dim: int = 0, *, independent: bool
 
 
 def _order(key: Tensor, shape: Sequence[int], dim: int) -> Tensor:
-    w0, w1 = both_words("permutation", key, shape)
-    return ((w0.to(torch.int64) << 32) | (w1.to(torch.int64) & LOW)).argsort(stable=True, dim=dim)
+    return of_width("permutation", key, shape, 64).argsort(stable=True, dim=dim)
 
 
 def choice(

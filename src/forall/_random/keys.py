@@ -37,13 +37,11 @@ def key(seed: int | Tensor, device: torch.device | str | None = None) -> Tensor:
         >>> forall.random.key(0)
         tensor([0, 0])
     """
+    if not _is_integer(seed):
+        raise _no_seed(seed)
     if isinstance(seed, torch.Tensor):
-        if seed.dim() or seed.is_floating_point() or seed.is_complex():
-            raise _no_seed(seed)
         seed = seed.to(device=device, dtype=torch.int64)
         return torch.stack([(seed >> 32) & LOW, seed & LOW])
-    if isinstance(seed, bool) or not isinstance(seed, int):
-        raise _no_seed(seed)
     return torch.tensor([(seed >> 32) & LOW, seed & LOW], device=device)
 
 
@@ -87,21 +85,22 @@ def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
         tensor([2716826189,  292468403])
     """
     k0, k1 = words("fold_in", key)
-    if isinstance(data, torch.Tensor):
-        if data.dim() or data.is_floating_point() or data.is_complex():
-            raise _no_data(data)
-        low = data.to(device=key.device, dtype=torch.int32)
-    elif isinstance(data, bool) or not isinstance(data, int):
+    if not _is_integer(data):
         raise _no_data(data)
+    if isinstance(data, torch.Tensor):
+        low = data.to(device=key.device, dtype=torch.int32)
     else:
         low = torch.tensor(data & LOW, device=key.device).to(torch.int32)
-    return _key(threefry(k0, k1, torch.zeros_like(low), low))
+    return _folded(k0, k1, low)
 
 
 def fold_each(key: Tensor, numbers: Sequence[int]) -> Tensor:
     """`fold_in` of each of these numbers: (2,) -> (len(numbers), 2)."""
     k0, k1 = words("fold_in", key)
-    low = torch.tensor(numbers, device=key.device).to(torch.int32)
+    return _folded(k0, k1, torch.tensor(numbers, device=key.device).to(torch.int32))
+
+
+def _folded(k0: Tensor, k1: Tensor, low: Tensor) -> Tensor:
     return _key(threefry(k0, k1, torch.zeros_like(low), low))
 
 
@@ -136,6 +135,13 @@ def check(call: str, key: Any) -> None:
             f"{columns([('key', short(key))])}\n"
             "For many keys map over them: vmap(f)(forall.random.split(key, n))."
         )
+
+
+def _is_integer(value: Any) -> bool:
+    """An int, or an integer tensor of rank 0."""
+    if isinstance(value, torch.Tensor):
+        return not (value.dim() or value.is_floating_point() or value.is_complex())
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _no_seed(seed: Any) -> TypeError:

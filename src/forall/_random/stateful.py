@@ -48,13 +48,13 @@ def probability(func: Any, args: tuple, kwargs: dict) -> float:
 def draw(key: Tensor, func: Any, args: tuple, kwargs: dict) -> Any:
     """The operator's result, drawn from ``key``; what it would write into is written."""
     fact = facts(func)
+    args = tuple(a for a in args if not isinstance(a, torch.Generator))
+    kwargs = {k: a for k, a in kwargs.items() if k != "generator"}
     if fact.out_names:
         return _out(key, func, args, kwargs)
     home = _home(func)
     if home is None:
         raise _no_form(func)
-    args = tuple(a for a in args if not isinstance(a, torch.Generator))
-    kwargs = {k: a for k, a in kwargs.items() if k != "generator"}
     name = func.overloadpacket.__name__
     if home is NEW:
         return _new(key, name, func, args, kwargs)
@@ -70,7 +70,6 @@ def _out(key: Tensor, func: Any, args: tuple, kwargs: dict) -> Any:
     name = func.overloadpacket.__name__
     out = kwargs[facts(func).out_names[0]]
     if _home(func) is NEW:
-        args = tuple(a for a in args if not isinstance(a, torch.Generator))
         drawn = _new(key, name, func, args, {"dtype": out.dtype, "device": out.device})
     else:
         drawn = draw(key, functional_of(func), args, {})

@@ -80,6 +80,13 @@ class Wrapper(torch.Tensor):
         """What a method answers that reads the memory of a tensor."""
         raise NotImplementedError
 
+    def refuse_history(self, name: str) -> None:
+        """In torch's words: who reads numbers gives up their history, and is to say so."""
+        if self.requires_grad and name != "tolist":
+            raise RuntimeError(
+                f"Can't call {name}() on Tensor that requires grad. Use tensor.detach().{name}()."
+            )
+
     def __format__(self, spec: str) -> str:
         if not spec or self.dim():
             return object.__format__(self, spec) if spec else repr(self)

@@ -15,14 +15,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.autograd.graph import GradientEdge
 
-from forall._batching.batched import Batched, wrap
+from forall._batching.batched import Batched
 from forall._batching.border import Enter, Exit, Share
-from forall._batching.interpreter import VmapLevel, running
+from forall._batching.sharing import sharing
 from forall._batching.table import CALLS
 from forall._core.errors import columns, short
 from forall._core.levels import is_from_outside, lift, top
 from forall._derivatives.forward import JvpLevel
-from forall._torch.dispatch import functions_off, lazy_zeros_pass, run_backward
+from forall._derivatives.reverse import nodes
+from forall._torch.dispatch import functions_off, run_backward
 from forall._transforms.vjp import Pullback
 from forall._transforms.vmap import vmap
 
@@ -30,9 +31,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from forall._core.levels import Level
+    from forall._derivatives.reverse import End
 
 Tensors = list[torch.Tensor]
-End = torch.Tensor | GradientEdge
 
 
 class Crossing(NamedTuple):
@@ -55,7 +56,7 @@ def _grad(
     materialize_grads: bool = False,
 ) -> Any:
     """torch.autograd.grad, where the way to a captured input leads through the graph outside."""
-    level = _sharing()
+    level = sharing(top())
     given = _tuple(inputs)
     if level is None or not all(isinstance(x, torch.Tensor) for x in given):
         return NotImplemented
@@ -144,7 +145,7 @@ class Outside(Pullback):
         stacks = [self._placed(s, axis) for s, axis in zip(stacks, self.axes, strict=True)]
         own = [x for x in self.wanted if level is None or not is_from_outside(x, level)]
         crossings = [] if level is None else _crossings(level, self.outputs, self.wanted)
-        cots = iter(self._pulled(stacks, (*own, *(c.inside for c in crossings))))
+        cots = iter(self._pulled_to((*own, *(c.inside for c in crossings)), stacks))
         found = {id(x): g for x in own if (g := next(cots)) is not None}
         met = [(c, g) for c, g in zip(crossings, cots, strict=True) if g is not None]
         if met:
@@ -161,27 +162,16 @@ class Outside(Pullback):
         parts = stack.unflatten(0, (self.inner.size, -1)).movedim(0, -1)
         return torch.diag_embed(parts, dim1=0, dim2=axis + 2).flatten(0, 1)
 
-    def _pulled(self, stacks: Tensors, stops: tuple[End, ...]) -> list:
+    def _pulled_to(self, stops: tuple[End, ...], stacks: Tensors) -> list:
         retain_graph, create_graph = self.flags
+
+        def pull(outputs: tuple, cots: tuple) -> Any:
+            return run_backward(
+                outputs, cots, stops, retain_graph=retain_graph, create_graph=create_graph
+            )
+
         with torch.set_grad_enabled(create_graph):
-            level = VmapLevel(stacks[0].shape[0], "same", top(), records_values=True)
-            with running(level), lazy_zeros_pass():
-                cots = run_backward(
-                    tuple(self.outputs),
-                    tuple(wrap(s, 0, level) for s in stacks),
-                    stops,
-                    retain_graph=retain_graph,
-                    create_graph=create_graph,
-                )
-            return [None if c is None else self._unstacked(c, level) for c in cots]
-
-
-def _sharing() -> VmapLevel | None:
-    """The level at which captured tensors get stand-ins now."""
-    level = top()
-    while level is not None and not (isinstance(level, VmapLevel) and not level.records_values):
-        level = level.parent
-    return level
+            return self._pulled(pull, stacks)
 
 
 def _crossings(level: Level, roots: Iterable[End], wanted: Tensors) -> list[Crossing]:
@@ -193,12 +183,12 @@ def _crossings(level: Level, roots: Iterable[End], wanted: Tensors) -> list[Cros
     ]
     entered = [
         Crossing(GradientEdge(node, 0), GradientEdge(*node.next_functions[0]), node.axis)
-        for node in _nodes(roots, _BORDER)
+        for node in nodes(roots, _BORDER)
         if isinstance(node, Enter._backward_cls) and node.level is level and not node.worn
     ]
     entered = [c for c in entered if _leads(c.outside, wanted)]
     for crossing in entered:
-        for node in _nodes([crossing.outside]):
+        for node in nodes([crossing.outside]):
             if isinstance(node, Exit._backward_cls) and node.level is level:
                 raise _refused(
                     "vmap",
@@ -234,28 +224,12 @@ def _leads(end: End, wanted: Tensors) -> bool:
         return True
     goals = {x.grad_fn for x in wanted if x.grad_fn is not None}
     leaves = {id(x) for x in wanted}
-    return any(n in goals or id(getattr(n, "variable", None)) in leaves for n in _nodes([end]))
-
-
-def _nodes(ends: Iterable[End], stop: tuple = ()) -> Iterable[Any]:
-    """Every node of these graphs, none behind one of the type ``stop``."""
-    starts = [e.grad_fn if isinstance(e, torch.Tensor) else e.node for e in ends]
-    todo = [node for node in starts if node is not None]
-    seen = set(todo)
-    while todo:
-        node = todo.pop()
-        yield node
-        if isinstance(node, stop):
-            continue
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                todo.append(following)
+    return any(n in goals or id(getattr(n, "variable", None)) in leaves for n in nodes([end]))
 
 
 def _backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
     """Tensor.backward too. The sum over the examples, as the loop leaves it."""
-    level = _sharing()
+    level = sharing(top())
     if level is None:
         return NotImplemented
     with torch.enable_grad():
@@ -268,7 +242,7 @@ def _backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
     torch.autograd.backward(roots, *args, **kwargs)
     captured = [t for t, s in level.lifted.values() if s.requires_grad and t.grad_fn is not None]
     with functions_off():
-        for node in _nodes(captured):
+        for node in nodes(captured):
             leaf = getattr(node, "variable", None)
             if leaf is not None and is_from_outside(leaf, level):
                 _lower_grad(leaf)

@@ -17,6 +17,7 @@ from forall._core.levels import Level, at, deepest, is_from_outside, lift, outsi
 from forall._random.scopes import resuming
 from forall._torch import checkpoints
 from forall._torch.dispatch import (
+    apply_users,
     function_modes,
     functions_are_off,
     in_torch_func,
@@ -24,8 +25,6 @@ from forall._torch.dispatch import (
 )
 from forall._torch.names import BACKWARD_HOOK
 from forall._torch.wrapper import Wrapper
-
-_torchs = torch.autograd.Function.__dict__["apply"].__func__
 
 
 def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -35,7 +34,7 @@ def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     if level is None or (running is not None and level.is_outside(running)):
         level = running
     if level is None:
-        return _torchs(cls, *args, **kwargs)
+        return apply_users(cls, *args, **kwargs)
     if torch.is_grad_enabled() and not getattr(level, "records_values", False):
         args = tuple(
             lift(a, level)
@@ -46,7 +45,7 @@ def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     if in_torch_func() or not any(isinstance(a, torch.Tensor) and peels(a) for a in args):
         # Under a transform of torch.func it comes by once more, with the values below that.
         with outside(level) if level.peels else nullcontext():
-            return _torchs(cls, *args, **kwargs)
+            return apply_users(cls, *args, **kwargs)
     if cls is BACKWARD_HOOK:
         return _through(cls, args)
     return _with_tangents(cls, level, args, kwargs)
@@ -54,7 +53,7 @@ def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _through(cls: Any, args: tuple) -> tuple:
     """A node that modules hang their hooks on, which they look for at the innermost level."""
-    outs = _torchs(cls, *args)
+    outs = apply_users(cls, *args)
     for a, out in zip(args, outs, strict=True):
         if isinstance(a, Wrapper):  # torch names the same values anew, but without their tangents
             vars(out).update({k: v for k, v in vars(a.graph_free()).items() if k != "family"})
@@ -71,7 +70,7 @@ def _with_tangents(cls: Any, level: Level, args: tuple, kwargs: dict) -> Any:
         filled = list(args)
         for i, t in zip(places, tensors, strict=True):
             filled[i] = t.clone() if t.requires_grad else t  # a variable cannot be written to
-        out = _torchs(cls, *filled, **kwargs)
+        out = apply_users(cls, *filled, **kwargs)
         single[:] = [isinstance(out, torch.Tensor)]
         outs = (out,) if single[0] else out
         others[:] = [None if isinstance(o, torch.Tensor) else o for o in outs]

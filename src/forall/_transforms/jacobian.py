@@ -9,7 +9,7 @@ from forall._core.errors import Call
 from forall._torch import handover
 from forall._transforms import checks
 from forall._transforms.arguments import Arguments, by_torch, called, valued
-from forall._transforms.sweeps import Blocks, First, by_columns, by_rows
+from forall._transforms.sweeps import Blocks, First, answered, by_columns, by_rows
 from forall._transforms.types import P, R, X
 
 if TYPE_CHECKING:
@@ -322,8 +322,8 @@ def hessian(
         if handover.needed():
             return _hessian_by_torch(func, argnums, argnames, has_aux, return_value, args, kwargs)
         call = called("hessian", func, argnums, argnames)
-        given = Arguments(call, args, kwargs, argnums, argnames, ValueError)
-        first = First(call, func, given, has_aux, chunk_size)
+        first = First(call, func, args, kwargs, (argnums, argnames), has_aux, chunk_size)
+        given = first.given
 
         def beside(*xs: Any) -> Any:
             j, y = first(*xs)
@@ -381,6 +381,4 @@ def _hessian_by_torch(
         return j, (j, y)
 
     h, (j, y) = by_torch("jacfwd", first, args, kwargs, argnums, argnames, has_aux=True)
-    if return_value:
-        return h, (j, *y) if has_aux else (j, y)
-    return (h, y[1]) if has_aux else h
+    return answered(h, j, y, has_aux, return_value)

@@ -97,23 +97,28 @@ def push(
             forward.make_dual(lift(p, below), lift(t, below), level)
             for p, t in zip(flat, flat_t, strict=True)
         ]
-        with level:
-            out = func(*trees.unflatten(duals, spec))
-        aux = None
-        if has_aux:
-            out, aux = checks.with_aux(call, out)
-            aux = trees.map_tensors(lambda a: forward.unpack(a, level)[0], aux)
-        leaves, out_spec = checks.outputs(call, out)
+        pairs, out_spec, aux = run(call, func, trees.unflatten(duals, spec), level, has_aux)
         primal_out, tangent_out = [], []
-        for y in leaves:
-            p, t = forward.unpack(y, level)
-            if t is None:
-                if strict:
-                    raise checks.independent(call, y)
-                t = torch.zeros_like(p)
+        for p, t in pairs:
+            if t is None and strict:
+                raise checks.independent(call, p)
             primal_out.append(p)
-            tangent_out.append(t)
+            tangent_out.append(torch.zeros_like(p) if t is None else t)
     result = trees.unflatten(primal_out, out_spec), trees.unflatten(tangent_out, out_spec), aux
     if not outer:
         result = trees.map_tensors(torch.Tensor.detach, result)
     return result if has_aux else result[:2]
+
+
+def run(
+    call: Call, func: Callable, duals: tuple, level: forward.JvpLevel, has_aux: bool
+) -> tuple[list, Any, Any]:
+    """The outputs at values of ``level``, each as primal and tangent; their tree, and the aux."""
+    with level:
+        out = func(*duals)
+    aux = None
+    if has_aux:
+        out, aux = checks.with_aux(call, out)
+        aux = trees.map_tensors(lambda a: forward.unpack(a, level)[0], aux)
+    leaves, spec = checks.outputs(call, out)
+    return [forward.unpack(y, level) for y in leaves], spec, aux

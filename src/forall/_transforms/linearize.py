@@ -13,6 +13,7 @@ from forall._derivatives.tape import Tape, TapeLevel, play, prune, settle, tape
 from forall._torch import handover, trees
 from forall._torch.dispatch import forward_level
 from forall._transforms import checks
+from forall._transforms.jvp import run
 from forall._transforms.types import R, Ts
 
 if TYPE_CHECKING:
@@ -79,14 +80,7 @@ def program(
         for slot, p in enumerate(flat):
             here = lift(p, below)
             duals.append(forward.make_dual(here, tape(torch.zeros_like(here), slot, tapes), level))
-        with level:
-            out = func(*trees.unflatten(duals, spec))
-        aux = None
-        if has_aux:
-            out, aux = checks.with_aux(call, out)
-            aux = trees.map_tensors(lambda a: forward.unpack(a, level)[0], aux)
-        leaves, out_spec = checks.outputs(call, out)
-        pairs = [forward.unpack(y, level) for y in leaves]
+        pairs, out_spec, aux = run(call, func, trees.unflatten(duals, spec), level, has_aux)
         settle(tapes)
     ends = [t.slot if isinstance(t, Tape) else None for _, t in pairs]
     prune(tapes, ends)

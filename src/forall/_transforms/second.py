@@ -10,7 +10,7 @@ import torch
 from forall._derivatives import basis
 from forall._torch import handover, trees
 from forall._transforms import checks
-from forall._transforms.arguments import Arguments, called
+from forall._transforms.arguments import called
 from forall._transforms.jvp import push
 from forall._transforms.linearize import program
 from forall._transforms.sweeps import First
@@ -106,9 +106,7 @@ def hvp(
     def product(*args_and_vector: Any, **kwargs: Any) -> Any:
         call = called("hvp", func, argnums, argnames)
         args, vector = checks.vector_last(call, args_and_vector)
-        first = First(
-            call, func, Arguments(call, args, kwargs, argnums, argnames, ValueError), has_aux
-        )
+        first = First(call, func, args, kwargs, (argnums, argnames), has_aux)
         vectors = checks.vector_like(call, first.given, vector)
         xs = tuple(first.given.tensors)
         if handover.needed():
@@ -203,19 +201,10 @@ def hessian_diag(
                 [0., 0.],
                 [2., 0.]])
     """
-    checks.callable_("hessian_diag", func)
-    checks.chunk_size("hessian_diag", chunk_size)
-
-    @functools.wraps(func, updated=())
-    def diagonal(*args: Any, **kwargs: Any) -> Any:
-        call = called("hessian_diag", func, argnums, argnames)
-        first = First(
-            call, func, Arguments(call, args, kwargs, argnums, argnames, ValueError), has_aux
-        )
-        found, j, y = _diagonal(first, chunk_size or COLUMNS)
-        return first.answer(first.tree(found), j, y, return_value)
-
-    return diagonal
+    which = (argnums, argnames)
+    return _from_diagonal(
+        "hessian_diag", func, which, has_aux, return_value, chunk_size, First.tree
+    )
 
 
 @overload
@@ -298,21 +287,36 @@ def laplacian(
         >>> forall.laplacian(f)(torch.tensor([1.0, 2.0, 3.0]))       # 6x + 2x + 2x at x = 1
         tensor(10.)
     """
-    checks.callable_("laplacian", func)
-    checks.chunk_size("laplacian", chunk_size)
+    which = (argnums, argnames)
+    return _from_diagonal("laplacian", func, which, has_aux, return_value, chunk_size, _trace)
+
+
+def _from_diagonal(
+    verb: str,
+    func: Callable,
+    which: tuple[Any, Any],  # argnums, argnames
+    has_aux: bool,
+    return_value: bool,
+    chunk_size: int | None,
+    result: Callable[[First, list], Any],
+) -> Callable:
+    """What ``result`` makes of the diagonals of a call, and beside it what was asked for."""
+    checks.callable_(verb, func)
+    checks.chunk_size(verb, chunk_size)
 
     @functools.wraps(func, updated=())
-    def trace(*args: Any, **kwargs: Any) -> Any:
-        call = called("laplacian", func, argnums, argnames)
-        first = First(
-            call, func, Arguments(call, args, kwargs, argnums, argnames, ValueError), has_aux
-        )
+    def second(*args: Any, **kwargs: Any) -> Any:
+        first = First(called(verb, func, *which), func, args, kwargs, which, has_aux)
         found, j, y = _diagonal(first, chunk_size or COLUMNS)
-        xs = first.given.tensors
-        sums = [sum(map(_over, row, xs)) for row in found]
-        return first.answer(trees.unflatten(sums, first.spec), j, y, return_value)
+        return first.answer(result(first, found), j, y, return_value)
 
-    return trace
+    return second
+
+
+def _trace(first: First, diagonals: list) -> Any:
+    xs = first.given.tensors
+    sums = [sum(map(_over, row, xs)) for row in diagonals]
+    return trees.unflatten(sums, first.spec)
 
 
 def _over(block: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

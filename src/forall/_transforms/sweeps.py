@@ -44,11 +44,18 @@ class First:
     """
 
     def __init__(
-        self, call: Call, func: Callable, given: Arguments, has_aux: bool, chunk: int | None = None
+        self,
+        call: Call,
+        func: Callable,
+        args: tuple,
+        kwargs: dict,
+        which: tuple[Any, Any],  # argnums, argnames
+        has_aux: bool,
+        chunk: int | None = None,
     ) -> None:
         self.call = call
         self.func = valued(call.verb, func, has_aux)
-        self.given = given
+        self.given = Arguments(call, args, kwargs, *which, ValueError)
         self.has_aux = has_aux
         self.chunk = chunk
         self.spec: Any = None
@@ -77,9 +84,14 @@ class First:
 
     def answer(self, result: Any, j: list, y: Any, return_value: bool) -> Any:
         """``result``, and beside it what was asked for."""
-        if return_value:
-            return result, (self.tree(j), *y) if self.has_aux else (self.tree(j), y)
-        return (result, y[1]) if self.has_aux else result
+        return answered(result, self.tree(j), y, self.has_aux, return_value)
+
+
+def answered(result: Any, jacobian: Any, y: Any, has_aux: bool, return_value: bool) -> Any:
+    """A second derivative, and beside it what was asked for; with has_aux ``y`` is two things."""
+    if return_value:
+        return result, (jacobian, *y) if has_aux else (jacobian, y)
+    return (result, y[1]) if has_aux else result
 
 
 def moved(call: Call, xs: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -19,7 +19,7 @@ from forall._transforms.arguments import Moved
 from forall._transforms.types import R, Ts, X
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
 
 @overload
@@ -167,20 +167,19 @@ class Pullback:
         return reverse.closed(found, self.own, outer)
 
     def _run_stacked(self, stacks: list) -> list:
-        size = stacks[0].shape[0]
         outer = torch.is_grad_enabled()
         with torch.enable_grad():
-            level = VmapLevel(size, "same", top(), records_values=True)
-            with running(level), lazy_zeros_pass():
-                found = reverse.gradients(
-                    tuple(self.outputs),
-                    tuple(wrap(s, 0, level) for s in stacks),
-                    self.own,
-                )
-            found = [self._unstacked(g, level) for g in found]
+            found = self._pulled(lambda ys, cots: reverse.gradients(ys, cots, self.own), stacks)
         if any(s.requires_grad for s in stacks) and outer:
             return found
         return reverse.closed(found, self.own, outer)
+
+    def _pulled(self, pull: Callable[[tuple, tuple], Iterable], stacks: list) -> list:
+        """What ``pull`` finds for N cotangents of each output at once: (N, *I), or None."""
+        level = VmapLevel(stacks[0].shape[0], "same", top(), records_values=True)
+        with running(level), lazy_zeros_pass():
+            found = pull(tuple(self.outputs), tuple(wrap(s, 0, level) for s in stacks))
+        return [None if g is None else self._unstacked(g, level) for g in found]
 
     @staticmethod
     def _unstacked(g: torch.Tensor, level: VmapLevel) -> torch.Tensor:
