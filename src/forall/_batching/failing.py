@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from forall._batching.batched import wrap
 from forall._batching.one_by_one import Places
 
-
 _NOT_ONE_EXAMPLES = (DataDependentError, Warning, torch.OutOfMemoryError)
 _OURS = ("vmap:", "vmap(", "jvp:", "jvp(")  # messages of this library, about all examples
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -85,10 +86,11 @@ class VmapLevel(Level, TorchDispatchMode):
         self.randomness = randomness
         self.records_values = self.peels = records_values
         self.shares = not records_values
-        self.made: dict[bytes, Any] = {}  # parts of its examples, and what they are found by
+        # Parts of its examples, for as long as values have them, and what they are found by.
+        self.made: WeakValueDictionary[bytes, Any] = WeakValueDictionary()
         self.rows: torch.Tensor | None = None
         self.parts = False  # whether its call runs examples that part in groups
-        self.parted: BaseException | None = None
+        self.parted: list[list[int]] | None = None  # the groups, once they are known
         self.outer_grad = torch.is_grad_enabled()
         self.scope = scopes.running()  # vmap gives each of its examples one of their own
         self.ledger = Ledger()

@@ -21,9 +21,7 @@ Tensor = torch.Tensor
 # What asks or changes the tensor itself: the wider one answers for its examples.
 _ITSELF = frozenset(
     getattr(Tensor, name).__get__
-    for name in (
-        "requires_grad grad_fn shape grad is_leaf dtype device ndim layout is_sparse is_cuda"
-    ).split()
+    for name in ["requires_grad", "grad_fn", "shape", "grad", "is_leaf", "dtype", "device", "ndim", "layout", "is_sparse", "is_cuda"]
 ) | {
     Tensor.grad.__set__,
     Tensor.requires_grad.__set__,
@@ -143,4 +141,3 @@ def _stale(t: Any) -> tuple[Any, Any]:
     while t.level.acting is t.level:
         t = t.value
     return t.level.root, t.level
-

@@ -58,8 +58,8 @@ def apart(level: Any, groups: list[list[int]], complaint: Callable[[], Exception
     """What to raise where the examples of ``level`` part."""
     if not level.parts:
         return complaint()
-    level.parted = Parted(level, groups, users_line())
-    return level.parted
+    level.parted = groups
+    return Parted(level, groups, users_line())
 
 
 def _groups(rows: Tensor) -> list[list[int]]:

@@ -17,6 +17,7 @@ NOTE [parts]
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -47,7 +48,7 @@ class Part(VmapLevel):
 
     def __init__(self, root: VmapLevel, rows: Tensor) -> None:
         # Never a mode of its own: the root's mode asks who acts.
-        self.root = root
+        self.of = root
         self.rows = rows
         self.size = rows.shape[0]
         self.number, self.around = root.number, root.around
@@ -60,27 +61,31 @@ class Part(VmapLevel):
         self.lifted = {}
         self.parted = None
         self._where: Tensor | None = None
-        self._known: dict[Any, Any] = {}
+        self.places, self.covered = WeakKeyDictionary(), WeakKeyDictionary()
+
+    @property
+    def root(self) -> Any:
+        return self.of
 
     @property
     def acting(self) -> Any:
-        return self.root.acting
+        return self.of.acting
 
     @property
     def parent(self) -> Any:
-        return self.root.parent
+        return self.of.parent
 
     @property
     def active(self) -> bool:
-        return self.root.active
+        return self.of.active
 
     @property
     def notes(self) -> bool:
-        return self.root.notes
+        return self.of.notes
 
     @property
-    def origin(self) -> Any:
-        whole = self.root.origin
+    def origin(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        whole = self.of.origin
         numbers = whole.numbers
         return whole._replace(numbers=[numbers[n] for n in self.rows.tolist()])
 
@@ -94,7 +99,8 @@ def part(root: VmapLevel, rows: Tensor) -> VmapLevel:
     """The level of these rows: the root itself for all of them, and one for each set of rows."""
     if rows.shape[0] == root.size:
         return root
-    key = bytes(rows.numpy())
+    with no_dispatch(), functions_off():
+        key = bytes(rows.numpy())
     found = root.made.get(key)
     if found is None:
         found = root.made[key] = Part(root, rows)
@@ -106,7 +112,8 @@ def prepare(root: Any) -> None:
     if root.rows is None:
         with no_dispatch(), functions_off():
             root.rows = torch.arange(root.size)
-        root._where, root._known = root.rows, {}
+        root._where = root.rows
+        root.places, root.covered = WeakKeyDictionary(), WeakKeyDictionary()
 
 
 def where(level: Any) -> Tensor:
@@ -122,12 +129,10 @@ def where(level: Any) -> Tensor:
 
 def places_in(some: Any, level: Any) -> Tensor:
     """Which examples of ``level`` those of ``some`` are, -1 where they are none of its."""
-    key = ("in", level)
-    found = some._known.get(key)
+    found = some.places.get(level)
     if found is None:
         with no_dispatch(), functions_off():
-            found = where(level)[some.rows]
-        some._known[key] = found
+            found = some.places[level] = where(level)[some.rows]
     return found
 
 
@@ -135,10 +140,11 @@ def covers(level: Any, some: Any) -> bool:
     """Whether all examples of ``some`` are among those of ``level``."""
     if level is some or level is level.root:
         return True
-    key = ("covered", level)
-    found = some._known.get(key)
+    found = some.covered.get(level)
     if found is None:
-        found = some._known[key] = bool((places_in(some, level) >= 0).all())
+        places = places_in(some, level)
+        with no_dispatch(), functions_off():
+            found = some.covered[level] = bool((places >= 0).all())
     return found
 
 
@@ -331,9 +337,7 @@ class Merge(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx, _made, _level, _levels, *tangents):
-        given = [
-            (p, t) for p, t in zip(ctx.levels, tangents, strict=True) if t is not None
-        ]
+        given = [(p, t) for p, t in zip(ctx.levels, tangents, strict=True) if t is not None]
         return merged(given, ctx.level) if given else None
 
 
@@ -373,12 +377,7 @@ def _has(t: Any, root: Any) -> bool:
 # What a backward pass adds up, or lays side by side: a summand that lacks examples is zero there.
 _SUMS = frozenset(
     op
-    for name in (
-        "add add_ sub sub_ rsub stack cat where copy_ index_put index_put_ index_add index_add_ "
-        "scatter_add scatter_add_ slice_scatter select_scatter diagonal_scatter as_strided_scatter "
-        "_thnn_fused_lstm_cell_backward _thnn_fused_lstm_cell_backward_impl "
-        "mkldnn_rnn_layer_backward"
-    ).split()
+    for name in ["add", "add_", "sub", "sub_", "rsub", "stack", "cat", "where", "copy_", "index_put", "index_put_", "index_add", "index_add_", "scatter_add", "scatter_add_", "slice_scatter", "select_scatter", "diagonal_scatter", "as_strided_scatter", "_thnn_fused_lstm_cell_backward", "_thnn_fused_lstm_cell_backward_impl", "mkldnn_rnn_layer_backward"]
     for op in (getattr(getattr(aten, name), o) for o in getattr(aten, name).overloads())
 )
 

@@ -6,8 +6,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from forall._batching.parting import answers
-from forall._batching.parts import Undefined, common, is_stale, merged, narrow, part, prepare, union, without
+from forall._batching.parting import answers, number
+from forall._batching.parts import (
+    Undefined,
+    common,
+    is_stale,
+    merged,
+    narrow,
+    part,
+    prepare,
+    union,
+    without,
+)
+from forall._core.errors import data_dependent
 from forall._core.levels import act, stack, top
 from forall._torch.dispatch import functions_off, no_dispatch
 
@@ -15,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 Tensor = torch.Tensor
-__all__ = ["Undefined", "World", "asked", "differs", "joined", "now", "running"]
+__all__ = ["Undefined", "World", "asked", "differs", "joined", "now", "one_of", "running"]
 
 
 class World:
@@ -71,7 +82,7 @@ class World:
         return f"World({self.size} examples)" if self.parts else "World(all)"
 
 
-class Apart(Exception):
+class Apart(BaseException):
     """Examples of two levels have parted in a way that no level's part says."""
 
 
@@ -126,7 +137,9 @@ class running:
         self.world = world
 
     def __enter__(self) -> None:
-        self.was = [(root, root.acting) for root in _roots() if self.world.of(root) is not root.acting]
+        self.was = [
+            (root, root.acting) for root in _roots() if self.world.of(root) is not root.acting
+        ]
         for root, _ in self.was:
             act(root, self.world.of(root))
 
@@ -151,7 +164,11 @@ def _for(world: World, t: Tensor) -> Tensor:
         return narrow(t) if is_stale(t) else t
 
 
+def one_of(t: Tensor) -> Any:
+    """The Python number of all examples that run; where they differ, they run again in groups."""
+    return number(t, lambda: data_dependent("a number", "Use a tensor instead of the number."))
+
+
 def differs(value: Any) -> bool:
     """Whether a tensor has a value for each of the examples that run."""
     return isinstance(value, Tensor) and bool(answers(value)[1])
-

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -98,8 +99,18 @@ def write(level: Any, func: Any, target: Any, data: Tensor) -> None:
     view_of.copy_(v)
 
 
+class _Written(threading.local):
+    """How often this thread has written into examples, and drawn for them."""
+
+    times = 0
+
+
+written = _Written()
+
+
 def writable(level: Any, func: Any, target: Any, data: list) -> Tensor:
     """The target's stack (B, *S) to write into, promoted if the examples will differ in it."""
+    written.times += 1
     if not (type(target) is Batched and target.level is level):
         raise shared_write(str(func), target, [d for d in data if is_mapped(d, level)])
     if target.axis is None:
@@ -146,6 +157,7 @@ def pointwise_in_place(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
 
 def shared_data_write(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     """An in-place or out= operator none of whose arguments differs between the examples."""
+    written.times += 1
     fact = facts(func)
     targets = [args[m] if isinstance(m, int) else kwargs[m] for m in fact.mutates]
     flat = _tensors(targets)
@@ -223,16 +235,16 @@ def _unsettled(level: Any, func: Any, args: tuple, kwargs: dict, mapped: bool) -
 def _older_written(
     level: Any, func: Any, fact: Facts, args: tuple, kwargs: dict, mapped: bool
 ) -> Callable | None:
-    written = [t for t in _written(fact, args, kwargs) if is_shared_older(t, level)]
+    into = [t for t in _written(fact, args, kwargs) if is_shared_older(t, level)]
     read = [a for i, a in enumerate(args) if i not in fact.mutates]
     read = _tensors([*read, *(a for k, a in kwargs.items() if k not in fact.mutates)])
-    if written and func is _COPY and is_shared_older(args[1], level) and _coincide(*args[:2]):
+    if into and func is _COPY and is_shared_older(args[1], level) and _coincide(*args[:2]):
         return _nothing  # x[i] += y ends in x[i] = what x[i] is already
     ledger = level.ledger
     for t in read:
         if is_shared_older(t, level):
             ledger.reads(func, t)
-    if not written or (not mapped and all(memory(t) in ledger.renewed for t in written)):
+    if not into or (not mapped and all(memory(t) in ledger.renewed for t in into)):
         return None
     rule = table.UPDATES.get(func)
     update = rule and rule(level, lower(args[0], level), *args[1:], **kwargs)
@@ -242,8 +254,8 @@ def _older_written(
     if mapped:
         return None  # its own handler says why it cannot be
     if not _once_is_enough(func):
-        raise _counter(func, written[0])
-    _overwrite(level, func, written, read)
+        raise _counter(func, into[0])
+    _overwrite(level, func, into, read)
     return None if level.size else _nothing
 
 

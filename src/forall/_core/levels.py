@@ -46,10 +46,22 @@ class Level:
         self.parent = parent
         self.number = next(_numbers)
         self.around = frozenset() if parent is None else parent.around | {parent.root}
-        # Where examples have parted: whose examples they are, and for whom of them code runs.
-        self.root = self.acting = self
         self.active = False
         self.lifted: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    # For whom of its examples code runs where they have parted; None for all of them. A level must
+    # not hold itself, which would keep it, and all that its values hold, beyond its end.
+    part: Level | None = None
+
+    @property
+    def root(self) -> Level:
+        """The level whose examples these are: itself, but for a part of another's."""
+        return self
+
+    @property
+    def acting(self) -> Level:
+        """The level that stands in the root's place now."""
+        return self.part or self
 
     # The user's call that made the level, where there is one.
     origin: Origin | None = None
@@ -90,7 +102,7 @@ class Level:
         """One operator on values of this level."""
         raise NotImplementedError
 
-    def told(self, error: Exception, func: Any, args: tuple, kwargs: dict, /) -> Exception:
+    def told(self, error: Exception, func: Any, args: tuple, kwargs: dict, /) -> BaseException:
         """What to raise where an operator failed: a level of examples says for which one."""
         return error if self.parent is None else self.parent.told(error, func, args, kwargs)
 
@@ -162,7 +174,7 @@ def complete(t: torch.Tensor | None) -> torch.Tensor | None:
 
 def act(root: Level, level: Level) -> None:
     """Let ``level``, the root or a part of its examples, stand in the root's place."""
-    was, root.acting = root.acting, level
+    was, root.part = root.acting, None if level is root else level
     if was is level:
         return
     stack.parted += (level is not root) - (was is not root)

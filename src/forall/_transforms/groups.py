@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     Part = tuple[Sequence[int], list, Any]  # numbers of examples, the results' leaves, their tree
 
 
-class Groups(Exception):
+class Groups(BaseException):
     """A run ended because its examples part into these groups."""
 
     def __init__(self, groups: list[list[int]]) -> None:
@@ -60,7 +60,7 @@ class once_more:
             self.python.restore()
         if self.drawn is not None:
             generators.restore(self.drawn)
-        raise Groups(parted.groups) from None
+        raise Groups(parted) from None
 
 
 def in_groups(call: Mapping, groups: list[list[int]]) -> tuple[list, Any]:

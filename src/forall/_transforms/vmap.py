@@ -181,9 +181,11 @@ class Mapping(NamedTuple):
             leaf if dim is None else _some(leaf, dim, numbers)
             for leaf, dim in zip(entering.leaves, entering.dims, strict=True)
         ]
-        known = origin.numbers[numbers.start : numbers.stop] if isinstance(numbers, range) else [
-            origin.numbers[n] for n in numbers
-        ]
+        known = (
+            origin.numbers[numbers.start : numbers.stop]
+            if isinstance(numbers, range)
+            else [origin.numbers[n] for n in numbers]
+        )
         return self._replace(
             entering=entering._replace(leaves=leaves, size=len(numbers)),
             origin=origin._replace(numbers=known),

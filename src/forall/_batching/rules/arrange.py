@@ -172,5 +172,3 @@ register(
         aten.as_strided_scatter.default: _other_values(_as_strided_scatter),
     }
 )
-
-

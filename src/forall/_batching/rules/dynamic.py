@@ -100,7 +100,8 @@ def _repeat_interleave(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _bincount(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
-    x, weights, least = (*args, *(None, 0)[len(args) - 1 :])
+    x, weights = args[0], args[1] if len(args) > 1 else None
+    least = args[2] if len(args) > 2 else 0
     v = stacked(x, level)
     size, numel = v.shape
     needs = v.amax(1) + 1 if numel and size else v.new_full((size,), least)

@@ -11,7 +11,6 @@ from forall._batching.families import (
     Stack,
     by_front,
     is_mapped,
-    level_on,
     lower,
     pointwise,
     stacked,
