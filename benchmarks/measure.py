@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from memory import peak_bytes
-from registry import NAMES, Contestants, Program, Workload
+from registry import Contestants, Program, Workload
 
 # The allocator's figures hardly vary: a few rounds show whether they do.
 MEMORY_ROUNDS = 3
@@ -25,13 +25,13 @@ def synchroniser(device: torch.device) -> Callable[[], None]:
     return lambda: None
 
 
-def check(contestants: Contestants) -> None:
+def check(workload: Workload, contestants: Contestants) -> None:
     """Compare every contestant with the hand-written program.
 
     Each is called twice, since a library may take another path once it has seen a program.
     """
     expected = contestants.programs[-1]()
-    for name, program in zip(NAMES, contestants.programs, strict=True):
+    for name, program in zip(workload.names, contestants.programs, strict=True):
         for call in ("first", "second"):
             try:
                 contestants.check(program(), expected)
@@ -88,7 +88,8 @@ def time_rounds(
         for step in range(len(programs)):
             which = (turn + step) % len(programs)
             count = repetitions[which]
-            sample[which] = seconds(programs[which], count, synchronise) / count
+            elapsed = seconds(programs[which], count, synchronise) / count
+            sample[which] = elapsed * contestants.times[which]
         measured.append(tuple(sample))
     gc.unfreeze()
     return measured

@@ -1,46 +1,71 @@
 """What a workload is, and the list of all of them."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 import torch.func
+from torch.utils._pytree import tree_map
 
 import forall
 
 Program = Callable[[], Any]
 Quantity = Literal["time", "peak memory"]
+Limits = dict[tuple[int, int], float]
 
 NAMES = ("forall", "torch.func", "hand-written")
+# Where examples part ways torch.func refuses, and the loop over examples takes its place.
+PARTING = ("forall", "loop", "hand-written")
 
 
 @dataclass(frozen=True)
 class Contestants:
-    """Three programs computing the same values, in the order of NAMES, and their checker."""
+    """Three programs computing the same values, and their checker.
+
+    Attributes:
+        times: by how much the measurement of each is multiplied: a loop over a sample of the
+            examples stands for the loop over all of them.
+    """
 
     programs: tuple[Program, Program, Program]
     check: Callable[[Any, Any], None]
+    times: tuple[float, float, float] = (1.0, 1.0, 1.0)
 
 
 @dataclass(frozen=True)
 class Workload:
+    """How to build one comparison, and how to report it.
+
+    Attributes:
+        names: what the three programs are called.
+        limits: the ratios that are wanted, by the places of the two in `names`.
+    """
+
     name: str
     summary: str
     quantity: Quantity
     build: Callable[[torch.device], Contestants]
+    names: tuple[str, str, str] = NAMES
+    limits: Limits = field(default_factory=dict)
 
 
 WORKLOADS: dict[str, Workload] = {}
 
 
-def workload(name: str, summary: str, quantity: Quantity = "time"):
+def workload(
+    name: str,
+    summary: str,
+    quantity: Quantity = "time",
+    names: tuple[str, str, str] = NAMES,
+    limits: Limits | None = None,
+):
     """Register the decorated builder under `name`."""
 
     def register(build: Callable[[torch.device], Contestants]):
         if name in WORKLOADS:
             raise ValueError(f"two workloads are called {name}")
-        WORKLOADS[name] = Workload(name, summary, quantity, build)
+        WORKLOADS[name] = Workload(name, summary, quantity, build, names, limits or {})
         return build
 
     return register
@@ -98,3 +123,41 @@ def contest(
         assert_agree(actual, expected, tolerance)
 
     return Contestants((transformed(forall), transformed(torch.func), handwritten), check)
+
+
+def looped(f: Callable, stacks: Sequence[torch.Tensor], chosen: Sequence[int]) -> Program:
+    """The plain loop over the chosen examples, results stacked."""
+
+    def stacked(results: Sequence[Any]) -> Any:
+        if isinstance(results[0], torch.Tensor):
+            return torch.stack(list(results))
+        if isinstance(results[0], tuple):
+            return tuple(stacked(column) for column in zip(*results, strict=True))
+        return torch.tensor(results)
+
+    return lambda: stacked([f(*(stack[i] for stack in stacks)) for i in chosen])
+
+
+def parting(
+    f: Callable,
+    stacks: Sequence[torch.Tensor],
+    handwritten: Program,
+    *,
+    chosen: Sequence[int] | None = None,
+    tolerance: float = 1e-8,
+) -> Contestants:
+    """`f` under forall.vmap, in a loop over examples, and a program for all of them by hand.
+
+    The loop runs over the `chosen` examples, by default all; its time is scaled to all.
+    """
+    size = len(stacks[0])
+    chosen = range(size) if chosen is None else chosen
+
+    def check(actual: Any, expected: Any) -> None:
+        if all(len(value) == len(chosen) for _, value in leaves(actual)):
+            expected = tree_map(lambda value: value[list(chosen)], expected)
+        assert_agree(actual, expected, tolerance)
+
+    mapped = forall.vmap(f)
+    programs = (lambda: mapped(*stacks), looped(f, stacks, chosen), handwritten)
+    return Contestants(programs, check, (1.0, size / len(chosen), 1.0))

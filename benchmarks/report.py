@@ -8,16 +8,12 @@ from collections.abc import Sequence
 import torch
 
 from measure import MEMORY_ROUNDS
-from registry import Quantity, Workload
+from registry import NAMES, PARTING, Quantity, Workload
 
 Row = tuple[Workload, list[tuple[float, ...]]]
 
-# Positions in registry.NAMES: what is divided by what.
-RATIOS = {
-    "forall / torch.func": (0, 1),
-    "forall / hand-written": (0, 2),
-    "torch.func / hand-written": (1, 2),
-}
+# Places in a workload's names: what is divided by what.
+RATIOS = ((0, 1), (0, 2), (1, 2))
 
 
 def ratios(measured: Sequence[tuple[float, ...]], above: int, below: int) -> list[float]:
@@ -30,7 +26,7 @@ def quartiles(values: list[float]) -> str:
     if len(values) < 2:
         return "-"
     low, _, high = statistics.quantiles(values, n=4, method="inclusive")
-    return f"{low:.2f} to {high:.2f}"
+    return f"{number(low)} to {number(high)}"
 
 
 def header(device: torch.device, rounds: int) -> list[str]:
@@ -45,22 +41,36 @@ def header(device: torch.device, rounds: int) -> list[str]:
     return lines
 
 
+def ratio(workload: Workload, measured: Sequence[tuple[float, ...]], pair: tuple[int, int]) -> str:
+    """The median, and behind it the limit where one is set."""
+    text = number(statistics.median(ratios(measured, *pair)))
+    return f"{text} (<= {workload.limits[pair]:g})" if pair in workload.limits else text
+
+
+def number(value: float) -> str:
+    """Two decimals, more where they would be zeros."""
+    return f"{value:.2f}" if value >= 0.1 else f"{value:.2g}"
+
+
 def table(rows: Sequence[Row]) -> list[str]:
-    columns = ["workload", *RATIOS, "quartiles of forall / torch.func", "what it does"]
+    names = rows[0][0].names
+    titles = [f"{names[above]} / {names[below]}" for above, below in RATIOS]
+    columns = ["workload", *titles, f"quartiles of {titles[0]}", "what it does"]
     lines = [
         "| " + " | ".join(columns) + " |",
         "| --- |" + " ---: |" * (len(columns) - 2) + " --- |",
     ]
     for workload, measured in rows:
-        medians = [statistics.median(ratios(measured, *pair)) for pair in RATIOS.values()]
-        cells = [workload.name, *(f"{value:.2f}" for value in medians)]
+        cells = [workload.name, *(ratio(workload, measured, pair) for pair in RATIOS)]
         cells += [quartiles(ratios(measured, 0, 1)), workload.summary]
         lines.append("| " + " | ".join(cells) + " |")
     return lines
 
 
-def section(title: str, quantity: Quantity, rows: Sequence[Row]) -> list[str]:
-    chosen = [row for row in rows if row[0].quantity == quantity]
+def section(
+    title: str, quantity: Quantity, names: tuple[str, ...], rows: Sequence[Row]
+) -> list[str]:
+    chosen = [row for row in rows if row[0].quantity == quantity and row[0].names == names]
     return ["", f"## {title}", "", *table(chosen)] if chosen else []
 
 
@@ -71,10 +81,11 @@ def render(rows: Sequence[Row], device: torch.device, rounds: int) -> str:
         "Written by `make bench`. Every figure is a ratio: the median over rounds of one",
         "contestant's measurement divided by another's in the same round. Below 1 the first-named",
         "contestant is the faster, or the more economical. Before anything is measured, all three",
-        "have to agree in values.",
+        "have to agree in values. A number in parentheses is the limit for a ratio.",
         "",
         *header(device, rounds),
-        *section("Time", "time", rows),
-        *section("Peak memory", "peak memory", rows),
+        *section("Time", "time", NAMES, rows),
+        *section("Time, where examples part ways", "time", PARTING, rows),
+        *section("Peak memory", "peak memory", NAMES, rows),
     ]
     return "\n".join(lines) + "\n"

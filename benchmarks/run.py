@@ -1,4 +1,4 @@
-"""Compare forall with torch.func and with hand-written programs; see --help."""
+"""Compare forall with torch.func, the loop, and hand-written programs; see --help."""
 
 import argparse
 import os
@@ -67,7 +67,7 @@ def check_all(chosen: list[Workload], device: torch.device):
         torch.manual_seed(0)
         try:
             contestants = workload.build(device)
-            check(contestants)
+            check(workload, contestants)
         except Exception as error:
             traceback.print_exception(error)
             failures.append(f"{workload.name}: {type(error).__name__}: {error}")
@@ -92,7 +92,7 @@ def main() -> int:
     rows: list[Row] = []
     for workload, contestants in built:
         rows.append((workload, measure(workload, contestants, options.rounds, target, device)))
-        print(table(rows)[-1], flush=True)
+        print(table(rows[-1:])[-1], flush=True)
     text = render(rows, device, options.rounds)
     if options.out is None:
         print(text)

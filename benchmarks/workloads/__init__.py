@@ -8,3 +8,4 @@ from . import jacobians  # noqa: F401
 from . import hessians  # noqa: F401
 from . import maml  # noqa: F401
 from . import gaussian_process  # noqa: F401
+from . import parting  # noqa: F401

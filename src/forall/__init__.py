@@ -9,6 +9,11 @@ from torch.func import (
 
 from forall import random as random
 from forall._batching import rules as _rules
+from forall._control import torchs as _torchs
+from forall._control.associative_scan import associative_scan
+from forall._control.cond import cond, switch
+from forall._control.scan import map, scan  # noqa: A004 - the name that it has in JAX
+from forall._control.while_loop import fori_loop, while_loop
 from forall._core.errors import PerformanceWarning
 from forall._transforms import captured as _captured
 from forall._transforms import functions as _functions
@@ -25,10 +30,14 @@ from forall._transforms.vmap import vmap
 
 _functions.install()
 _captured.install()
-del _captured, _functions, _rules
+_torchs.install()
+del _captured, _functions, _rules, _torchs
 __all__ = [
     "PerformanceWarning",
+    "associative_scan",
+    "cond",
     "debug_unwrap",
+    "fori_loop",
     "functional_call",
     "functionalize",
     "grad",
@@ -41,10 +50,14 @@ __all__ = [
     "jvp",
     "laplacian",
     "linearize",
+    "map",
     "rearrange",
     "replace_all_batch_norm_modules_",
+    "scan",
     "stack_module_state",
     "stacked",
+    "switch",
     "vjp",
     "vmap",
+    "while_loop",
 ]

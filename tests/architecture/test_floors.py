@@ -12,6 +12,7 @@ FLOORS = {
     "_batching": 3,
     "_derivatives": 3,
     "_transforms": 5,
+    "_control": 6,
 }
 DOORS = ("__init__.py", "extend.py", "random.py", "testing.py")
 

@@ -13,7 +13,6 @@ NOTE [dressed stacks]
 
 from __future__ import annotations
 
-import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -229,13 +228,12 @@ class Enter(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        stack, ctx.axis, ctx.level, ctx.worn = inputs
-        ctx.leaf = weakref.ref(stack) if stack.is_leaf else None
+        _, ctx.axis, ctx.level, ctx.worn = inputs
 
     @staticmethod
     def backward(ctx, g):
-        if ctx.leaf is not None and ctx.level.active:
-            ctx.level.ledger.keep_grad(ctx.leaf())
+        if ctx.level.active:
+            ctx.level.ledger.keep_grads(ctx)
         g = _without_tangents(g, ctx.level)
         with outside(ctx.level):
             return leave(g, ctx.axis, ctx.level, ctx.worn), None, None, None
@@ -276,14 +274,14 @@ class Share(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx, inputs, output):
         tensor, ctx.level = inputs
-        ctx.leaf = (id(tensor), weakref.ref(tensor)) if tensor.is_leaf else None
+        ctx.leaf = id(tensor) if tensor.is_leaf else None
 
     @staticmethod
     def backward(ctx, g):
-        if ctx.leaf is not None and ctx.level.active:
-            number, leaf = ctx.leaf
-            ctx.level.ledger.leaves.add(number)
-            ctx.level.ledger.keep_grad(leaf())
+        if ctx.level.active:
+            if ctx.leaf is not None:
+                ctx.level.ledger.leaves.add(ctx.leaf)
+            ctx.level.ledger.keep_grads(ctx)
         g = _without_tangents(g, ctx.level)
         with outside(ctx.level):
             return _summed(g, ctx.level), None

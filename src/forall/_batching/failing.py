@@ -27,8 +27,7 @@ from forall._torch.schema import facts
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from forall._batching.batched import wrap
-from forall._batching.one_by_one import Places
+    from forall._batching.one_by_one import Places
 
 _NOT_ONE_EXAMPLES = (DataDependentError, Warning, torch.OutOfMemoryError)
 _OURS = ("vmap:", "vmap(", "jvp:", "jvp(")  # messages of this library, about all examples

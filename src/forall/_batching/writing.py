@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forall._batching import table
+from forall._batching.accounts import Step, is_shared_older, place
 from forall._batching.batched import Batched, promote, refit
 from forall._batching.families import common_dtype, front, is_mapped, level_on, lower, wrapped
-from forall._batching.ledger import Step, conflict, is_shared_older, memory, place, unrecorded
+from forall._batching.ledger import conflict, memory, unrecorded
 from forall._core.errors import columns, shared_write, short, written_to_place
 from forall._torch import trees
 from forall._torch.dispatch import is_accumulating, no_dispatch

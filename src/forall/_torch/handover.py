@@ -65,6 +65,11 @@ class _Eager(threading.local):
 _eager = _Eager()
 
 
+def runs_eagerly() -> bool:
+    """Whether one of our transforms runs a function now."""
+    return _eager.depth > 0
+
+
 class eagerly:
     """Run functions as plain Python, also those that went through torch.compile.
 

@@ -2,7 +2,8 @@
 
 The floor of data-dependent control flow: any Python, no source needed. A run that meets a question
 its examples answer differently ends; what it did besides is undone; each group runs by itself, and
-the results are put together again in the order of the examples.
+the results are put together again in the order of the examples. Where groups would see what others
+did to memory from before the call, that is undone as well, and the examples run one after another.
 """
 
 from __future__ import annotations
@@ -11,18 +12,23 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from forall._batching.accounts import is_shared_older, noting_level
+from forall._batching.ledger import memory
+from forall._batching.undoing import Touched
+from forall._core.levels import top
 from forall._core.remembering import Remembered
 from forall._torch import generators
 from forall._torch.dispatch import functions_off
-from forall._torch.names import version
 from forall._transforms import mapping
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from forall._batching.interpreter import VmapLevel
+    from forall._batching.ledger import Ledger
     from forall._transforms.vmap import Mapping, Places
 
+    Tensor = torch.Tensor
     Part = tuple[Sequence[int], list, Any]  # numbers of examples, the results' leaves, their tree
 
 
@@ -34,68 +40,185 @@ class Groups(BaseException):
         self.groups = groups
 
 
+class State:
+    """What of Python's state and of ledgers further out a call may change."""
+
+    __slots__ = ("drawn", "marks", "python")
+
+    def __init__(self, call: Mapping) -> None:
+        self.python = Remembered(call.func, call.entering.given)
+        self.drawn = None
+        if call.draws.flag != "error":
+            self.drawn = generators.states(call.entering.leaves)
+        self.marks, level = [], top()
+        while level is not None:
+            ledger = getattr(level, "ledger", None)
+            if ledger is not None:
+                self.marks.append((ledger, ledger.mark()))
+            level = level.parent
+
+    def restore(self) -> None:
+        self.python.restore()
+        if self.drawn is not None:
+            generators.restore(self.drawn)
+        for ledger, mark in self.marks:
+            ledger.back_to(mark)
+
+
+class Watched:
+    """The options of a call for one group of its examples, whose ledger is looked at afterwards."""
+
+    def __init__(self, options: Any, ledgers: list[Ledger]) -> None:
+        self.options = options
+        self.ledgers = ledgers
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.options, name)
+
+
 class once_more:
     """A run that can be undone: where its examples part, all is as it was before it began."""
 
-    __slots__ = ("drawn", "level", "python")
+    __slots__ = ("level", "state", "watched")
 
     def __init__(self, call: Mapping, level: VmapLevel) -> None:
         self.level = level
-        self.drawn = self.python = None
-        if level.parts:
-            self.python = Remembered(call.func, call.entering.given)
-            if call.draws.flag != "error":
-                self.drawn = generators.states(call.entering.leaves)
+        self.state = State(call) if level.parts and level.size > 1 else None
+        level.ledger.undoable = level.parts
+        self.watched = isinstance(call.options, Watched)
+        if self.watched:
+            call.options.ledgers.append(level.ledger)
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, _kind: object, _error: object, _trace: object) -> None:
-        parted = self.level.parted
-        if parted is None:
-            return
-        # Whatever became of it on its way: a bare `except:` of the user's may have taken it.
-        self.level.ledger.undo()
-        if self.python is not None:
-            self.python.restore()
-        if self.drawn is not None:
-            generators.restore(self.drawn)
-        raise Groups(parted) from None
+        parted, ledger = self.level.parted, self.level.ledger
+        if parted is not None and self.state is not None:
+            # Whatever became of it on its way: a bare `except:` of the user's may have taken it.
+            ledger.before.undo()
+            self.state.restore()
+            raise Groups(parted) from None
+        if not self.watched:
+            ledger.forget()
 
 
 def in_groups(call: Mapping, groups: list[list[int]]) -> tuple[list, Any]:
     """The results of all examples; the error is the loop's, that of the first example to fail."""
-    todo, parts = sorted(groups), []
-    failed: tuple[int, Exception] | None = None
-    drawn = generators.states(call.entering.leaves) if call.draws.flag == "same" else None
-    while todo:
-        numbers = todo.pop(0)
-        if failed is not None and numbers[0] > failed[0]:
-            continue
-        part = call.some(numbers)
-        if drawn is not None:
-            generators.restore(drawn)
-        try:
-            flat, spec = part.once()
-        except Groups as again:
-            todo = sorted([*todo, *([numbers[n] for n in g] for g in again.groups)])
-        except Exception as error:  # noqa: BLE001 - the user's error, whatever it is
-            failed = numbers[0], error
-        else:
-            _put_back(call, part, numbers)
-            parts.append((numbers, flat, spec))
-    if failed is not None:
-        raise failed[1]
-    return joined(call.places, sorted(parts, key=lambda p: p[0][0]))
+    before, run = State(call), Run(call)
+    try:
+        order_shows = not run.all(groups)
+        if run.failed is not None and not order_shows:
+            raise run.failed[1]
+    except BaseException:
+        run.touched.undo()
+        raise
+    if order_shows:
+        run.touched.undo()
+        before.restore()
+        run = Run(call)
+        run.in_turn()
+    else:
+        run.put_back()
+    for ledger in run.touched.ledgers:
+        ledger.forget()
+    return joined(call.places, sorted(run.parts, key=lambda p: p[0][0]))
 
 
-def _put_back(call: Mapping, part: Mapping, numbers: list[int]) -> None:
-    """What the examples of a group wrote into mapped arguments, in the caller's own tensors."""
-    dims = call.entering.dims
-    for whole, some, dim in zip(call.entering.leaves, part.entering.leaves, dims, strict=True):
-        if dim is not None and version(some) > 0:
-            with functions_off():
-                whole.index_copy_(dim, torch.tensor(numbers, device=whole.device), some)
+class Run:
+    """The parts of one call, one after another."""
+
+    def __init__(self, call: Mapping) -> None:
+        self.call = call
+        self.drawn = generators.states(call.entering.leaves) if call.draws.flag == "same" else None
+        self.touched = Touched()
+        self.parts: list[Part] = []
+        self.failed: tuple[int, Exception] | None = None  # the first example to fail, of all so far
+        self.written: list[tuple[Tensor, int, list[int], Tensor, bool]] = []
+
+    def all(self, groups: list[list[int]]) -> bool:
+        """Run all groups. False, at once, where one sees what another did to older memory."""
+        todo = sorted(groups)
+        while todo:
+            numbers = todo.pop(0)
+            if self.failed is not None and numbers[0] > self.failed[0]:
+                continue
+            part = _some(self.call, numbers)
+            nodes = [x.grad_fn for x in _mapped(part)]
+            try:
+                self._once(numbers, part)
+            except Groups as again:
+                todo = sorted([*todo, *([numbers[n] for n in g] for g in again.groups)])
+                continue
+            except Exception as error:  # noqa: BLE001 - the user's error, whatever it is
+                self.failed = numbers[0], error
+            if not self._alone(numbers, part, nodes):
+                return False
+        return True
+
+    def in_turn(self) -> None:
+        """One example after another, on views of the caller's tensors, as the loop does."""
+        for n in range(self.call.entering.size):
+            numbers = range(n, n + 1)
+            self._once(numbers, self.call.some(numbers))
+
+    def _once(self, numbers: Sequence[int], part: Mapping) -> None:
+        if self.drawn is not None:
+            generators.restore(self.drawn)
+        part = part._replace(options=Watched(part.options, self.touched.ledgers))
+        self.parts.append((numbers, *part.once()))
+
+    def _alone(self, numbers: list[int], part: Mapping, nodes: list) -> bool:
+        """Whether what the group did to older memory, and to its rows, is its own affair."""
+        ledger = self.touched.ledgers[-1]
+        wholes, rows = _mapped(self.call), []
+        dims = [d for d in self.call.entering.dims if d is not None]
+        for whole, dim, some, node in zip(wholes, dims, _mapped(part), nodes, strict=True):
+            if memory(some) in ledger.mapped_written:
+                if _is_shared_further_out(whole):
+                    return False
+                rows.append(memory(whole))
+                self.written.append((whole, dim, numbers, some, some.grad_fn is not node))
+        known = [memory(w) for w in wholes] if rows else []
+        return all(known.count(r) == 1 for r in rows) and self.touched.by(ledger, rows)
+
+    def put_back(self) -> None:
+        """What the groups wrote into mapped arguments, in the caller's own tensors."""
+        for whole, dim, numbers, some, recorded in self.written:
+            at = torch.tensor(numbers, device=whole.device)
+            with functions_off(), torch.set_grad_enabled(recorded and torch.is_grad_enabled()):
+                whole.index_copy_(dim, at, some)
+
+
+def _is_shared_further_out(whole: Tensor) -> bool:
+    """Whether examples of a level further out share it, which must see each write as it is."""
+    level = noting_level()
+    return level is not None and is_shared_older(whole, level)
+
+
+def _some(call: Mapping, numbers: list[int]) -> Mapping:
+    """The same call for these of its examples, on tensors of their own."""
+    entering, origin = call.entering, call.origin
+    leaves = [
+        leaf if dim is None else _rows(leaf, dim, numbers)
+        for leaf, dim in zip(entering.leaves, entering.dims, strict=True)
+    ]
+    return call._replace(
+        entering=entering._replace(leaves=leaves, size=len(numbers)),
+        origin=origin._replace(numbers=[origin.numbers[n] for n in numbers]),
+    )
+
+
+def _rows(leaf: Tensor, dim: int, numbers: list[int]) -> Tensor:
+    if leaf.requires_grad:  # an index would be gone after a backward pass inside the function
+        rows = leaf.unbind(dim)
+        return torch.stack([rows[n] for n in numbers], dim)
+    return leaf.index_select(dim, torch.tensor(numbers, device=leaf.device))
+
+
+def _mapped(call: Mapping) -> list[Tensor]:
+    entering = call.entering
+    return [x for x, d in zip(entering.leaves, entering.dims, strict=True) if d is not None]
 
 
 def joined(places: Places, parts: list[Part]) -> tuple[list, Any]:

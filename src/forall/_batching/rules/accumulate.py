@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from forall._batching.accounts import Step
 from forall._batching.families import front, is_mapped, level_on, lower, stacked
 from forall._batching.indices import Places, taken
-from forall._batching.ledger import Step
 from forall._batching.table import UPDATES
 
 if TYPE_CHECKING:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from forall._batching.accounts import Step, is_shared_older
 from forall._batching.families import (
     front,
     is_mapped,
@@ -16,7 +17,6 @@ from forall._batching.families import (
     stacked,
     wrapped,
 )
-from forall._batching.ledger import Step, is_shared_older
 from forall._batching.table import BLIND, SHARED, register
 from forall._batching.writing import step_later, writable
 

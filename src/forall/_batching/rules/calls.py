@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from forall._batching.accounts import is_shared_older
 from forall._batching.batched import Batched, are_apart, derive, line_up, refit, same
 from forall._batching.ledger import note_read, summed_grad
 from forall._batching.standing import reach, stand, stands
 from forall._batching.table import CALLS, IN_PLACE
+from forall._batching.undoing import grad_of
 from forall._core.errors import data_dependent, shared_write
 from forall._core.levels import lift, moves, outside, top
 from forall._torch.dispatch import no_dispatch
@@ -264,14 +266,18 @@ def _levels() -> Iterator[Any]:
 
 
 def _grad(x: Tensor) -> Any:
-    if any(id(x) in level.ledger.leaves for level in _levels()):
-        raise summed_grad(x)
+    for level in _levels():
+        if id(x) in level.ledger.leaves:
+            raise summed_grad(x)
+        if is_shared_older(x, level):
+            level.ledger.read.add(grad_of(x))
     return NotImplemented
 
 
 def _set_grad(x: Tensor, _new: Any) -> Any:
     for level in _levels():
-        level.ledger.leaves.discard(id(x))
+        if is_shared_older(x, level):
+            level.ledger.sets_grad(x)
     return NotImplemented
 
 

@@ -9,16 +9,20 @@ an update of the running ones.
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import functional as F
 
+from forall._batching.accounts import average, is_shared_older, noting_level
 from forall._batching.families import is_mapped
-from forall._batching.ledger import average, is_shared_older, noting_level
+from forall._batching.sharing import Sharing
 from forall._batching.table import CALLS
 from forall._torch.dispatch import functions_off
 from forall._torch.names import BATCH_NORM
+
+if TYPE_CHECKING:
+    from types import CodeType
 
 Tensor = torch.Tensor
 
@@ -26,12 +30,20 @@ Tensor = torch.Tensor
 def _float(counter: Tensor) -> Any:
     """float(num_batches_tracked), which the module asks for right before it calls batch_norm."""
     level = noting_level()
-    if level is None or sys._getframe(2).f_code is not BATCH_NORM:
+    if level is None or not _asked_by(BATCH_NORM):
         return NotImplemented
     if not (is_shared_older(counter, level) or is_mapped(counter, level)):
         return NotImplemented
     level.counted = counter
     return 1.0
+
+
+def _asked_by(code: CodeType) -> bool:
+    """Whether the API call that is answered was made there."""
+    frame = sys._getframe(2)
+    while frame is not None and frame.f_globals.get("__name__") == Sharing.__module__:
+        frame = frame.f_back
+    return frame is not None and frame.f_code is code
 
 
 def _batch_norm(x: Tensor, running_mean: Any, running_var: Any, *args: Any, **kwargs: Any) -> Any:

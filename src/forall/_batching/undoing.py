@@ -1,0 +1,165 @@
+"""What a call did to memory that was there before it: so that it can be undone, and compared.
+
+A call whose examples part is made again, for one group of them after another. The first run must
+leave nothing behind; and what the groups do must not depend on which of them runs first.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from forall._core.levels import top
+from forall._torch.dispatch import autograd_below, below_autograd, functions_off, no_dispatch
+from forall._torch.names import set_version, version
+from forall._torch.wrapper import Wrapper
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Iterable
+
+    from forall._batching.ledger import Ledger
+
+Tensor = torch.Tensor
+
+
+class Before:
+    """What older tensors held, and what history they had, before the first write of a call."""
+
+    __slots__ = ("grads", "histories", "kept", "values", "walked")
+
+    def __init__(self) -> None:
+        self.kept: set[Hashable] = set()  # places that ``values`` has
+        self.values: list[tuple[Tensor, Tensor, int]] = []
+        self.grads: dict[int, tuple[Tensor, Tensor | None, Tensor | None]] = {}
+        self.histories: dict[int, tuple[Tensor, Any, Tensor | None]] = {}
+        self.walked: set[Any] = set()  # nodes of history from before the call
+
+    def keep(self, at: Hashable, value: Tensor) -> None:
+        if at not in self.kept:
+            self.kept.add(at)
+            self.values.append((value, as_it_is(value), version(value)))
+
+    def keep_grad(self, leaf: Tensor) -> None:
+        if id(leaf) not in self.grads:
+            with functions_off():
+                grad = leaf.grad
+                self.grads[id(leaf)] = leaf, grad, None if grad is None else as_it_is(grad)
+
+    def keep_grads(self, node: Any) -> None:
+        """The .grad of all leaves that a backward pass may reach from this node of history."""
+        todo = [node]
+        while todo:
+            node = todo.pop()
+            if node is None or node in self.walked:
+                continue
+            self.walked.add(node)
+            leaf = getattr(node, "variable", None)
+            if leaf is not None:
+                self.keep_grad(leaf)
+            todo += [n for n, _ in node.next_functions]
+
+    def keep_history(self, target: Tensor) -> None:
+        """Before autograd takes down a write on an older tensor itself."""
+        base = target if target._base is None else target._base
+        if id(base) not in self.histories:
+            with functions_off(), no_dispatch(), autograd_below(grad=True, forward=False):
+                held = None if base.grad_fn is None else base.clone()
+            self.histories[id(base)] = base, base.grad_fn, held
+
+    def undo(self) -> None:
+        """Put all of it back: the call will be made again."""
+        with functions_off(), below_autograd(), _unnoted():
+            for value, held, number in reversed(self.values):
+                value.copy_(held)
+                set_version(value, number)
+            for leaf, grad, held in self.grads.values():
+                if grad is not None:
+                    grad.copy_(held)
+                leaf.grad = grad
+        with functions_off(), no_dispatch(), torch.enable_grad():
+            for base, node, held in self.histories.values():
+                if base.grad_fn is not node:
+                    _give_history(base, held)
+
+
+def _give_history(base: Tensor, held: Tensor | None) -> None:
+    """The history that a tensor had, by that of a copy from then."""
+    number = version(base)
+    base.detach_()
+    if held is not None:
+        base.copy_(held)
+    set_version(base, number)
+
+
+def as_it_is(t: Tensor) -> Tensor:
+    """A copy of an older tensor that no level takes for a read of the user's."""
+    if isinstance(t, Wrapper):
+        return t.clone()
+    with no_dispatch():
+        return t.clone()
+
+
+class _unnoted:
+    """No level further out takes what is done here for the user's."""
+
+    __slots__ = ("ledgers",)
+
+    def __enter__(self) -> None:
+        self.ledgers: list[tuple[Any, Ledger]] = []
+        level: Any = top()
+        while level is not None:
+            ledger = getattr(level, "ledger", None)
+            if ledger is not None:
+                self.ledgers.append((level, ledger))
+                level.ledger = type(ledger)()
+            level = level.parent
+
+    def __exit__(self, *_: object) -> None:
+        for level, ledger in self.ledgers:
+            level.ledger = ledger
+
+
+def grad_of(leaf: Tensor) -> int:
+    """The .grad of a leaf, among the names of memory: which are not negative."""
+    return ~id(leaf)
+
+
+IN_ORDER, ADDED, READ, ROWS = "in order", "added to", "read", "rows of"
+
+
+class Touched:
+    """What groups of examples did to older memory: nobody may see what another group did."""
+
+    __slots__ = ("ledgers", "seen")
+
+    def __init__(self) -> None:
+        self.ledgers: list[Ledger] = []  # those of groups that run, or have run
+        self.seen: dict[int, str] = {}
+
+    def by(self, ledger: Ledger, rows: Iterable[int]) -> bool:
+        """Whether what this group did, and to ``rows`` of mapped arguments, is its own affair."""
+        mine = touched(ledger, rows)
+        if any(
+            self.seen.get(key, how) != how or (how is IN_ORDER and key in self.seen)
+            for key, how in mine.items()
+        ):
+            return False
+        self.seen.update(mine)
+        return True
+
+    def undo(self) -> None:
+        for ledger in reversed(self.ledgers):
+            ledger.before.undo()
+
+
+def touched(ledger: Ledger, rows: Iterable[int]) -> dict[int, str]:
+    """What a call did to each piece of older memory, in a word that groups may have in common."""
+    found = dict.fromkeys(ledger.read, READ)
+    for key in rows:
+        found[key] = IN_ORDER if key in found else ROWS
+    for key in ledger.grads():
+        found[key] = ADDED
+    for key, account in ledger.accounts.items():
+        found[key] = IN_ORDER if account.chains else ADDED
+    return {**found, **dict.fromkeys(ledger.overwritten, IN_ORDER)}

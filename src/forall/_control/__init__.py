@@ -1,0 +1,1 @@
+"""Structured control flow: one meaning under every transform."""

@@ -1,0 +1,179 @@
+"""Python's builtins where their arguments are values of each lane."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+from forall._lanes import calls, items
+from forall._lanes.asking import Truth, ask, chosen, is_any
+from forall._lanes.merging import merge
+from forall._lanes.state import thread
+from forall._lanes.varying import Varying, varies
+from forall._lanes.words import words
+
+
+def _is_lanes(value: Any) -> bool:
+    return type(value) is words.Number or isinstance(value, words.Tensor)
+
+
+def _any_lanes(values: Any) -> bool:
+    return any(_is_lanes(v) for v in values)
+
+
+def _loose(values: tuple) -> bool:
+    return thread.loose and any(varies(v, 1) for v in values)
+
+
+def _range(*args: Any) -> Any:
+    if _loose(args):
+        return calls.opaque(range, args, {})
+    if _any_lanes(args):
+        return words.apart(lambda: range(*args), merge)
+    return range(*args)
+
+
+def _len(value: Any) -> Any:
+    if _loose((value,)):
+        return items.apiece((value,), lambda: len(items.resolved(value)))
+    own = getattr(type(value), "__len__", None)
+    if isinstance(own, types.FunctionType) and not isinstance(value, words.Tensor):
+        return calls.call(own, value)
+    return len(value)
+
+
+def _bool(*args: Any) -> Any:
+    if not args:
+        return False
+    answer = ask(args[0])
+    return answer if type(answer) is bool else Truth(*answer).value()
+
+
+def _isinstance(value: Any, kinds: Any) -> Any:
+    if type(value) is Varying:
+        return value.each(lambda v: isinstance(v, kinds))
+    return isinstance(value, kinds)
+
+
+def _type(*args: Any, **kwargs: Any) -> Any:
+    if len(args) == 1:
+        if type(args[0]) is Varying:
+            return args[0].each(_type)
+        return args[0].kind if type(args[0]) is words.Number else type(args[0])
+    return calls.opaque(type, args, kwargs)
+
+
+def _better(name: str) -> Callable:
+    """``min`` and ``max``: the first of the best, as Python's."""
+    builtin = {"min": min, "max": max}[name]
+    less = name == "min"
+
+    def best(*args: Any, **kwargs: Any) -> Any:
+        if _loose(args):
+            return calls.opaque(builtin, args, kwargs)
+        values = args[0] if len(args) == 1 else args
+        if isinstance(values, words.Tensor) or type(values) in (set, dict, str):
+            return calls.opaque(builtin, args, kwargs)
+        values = list(values)
+        key = kwargs.get("key")
+        if not values or set(kwargs) - {"key"}:
+            return builtin(values, **kwargs)
+        ranks = values if key is None else [calls.call(key, v) for v in values]
+        if not any(_is_lanes(r) for r in ranks):
+            return values[builtin(range(len(ranks)), key=ranks.__getitem__)]
+        return _best(values, ranks, less)
+
+    return best
+
+
+def _best(values: list, ranks: list, less: bool) -> Any:
+    value, rank = values[0], ranks[0]
+    for other, its in zip(values[1:], ranks[1:], strict=True):
+        better = its < rank if less else its > rank
+        value, rank = chosen(
+            better, lambda o=other, i=its: (o, i), lambda v=value, r=rank: (v, r)
+        )
+    return value
+
+
+def _converting(kind: type) -> Callable:
+    """``int(x)``, ``float(x)``, ``complex(x)``: one number for each lane."""
+
+    def convert(*args: Any, **kwargs: Any) -> Any:
+        if len(args) == 1 and not kwargs:
+            (x,) = args
+            if isinstance(x, words.Tensor):
+                x = x.item()
+            if type(x) is words.Number:
+                return words.convert(x, kind)
+        return calls.opaque(kind, args, kwargs)
+
+    return convert
+
+
+def _zip(*args: Any, **kwargs: Any) -> Any:
+    if _loose(args):
+        return calls.opaque(lambda *a: list(zip(*a, **kwargs)), args, {})
+    return zip(*args, **kwargs)
+
+
+def _enumerate(iterable: Any, start: Any = 0) -> Any:
+    if _loose((iterable,)):
+        return calls.opaque(lambda i: list(enumerate(i, start)), (iterable,), {})
+    return enumerate(iterable, start)
+
+
+def _setattr(x: Any, name: str, value: Any) -> None:
+    items.store_attr(value, x, name)
+
+
+def _hand_on(builtin: Any) -> Callable:
+    """``map``, ``reduce``: the function they are given runs converted."""
+
+    def run(f: Any, *rest: Any) -> Any:
+        if _loose(rest):
+            return calls.opaque(builtin, (calls.converted(f), *rest), {})
+        return builtin(functools.partial(calls.call, f), *rest)
+
+    return run
+
+
+def _filter(f: Any, iterable: Any) -> Any:
+    if _loose((iterable,)):
+        return calls.opaque(lambda i: list(_filter(f, i)), (iterable,), {})
+    kept: list = []
+
+    def keep(v: Any) -> None:
+        if thread.parted:
+            items.note(kept)
+        kept.append(v)
+
+    for v in iterable:
+        chosen(v if f is None else calls.call(f, v), functools.partial(keep, v), lambda: None)
+    return kept if items.is_mixed(kept) else iter(kept)
+
+
+calls.OVERRIDDEN.update(
+    {
+        range: _range,
+        len: _len,
+        bool: _bool,
+        int: _converting(int),
+        float: _converting(float),
+        complex: _converting(complex),
+        isinstance: _isinstance,
+        type: _type,
+        min: _better("min"),
+        max: _better("max"),
+        any: lambda values: is_any(values, stop=True),
+        all: lambda values: is_any(values, stop=False),
+        zip: _zip,
+        enumerate: _enumerate,
+        setattr: _setattr,
+        map: _hand_on(map),
+        filter: _filter,
+        functools.reduce: _hand_on(functools.reduce),
+    }
+)

@@ -1,0 +1,250 @@
+"""``f(args)`` in converted code: convert what f is, or run it once for each group of lanes."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import sysconfig
+import types
+from collections.abc import Callable
+from typing import Any
+
+from forall._lanes import aliases, items
+from forall._lanes.heap import CONTAINERS
+from forall._lanes.merging import merge
+from forall._lanes.state import close_down_to, each_world, thread
+from forall._lanes.varying import Varying, plain, varies, worlds_of
+from forall._lanes.words import words
+from forall._source import Refused, template
+
+OVERRIDDEN: dict[Any, Callable] = {}  # builtins that mean something for lanes (see `builtin`)
+PASSED_ON: set[Any] = set()  # builtins that call the functions they are given, and nothing else
+READS_ONLY = frozenset({"index", "count", "copy", "get", "keys", "values", "items"})
+# Operators of torch in C that look at values, so that lanes may part inside
+LOOKS = frozenset(
+    "item tolist numpy __bool__ __int__ __float__ __index__ __complex__ __contains__ is_nonzero "
+    "nonzero argwhere unique unique_consecutive masked_select equal allclose bincount histc "
+    "repeat_interleave combinations tensor_split __getitem__ where index index_put_ "
+    "_unique _unique2 cholesky eigh as_tensor tensor full arange linspace narrow select".split()
+)
+# Functions of libraries that only hand on to the user's: converted like the user's own
+_HANDS_ON = {
+    ("torch/utils/_contextlib.py", "decorate_context"),
+    ("torch/nn/modules/container.py", "forward"),
+    ("contextlib.py", "inner"),
+}
+_LIBRARIES = tuple(
+    {
+        *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+        __file__.rsplit("/_lanes/", 1)[0],
+    }
+)
+OPAQUE = object()
+_plans: dict[types.CodeType, Any] = {}
+
+
+def call(f: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """``f(*args, **kwargs)`` for the lanes that run. They run together again when it returns."""
+    kind = type(f)
+    if kind is types.FunctionType:
+        plan = _plans.get(f.__code__) or _plan(f)
+        if plan is OPAQUE:
+            return opaque(f, args, kwargs)
+        return within_scope(plan.function(f), args, kwargs)
+    if kind is types.MethodType:
+        return call(f.__func__, f.__self__, *args, **kwargs)
+    if kind is types.BuiltinFunctionType or kind is type:
+        override = OVERRIDDEN.get(f)
+        if override is not None:
+            return override(*args, **kwargs)
+        if kind is type:
+            return _made(f, args, kwargs)
+        return _builtin(f, args, kwargs)
+    if kind is functools.partial:
+        return call(f.func, *f.args, *args, **{**f.keywords, **kwargs})
+    if kind is Varying:
+        return f.each(lambda g: call(g, *args, **kwargs))
+    if isinstance(f, type):
+        return _made(f, args, kwargs)
+    return _object(f, args, kwargs)
+
+
+def within_scope(g: Callable, args: tuple, kwargs: dict) -> Any:
+    """Call what is converted: the lanes that run now run again when it is left."""
+    t = thread
+    top, depth, parted = t.top, len(t.entered), t.parted
+    try:
+        result = g(*args, **kwargs)
+        if t.top is not top:
+            close_down_to(t, top)
+    except BaseException as error:
+        if t.failed is None or t.failed[0] is not error:
+            t.failed = (error, words.now())
+        t.back(depth)
+        t.top, t.parted = top, parted
+        raise
+    else:
+        return result
+
+
+def _plan(f: types.FunctionType) -> Any:
+    """How this function is run: its converted template, or OPAQUE."""
+    plan: Any = OPAQUE
+    if not is_library(f.__code__.co_filename, f.__code__.co_name):
+        plan = template(f)
+        if isinstance(plan, Refused):
+            if thread.report is not None:
+                thread.report.refused[plan.place] = plan.reason
+            plan = OPAQUE
+        elif thread.report is not None:
+            thread.report.converted.add(f"{f.__code__.co_filename}:{f.__code__.co_firstlineno}")
+    _plans[f.__code__] = plan
+    return plan
+
+
+@functools.cache
+def is_library(filename: str, name: str) -> bool:
+    """Whether a function is not the user's."""
+    if filename.startswith("<frozen"):
+        return True
+    for ending, known in _HANDS_ON:
+        if name == known and filename.endswith(ending):
+            return False
+    return filename.startswith(_LIBRARIES)
+
+
+def _made(cls: Any, args: tuple, kwargs: dict) -> Any:
+    """An instance: its ``__init__`` is converted like any function."""
+    init = cls.__init__
+    if (
+        isinstance(init, types.FunctionType)
+        and type(cls).__call__ is type.__call__
+        and cls.__new__ is object.__new__
+        and not is_library(init.__code__.co_filename, init.__code__.co_name)
+    ):
+        made = object.__new__(cls)
+        call(init, made, *args, **kwargs)
+        return made
+    return opaque(cls, args, kwargs)
+
+
+def _builtin(f: Any, args: tuple, kwargs: dict) -> Any:
+    """A function or method written in C."""
+    owner = getattr(f, "__self__", None)
+    if f in PASSED_ON:
+        args = tuple(converted(a) if isinstance(a, types.FunctionType) else a for a in args)
+    if type(owner) in CONTAINERS:
+        return _of_container(f, owner, args, kwargs)
+    if isinstance(owner, words.Tensor):
+        return _of_tensor(f, owner, args, kwargs)
+    return opaque(f, args, kwargs)
+
+
+def _of_container(f: Any, owner: Any, args: tuple, kwargs: dict) -> Any:
+    """A method of a list, dict, set."""
+    name = f.__name__
+    if thread.mixed and id(owner) in thread.mixed:
+        if name not in READS_ONLY and thread.parted:
+            items.note(owner)
+        return items.apiece((owner, *args), lambda: call(getattr(owner, name), *args, **kwargs))
+    if name in ("append", "extend", "insert", "clear", "reverse", "setdefault", "update", "popleft"):
+        if thread.parted:
+            items.note(owner)
+        return f(*args, **kwargs)
+    if name == "pop" and all(type(a) in (int, str) for a in args):
+        if thread.parted:
+            items.note(owner)
+        return f(*args)
+    if name == "get" and type(args[0]) in (int, str):
+        return f(*args)
+    if name in ("keys", "values", "items", "copy"):
+        return f()
+    return opaque(f, args, kwargs, owners=(owner,))
+
+
+def _of_tensor(f: Any, owner: Any, args: tuple, kwargs: dict) -> Any:
+    name = f.__name__
+    if name in LOOKS or thread.loose:
+        result = opaque(f, args, kwargs)
+    else:
+        result = f(*args, **kwargs)
+    if name[-1] == "_" and name[-2:] != "__":
+        aliases.written(owner)
+    return result
+
+
+def _object(f: Any, args: tuple, kwargs: dict) -> Any:
+    """An object with ``__call__``, a module among them; else whatever it is."""
+    kind = type(f)
+    own = getattr(kind, "__call__", None)
+    if isinstance(own, types.FunctionType):
+        forward = getattr(f, "forward", None)
+        if hasattr(f, "_forward_hooks") and forward is not None and own.__name__ == "_wrapped_call_impl":
+            return call(forward, *args, **kwargs) if not _hooked(f) else opaque(f, args, kwargs)
+        return call(own, f, *args, **kwargs)
+    return opaque(f, args, kwargs)
+
+
+def _hooked(module: Any) -> bool:
+    """Whether a torch module does more when called than run ``forward``."""
+    everywhere = sys.modules["torch.nn.modules.module"]
+    names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    if module._compiled_call_impl is not None or any(getattr(module, name) for name in names):
+        return True
+    return any(getattr(everywhere, f"_global{name}") for name in names)
+
+
+# --- what is not converted
+
+
+def opaque(f: Any, args: tuple, kwargs: dict, owners: tuple = ()) -> Any:
+    """Run f as it is. Where lanes part inside, it is run again for each group."""
+    if thread.loose:
+        values = (*owners, *args, *kwargs.values())
+        if any(varies(v) for v in values):
+            return _apiece(f, args, kwargs, owners, values)
+    module = getattr(f, "__module__", None) or ""
+    if module.startswith("forall."):
+        args = tuple(converted(a) if isinstance(a, types.FunctionType) else a for a in args)
+    if type(f) is types.BuiltinFunctionType and _is_torchs(f) and f.__name__ not in LOOKS:
+        return f(*args, **kwargs)
+    changed = [*owners, *(a for a in args if type(a) in CONTAINERS)]
+    return items.changing(changed, lambda: f(*args, **kwargs))
+
+
+def _is_torchs(f: Any) -> bool:
+    owner = getattr(f, "__self__", None)
+    module = getattr(f, "__module__", None) or getattr(owner, "__name__", "") or ""
+    return module.startswith("torch")
+
+
+def _apiece(f: Any, args: tuple, kwargs: dict, owners: tuple, values: tuple) -> Any:
+    """Once for each world in which no argument varies."""
+    worlds = worlds_of(values)
+    if thread.parted or len(worlds) > 1:
+        for owner in owners:
+            items.note(owner)
+
+    def run(_: Any) -> Any:
+        plainly = tuple(plain(a) for a in args)
+        return opaque(f, plainly, {k: plain(v) for k, v in kwargs.items()}, owners)
+
+    return each_world([(world, None) for world in worlds], run)
+
+
+def converted(f: Callable) -> Callable:
+    """A function that runs f converted: for those who call what they are given."""
+    if getattr(f, "__forall_converts__", None) is not None:
+        return f
+    if isinstance(f, types.FunctionType) and is_library(f.__code__.co_filename, f.__code__.co_name):
+        return f
+
+    @functools.wraps(f)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return call(f, *args, **kwargs)
+
+    run.__forall_converts__ = f
+    return run
+
+
+__all__ = ["Refused", "call", "converted", "merge", "opaque"]

@@ -1,0 +1,202 @@
+"""`Frame`: one running call of a converted function. What its code asks of us it asks here.
+
+NOTE. How a function is rewritten, and who does what (`forall._source` writes the code):
+
+- Bodies stay where they are, in loops of one trip, so that ``break`` leads to where lanes meet.
+- ``dead`` is set when no lane goes on here: all have returned, or left the loop. Each construct
+  whose body could do that is followed by ``if dead: break`` (or the frame's return).
+- ``apart`` counts what keeps lanes of this call from running together. While it is 0, ``return``,
+  ``break`` and ``continue`` are Python's own, nearly.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from forall._lanes import asking, calls, items
+from forall._lanes.asking import Truth, ask
+from forall._lanes.branch import NO, YES, Branch
+from forall._lanes.heap import CONTAINERS, Cell, Global, Unsplittable
+from forall._lanes.loop import Loop
+from forall._lanes.merging import UNDEFINED, Parts, merge
+from forall._lanes.state import Region, close_down_to, thread
+from forall._lanes.varying import Varying
+from forall._lanes.words import words
+
+
+class Frame(Region):
+    """A call of a converted function, from its first line to where all its lanes have returned."""
+
+    __slots__ = ("apart", "dead", "returned")
+
+    # what converted code needs of Python itself, whatever its own names mean
+    locals = locals
+    undefined = UNDEFINED
+    once = (None,)
+    globals = globals
+    AssertionError = AssertionError
+    slice = slice
+    new_set = set
+
+    def __init__(self) -> None:
+        Region.__init__(self, thread)
+        self.apart = 0
+        self.dead = False
+        self.returned: list[tuple[Any, Any, dict]] | None = None
+
+    # --- statements
+
+    def branch(self, test: Any) -> Any:
+        if test is True:
+            return YES
+        if test is False:
+            return NO
+        answer = ask(test)
+        if type(answer) is bool:
+            return YES if answer else NO
+        self.t.saw("if", (answer[0].size, answer[1].size))
+        return Branch(self, *answer)
+
+    def loop(self, *names: str) -> Loop:
+        return Loop(self, names)
+
+    def leave(self, value: Any) -> None:
+        """``return value`` by some lanes; others go on."""
+        if self.returned is None:
+            self.returned = []
+            self.apart += 1
+            self.t.parted += 1
+        self.returned.append((words.now(), value, self.captured()))
+        self.dead = True
+
+    def result(self, value: Any = None) -> Any:
+        """What the call returns, here where its last lanes return (or have, if dead)."""
+        parts = self.returned
+        if parts is None:
+            return value
+        if not self.dead:
+            parts.append((words.now(), value, self.captured()))
+        self.t.back(self.depth)
+        self.meet([(w, written) for w, _, written in parts])
+        self.t.parted -= 1
+        self.returned = None
+        return merge([(w, v) for w, v, _ in parts])
+
+    # --- expressions
+
+    chosen = staticmethod(asking.chosen)
+
+    def both(self, a: Any, b: Callable) -> Any:
+        return asking.shortcut(a, b, stop=False)
+
+    def either(self, a: Any, b: Callable) -> Any:
+        return asking.shortcut(a, b, stop=True)
+
+    def both_test(self, a: Any, b: Callable) -> Any:
+        return asking.shortcut_test(a, b, stop=False)
+
+    def either_test(self, a: Any, b: Callable) -> Any:
+        return asking.shortcut_test(a, b, stop=True)
+
+    negated_test = staticmethod(asking.negated)
+
+    def negated(self, test: Any) -> Any:
+        found = asking.negated(test)
+        return found.value() if type(found) is Truth else found
+
+    def chain(self, names: tuple[str, ...], left: Any, right: Any, *rest: Callable) -> Any:
+        """``left < right < ...``: each further operand only for lanes for which it still holds."""
+        first = self.compare(names[0], left, right)
+        if not rest:
+            return first
+        return asking.shortcut(
+            first, lambda: self.chain(names[1:], right, rest[0](), *rest[1:]), stop=False
+        )
+
+    def compare(self, name: str, a: Any, b: Any) -> Any:
+        if name == "is_" or name == "is_not":
+            return self.same(a, b, name == "is_")
+        if name == "in_" or name == "not_in":
+            return self.contains(a, b, name == "in_")
+        return getattr(operator, name)(a, b)
+
+    def same(self, a: Any, b: Any, wanted: bool) -> Any:
+        """``a is b``."""
+        if type(a) is Varying:
+            return a.each(lambda v: self.same(v, b, wanted))
+        if type(b) is Varying:
+            return b.each(lambda v: self.same(a, v, wanted))
+        return (a is b) is wanted
+
+    def contains(self, item: Any, container: Any, wanted: bool) -> Any:
+        """``item in container``."""
+        found = items.contains(item, container)
+        if type(found) is bool:
+            return found is wanted
+        return found if wanted else self.negated(found)
+
+    call = staticmethod(calls.call)
+    item = staticmethod(items.get)
+    store_item = staticmethod(items.store)
+    delete_item = staticmethod(items.delete)
+    store_attr = staticmethod(items.store_attr)
+    delete_attr = staticmethod(items.delete_attr)
+    unpacked = staticmethod(items.unpacked)
+    starred = staticmethod(items.starred)
+
+    def added(self, a: Any, b: Any) -> Any:
+        """``a + b``."""
+        if self.t.mixed and (id(a) in self.t.mixed or id(b) in self.t.mixed):
+            return items.apiece((a, b), lambda: items.resolved(a) + items.resolved(b))
+        return a + b
+
+    def updated(self, name: str, a: Any, b: Any) -> Any:
+        """``a += b`` and its kin: what ``a`` is then."""
+        if self.t.parted and type(a) in CONTAINERS:
+            items.note(a)
+        return items.updated(name, a, b)
+
+    def run(self, function: Callable, iterable: Any) -> Any:
+        """A comprehension."""
+        return calls.within_scope(function, (iterable,), {})
+
+    def is_sequence(self, value: Any, count: int, more: bool) -> Any:
+        """Whether a pattern of so many items may fit."""
+        if type(value) is Varying:
+            return value.each(lambda v: self.is_sequence(v, count, more))
+        if not isinstance(value, (list, tuple, Sequence)) or isinstance(value, (str, bytes)):
+            return False
+        length = self.call(len, value)
+        return length >= count if more else length == count
+
+    # --- ``with``: an exception that it swallows has left regions open
+
+    def mark(self) -> tuple:
+        return self.t.top, self.t.parted
+
+    def unmark(self, mark: tuple) -> None:
+        top, parted = mark
+        if self.t.top is not top:
+            if self.t.parted != parted:
+                raise Unsplittable("an exception was caught that only some examples raised")
+            close_down_to(self.t, top)
+
+    # --- names that other functions see
+
+    def noting(self, reader: Callable, value: Any) -> Any:
+        self.note_cell(reader)
+        return value
+
+    def note_cell(self, reader: Callable) -> None:
+        """The name that this function reads is about to change."""
+        if self.t.parted:
+            self.t.note(Cell(reader.__closure__[0]))
+
+    def note_global(self, names: dict, name: str) -> None:
+        if self.t.parted:
+            self.t.note(Global(names, name))
+
+
+__all__ = ["Frame", "Parts"]

@@ -1,0 +1,256 @@
+"""What outlives a line: lists, dicts, attributes, cells. Their contents are those of the lanes
+that run now.
+
+NOTE. While lanes are apart, every write is noted first: what was there (`Slot.get`), where.
+Thus when the other lanes run they find the heap as it was (`Slot.put`), and when lanes
+meet what each left is joined in the very same object (`Slot.meet`). Names of an object do not
+matter, since the object stays the same.
+
+A list that has one length for some lanes and another for others can be shown for either, not for
+both. It is *mixed*: `Thread.mixed` has its contents by world, and the object itself holds one
+`Mixed`, which complains. Whatever uses a mixed object runs for one world after the other.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+from forall._lanes.merging import UNDEFINED, Parts, merge, within
+from forall._lanes.words import words
+
+CONTAINERS: dict[type, Any] = {}
+
+
+class Split:
+    """The contents of one object by world, where they cannot be joined."""
+
+    __slots__ = ("parts",)
+
+    def __init__(self, parts: Parts) -> None:
+        self.parts = parts
+
+    def within(self, world: Any) -> Any:
+        """What of it lanes of this world see."""
+        parts = within(self.parts, world)
+        return parts[0][1] if len(parts) == 1 else Split(parts)
+
+
+class Mixed:
+    """All that an object holds that has other contents for some lanes than for others."""
+
+    def __init__(self, kind: type) -> None:
+        self.kind = kind
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        self.refuse()
+
+    def refuse(self, *_: Any) -> Any:
+        raise Unsplittable(f"a {self.kind.__name__} that differs in length or keys between examples")
+
+    __bool__ = __iter__ = __call__ = __getitem__ = __len__ = __add__ = __radd__ = refuse
+    __mul__ = __rmul__ = __sub__ = __rsub__ = __truediv__ = __rtruediv__ = __float__ = refuse
+    __lt__ = __gt__ = __le__ = __ge__ = __int__ = __index__ = __neg__ = refuse
+
+
+class Unsplittable(Exception):
+    """Lanes part where nothing can hold them apart: the call has to be run for each group."""
+
+
+class Slot:
+    """A place in memory. ``key`` tells it from all others."""
+
+    __slots__ = ("key", "owner")
+
+    def __init__(self, owner: Any) -> None:
+        self.owner = owner
+        self.key: Any = id(owner)
+
+    def get(self, thread: Any) -> Any:
+        raise NotImplementedError
+
+    def put(self, thread: Any, content: Any) -> None:
+        raise NotImplementedError
+
+    def meet(self, thread: Any, parts: Parts) -> None:
+        """Let the contents of the lanes that meet be joined."""
+        self.put(thread, merge(parts))
+
+
+class Attribute(Slot):
+    __slots__ = ("name",)
+
+    def __init__(self, owner: Any, name: str) -> None:
+        self.owner, self.name = owner, name
+        self.key = (id(owner), name)
+
+    def get(self, thread: Any) -> Any:
+        own = getattr(self.owner, "__dict__", None)
+        if own is not None and self.name in own:
+            return own[self.name]
+        if own is not None and hasattr(type(self.owner), self.name):
+            descriptor = getattr(type(self.owner), self.name)
+            if not hasattr(descriptor, "__set__"):
+                return UNDEFINED  # shows what the class has
+        return getattr(self.owner, self.name, UNDEFINED)
+
+    def put(self, thread: Any, content: Any) -> None:
+        if content is not UNDEFINED:
+            setattr(self.owner, self.name, content)
+        elif self.get(thread) is not UNDEFINED:
+            delattr(self.owner, self.name)
+
+
+class Cell(Slot):
+    __slots__ = ()
+
+    def get(self, thread: Any) -> Any:
+        try:
+            return self.owner.cell_contents
+        except ValueError:
+            return UNDEFINED
+
+    def put(self, thread: Any, content: Any) -> None:
+        if content is not UNDEFINED:
+            self.owner.cell_contents = content
+        elif self.get(thread) is not UNDEFINED:
+            del self.owner.cell_contents
+
+
+class Global(Slot):
+    __slots__ = ("name",)
+
+    def __init__(self, owner: dict, name: str) -> None:
+        self.owner, self.name = owner, name
+        self.key = (id(owner), name)
+
+    def get(self, thread: Any) -> Any:
+        return self.owner.get(self.name, UNDEFINED)
+
+    def put(self, thread: Any, content: Any) -> None:
+        if content is UNDEFINED:
+            self.owner.pop(self.name, None)
+        else:
+            self.owner[self.name] = content
+
+
+class Container(Slot):
+    """A list, dict, set or deque: all that it holds."""
+
+    __slots__ = ()
+
+    def read(self) -> Any:
+        raise NotImplementedError
+
+    def write(self, content: Any) -> None:
+        raise NotImplementedError
+
+    def joined(self, parts: Parts) -> Any:
+        """The contents for all lanes together; None where nothing can be that."""
+        raise NotImplementedError
+
+    def get(self, thread: Any) -> Any:
+        return thread.mixed[self.key][1] if self.key in thread.mixed else self.read()
+
+    def put(self, thread: Any, content: Any) -> None:
+        if type(content) is Split:
+            thread.mixed[self.key] = (self, content)
+            thread.loose = True
+            self.write(self.hidden())
+        else:
+            thread.mixed.pop(self.key, None)
+            self.write(content)
+
+    def hidden(self) -> Any:
+        return [Mixed(type(self.owner))]
+
+    def meet(self, thread: Any, parts: Parts) -> None:
+        flat: Parts = []
+        for world, content in parts:
+            inner = content.within(world) if type(content) is Split else content
+            flat += inner.parts if type(inner) is Split else [(world, inner)]
+        if not flat:  # nobody here has ever seen it
+            return
+        content = flat[0][1] if len(flat) == 1 else self.joined(flat)
+        self.put(thread, Split(flat) if content is None else content)
+
+
+class Sequence(Container):
+    __slots__ = ()
+
+    def read(self) -> list:
+        return list(self.owner)
+
+    def write(self, content: list) -> None:
+        if isinstance(self.owner, list):
+            list.__setitem__(self.owner, slice(None), content)
+        elif isinstance(self.owner, deque):
+            self.owner.clear()
+            self.owner.extend(content)
+        else:
+            self.owner[:] = content
+
+    def joined(self, parts: Parts) -> list | None:
+        length = len(parts[0][1])
+        if any(len(content) != length for _, content in parts):
+            return None
+        return [merge([(w, content[n]) for w, content in parts]) for n in range(length)]
+
+
+class Mapping(Container):
+    __slots__ = ()
+
+    def read(self) -> dict:
+        return dict(self.owner)
+
+    def write(self, content: dict) -> None:
+        self.owner.clear()
+        self.owner.update(content)
+
+    def hidden(self) -> dict:
+        mixed = Mixed(type(self.owner))
+        return {mixed: mixed}
+
+    def joined(self, parts: Parts) -> dict | None:
+        keys = list(parts[0][1])
+        if any(list(content) != keys for _, content in parts):
+            return None
+        return {key: merge([(w, content[key]) for w, content in parts]) for key in keys}
+
+
+class Set(Container):
+    __slots__ = ()
+
+    def read(self) -> set:
+        return set(self.owner)
+
+    def write(self, content: Any) -> None:
+        self.owner.clear()
+        self.owner.update(content)
+
+    def joined(self, parts: Parts) -> set | None:
+        first = parts[0][1]
+        return first if all(content == first for _, content in parts) else None
+
+
+CONTAINERS.update({list: Sequence, deque: Sequence, bytearray: Sequence, dict: Mapping, set: Set})
+_OTHERS: dict[type, Any] = {}  # of subclasses
+
+
+def slot_of(owner: Any) -> Slot | None:
+    """The slot of a container; None for what holds nothing that can be noted."""
+    kind = type(owner)
+    found = CONTAINERS.get(kind)
+    if found is None:
+        if kind not in _OTHERS:
+            _OTHERS[kind] = next((CONTAINERS[k] for k in kind.__mro__ if k in CONTAINERS), None)
+        found = _OTHERS[kind]
+    return None if found is None else found(owner)
+
+
+def active(split: Split) -> Parts:
+    """The contents of a mixed object for the lanes that run now."""
+    inner = split.within(words.now())
+    return inner.parts if type(inner) is Split else [(words.now(), inner)]

@@ -1,0 +1,401 @@
+"""A `Number` as an argument of torch's functions, with torch's promotion of Python's numbers.
+
+Where a 0-d tensor can stand for the number it does, in the dtype that the number would get. In any
+other place (a size, a dim, ``alpha=``) one Python number is needed, and the lanes part.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from functools import reduce
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from forall._batching.sharing import Sharing
+from forall._core.levels import top
+from forall._lanes.arithmetic import DTYPES, wider
+from forall._lanes.numbers import Number
+from forall._torch.dispatch import functions_off, no_dispatch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+Tensor = torch.Tensor
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+def called(func: Any, args: tuple, kwargs: dict) -> Any:
+    """``func`` with Numbers among its arguments, as for each example with its own."""
+    place = _PLACES.get(func.__name__) if _home(func) in _HOMES else None
+    found = NotImplemented if place is None else place(func, args, kwargs)
+    if found is NotImplemented:
+        found = (func, one_each(args), one_each(kwargs))
+    func, args, kwargs = found
+    return func(*args, **kwargs)
+
+
+def called_back(func: Any, args: tuple, kwargs: dict) -> Any:
+    """The same where torch asks: in the handler of the level's function mode, which is off."""
+    level: Any = top()
+    if level is None or not level.shares:
+        return called(func, args, kwargs)
+    with Sharing():
+        return called(func, args, kwargs)
+
+
+# What Python asks of a tensor on the right.
+_MIRRORED = {
+    operator.lt: operator.gt,
+    operator.le: operator.ge,
+    operator.gt: operator.lt,
+    operator.ge: operator.le,
+    operator.eq: operator.eq,
+    operator.ne: operator.ne,
+    **{
+        getattr(operator, f"__{name}__"): getattr(Tensor, f"__r{name}__")
+        for name in [
+            "add",
+            "sub",
+            "mul",
+            "floordiv",
+            "mod",
+            "pow",
+            "lshift",
+            "rshift",
+            "and",
+            "or",
+            "xor",
+        ]
+    },
+}
+
+
+def operated(op: Any, a: Any, b: Any) -> Any:
+    """An operator on a Number and a tensor."""
+    if isinstance(a, Tensor):
+        return called(op, (a, b), {})
+    if op is operator.truediv:  # as torch has it, rounding and all
+        return called(operator.mul, (b.reciprocal(), a), {})
+    return called(_MIRRORED[op], (b, a), {}) if op in _MIRRORED else NotImplemented
+
+
+_HOMES = {"TensorBase", "Tensor", "_VariableFunctionsClass", "_operator"}
+
+
+def _home(func: Any) -> str:
+    if getattr(func, "__module__", None) == "_operator":
+        return "_operator"
+    return getattr(func, "__qualname__", "").partition(".")[0]
+
+
+def one_each(tree: Any) -> Any:
+    """One Python number for every Number: where the examples differ, they part."""
+    if type(tree) is Number:
+        return tree.one()
+    if type(tree) in (list, tuple):
+        return type(tree)(map(one_each, tree))
+    if type(tree) is dict:
+        return {k: one_each(v) for k, v in tree.items()}
+    return tree
+
+
+# --- the dtype of a number ----------------------------------------------------------------------
+
+
+def in_dtype(n: Number, dtype: torch.dtype, device: Any = None) -> Tensor | None:
+    """The number in ``dtype``, or None where it may be too large, on which torch decides."""
+    if n.kind is complex:
+        return n.tensor.to(device, dtype) if dtype.is_complex else None
+    lo, hi = n.bounds
+    if dtype.is_floating_point or dtype.is_complex:
+        if torch.finfo(dtype).max < max(-lo, hi) < math.inf:
+            return None
+    elif dtype is not torch.bool:
+        info = torch.iinfo(dtype)
+        if not info.min <= lo <= hi <= info.max:
+            return None
+    return n.tensor.to(device, dtype)
+
+
+def common_dtype(values: list) -> torch.dtype:
+    """What torch promotes these to, a Number counting as a number of Python's."""
+    with functions_off(), no_dispatch():
+        tensors = [v for v in values if isinstance(v, Tensor)]
+        kinds = [
+            v.kind if type(v) is Number else type(v) for v in values if not isinstance(v, Tensor)
+        ]
+        one = reduce(wider, kinds)(1)
+        low = [t.dtype for t in tensors if not t.dim()]
+        lower = torch.tensor(one).dtype
+        if low:
+            lower = torch.result_type(torch.empty((), dtype=_promoted(low)), one)
+        high = [t.dtype for t in tensors if t.dim()]
+        if not high:
+            return lower
+        return torch.result_type(
+            torch.empty(0, dtype=_promoted(high)), torch.empty((), dtype=lower)
+        )
+
+
+def _promoted(dtypes: list[torch.dtype]) -> torch.dtype:
+    return reduce(torch.promote_types, dtypes)
+
+
+# --- numbers and tensors, promoted to one dtype -------------------------------------------------
+
+_PROMOTING = [
+    "add",
+    "sub",
+    "subtract",
+    "rsub",
+    "mul",
+    "multiply",
+    "div",
+    "divide",
+    "true_divide",
+    "truediv",
+    "floor_divide",
+    "floordiv",
+    "remainder",
+    "mod",
+    "fmod",
+    "pow",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+    "eq",
+    "ne",
+    "less",
+    "less_equal",
+    "greater",
+    "greater_equal",
+    "not_equal",
+    "and_",
+    "or_",
+    "xor",
+    "lshift",
+    "rshift",
+    "bitwise_and",
+    "bitwise_or",
+    "bitwise_xor",
+    "bitwise_left_shift",
+    "bitwise_right_shift",
+    "clamp",
+    "clip",
+    "clamp_min",
+    "clamp_max",
+    "xlogy",
+    "copysign",
+    "lerp",
+    "where",
+    "__radd__",
+    "__rmul__",
+    "__rsub__",
+    "__floordiv__",
+    "__rfloordiv__",
+    "__mod__",
+    "__rmod__",
+    "__pow__",
+    "__rpow__",
+    "__and__",
+    "__or__",
+    "__xor__",
+    "__rand__",
+    "__ror__",
+    "__rxor__",
+    "__lshift__",
+    "__rshift__",
+    "__rlshift__",
+    "__rrshift__",
+    "add_",
+    "sub_",
+    "mul_",
+    "div_",
+    "floor_divide_",
+    "remainder_",
+    "fmod_",
+    "pow_",
+    "lt_",
+    "le_",
+    "gt_",
+    "ge_",
+    "eq_",
+    "ne_",
+    "clamp_",
+    "clip_",
+    "clamp_min_",
+    "clamp_max_",
+    "bitwise_and_",
+    "bitwise_or_",
+    "bitwise_xor_",
+    "__iand__",
+    "__ior__",
+    "__ixor__",
+    "__ilshift__",
+    "__irshift__",
+    "__idiv__",
+    "__itruediv__",
+    "__ifloordiv__",
+    "__imod__",
+    "__ipow__",
+]
+_VALUES = frozenset({"other", "min", "max", "input", "self", "exponent", "weight"})
+# Of a half, torch computes these with the number as it is; else it is rounded to the dtype first.
+_AS_IT_IS = frozenset(
+    [
+        "mul",
+        "multiply",
+        "__rmul__",
+        "div",
+        "divide",
+        "true_divide",
+        "truediv",
+        "floor_divide",
+        "floordiv",
+        "__floordiv__",
+    ]
+)
+_AS_IT_IS_INTO = {"mul_": torch.mul, "div_": torch.div, "floor_divide_": torch.floor_divide}
+
+
+def _is_value(a: Any) -> bool:
+    return isinstance(a, Tensor) or type(a) is Number or type(a) in DTYPES
+
+
+def _promoting(func: Any, args: tuple, kwargs: dict) -> Any:
+    name = func.__name__
+    given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+    places = [p for p, a in given.items() if _is_value(a) and (type(p) is int or p in _VALUES)]
+    if name == "where":  # the mask is no value
+        places.remove(1 if _home(func) == "TensorBase" else 0)
+    numbers = [p for p in places if type(given[p]) is Number]
+    if len(numbers) < sum(type(a) is Number for a in given.values()):
+        return NotImplemented
+    dtype = common_dtype([given[p] for p in places])
+    if _is_special(name, [given[p] for p in places], dtype):
+        return NotImplemented
+    as_it_is = dtype in _HALVES and (name in _AS_IT_IS or name in _AS_IT_IS_INTO)
+    target = torch.float32 if as_it_is else dtype
+    device = next((a.device for a in given.values() if isinstance(a, Tensor)), None)
+    for p in numbers:
+        given[p] = in_dtype(given[p], target, device)
+        if given[p] is None:
+            return NotImplemented
+    if name.startswith(("clamp", "clip")):  # the bounds are both tensors, or neither is
+        for p in places:
+            if not isinstance(given[p], Tensor):
+                given[p] = torch.tensor(given[p], dtype=dtype, device=device)
+    args = tuple(given[i] for i in range(len(args)))
+    return _in_float32(func, dtype) if as_it_is else func, args, {k: given[k] for k in kwargs}
+
+
+def _is_special(name: str, values: list, dtype: torch.dtype) -> bool:
+    """Where torch treats Python's number in another way than a tensor."""
+    if "sub" in name:
+        return any(type(v) is Number and v.kind is bool for v in values)
+    if "floor" in name:
+        return dtype is torch.bool or dtype.is_complex
+    if "pow" in name and not (dtype.is_floating_point or dtype.is_complex):
+        return dtype is torch.bool or any(type(v) is Number and v.bounds[0] < 0 for v in values)
+    return False
+
+
+def _in_float32(func: Any, dtype: torch.dtype) -> Callable:
+    def call(x: Any, y: Any, **kwargs: Any) -> Tensor:
+        a, b = (t.float() if isinstance(t, Tensor) else t for t in (x, y))
+        into = _AS_IT_IS_INTO.get(func.__name__)
+        if into is not None:
+            return x.copy_(into(a, b, **kwargs))
+        return func(a, b, **kwargs).to(dtype)
+
+    return call
+
+
+# --- numbers that are written into a tensor, and places -----------------------------------------
+
+
+def _writing(func: Any, args: tuple, kwargs: dict) -> Any:
+    """The last argument, or ``value=``, goes into the first one's memory or a copy of it."""
+    x = args[0]
+    name = next((k for k in ("value", "fill_value") if k in kwargs), None)
+    n = args[-1] if name is None else kwargs[name]
+    if type(n) is not Number:
+        return NotImplemented
+    t = in_dtype(n, kwargs.get("dtype") or x.dtype, x.device)
+    if t is None:
+        return NotImplemented
+    if name is None:
+        return func, (*one_each(args[:-1]), t), kwargs
+    return func, one_each(args), {**kwargs, name: t}
+
+
+def _item(func: Any, args: tuple, kwargs: dict) -> Any:
+    """x[n], x[n] = m."""
+    x, index, *value = args
+    if type(index) in (tuple, list):
+        index = type(index)(map(_as_index, index))
+    else:
+        index = _as_index(index)
+    if value and type(value[0]) is Number:
+        value = [in_dtype(value[0], x.dtype, x.device)]
+        if value[0] is None:
+            return NotImplemented
+    return func, (x, index, *value), kwargs
+
+
+def _as_index(n: Any) -> Any:
+    return n.tensor if type(n) is Number and n.kind is int else one_each(n)
+
+
+# --- numbers that become tensors ----------------------------------------------------------------
+
+
+def _full(func: Any, args: tuple, kwargs: dict) -> Any:
+    def full(size: Any, fill_value: Any, *, dtype: Any = None, **options: Any) -> Tensor:
+        dtype = dtype or common_dtype([fill_value])
+        t = in_dtype(fill_value, dtype, options.get("device"))
+        value = fill_value.one() if t is None else t
+        return func(one_each(size), value, dtype=dtype, **options)
+
+    fill_value = kwargs["fill_value"] if "fill_value" in kwargs else args[1]
+    return (full, args, kwargs) if type(fill_value) is Number else NotImplemented
+
+
+def _scalar_tensor(func: Any, args: tuple, kwargs: dict) -> Any:
+    def scalar_tensor(s: Number, *, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
+        t = in_dtype(s, dtype or torch.get_default_dtype(), device)
+        return func(s.one(), dtype=dtype, device=device) if t is None else t.clone()
+
+    return scalar_tensor, args, kwargs
+
+
+def _spaced(func: Any, args: tuple, kwargs: dict) -> Any:
+    """linspace, logspace: ends that are tensors leave the dtype as it is."""
+    ends = [a.tensor.to(torch.float64) if _is_real(a) else a for a in args[:2]]
+    if kwargs.keys() & {"start", "end"} or any(type(a) is Number for a in ends):
+        return NotImplemented
+    dtype = kwargs.get("dtype") or torch.get_default_dtype()
+    ends = [e if isinstance(e, Tensor) else torch.tensor(e, dtype=torch.float64) for e in ends]
+    return func, (*ends, *one_each(args[2:])), {**one_each(kwargs), "dtype": dtype}
+
+
+def _is_real(a: Any) -> bool:
+    return type(a) is Number and a.kind is not complex
+
+
+_PLACES: dict[str, Callable] = {
+    **dict.fromkeys(_PROMOTING, _promoting),
+    **dict.fromkeys(
+        ("fill_", "fill", "masked_fill", "masked_fill_", "index_fill", "index_fill_"), _writing
+    ),
+    **dict.fromkeys(("full_like", "new_full"), _writing),
+    "__getitem__": _item,
+    "__setitem__": _item,
+    "full": _full,
+    "scalar_tensor": _scalar_tensor,
+    "linspace": _spaced,
+    "logspace": _spaced,
+}

@@ -1,0 +1,250 @@
+"""Items and attributes: ``x[k]``, ``x.a = v``, ``a, b = x``, ``for v in x`` in converted code."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+from forall._lanes import aliases
+from forall._lanes.heap import Attribute, Unsplittable, active, slot_of
+from forall._lanes.merging import Parts, merge, within
+from forall._lanes.state import each_world, thread
+from forall._lanes.varying import Varying, resolved, worlds_of
+from forall._lanes.words import either, words
+
+PLAIN_KEYS = frozenset({int, str, type(None), bool})
+BUILTIN = frozenset({list, tuple, dict, str, range})
+END = object()
+
+
+def apiece(values: tuple, run: Callable[[], Any]) -> Any:
+    """Run once for each world in which none of the values varies."""
+    worlds = worlds_of(values)
+    return each_world([(world, None) for world in worlds], lambda _: run())
+
+
+def is_mixed(value: Any) -> bool:
+    return bool(thread.mixed) and id(value) in thread.mixed
+
+
+def note(owner: Any) -> None:
+    """A container is about to change."""
+    slot = slot_of(owner)
+    if slot is not None:
+        thread.note(slot)
+
+
+# --- reading
+
+
+def get(x: Any, key: Any) -> Any:
+    """``x[key]``."""
+    kind = type(x)
+    if kind is Varying:
+        return x.each(lambda v: get(v, key))
+    if thread.loose and (type(key) is Varying or is_mixed(x)):
+        return apiece((x, key), lambda: get(resolved(x), resolved(key)))
+    if kind in BUILTIN:
+        if type(key) in PLAIN_KEYS:
+            return x[key]
+        return _looked_up(x, key)
+    if type(key) in PLAIN_KEYS:
+        return x[key]
+    own = getattr(kind, "__getitem__", None)
+    if hasattr(own, "__code__") and not isinstance(x, words.Tensor):
+        from forall._lanes.calls import call  # which looks up items
+
+        return call(own, x, key)
+    return words.apart(lambda: x[key], merge) if _may_part(key) else x[key]
+
+
+def _looked_up(x: Any, key: Any) -> Any:
+    """An item of Python's own container by a key that may differ between lanes."""
+    if _may_part(key):
+        return words.apart(lambda: x[_hard(key)], merge)
+    return x[key]
+
+
+def _may_part(key: Any) -> bool:
+    """Whether a key may have another meaning for each lane: a mask, bounds of a slice, a number."""
+    kind = type(key)
+    if kind is slice:
+        return any(_may_part(v) for v in (key.start, key.stop, key.step))
+    if kind is tuple:
+        return any(_may_part(v) for v in key)
+    return kind is words.Number or isinstance(key, words.Tensor)
+
+
+def _hard(key: Any) -> Any:
+    """The key as Python's number. Where lanes want different ones, they part."""
+    return key.one() if type(key) is words.Number else key
+
+
+def contains(item: Any, container: Any) -> Any:
+    if thread.loose and (type(container) is Varying or type(item) is Varying or is_mixed(container)):
+        return apiece((item, container), lambda: contains(resolved(item), resolved(container)))
+    if isinstance(item, words.Tensor) or type(item) is words.Number or type(container) in (list, tuple):
+        return words.apart(lambda: item in container, merge)
+    return item in container
+
+
+def unpacked(value: Any) -> Any:
+    """What is assigned to several names: an iterable that every lane has."""
+    if type(value) is Varying or is_mixed(value):
+        items = apiece((value,), lambda: tuple(resolved(value)))
+        if type(items) is Varying:
+            raise Unsplittable("what is unpacked has another length for some examples")
+        return items
+    return value
+
+
+starred = unpacked
+
+
+# --- writing
+
+
+def store(value: Any, x: Any, key: Any) -> None:
+    """``x[key] = value``."""
+    if thread.loose and (type(x) is Varying or type(key) is Varying or is_mixed(x)):
+        apiece((x, key), lambda: store(value, resolved(x), resolved(key)))
+        return
+    if isinstance(x, words.Tensor):
+        if thread.loose and type(value) is Varying:
+            apiece((value,), lambda: store(resolved(value), x, key))
+            return
+        x[key] = value
+        aliases.written(x)
+        return
+    own = getattr(type(x), "__setitem__", None)
+    if hasattr(own, "__code__"):
+        from forall._lanes.calls import call  # which stores items
+
+        call(own, x, key, value)
+    elif _may_part(key):
+        changing((x,), lambda: operator.setitem(x, _hard(key), value))
+    else:
+        if thread.parted:
+            note(x)
+        x[key] = value
+
+
+def delete(x: Any, key: Any) -> None:
+    """``del x[key]``."""
+    if thread.loose and (type(x) is Varying or type(key) is Varying or is_mixed(x)):
+        apiece((x, key), lambda: delete(resolved(x), resolved(key)))
+    elif _may_part(key):
+        changing((x,), lambda: operator.delitem(x, _hard(key)))
+    else:
+        if thread.parted:
+            note(x)
+        del x[key]
+
+
+def changing(owners: Any, run: Callable[[], Any]) -> Any:
+    """Run what is not converted and may change these containers; lanes may part inside."""
+    slots = [slot for slot in map(slot_of, owners) if slot is not None]
+    if not slots:
+        return words.apart(run, merge)
+    t = thread
+    if t.parted:
+        for slot in slots:
+            t.note(slot)
+    before = [slot.get(t) for slot in slots]
+    ran = False
+
+    def again() -> Any:
+        nonlocal ran
+        if ran:
+            for slot, content in zip(slots, before, strict=True):
+                slot.put(t, content)
+        ran = True
+        result = run()
+        return result, [slot.get(t) for slot in slots]
+
+    def join(parts: Parts) -> Any:
+        for n, slot in enumerate(slots):
+            slot.meet(t, [(w, written[n]) for w, (_, written) in parts])
+        return merge([(w, result) for w, (result, _) in parts]), None
+
+    return words.apart(again, join)[0]
+
+
+def store_attr(value: Any, x: Any, name: str) -> None:
+    """``x.name = value``."""
+    if type(x) is Varying:
+        x.each(lambda v: store_attr(value, v, name))
+        return
+    kind = type(x)
+    found = getattr(kind, name, None)
+    setter = found.fset if type(found) is property else None
+    own = getattr(kind, "__setattr__", None)
+    if setter is not None or (hasattr(own, "__code__") and not hasattr(x, "_parameters")):
+        from forall._lanes.calls import call  # which stores attributes
+
+        call(setter, x, value) if setter is not None else call(own, x, name, value)
+        return
+    if thread.parted:
+        thread.note(Attribute(x, name))
+    setattr(x, name, value)
+
+
+def delete_attr(x: Any, name: str) -> None:
+    if type(x) is Varying:
+        x.each(lambda v: delete_attr(v, name))
+        return
+    if thread.parted:
+        thread.note(Attribute(x, name))
+    delattr(x, name)
+
+
+def updated(name: str, a: Any, b: Any) -> Any:
+    """``a += b``, ..: the new value of a."""
+    if thread.loose and (type(a) is Varying or type(b) is Varying or is_mixed(a) or is_mixed(b)):
+        if is_mixed(a):
+            apiece((a, b), lambda: getattr(operator, name)(a, resolved(b)))
+            return a
+        return apiece((a, b), lambda: updated(name, resolved(a), resolved(b)))
+    result = getattr(operator, name)(a, b)
+    if result is a and isinstance(a, words.Tensor):
+        aliases.written(a)
+    return result
+
+
+# --- items one after another
+
+
+def stepwise(iterable: Any) -> Callable[[], tuple] | None:
+    """For what has other items or another length for some lanes: a function that gives
+    whether there is one more (or the two worlds), and a function for that item. Else None."""
+    kind = type(iterable)
+    if kind is Varying:
+        value = merge(iterable.now())
+        parts = [(words.now(), value)] if type(value) is not Varying else value.now()
+        return _in_step([(w, iter(v)) for w, v in parts])
+    if is_mixed(iterable):
+        parts = active(thread.mixed[id(iterable)][1])
+        return _in_step([(w, iter(list(content))) for w, content in parts])
+    return None
+
+
+def _in_step(parts: Parts) -> Callable[[], tuple]:
+    """All parts' iterators, one item of each at a time."""
+
+    def step() -> tuple:
+        nonlocal parts
+        on, out = [], []
+        for world, iterator in within(parts, words.now()):
+            with words.running(world):
+                item = next(iterator, END)
+            if item is END:
+                out.append(world)
+            else:
+                on.append((world, item, iterator))
+        parts = [(w, iterator) for w, _, iterator in on]
+        worlds = either(w for w, _ in parts)
+        answer = (worlds, either(out)) if on and out else bool(on)
+        return answer, lambda: merge([(w, item) for w, item, _ in on])
+
+    return step

@@ -1,0 +1,163 @@
+"""Where lanes meet: one value from those that each world has."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from forall._lanes import aliases
+from forall._lanes.words import both, either, words
+
+Parts = list[tuple[Any, Any]]  # worlds, disjoint, and what their lanes have
+
+
+class _Undefined:
+    """Stands for a name that has no value."""
+
+    def __repr__(self) -> str:
+        return "undefined"
+
+
+UNDEFINED: Any = _Undefined()
+NUMBERS = (bool, int, float, complex)
+_make_varying: Any = None  # set by `varying`, which needs this file
+
+
+def merge(parts: Parts) -> Any:
+    """One value for all lanes of these parts; they are the lanes that run now.
+
+    What some lanes do not have is carried as far as it goes: only who reads it may complain.
+    """
+    first = parts[0][1]
+    for _, value in parts:
+        if value is not first:
+            break
+    else:
+        if not hasattr(type(first), "varies"):
+            return first
+    groups = _grouped(parts)
+    if not groups:
+        return UNDEFINED
+    covered = either(w for w, _ in groups)
+    if words.now() - covered is not None:
+        return _make_varying(groups)
+    if len(groups) == 1:
+        return groups[0][1]
+    found = _one(groups)
+    return _make_varying(groups) if found is UNDEFINED else found
+
+
+def within(parts: Parts, world: Any) -> Parts:
+    """What of these the lanes of one world have."""
+    found = [(both(w, world), v) for w, v in parts]
+    return [(w, v) for w, v in found if w is not None]
+
+
+def _grouped(parts: Parts) -> Parts:
+    """One part for each value, what varies taken apart, what is undefined left out."""
+    groups: dict[int, tuple[Any, Any]] = {}
+    for world, value in parts:
+        inner = [(world, value)]
+        if hasattr(type(value), "varies"):
+            inner = within(value.parts, world)
+        for w, v in inner:
+            if v is not UNDEFINED:
+                known = groups.get(id(v))
+                groups[id(v)] = (w if known is None else known[0] | w, v)
+    return list(groups.values())
+
+
+def _one(parts: Parts) -> Any:
+    """One value for all, or UNDEFINED."""
+    values = [v for _, v in parts]
+    first = values[0]
+    if isinstance(first, words.Tensor):
+        return _tensors(parts) if all(_alike(first, v) for v in values[1:]) else UNDEFINED
+    if _number(first) is not None:
+        return _numbers(parts)
+    if type(first) is tuple or (isinstance(first, tuple) and hasattr(first, "_make")):
+        return _tuples(parts)
+    if type(first) in (str, bytes, slice, range) and all(
+        type(v) is type(first) and v == first for v in values
+    ):
+        return first
+    return UNDEFINED
+
+
+def _tensors(parts: Parts) -> Any:
+    joined = words.joined(parts)
+    aliases.remember(joined, parts)
+    return joined
+
+
+def _alike(a: Any, b: Any) -> bool:
+    return (
+        isinstance(b, words.Tensor)
+        and a.shape == b.shape
+        and a.dtype == b.dtype
+        and a.device == b.device
+        and a.layout == b.layout
+    )
+
+
+def _number(value: Any) -> type | None:
+    """The type of a Python number, also of one that differs between lanes."""
+    kind = type(value)
+    if kind is words.Number:
+        return value.kind
+    return kind if kind in NUMBERS else None
+
+
+def _numbers(parts: Parts) -> Any:
+    values = [v for _, v in parts]
+    kind = _number(values[0])
+    if any(_number(v) is not kind for v in values):
+        return UNDEFINED
+    if all(type(v) is kind and _same(v, values[0]) for v in values):
+        return values[0]
+    if kind is int and any(type(v) is int and not -(2**63) <= v < 2**63 for v in values):
+        return UNDEFINED
+    return words.Number(words.joined([(w, _tensor(v, kind)) for w, v in parts]))
+
+
+def _same(a: Any, b: Any) -> bool:
+    if type(a) is float:
+        return (a == b and math.copysign(1, a) == math.copysign(1, b)) or (a != a and b != b)
+    return a == b
+
+
+def _tensor(value: Any, kind: Any) -> Any:
+    import torch
+
+    if type(value) is words.Number:
+        return value.tensor
+    dtypes = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
+    return torch.tensor(value, dtype=dtypes[kind])
+
+
+def _tuples(parts: Parts) -> Any:
+    first = parts[0][1]
+    if any(type(v) is not type(first) or len(v) != len(first) for _, v in parts):
+        return UNDEFINED
+    items = [merge([(w, v[n]) for w, v in parts]) for n in range(len(first))]
+    return tuple(items) if type(first) is tuple else first._make(items)
+
+
+def settled(value: Any) -> Any:
+    """What varies, as one structure where the structures agree: for a result that is new."""
+    if not hasattr(type(value), "varies"):
+        return value
+    parts = within(value.parts, words.now())
+    first = parts[0][1]
+    if any(type(v) is not type(first) for _, v in parts):
+        return value
+    if type(first) in (list, tuple):
+        if any(len(v) != len(first) for _, v in parts):
+            return value
+        items = [settled(merge([(w, v[n]) for w, v in parts])) for n in range(len(first))]
+        return type(first)(items)
+    if type(first) is dict:
+        if any(list(v) != list(first) for _, v in parts):
+            return value
+        return {k: settled(merge([(w, v[k]) for w, v in parts])) for k in first}
+    return value

@@ -1,0 +1,72 @@
+"""The numbers behind 0-d tensors that differ between examples, and such tensors from numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from forall._batching.batched import Batched, wrap
+from forall._torch.dispatch import functions_off, no_dispatch
+from forall._torch.wrapper import Wrapper
+
+Tensor = torch.Tensor
+
+
+def read(t: Tensor) -> tuple[Tensor, list]:
+    """All numbers of a 0-d tensor as an ordinary one, and the levels that its axes belong to."""
+    levels: list = []
+    while isinstance(t, Wrapper):
+        if type(t) is Batched and t.axis is not None:
+            levels.insert(t.axis, t.level)
+        t = t.value
+    with functions_off(), no_dispatch():
+        return t.detach(), levels
+
+
+def plain(t: Tensor) -> Tensor:
+    """All numbers of a 0-d tensor, in whatever order."""
+    return read(t)[0]
+
+
+def levels_of(t: Tensor) -> list:
+    """The levels among whose examples it differs, the innermost first."""
+    found = []
+    while isinstance(t, Wrapper):
+        if type(t) is Batched and t.axis is not None:
+            found.append(t.level)
+        t = t.value
+    return found
+
+
+def spread(tensors: list[Tensor]) -> list[Tensor]:
+    """The same numbers for the lanes that run now, each given for every lane of all of these."""
+    mask = tensors[0].isnan()
+    for t in tensors[1:]:
+        mask = mask | t.isnan()
+    return [torch.where(mask, t, t) for t in tensors]
+
+
+def in_order(t: Tensor, levels: list) -> Tensor:
+    """All numbers, one axis for each of these levels."""
+    numbers, axes = read(t)
+    with functions_off(), no_dispatch():
+        return numbers.permute([axes.index(level) for level in levels])
+
+
+def rebuilt(numbers: Any, dtype: torch.dtype, shape: tuple, levels: list) -> Tensor:
+    """The 0-d tensor whose numbers, in the order of `in_order`, are these."""
+    with functions_off(), no_dispatch():  # or the level would make it a value of its own
+        stack = torch.as_tensor(numbers, dtype=dtype).reshape(shape)
+        for n in reversed(range(len(levels))):
+            stack = wrap(stack, n, levels[n])
+        return stack
+
+
+def differs(t: Any) -> bool:
+    """Whether ``t`` has one value for each example, of whatever level."""
+    while isinstance(t, Wrapper):
+        if type(t) is Batched and t.axis is not None:
+            return True
+        t = t.value
+    return False

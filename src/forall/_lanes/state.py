@@ -1,0 +1,145 @@
+"""What a thread knows while it runs converted code: which regions are open, who runs.
+
+A *region* is a stretch of code that lanes go through apart: a branch, a loop, a function of which
+some have returned. Only regions change who runs.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from forall._lanes.heap import Slot, Split
+from forall._lanes.merging import Parts, merge
+from forall._lanes.report import Report
+from forall._lanes.words import words
+
+
+class Thread(threading.local):
+    """The state of one thread."""
+
+    def __init__(self) -> None:
+        self.top: Region | None = None  # the innermost region that is open
+        self.entered: list[Any] = []  # the worlds that were entered, and are to be left
+        self.parted = 0  # how many regions have lanes apart; without any, no write is noted
+        self.mixed: dict[int, tuple[Slot, Split]] = {}  # see `heap`
+        self.loose = False  # whether anything that varies was ever made
+        self.report: Report | None = None
+        self.failed: tuple[BaseException, Any] | None = None  # who ran when it was raised
+
+    def go(self, world: Any) -> None:
+        """From here on only these lanes run."""
+        running = words.running(world)
+        running.__enter__()
+        self.entered.append(running)
+        if self.mixed:
+            self.show(world)
+
+    def show(self, world: Any) -> None:
+        """Let mixed objects hold what lanes of this world, which run now, have in them."""
+        for slot, split in list(self.mixed.values()):
+            self.note(slot)
+            slot.put(self, split.within(world))
+
+    def back(self, depth: int) -> None:
+        """Run who ran when so many worlds had been entered."""
+        entered = self.entered
+        while len(entered) > depth:
+            entered.pop().__exit__(None, None, None)
+
+    def note(self, slot: Slot) -> None:
+        """This place is about to change."""
+        top = self.top
+        if top is not None:
+            if top.heap is None:
+                top.heap = {}
+            if slot.key not in top.heap:
+                top.heap[slot.key] = (slot, slot.get(self))
+
+    def saw(self, construct: str, sizes: tuple[int, ...], frames: int = 2) -> None:
+        """Tell the report that lanes parted in the code so many frames further out."""
+        if self.report is not None:
+            frame = sys._getframe(frames)
+            self.report.parted(construct, sizes, frame.f_code.co_filename, frame.f_lineno)
+
+
+thread = Thread()
+
+
+class Region:
+    """Code that lanes may go through apart, and what was written meanwhile."""
+
+    __slots__ = ("depth", "heap", "t", "up")
+
+    def __init__(self, t: Thread) -> None:
+        self.t = t
+        self.up = t.top
+        self.heap: dict[Any, tuple[Slot, Any]] | None = None
+        self.depth = len(t.entered)
+        t.top = self
+
+    def captured(self) -> dict[Any, Any]:
+        """What lanes that leave this region now have written since it began."""
+        t, node, found = self.t, self.t.top, {}
+        while node is not None:
+            for key, (slot, _) in (node.heap or {}).items():
+                if key not in found:
+                    found[key] = slot.get(t)
+            if node is self:
+                break
+            node = node.up
+        return found
+
+    def reset(self) -> None:
+        """Put back what was there before, for the next lanes."""
+        for slot, old in (self.heap or {}).values():
+            slot.put(self.t, old)
+
+    def meet(self, parts: list[tuple[Any, dict[Any, Any]]]) -> None:
+        """Join what the lanes that meet have written."""
+        for key, (slot, old) in (self.heap or {}).items():
+            slot.meet(self.t, [(w, written.get(key, old)) for w, written in parts])
+
+    def close(self) -> None:
+        """Who is further out will have to put back what was written here as well."""
+        up = self.t.top = self.up
+        if self.heap and self.t.parted and up is not None:
+            if up.heap is None:
+                up.heap = {}
+            for key, noted in self.heap.items():
+                up.heap.setdefault(key, noted)
+
+
+def close_down_to(t: Thread, top: Region | None) -> None:
+    """Close the regions that a return has left open."""
+    while t.top is not top and t.top is not None:
+        t.top.close()
+
+
+def each_world(parts: Parts, run: Callable[[Any], Any]) -> Any:
+    """``run`` of each value by the lanes that have it; what all get, joined."""
+    t = thread
+    if len(parts) == 1:
+        if t.mixed:
+            t.show(words.now())
+        return run(parts[0][1])
+    region, depth, before = Region(t), len(t.entered), t.parted
+    results: Parts = []
+    written = []
+    t.parted += 1
+    try:
+        for n, (world, value) in enumerate(parts):
+            if n:
+                region.reset()
+            t.go(world)
+            results.append((world, run(value)))
+            written.append((world, region.captured()))
+            t.back(depth)
+        region.meet(written)
+    finally:
+        t.back(depth)
+        t.parted = before
+        close_down_to(t, region.up)
+    return merge(results)

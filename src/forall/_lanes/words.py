@@ -1,0 +1,49 @@
+"""The words that the runtime is written in: what the room of `vmap` knows about lanes.
+
+They are looked up in one object, so that a test can put its own in their place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+words: Any = SimpleNamespace()
+"""``now``, ``asked``, ``running``, ``joined``, ``Undefined`` as in `worlds`; ``apart`` as in
+`rerun`; ``Tensor``, the type of tensors; ``Number``, that of Python numbers of each example."""
+
+
+def use(
+    *,
+    now: Callable,
+    asked: Callable,
+    running: Callable,
+    joined: Callable,
+    undefined: type[Exception],
+    apart: Callable,
+    tensor: type,
+    number: type,
+) -> None:
+    """Let these be the words."""
+    words.now, words.asked, words.running, words.joined = now, asked, running, joined
+    words.Undefined, words.apart = undefined, apart
+    words.Tensor, words.Number = tensor, number
+
+
+def both(a: Any, b: Any) -> Any:
+    """The lanes of two worlds that are in both; None where there are none."""
+    if a is b:
+        return a
+    rest = a - b
+    if rest is None:
+        return a
+    return a - rest
+
+
+def either(worlds: Any) -> Any:
+    """The lanes of disjoint worlds together; None where there are no worlds."""
+    union = None
+    for world in worlds:
+        union = world if union is None else union | world
+    return union

@@ -1,0 +1,10 @@
+"""All acceptance functions: importing their groups enters them."""
+
+from __future__ import annotations
+
+from parting import branches, effects, failures, loops, objects, reads, shapes
+from parting.cases import CASES, Case
+
+GROUPS = (branches, loops, reads, shapes, objects, failures, effects)
+
+__all__ = ["CASES", "GROUPS", "Case"]
