@@ -14,7 +14,6 @@ import torch
 from forall._core.remembering import Remembered
 from forall._torch import generators
 from forall._torch.dispatch import functions_off
-from forall._torch.names import version
 from forall._transforms import mapping
 
 if TYPE_CHECKING:
@@ -76,26 +75,26 @@ def in_groups(call: Mapping, groups: list[list[int]]) -> tuple[list, Any]:
         if drawn is not None:
             generators.restore(drawn)
         try:
-            flat, spec = part.once()
+            flat, spec, written = part.once()
         except Groups as again:
             todo = sorted([*todo, *([numbers[n] for n in g] for g in again.groups)])
         except Exception as error:  # noqa: BLE001 - the user's error, whatever it is
             failed = numbers[0], error
         else:
-            _put_back(call, part, numbers)
+            _put_back(call, part, numbers, written)
             parts.append((numbers, flat, spec))
     if failed is not None:
         raise failed[1]
     return joined(call.places, sorted(parts, key=lambda p: p[0][0]))
 
 
-def _put_back(call: Mapping, part: Mapping, numbers: list[int]) -> None:
+def _put_back(call: Mapping, part: Mapping, numbers: list[int], written: list[int]) -> None:
     """What the examples of a group wrote into mapped arguments, in the caller's own tensors."""
-    dims = call.entering.dims
-    for whole, some, dim in zip(call.entering.leaves, part.entering.leaves, dims, strict=True):
-        if dim is not None and version(some) > 0:
-            with functions_off():
-                whole.index_copy_(dim, torch.tensor(numbers, device=whole.device), some)
+    with functions_off():
+        for i in written:
+            whole, dim = call.entering.leaves[i], call.entering.dims[i]
+            rows = torch.tensor(numbers, device=whole.device)
+            whole.index_copy_(dim, rows, part.entering.leaves[i])
 
 
 def joined(places: Places, parts: list[Part]) -> tuple[list, Any]:

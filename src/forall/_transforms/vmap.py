@@ -109,9 +109,7 @@ def vmap(
         entering = Entering(*mapping.inputs(call, args, kwargs, *dims), (args, kwargs))
         origin = Origin(call, users_line(), range(entering.size), entering.size)
         whole = Mapping(func, entering, places, Draws(randomness), origin, options)
-        if chunk_size is None or chunk_size >= entering.size:
-            return whole.run()
-        return whole.in_chunks(chunk_size)
+        return whole.in_chunks(min(chunk_size or entering.size, entering.size))
 
     return mapped
 
@@ -194,13 +192,16 @@ class Mapping(NamedTuple):
     def run(self) -> Any:
         """All examples at once, or in groups where they part."""
         try:
-            flat, spec = self.once()
+            flat, spec, _ = self.once()
         except Groups as parted:
             flat, spec = in_groups(self, parted.groups)
         return trees.unflatten(flat, spec)
 
-    def once(self) -> tuple[list, Any]:
-        """One run of the function. It ends with `Groups` where its examples part."""
+    def once(self) -> tuple[list, Any, list[int]]:
+        """One run: results, their tree, and which of the mapped arguments it wrote to.
+
+        It ends with `Groups` where the examples part.
+        """
         level = VmapLevel(self.entering.size, self.draws.flag, top())
         level.origin = self.origin
         level.scope = self.draws.scope(level, self.origin.numbers)
@@ -225,10 +226,16 @@ class Mapping(NamedTuple):
             if isinstance(r, (int, float, complex)) and place is not None:
                 r = torch.tensor(r)
             left.append(_leave(r, place, level, self.places.call, seen))
-        return left, spec
+        written = level.ledger.mapped_written
+        if not written:
+            return left, spec, []
+        mapped = [i for i, dim in enumerate(entering.dims) if dim is not None]
+        return left, spec, [i for i in mapped if memory(entering.leaves[i]) in written]
 
     def in_chunks(self, chunk: int) -> Any:
         leaves, size = self.entering.leaves, self.entering.size
+        if chunk == size:
+            return self.run()
         drawn = generators.states(leaves) if self.draws.flag == "same" else None
         parts = []
         for start in range(0, size, chunk):
