@@ -77,5 +77,6 @@ def _groups(rows: Tensor) -> list[list[int]]:
 
 def number(t: Tensor, complaint: Callable[[], Exception]) -> Any:
     """The Python number of a tensor with one entry."""
+    answer = one_answer(t, complaint)
     with no_dispatch(), functions_off():
-        return one_answer(t, complaint).item()
+        return answer.item()
