@@ -56,7 +56,7 @@ def one_answer(asked: Tensor, complaint: Callable[[], Exception]) -> Tensor:
 
 def apart(level: Any, groups: list[list[int]], complaint: Callable[[], Exception]) -> BaseException:
     """What to raise where the examples of ``level`` part."""
-    if not level.parts:
+    if not (level.parts and level.active):  # no call that could run again
         return complaint()
     level.parted = groups
     return Parted(level, groups, users_line())

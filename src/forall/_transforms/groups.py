@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from forall._batching.failing import name_example
 from forall._core.remembering import Remembered
 from forall._torch import generators
 from forall._torch.dispatch import functions_off
@@ -79,6 +80,7 @@ def in_groups(call: Mapping, groups: list[list[int]]) -> tuple[list, Any]:
         except Groups as again:
             todo = sorted([*todo, *([numbers[n] for n in g] for g in again.groups)])
         except Exception as error:  # noqa: BLE001 - the user's error, whatever it is
+            name_example(error, part.origin, 0)
             failed = numbers[0], error
         else:
             _put_back(call, part, numbers, written)
