@@ -65,10 +65,9 @@ class Sharing(TorchFunctionMode):
                 if isinstance(a, Wrapper) and a.kind is not None:
                     return self._by_class(a.kind, func, args, kwargs or {})
         with subclass_functions_off():
-            if not kwargs:
-                out = answer(func, args, stack.top)
-                if out is not None:
-                    return out
+            out = answer(func, args, kwargs, stack.top)
+            if out is not None:
+                return out
             if (
                 (torch.is_grad_enabled() or users_tangents())
                 and _carries(args, kwargs, stack.top)

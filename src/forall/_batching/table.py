@@ -45,6 +45,9 @@ CALLS: dict[Any, Callable] = {}
 IN_PLACE: set[Callable] = set()
 # The same, for calls that are given an out=.
 OUTS: dict[Any, Callable] = {}
+# Calls that a rule answers at once where no derivative is at stake (`shortcut`), each with the
+# operators that it would come to. A rule that answers NotImplemented leaves it to these.
+DIRECT: dict[Callable, tuple[Handler, set]] = {}
 # View operators whose call, to be made again, needs more than their arguments.
 VIEW_CALLS: dict[Any, Callable] = {}
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from forall._batching.families import Stack, by_front
-from forall._batching.table import register
+from forall._batching.table import DIRECT, HANDLERS, register
 
 aten = torch.ops.aten
 Tensor = torch.Tensor
@@ -165,6 +165,43 @@ register(
         aten.baddbmm.default: _baddbmm,
     }
 )
+
+
+@by_front
+def _linear(size, input, weight, bias=None):
+    """(*, K), (M, K), (M) -> (*, M): the rows of an example are one matrix."""
+    if rank(input) < 1 or rank(weight) != 2 or (bias is not None and rank(bias) != 1):
+        return NotImplemented
+    w = on(weight, lambda v: v.transpose(-2, -1))
+    if rank(input) == 2:
+        return product(input, w) if bias is None else affine(size, bias, input, w)
+    mapped = isinstance(input, Stack)
+    shape = (input.v if mapped else input).shape[mapped:-1]
+    x = on(input, lambda v: v.reshape(*v.shape[:mapped], shape.numel(), v.shape[-1]))
+    out = product(x, w) if bias is None else affine(size, bias, x, w)
+    return out.view(out.shape[0], *shape, out.shape[-1])
+
+
+def rank(x: Stack | Tensor) -> int:
+    """Of an example."""
+    return x.v.dim() - 1 if isinstance(x, Stack) else x.dim()
+
+
+def _matmul(level, func, args, kwargs):
+    x, w = args
+    op = _BY_RANKS.get((x.dim(), w.dim()))
+    return NotImplemented if op is None else HANDLERS[op](level, op, args, kwargs)
+
+
+_BY_RANKS = {
+    (2, 2): aten.mm.default,
+    (2, 1): aten.mv.default,
+    (1, 1): aten.dot.default,
+}
+_OPS = {*_BY_RANKS.values(), aten.addmm.default, aten.t.default, aten.transpose.int}
+DIRECT[torch.nn.functional.linear] = (_linear, _OPS)
+for _call in (torch.matmul, Tensor.matmul, Tensor.__matmul__):
+    DIRECT[_call] = (_matmul, _OPS)
 
 
 # --- relatives ---------------------------------------------------------------------------------
