@@ -28,6 +28,8 @@ def product(x: Stack | Tensor, w: Stack | Tensor, dtype: torch.dtype | None = No
         v = x.v
         if v.dim() == 3:
             b, n, _ = v.shape
+            if n > 1 and w.shape[1] > 1 and v.stride(0) != n * v.stride(1):
+                return _times(v, w.expand(b, *w.shape), dtype)  # to fold it would be a copy
             return _times(v.flatten(0, 1), w, dtype).view(b, n, w.shape[1])
         rows = v.movedim(0, -3)
         out = _times(rows.flatten(-3, -2), w, dtype)
