@@ -128,6 +128,10 @@ def _are_words(kwargs: dict) -> bool:
     return not kwargs.get("inplace") and all(type(a) in _WORDS for a in kwargs.values())
 
 
+def _are_dims(a: Any) -> bool:
+    return type(a) in (tuple, list) and all(type(d) is int for d in a)
+
+
 def _by_rule(rule: Any, func: Any, args: tuple, kwargs: dict, level: Any) -> Any:
     mapped = False
     met = []
@@ -145,15 +149,15 @@ def _by_rule(rule: Any, func: Any, args: tuple, kwargs: dict, level: Any) -> Any
             if a.requires_grad:
                 return None
             met.append(a)
-        elif kind not in _WORDS:
+        elif kind not in _WORDS and not _are_dims(a):
             return None
-    if not mapped or in_torch_func() or is_autocast() or function_modes():
+    if not mapped or "out" in kwargs or in_torch_func() or is_autocast() or function_modes():
         return None
     try:
         with functions_off(), no_dispatch(), below_autograd():
             if met and level.notes:
                 level.ledger.read_by(func, met)
             out = rule(level, func, args, kwargs)
-    except RuntimeError:
+    except Exception:  # noqa: BLE001 - the long way tells what is wrong, and for which example
         return None
     return None if out is NotImplemented else out

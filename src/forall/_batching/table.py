@@ -52,6 +52,15 @@ DIRECT: dict[Callable, tuple[Handler, set]] = {}
 VIEW_CALLS: dict[Any, Callable] = {}
 
 
+def directly(op: Any, *calls: Callable) -> None:
+    """These calls take the arguments of this operator, so its rule answers them."""
+
+    def rule(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+        return HANDLERS[op](level, op, args, kwargs)
+
+    DIRECT.update((call, (rule, {op})) for call in calls)
+
+
 def view_call(func: Any, rest: tuple, kwargs: dict, index: int | None, base: Any) -> Callable:
     """How to derive this view from its base again, whether or not the base has an axis by then."""
     maker = VIEW_CALLS.get(func)

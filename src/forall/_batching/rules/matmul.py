@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from forall._batching.families import Stack, by_front
-from forall._batching.table import DIRECT, HANDLERS, register
+from forall._batching.table import DIRECT, HANDLERS, directly, register
 
 aten = torch.ops.aten
 Tensor = torch.Tensor
@@ -42,7 +42,7 @@ def product(x: Stack | Tensor, w: Stack | Tensor, dtype: torch.dtype | None = No
 
 
 def _both(x: Tensor, w: Tensor, dtype: torch.dtype | None) -> Tensor:
-    if dtype is None and x.shape[-1] == 1 and x.shape[-2] * w.shape[-1] < 1 << 14:
+    if dtype is None and x.shape[-1] == w.shape[-2] == 1 and x.shape[-2] * w.shape[-1] < 1 << 14:
         return x * w  # many small outer products: bmm pays its set-up for each (measured on CPU)
     if x.dim() == 3:
         return _times(x, w, dtype)
@@ -200,6 +200,11 @@ _BY_RANKS = {
     (2, 1): aten.mv.default,
     (1, 1): aten.dot.default,
 }
+directly(aten.mm.default, torch.mm, Tensor.mm)
+directly(aten.mv.default, torch.mv, Tensor.mv)
+directly(aten.dot.default, torch.dot, Tensor.dot)
+directly(aten.bmm.default, torch.bmm, Tensor.bmm)
+directly(aten.addmm.default, torch.addmm, Tensor.addmm)
 _OPS = {*_BY_RANKS.values(), aten.addmm.default, aten.t.default, aten.transpose.int}
 DIRECT[torch.nn.functional.linear] = (_linear, _OPS)
 for _call in (torch.matmul, Tensor.matmul, Tensor.__matmul__):
