@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict, deque, namedtuple
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -13,14 +14,9 @@ from forall._torch import trees
 Pair = namedtuple("Pair", "a b")  # noqa: PYI024
 
 
+@dataclass
 class Node:
-    def __init__(self, inside):
-        self.inside = inside
-
-    def __eq__(self, other):
-        return type(other) is Node and other.inside == self.inside
-
-    __hash__ = None
+    inside: object
 
 
 class Row(list):
