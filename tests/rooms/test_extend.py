@@ -205,6 +205,7 @@ def test_an_overridden_rule_of_our_own():
     finally:
         from forall._batching import shortcut
 
+        shortcut._overruled.clear()
         shortcut._known.clear()
 
 

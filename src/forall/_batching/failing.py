@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from forall._batching.one_by_one import Places
+    from forall._core.places import Origin
 
 _NOT_ONE_EXAMPLES = (DataDependentError, Warning, torch.OutOfMemoryError)
 _OURS = ("vmap:", "vmap(", "jvp:", "jvp(")  # messages of this library, about all examples
@@ -97,8 +98,27 @@ def _note(name: str, places: Places) -> str:
     line = users_line()
     rows = [(name, f"at {line}", line.text())]
     for level, number in reversed(places.items()):
-        origin = level.origin
-        if origin is not None and origin.is_users:
-            which = f"example {origin.numbers[number]} of {origin.size}, counted from 0"
-            rows.append((str(origin.call), f"at {origin.place}", which))
-    return f"vmap: one example failed.\n{columns(rows)}"
+        if level.origin is not None and level.origin.is_users:
+            rows.append(_row(level.origin, number))
+    return f"{_FAILED}\n{columns(rows)}"
+
+
+_FAILED = "vmap: one example failed."
+
+
+def _row(origin: Origin, number: int) -> tuple[str, str, str]:
+    which = f"example {origin.numbers[number]} of {origin.size}, counted from 0"
+    return str(origin.call), f"at {origin.place}", which
+
+
+def name_example(error: Exception, origin: Origin, number: int) -> None:
+    """Say for which example of a call the user's own code failed, if no note has said so."""
+    row = _row(origin, number)
+    notes = getattr(error, "__notes__", [])
+    if not origin.is_users or str(error).startswith(_OURS) or any(row[2] in n for n in notes):
+        return
+    ours = [i for i, note in enumerate(notes) if note.startswith(_FAILED)]
+    if ours:
+        notes[ours[0]] += f"\n{columns([row])}"
+    else:
+        error.add_note(f"{_FAILED}\n{columns([row])}")

@@ -6,7 +6,6 @@ buffers that torch's own code makes. The function mode is in `sharing`.
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -97,6 +96,10 @@ class VmapLevel(Level, TorchDispatchMode):
         self.counted: torch.Tensor | None = None  # by a BatchNorm that averages over all calls
         self.met: list[torch.Tensor] = []  # older tensors that all examples share, of one operator
 
+    @property
+    def acting(self) -> VmapLevel:
+        return self.part or self  # pyright: ignore[reportReturnType]
+
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # torch would import its compiler to leave our handler alone
@@ -156,23 +159,23 @@ class VmapLevel(Level, TorchDispatchMode):
         return border.leave(example, 0, self)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self = self.acting
+        level = self.acting
         try:
             with functions_off():
                 handler = _HANDLERS.get(func)
-                if handler is _pointwise and not kwargs and not self.records_values:
-                    out = alike(self, func, args)
+                if handler is _pointwise and not kwargs and not level.records_values:
+                    out = alike(level, func, args)
                     if out is not None:
                         return out
-                found = self._meets(args, kwargs.values()) if kwargs else self._meets(args)
+                found = level._meets(args, kwargs.values()) if kwargs else level._meets(args)
                 if found is _INNER:
-                    level = innermost(levels_in(args, kwargs or {}))
-                    if level.root is not self.root:
+                    inner = innermost(levels_in(args, kwargs or {}))
+                    if inner.root is not self:
                         return NotImplemented  # an inner value: its level acts first
-                    return self.meet(func, args, kwargs or {})
-                return self._run(func, args, kwargs or {}, handler, found)
+                    return level.meet(func, args, kwargs or {})
+                return level._run(func, args, kwargs or {}, handler, found)
         except Exception as error:
-            explain(error, self, func, args, kwargs or {})
+            explain(error, level, func, args, kwargs or {})
             raise
 
     def run(self, func: Any, args: tuple, kwargs: dict) -> Any:
@@ -189,7 +192,7 @@ class VmapLevel(Level, TorchDispatchMode):
 
     def meet(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """An operator on values of different examples of one root."""
-        from forall._batching.parts import meet
+        from forall._batching.meeting import meet  # which stands on the level
 
         return meet(func, args, kwargs)
 
@@ -316,23 +319,39 @@ def run_shared(level: VmapLevel, func: Any, args: tuple, kwargs: dict) -> Any:
 class running:
     """Push a level with its modes, and take all of it back however the body ends."""
 
-    __slots__ = ("leaving", "level")
+    __slots__ = ("level", "on")
 
     def __init__(self, level: VmapLevel) -> None:
         self.level = level
+        self.on: list[Any] = []  # what has been entered; an ExitStack takes twice the time
 
     def __enter__(self) -> VmapLevel:
-        with ExitStack() as so_far:
-            so_far.enter_context(entered(self.level))
-            so_far.enter_context(self.level)
-            if not self.level.records_values:
-                self.level.notes = True
-                so_far.enter_context(Sharing())
-            self.leaving = so_far.pop_all()
-        return self.level
+        level = self.level
+        try:
+            self._enter(entered(level))
+            self._enter(level)
+            if not level.records_values:
+                level.notes = True
+                self._enter(Sharing())
+        except BaseException:
+            self._leave()
+            raise
+        return level
+
+    def _enter(self, context: Any) -> None:
+        context.__enter__()
+        self.on.append(context)
+
+    def _leave(self) -> None:
+        try:
+            while self.on:
+                self.on.pop().__exit__(None, None, None)
+        finally:
+            if self.on:
+                self._leave()
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        self.leaving.close()
+        self._leave()
         self.level.notes = False
         if error is not None:
             note_missing_axis(error)

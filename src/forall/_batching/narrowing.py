@@ -19,10 +19,8 @@ from forall._torch.wrapper import Wrapper
 Tensor = torch.Tensor
 
 # What asks or changes the tensor itself: the wider one answers for its examples.
-_ITSELF = frozenset(
-    getattr(Tensor, name).__get__
-    for name in ["requires_grad", "grad_fn", "shape", "grad", "is_leaf", "dtype", "device", "ndim", "layout", "is_sparse", "is_cuda"]
-) | {
+_GETTERS = "requires_grad grad_fn shape grad is_leaf dtype device ndim layout is_sparse is_cuda"
+_ITSELF = frozenset(getattr(Tensor, name).__get__ for name in _GETTERS.split()) | {
     Tensor.grad.__set__,
     Tensor.requires_grad.__set__,
     Tensor.requires_grad_,

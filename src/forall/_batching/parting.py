@@ -56,7 +56,7 @@ def one_answer(asked: Tensor, complaint: Callable[[], Exception]) -> Tensor:
 
 def apart(level: Any, groups: list[list[int]], complaint: Callable[[], Exception]) -> BaseException:
     """What to raise where the examples of ``level`` part."""
-    if not level.parts:
+    if not (level.parts and level.active):  # no call that could run again
         return complaint()
     level.parted = groups
     return Parted(level, groups, users_line())
@@ -77,5 +77,6 @@ def _groups(rows: Tensor) -> list[list[int]]:
 
 def number(t: Tensor, complaint: Callable[[], Exception]) -> Any:
     """The Python number of a tensor with one entry."""
+    answer = one_answer(t, complaint)
     with no_dispatch(), functions_off():
-        return one_answer(t, complaint).item()
+        return answer.item()

@@ -1,8 +1,8 @@
 """Some of the examples of a level: who runs while examples have parted, and what they work on.
 
 NOTE [parts]
-    Where examples part, a `Part` acts in the place of its level, the *root*: a level of its own with
-    the rows of some examples, so every rule is as it was. A tensor made for more examples is
+    Where examples part, a `Part` acts in the place of its level, the *root*: a level of its own
+    with the rows of some examples, so every rule is as it was. A tensor made for more examples is
     narrowed to those that run where an API call takes it (`narrow`), before autograd sees an
     operator; tensors of parts become one of their union by `merged`. Both are recorded.
 
@@ -11,7 +11,7 @@ NOTE [parts]
     meet (`meet`); where two cotangents add up, their examples unite, zero where one has none. So a
     derivative is computed for the examples that want it, and no other's inf or nan gets into it.
     What meets below autograd is thus either a factor, which is cut, or a summand, which is
-    completed (`_SUMS`).
+    completed (`meeting.SUMS`).
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ import torch
 
 from forall._batching.batched import Batched, wrap
 from forall._batching.interpreter import VmapLevel
-from forall._core.levels import deepest, graph_free, innermost, levels_in, lift, outside
-from forall._torch import trees
+from forall._core.levels import deepest, graph_free, lift, outside
 from forall._torch.dispatch import (
     apply_function,
     forward_mode_runs,
@@ -33,14 +32,12 @@ from forall._torch.dispatch import (
     is_forward_enabled,
     no_dispatch,
 )
-from forall._torch.schema import facts
 from forall._torch.wrapper import Wrapper
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 Tensor = torch.Tensor
-aten = torch.ops.aten
 
 
 class Part(VmapLevel):
@@ -182,11 +179,11 @@ def common(a: Any, b: Any) -> Any | None:
 # --- values, below autograd ----------------------------------------------------------------------
 
 
-def _is_of(t: Any, root: Any) -> bool:
+def is_of(t: Any, root: Any) -> bool:
     return type(t) is Batched and t.level.root is root
 
 
-def _cut(b: Batched, some: Any) -> Batched:
+def cut(b: Batched, some: Any) -> Batched:
     """The examples of ``some``, out of a value of a level that covers it."""
     value, axis = b.value, b.axis
     if axis is not None:
@@ -204,7 +201,7 @@ def _stack(t: Tensor, level: Any) -> Tensor:
     return value.movedim(axis, 0)
 
 
-def _united(parts: list[tuple[Any, Tensor]], level: Any) -> Batched:
+def united(parts: list[tuple[Any, Tensor]], level: Any) -> Batched:
     """Values of parts as one of ``level``; zero for who is in none."""
     together = torch.cat([_stack(t, p) for p, t in parts])
     order = torch.cat([places_in(p, level) for p, _ in parts])
@@ -249,7 +246,7 @@ def _narrow(t: Any) -> Tensor:
         if not covers(level, some):
             raise Undefined(t, some)
         with outside(level):
-            made = _cut(t, some)
+            made = cut(t, some)
             if is_stale(made.value):
                 made = wrap(_narrow(made.value), made.axis, some)
     if made is t or not _is_recorded(t):
@@ -285,7 +282,7 @@ class Narrow(torch.autograd.Function):
         return t
 
 
-class Undefined(RuntimeError):
+class Undefined(RuntimeError):  # noqa: N818 - what it is, and shown to nobody
     """A value is used by examples for which it was never computed."""
 
     def __init__(self, t: Any, level: Any) -> None:
@@ -309,7 +306,7 @@ def _merged(parts: list[tuple[Any, Tensor]], level: Any) -> Tensor:
     if inner is None or inner.root is level.root or inner.is_outside(level):
         parts = [(p, lift(t, p)) for p, t in parts]
         with outside(level):
-            made = _united(parts, level)
+            made = united(parts, level)
     else:  # of a level inside: there each is a value of it, over the parts
         parts = [(p, lift(t, inner)) for p, t in parts]
         tensors = [t for _, t in parts]
@@ -350,12 +347,12 @@ def restricted(t: Tensor, some: Any) -> Tensor | None:
 def _restricted(t: Any, some: Any) -> Any:
     if not isinstance(t, Wrapper):
         return t
-    if _is_of(t, some.root):
+    if is_of(t, some.root):
         both = common(t.level, some)
         if both is None or both is t.level:
             return None if both is None else t
         with outside(some):
-            made = _cut(t, both)
+            made = cut(t, both)
     else:
         inner = _restricted(t.value, some) if _has(t.value, some.root) else t.value
         if inner is None or inner is t.value:
@@ -366,46 +363,7 @@ def _restricted(t: Any, some: Any) -> Any:
 
 def _has(t: Any, root: Any) -> bool:
     while isinstance(t, Wrapper):
-        if _is_of(t, root):
+        if is_of(t, root):
             return True
         t = t.value
     return False
-
-
-# --- where values of different examples meet -------------------------------------------------------
-
-# What a backward pass adds up, or lays side by side: a summand that lacks examples is zero there.
-_SUMS = frozenset(
-    op
-    for name in ["add", "add_", "sub", "sub_", "rsub", "stack", "cat", "where", "copy_", "index_put", "index_put_", "index_add", "index_add_", "scatter_add", "scatter_add_", "slice_scatter", "select_scatter", "diagonal_scatter", "as_strided_scatter", "_thnn_fused_lstm_cell_backward", "_thnn_fused_lstm_cell_backward_impl", "mkldnn_rnn_layer_backward"]
-    for op in (getattr(getattr(aten, name), o) for o in getattr(aten, name).overloads())
-)
-
-
-def meet(func: Any, args: tuple, kwargs: dict) -> Any:
-    """An operator on values of examples of one root, not all the same ones or those that run."""
-    root = innermost(levels_in(args, kwargs)).root
-    first, *rest = dict.fromkeys(b.level for b in trees.leaves((args, kwargs)) if _is_of(b, root))
-    adds = func in _SUMS
-    target = first
-    for level in rest:
-        target = union(target, level) if adds else common(target, level)
-        if target is None:
-            raise Undefined(args[0], level)
-
-    def fitted(a: Any) -> Any:
-        if not _is_of(a, root) or a.level is target:
-            return a
-        if covers(a.level, target):
-            return _cut(a, target)
-        return _united([(a.level, a)], target)
-
-    if rest:
-        with outside(root):
-            written = args[0] if facts(func).mutates else None
-            args, kwargs = trees.map_tensors(fitted, (args, kwargs))
-            if written is not None and args[0] is not written:  # a sum that grows
-                written.value, written.axis, written.level = args[0].value, args[0].axis, target
-                written.family, written.chain = None, ()
-                args = (written, *args[1:])
-    return target.run(func, args, kwargs)

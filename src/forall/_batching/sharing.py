@@ -78,10 +78,9 @@ class Sharing(TorchFunctionMode):
         return fit.given(out)
 
     def _call(self, func: Any, args: tuple, kwargs: dict | None) -> Any:
-        if not kwargs:
-            out = answer(func, args, stack.top)
-            if out is not None:
-                return out
+        out = answer(func, args, kwargs, stack.top)
+        if out is not None:
+            return out
         if (
             (torch.is_grad_enabled() or users_tangents())
             and _carries(args, kwargs, stack.top)

@@ -1,8 +1,9 @@
-"""Pointwise API calls without a derivative at stake, answered before the dispatcher is asked.
+"""Calls without a derivative at stake, answered before the dispatcher is asked.
 
-The function mode sees `torch.sin(x)` first. Where no operand requires grad, all are mapped alike
-and the stacks are ordinary tensors, the call on the stacks is the answer: what the dispatcher
-would reach after autograd and the level's dispatch mode, in a third of the time.
+The function mode sees `torch.sin(x)` first. Where no operand requires grad and the stacks are
+ordinary tensors, the answer is what the dispatcher would reach after autograd and the level's
+dispatch mode, in a third of the time. Of a pointwise call whose operands are all mapped alike it is
+the call on the stacks. A call in `table.DIRECT` has a rule, as its operators have.
 """
 
 from __future__ import annotations
@@ -10,48 +11,71 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 from forall._batching.batched import Batched, wrap
-from forall._torch.dispatch import dispatch_modes, no_dispatch, users_tangents
+from forall._batching.table import DIRECT
+from forall._torch.dispatch import (
+    below_autograd,
+    dispatch_modes,
+    function_modes,
+    functions_off,
+    in_torch_func,
+    is_autocast,
+    no_dispatch,
+    users_tangents,
+)
 from forall._torch.names import OpOverloadPacket
 from forall._torch.schema import facts
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_NUMBERS = frozenset({int, float})
+_WORDS = frozenset({int, float, bool, str, type(None), torch.dtype})
 
 
-_known: dict[Any, bool] = {}
+_known: dict[Any, Any] = {}
+
+
+def _kind(func: Any) -> Any:
+    """What answers for this function of torch or method of Tensor, if anything does."""
+    if func in DIRECT:
+        rule, ops = DIRECT[func]
+        _known[func] = None if _overruled & ops else rule
+    else:
+        _known[func] = _on_the_stacks if _is_pointwise(func) else None
+    return _known[func]
 
 
 def _is_pointwise(func: Any) -> bool:
-    """Whether this function of torch, or method of Tensor, is one pointwise operator."""
+    """Whether this is one pointwise operator."""
     name = getattr(func, "__name__", "")
-    known = False
-    if func in (getattr(torch, name, None), getattr(torch.Tensor, name, None)):
-        packet = getattr(torch.ops.aten, name, None)
-        # Of a name like __format__ the namespace has Python's own method.
-        ops = (
-            [getattr(packet, o) for o in packet.overloads()]
-            if type(packet) is OpOverloadPacket
-            else []
-        )
-        on_tensors = [op for op in ops if _takes_tensors(op) and not facts(op).out_names]
-        known = bool(on_tensors) and all(
-            facts(op).pointwise
-            and not facts(op).mutates
-            and not facts(op).seeded
-            and not facts(op).dynamic
-            and len(op._schema.returns) == 1
-            for op in on_tensors
-        )
-    _known[func] = known
-    return known
+    if func not in [getattr(home, name, None) for home in _HOMES]:
+        return False
+    packet = getattr(torch.ops.aten, name, None)
+    # Of a name like __format__ the namespace has Python's own method.
+    ops = (
+        [getattr(packet, o) for o in packet.overloads()] if type(packet) is OpOverloadPacket else []
+    )
+    on_tensors = [op for op in ops if _takes_tensors(op) and not facts(op).out_names]
+    return bool(on_tensors) and all(
+        facts(op).pointwise
+        and not facts(op).mutates
+        and not facts(op).seeded
+        and not facts(op).dynamic
+        and len(op._schema.returns) == 1
+        and op not in _overruled
+        for op in on_tensors
+    )
+
+
+_HOMES = (torch, torch.Tensor, functional)
+_overruled: set[Any] = set()
 
 
 def overruled(op: Any) -> None:
     """Somebody gave this operator a rule of their own, so nothing here answers for it."""
-    if op.namespace == "aten":
-        for home in (torch, torch.Tensor):
-            _known[getattr(home, op.overloadpacket.__name__, None)] = False
+    _overruled.add(op)
+    _known.clear()
 
 
 def _takes_tensors(op: Any) -> bool:
@@ -59,15 +83,20 @@ def _takes_tensors(op: Any) -> bool:
     return any("Tensor" in str(a.type) for a in op._schema.arguments)
 
 
-def answer(func: Any, args: tuple, level: Any) -> Any:
+def answer(func: Any, args: tuple, kwargs: dict | None, level: Any) -> Any:
     """The result, or None where the long way must be taken."""
-    known = _known.get(func)
-    if (
-        not (_is_pointwise(func) if known is None else known)
-        or dispatch_modes() != 1
-        or users_tangents()
-    ):
+    try:
+        way = _known[func]
+    except KeyError:
+        way = _kind(func)
+    if way is None or dispatch_modes() != 1 or users_tangents():
         return None
+    if way is _on_the_stacks:
+        return _on_the_stacks(func, args, kwargs, level)
+    return _by_rule(way, func, args, kwargs or {}, level)
+
+
+def _on_the_stacks(func: Any, args: tuple, kwargs: dict | None, level: Any) -> Any:
     axis = rank = dtype = None
     values = []
     for a in args:
@@ -80,15 +109,55 @@ def answer(func: Any, args: tuple, level: Any) -> Any:
             elif a.axis != axis or v.dim() != rank or v.dtype != dtype:
                 return None
             values.append(v)
-        elif type(a) is float or type(a) is int:
+        elif type(a) in _NUMBERS:
             values.append(a)
         else:
             return None
-    if axis is None:
+    if axis is None or (kwargs and not _are_words(kwargs)):
         return None
     try:
         with no_dispatch():
-            out = func(*values)
+            out = func(*values, **kwargs) if kwargs else func(*values)
     except RuntimeError:
         return None  # the long way tells which example failed
     return wrap(out, axis, level)
+
+
+def _are_words(kwargs: dict) -> bool:
+    """Whether these say how, and neither on what nor where to."""
+    return not kwargs.get("inplace") and all(type(a) in _WORDS for a in kwargs.values())
+
+
+def _are_dims(a: Any) -> bool:
+    return type(a) in (tuple, list) and all(type(d) is int for d in a)
+
+
+def _by_rule(rule: Any, func: Any, args: tuple, kwargs: dict, level: Any) -> Any:
+    mapped = False
+    met = []
+    for a in (*args, *kwargs.values()) if kwargs else args:
+        kind = type(a)
+        if kind is Batched:
+            v = a.value
+            if a.level is not level or a.requires_grad or type(v) not in _PLAIN or v.requires_grad:
+                return None
+            if a.axis is not None:
+                mapped = True
+            elif a.older:
+                met.append(a)
+        elif kind in _PLAIN:
+            if a.requires_grad:
+                return None
+            met.append(a)
+        elif kind not in _WORDS and not _are_dims(a):
+            return None
+    if not mapped or "out" in kwargs or in_torch_func() or is_autocast() or function_modes():
+        return None
+    try:
+        with functions_off(), no_dispatch(), below_autograd():
+            if met and level.notes:
+                level.ledger.read_by(func, met)
+            out = rule(level, func, args, kwargs)
+    except Exception:  # noqa: BLE001 - the long way tells what is wrong, and for which example
+        return None
+    return None if out is NotImplemented else out

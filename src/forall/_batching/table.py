@@ -45,8 +45,20 @@ CALLS: dict[Any, Callable] = {}
 IN_PLACE: set[Callable] = set()
 # The same, for calls that are given an out=.
 OUTS: dict[Any, Callable] = {}
+# Calls that a rule answers at once where no derivative is at stake (`shortcut`), each with the
+# operators that it would come to. A rule that answers NotImplemented leaves it to these.
+DIRECT: dict[Callable, tuple[Handler, set]] = {}
 # View operators whose call, to be made again, needs more than their arguments.
 VIEW_CALLS: dict[Any, Callable] = {}
+
+
+def directly(op: Any, *calls: Callable) -> None:
+    """These calls take the arguments of this operator, so its rule answers them."""
+
+    def rule(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+        return HANDLERS[op](level, op, args, kwargs)
+
+    DIRECT.update((call, (rule, {op})) for call in calls)
 
 
 def view_call(func: Any, rest: tuple, kwargs: dict, index: int | None, base: Any) -> Callable:

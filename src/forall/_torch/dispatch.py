@@ -263,6 +263,7 @@ no_dispatch = torch._C._DisableTorchDispatch
 functions_off = torch._C.DisableTorchFunction
 functions_are_off = torch._C._is_torch_function_all_disabled
 function_modes = torch._C._len_torch_function_stack
+is_autocast = torch._C._is_any_autocast_enabled
 
 
 def run_backward(

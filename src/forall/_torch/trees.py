@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._pytree import (
+    SUPPORTED_NODES,
     TreeSpec,
     _broadcast_to_and_flatten,
     keystr,
@@ -13,11 +14,10 @@ from torch.utils._pytree import (
     tree_flatten_with_path,
     tree_leaves,
     tree_map,
-    tree_unflatten,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Iterator
 
 __all__ = [
     "TreeSpec",
@@ -33,12 +33,67 @@ __all__ = [
 ]
 
 
+class _Unusual(Exception):  # noqa: N818 - no error: another way is taken
+    """A tree with nodes that only torch's registry can take apart."""
+
+
+_specs: dict[Any, TreeSpec] = {}
+_MANY = 1000
+
+
 def flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
-    """Leaves and shape of a tree."""
-    return tree_flatten(tree)
+    """Leaves and shape of a tree; shapes of tuples, lists and dicts are made once and kept."""
+    found: list[Any] = []
+    try:
+        outline = _walk(tree, found)
+    except _Unusual:
+        return tree_flatten(tree)
+    spec = _specs.get(outline)
+    if spec is None:
+        if len(_specs) >= _MANY:
+            _specs.clear()
+        spec = _specs[outline] = tree_flatten(tree)[1]
+    return found, spec
 
 
-unflatten = tree_unflatten
+def _walk(node: Any, found: list[Any]) -> Any:
+    """Add the leaves and say how they hang together, in a form that hashes: None for a leaf."""
+    kind = type(node)
+    if kind is dict:
+        for key in node:
+            if type(key) is not str:  # True and 1 are one key, but not one name
+                raise _Unusual
+        return (dict, *node, *[_walk(child, found) for child in node.values()])
+    if kind is tuple or kind is list:
+        return (kind, *[_walk(child, found) for child in node])
+    if kind in SUPPORTED_NODES or issubclass(kind, tuple):
+        raise _Unusual
+    found.append(node)
+    return None
+
+
+def unflatten(leaves: Iterable[Any], spec: TreeSpec) -> Any:
+    """The tree of this shape with these leaves."""
+    given = list(leaves)
+    if len(given) != spec.num_leaves:
+        raise ValueError(f"unflatten: {len(given)} leaves for a tree of {spec.num_leaves}")
+    return _built(spec, iter(given))
+
+
+def _built(spec: TreeSpec, leaves: Iterator[Any]) -> Any:
+    kind = spec.type
+    if kind is None:
+        return next(leaves)
+    children = [_built(child, leaves) for child in spec._children]
+    if kind is tuple:
+        return tuple(children)
+    if kind is list:
+        return children
+    if kind is dict:
+        return dict(zip(spec._context, children, strict=True))
+    return SUPPORTED_NODES[kind].unflatten_fn(children, spec._context)
+
+
 leaves = tree_leaves
 
 
@@ -64,7 +119,7 @@ class _Star:
 
 def text(spec: TreeSpec) -> str:
     """A tree's shape as its user would write it, a star for every leaf."""
-    shown = repr(tree_unflatten([_Star()] * spec.num_leaves, spec))
+    shown = repr(unflatten([_Star()] * spec.num_leaves, spec))
     return shown if len(shown) <= 60 else shown[:57] + "..."
 
 

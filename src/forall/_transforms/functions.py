@@ -11,9 +11,20 @@ from typing import Any
 
 import torch
 
+from forall._batching.narrowing import narrowed
 from forall._batching.sharing import Sharing, sharing
 from forall._core.again import may_carry_tangents, where_it_first_ran
-from forall._core.levels import Level, at, deepest, is_from_outside, lift, outside, peels, top
+from forall._core.levels import (
+    Level,
+    at,
+    deepest,
+    is_from_outside,
+    lift,
+    outside,
+    peels,
+    stack,
+    top,
+)
 from forall._random.scopes import resuming
 from forall._torch import checkpoints
 from forall._torch.dispatch import (
@@ -29,6 +40,8 @@ from forall._torch.wrapper import Wrapper
 
 def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     """torch.autograd.Function.apply, which see; under a level captured tensors are shared first."""
+    if stack.parted:
+        args, kwargs, _ = narrowed(None, args, kwargs)
     running = top()
     level = deepest(args)
     if level is None or (running is not None and level.is_outside(running)):

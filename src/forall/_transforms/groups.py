@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forall._batching.accounts import is_shared_older, noting_level
+from forall._batching.failing import name_example
 from forall._batching.ledger import memory
 from forall._batching.undoing import Touched
 from forall._core.levels import top
@@ -151,6 +152,7 @@ class Run:
                 todo = sorted([*todo, *([numbers[n] for n in g] for g in again.groups)])
                 continue
             except Exception as error:  # noqa: BLE001 - the user's error, whatever it is
+                name_example(error, part.origin, 0)
                 self.failed = numbers[0], error
             if not self._alone(numbers, part, nodes):
                 return False
@@ -160,7 +162,12 @@ class Run:
         """One example after another, on views of the caller's tensors, as the loop does."""
         for n in range(self.call.entering.size):
             numbers = range(n, n + 1)
-            self._once(numbers, self.call.some(numbers))
+            part = self.call.some(numbers)
+            try:
+                self._once(numbers, part)
+            except Exception as error:
+                name_example(error, part.origin, 0)
+                raise
 
     def _once(self, numbers: Sequence[int], part: Mapping) -> None:
         if self.drawn is not None:

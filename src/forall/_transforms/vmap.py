@@ -109,9 +109,7 @@ def vmap(
         entering = Entering(*mapping.inputs(call, args, kwargs, *dims), (args, kwargs))
         origin = Origin(call, users_line(), range(entering.size), entering.size)
         whole = Mapping(func, entering, places, Draws(randomness), origin, options)
-        if chunk_size is None or chunk_size >= entering.size:
-            return whole.run()
-        return whole.in_chunks(chunk_size)
+        return whole.in_chunks(min(chunk_size or entering.size, entering.size))
 
     return mapped
 
@@ -229,6 +227,8 @@ class Mapping(NamedTuple):
 
     def in_chunks(self, chunk: int) -> Any:
         leaves, size = self.entering.leaves, self.entering.size
+        if chunk == size:
+            return self.run()
         drawn = generators.states(leaves) if self.draws.flag == "same" else None
         parts = []
         for start in range(0, size, chunk):

@@ -6,7 +6,7 @@ import torch
 
 from forall._batching.along import along, whole
 from forall._batching.families import by_front
-from forall._batching.table import register
+from forall._batching.table import DIRECT, HANDLERS, register
 from forall._core.axes import stacked_dim
 
 aten = torch.ops.aten
@@ -79,6 +79,35 @@ register(
         aten.nanmedian.default: values(aten.nanmedian.dim),
     }
 )
+
+
+def one_of(whole_op, op):
+    """The call ``x.op()`` or ``x.op(dim, keepdim)``, with a dtype, by the rule of its operator."""
+
+    def rule(level, func, args, kwargs):
+        given = {"dim", "keepdim"}.intersection(kwargs) | set(("dim", "keepdim")[: len(args) - 1])
+        keepdim = args[2] if len(args) > 2 else kwargs.get("keepdim", False)
+        dim = args[1] if len(args) > 1 else kwargs.get("dim")
+        if (
+            len(args) not in (1, 2, 3)
+            or kwargs.keys() - {"dim", "keepdim", "dtype"}
+            or given == {"keepdim"}
+            or type(keepdim) is not bool
+            or type(dim) is bool
+        ):
+            return NotImplemented
+        chosen = op if given else whole_op
+        return HANDLERS[chosen](level, chosen, args, kwargs)
+
+    return rule, {whole_op, op}
+
+
+for _name, _ops in {
+    "sum": (aten.sum.default, aten.sum.dim_IntList),
+    "mean": (aten.mean.default, aten.mean.dim),
+}.items():
+    for _home in (torch, torch.Tensor):
+        DIRECT[getattr(_home, _name)] = one_of(*_ops)
 
 
 def all_or_one(op):
