@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from forall._batching.batched import Batched
 from forall._core.levels import top
 from forall._torch.dispatch import autograd_below, below_autograd, functions_off, no_dispatch
 from forall._torch.names import set_version, version
@@ -58,6 +59,18 @@ class Before:
             if leaf is not None:
                 self.keep_grad(leaf)
             todo += [n for n, _ in node.next_functions]
+
+    def settle_grads(self) -> None:
+        """What is the same for all examples of a level that is over, as an ordinary tensor."""
+        with functions_off():
+            for leaf, *_ in self.grads.values():
+                grad = leaf.grad
+                if (
+                    type(grad) is Batched
+                    and grad.axis is None
+                    and not (grad.level.active or grad.requires_grad)
+                ):
+                    leaf.grad = grad.value
 
     def keep_history(self, target: Tensor) -> None:
         """Before autograd takes down a write on an older tensor itself."""

@@ -1,8 +1,9 @@
 """What a user's function may have changed of Python's own state, so that it can run once more.
 
-Before any part of a function runs twice, the containers that it can reach by its arguments, its
-closure and the globals that it names are put back as they were. What lies deeper (an object in an
-object) and what leaves the process (print, files) is not.
+Before any part of a function runs twice, the containers and attributes that it can reach by its
+arguments, its closure, the object it is bound to, and the globals that it or a function it calls by
+name reads, are put back as they were. What lies deeper (an object in an object in an object) and
+what leaves the process (print, files) is not.
 """
 
 from __future__ import annotations
@@ -24,45 +25,59 @@ _UNSET = object()
 class Remembered:
     """The state of what a function can reach, taken before it runs."""
 
-    __slots__ = ("cells", "copies", "globals", "names")
+    __slots__ = ("cells", "classes", "copies", "functions", "names")
 
     def __init__(self, func: Callable, given: Iterable[Any]) -> None:
         self.copies: dict[int, tuple[Any, Any]] = {}
         self.cells: list[tuple[CellType, Any]] = []
-        self.globals: dict[str, Any] = {}
-        self.names: dict[str, Any] = {}
+        self.names: list[tuple[dict[str, Any], str, Any]] = []
+        self.classes: list[tuple[type, dict[str, Any]]] = []
+        self.functions: set[FunctionType] = set()
         for value in given:
             self._take(value, 3)
-        self._function(func)
+        self._callable(func)
 
-    def _function(self, func: Any) -> None:
+    def _callable(self, func: Any) -> None:
         while isinstance(func, functools.partial):
             for value in (*func.args, *func.keywords.values()):
                 self._take(value, 2)
             func = func.func
         owner = getattr(func, "__self__", None)
         if owner is not None:
-            self._object(owner)
+            self._take(owner, 3)
             func = getattr(func, "__func__", func)
-        if not isinstance(func, FunctionType):
-            self._object(func)
+        if isinstance(func, FunctionType):
+            self._function(func, 2)
+        else:
+            self._take(func, 3)
+            self._function(getattr(type(func), "__call__", None), 2)
+
+    def _function(self, func: Any, depth: int) -> None:
+        """What a function, and those of the user's that it names, can rebind or change."""
+        if not isinstance(func, FunctionType) or func in self.functions or _is_a_library(func):
             return
+        self.functions.add(func)
+        self._object(func)
         for cell in func.__closure__ or ():
             value = _contents(cell)
             self.cells.append((cell, value))
-            if isinstance(value, FunctionType):
-                for inner in value.__closure__ or ():
-                    self.cells.append((inner, _contents(inner)))
-                    self._take(_contents(inner), 2)
-            self._take(value, 2)
-        self.globals = func.__globals__
+            self._reached(value, depth)
         read, written = _names(func.__code__)
         for name in read:
-            value = self.globals.get(name, _UNSET)
-            if isinstance(value, _CONTAINERS):
-                self._take(value, 2)
+            value = func.__globals__.get(name, _UNSET)
             if name in written:
-                self.names[name] = value
+                self.names.append((func.__globals__, name, value))
+            self._reached(value, depth)
+
+    def _reached(self, value: Any, depth: int) -> None:
+        if isinstance(value, FunctionType):
+            if depth:
+                self._function(value, depth - 1)
+        elif isinstance(value, type):
+            if not _is_a_library(value):
+                self.classes.append((value, dict(vars(value))))
+        else:
+            self._take(value, 2)
 
     def _object(self, thing: Any) -> None:
         state = getattr(thing, "__dict__", None)
@@ -92,11 +107,13 @@ class Remembered:
                     del cell.cell_contents
                 else:
                     cell.cell_contents = value
-        for name, value in self.names.items():
-            if value is _UNSET:
-                self.globals.pop(name, None)
+        for names, name, value in self.names:
+            if value is not _UNSET:
+                names[name] = value
             else:
-                self.globals[name] = value
+                names.pop(name, None)
+        for kind, state in self.classes:
+            _restore_class(kind, state)
         for container, copy in self.copies.values():
             if isinstance(container, (list, bytearray)):
                 container[:] = copy
@@ -106,6 +123,20 @@ class Remembered:
 
 
 _NOT_THE_USERS = frozenset({"builtins", "torch", "numpy"})
+_LIBRARIES = frozenset({"builtins", "torch", "numpy", "forall", "functools", "math"})
+
+
+def _is_a_library(thing: Any) -> bool:
+    return (thing.__module__ or "").partition(".")[0] in _LIBRARIES
+
+
+def _restore_class(kind: type, state: dict[str, Any]) -> None:
+    now = dict(vars(kind))
+    for name in now.keys() - state.keys():
+        delattr(kind, name)
+    for name, value in state.items():
+        if now.get(name, _UNSET) is not value:
+            setattr(kind, name, value)
 
 
 def _contents(cell: CellType) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import copy
 import functools
 from typing import Any
 
@@ -16,23 +15,28 @@ def _parsed(text: str) -> ast.Module:
     return ast.parse(text)
 
 
-class _Fill(ast.NodeTransformer):
-    def __init__(self, parts: dict[str, Any], at: ast.AST) -> None:
-        self.parts, self.at = parts, at
-
-    def visit(self, node: ast.AST) -> Any:
-        if "lineno" in node._attributes:
-            ast.copy_location(node, self.at)
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Name):
-            part = self.parts.get(node.value.id)
-            if isinstance(part, list):
-                return part
-        if isinstance(node, ast.Name) and node.id in self.parts:
-            part = self.parts[node.id]
-            if isinstance(part, str):
-                return ast.copy_location(ast.Name(part, node.ctx), self.at)
+def _filled(node: Any, parts: dict[str, Any], at: dict[str, Any]) -> Any:
+    """A copy of a template's node: named parts put in, and all of it at one place."""
+    if type(node) is ast.Name and node.id in parts:
+        part = parts[node.id]
+        return ast.Name(part, node.ctx, **at) if isinstance(part, str) else part
+    if type(node) is ast.Expr and type(node.value) is ast.Name:
+        part = parts.get(node.value.id)
+        if isinstance(part, list):
             return part
-        return self.generic_visit(node)
+    made = type(node)()
+    for field in node._fields:
+        value = getattr(node, field, None)
+        if isinstance(value, list):
+            items = [_filled(v, parts, at) if isinstance(v, ast.AST) else v for v in value]
+            value = [v for item in items for v in (item if isinstance(item, list) else [item])]
+        elif isinstance(value, ast.AST):
+            value = _filled(value, parts, at)
+        setattr(made, field, value)
+    if "lineno" in node._attributes:
+        for name, place in at.items():
+            setattr(made, name, place)
+    return made
 
 
 def stmts(text: str, at: ast.AST, **parts: Any) -> list[ast.stmt]:
@@ -40,19 +44,15 @@ def stmts(text: str, at: ast.AST, **parts: Any) -> list[ast.stmt]:
     an expression, or, where it is a statement of its own, by a list of statements."""
     parts.setdefault("F", FRAME)
     parts.setdefault("TRIP", TRIP)
-    header = ast.Pass(**_header(at))
-    tree = copy.deepcopy(_parsed(text))
-    return [s for node in tree.body for s in _listed(_Fill(parts, header).visit(node))]
+    place = _header(at)
+    made = [_filled(node, parts, place) for node in _parsed(text).body]
+    return [s for found in made for s in (found if isinstance(found, list) else [found])]
 
 
 def expr(text: str, at: ast.AST, **parts: Any) -> Any:
     """The expression of a template."""
     (node,) = stmts(text, at, **parts)
     return node.value  # type: ignore[attr-defined]
-
-
-def _listed(found: Any) -> list[ast.stmt]:
-    return found if isinstance(found, list) else [found]
 
 
 def _header(at: ast.AST) -> dict[str, Any]:

@@ -100,6 +100,7 @@ class once_more:
             ledger.before.undo()
             self.state.restore()
             raise Groups(parted) from None
+        ledger.before.settle_grads()
         if not self.watched:
             ledger.forget()
 

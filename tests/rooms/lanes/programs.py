@@ -249,7 +249,7 @@ class Writer:
     def _return(self, i: str, depth: int, in_loop: bool) -> None:
         self.put(i, self.r.choice(["return x, n", "return c", "return (y, total)", "return x + y"]))
 
-    def program(self) -> str:
+    def program(self, depth: int = 3) -> str:
         self.lines = [
             "def program(x, y, n):",
             "    z = x * 0.5",
@@ -266,15 +266,15 @@ class Writer:
             "            total = total + v",
             "        return total * 0.5",
         ]
-        self.block("    ", 3, False)
-        self.block("    ", 3, False)
+        self.block("    ", depth, False)
+        self.block("    ", depth, False)
         self.lines.append("    return x, y, z, n, c, b, d, p.u, p.v, o.u, m, total, w")
         return HEAD + "\n".join(self.lines) + "\n"
 
 
-def program(seed: int):
+def program(seed: int, depth: int = 3):
     """The function of a random program, and its text."""
-    text = Writer(seed).program()
+    text = Writer(seed).program(depth)
     name = f"<program {seed}>"
     linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
     names: dict = {"__name__": "programs"}

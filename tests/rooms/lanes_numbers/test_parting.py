@@ -58,7 +58,15 @@ def tensored(x, item):
     return torch.stack([x * n, x])
 
 
+def caught(x, item):
+    try:
+        return x * (1 / (item(x) - 3))
+    except ZeroDivisionError:
+        return x * 100
+
+
 FUNCTIONS = [
+    caught,
     repeated,
     looked_up,
     branched,

@@ -15,6 +15,7 @@ from forall._batching.batched import wrap
 from forall._batching.families import front, is_mapped, level_on, stacked, wrapped
 from forall._batching.table import register
 from forall._core.errors import data_dependent
+from forall._torch.dispatch import no_dispatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,13 +30,21 @@ def one_size(level: Any, sizes: Tensor, what: str, cure: str) -> int:
 
 
 def _number(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
-    return parting.number(
-        args[0],
-        lambda: data_dependent(
-            "a tensor read as a Python number (.item(), bool(), int(), `if`, `while`)",
-            "Use torch.where instead of `if`, and a tensor instead of the number.",
-        ),
+    return parting.number(args[0], _differ)
+
+
+def _differ() -> Exception:
+    return data_dependent(
+        "a tensor read as a Python number (.item(), bool(), int(), `if`, `while`)",
+        "Use torch.where instead of `if`, and a tensor instead of the number.",
     )
+
+
+def _truth(level: Any, func: Any, args: tuple, kwargs: dict) -> bool:
+    """What inference mode asks in place of a number: torch says itself what is ambiguous."""
+    answer = parting.one_answer(args[0] != 0, _differ)
+    with no_dispatch():
+        return func(answer)
 
 
 _FIXED = "torch.where(mask, x, other) and torch.nonzero_static(x, size=n) have one shape for all."
@@ -150,6 +159,8 @@ def _allclose(level: Any, *args: Any, **kwargs: Any) -> Any:
 register(
     {
         aten._local_scalar_dense.default: _number,
+        aten.item.default: _number,
+        aten.is_nonzero.default: _truth,
         aten.nonzero.default: _nonzero,
         aten.masked_select.default: _masked_select,
         aten._unique2.default: by_shape,
