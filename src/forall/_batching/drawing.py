@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forall._batching.batched import wrap
+from forall._batching.parts import is_stale, narrow
 from forall._core.levels import outside
 from forall._random import scopes
 from forall._random.keys import fold_each
-from forall._torch.dispatch import functions_off
+from forall._torch.dispatch import functions_off, no_dispatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -51,7 +52,24 @@ class Draws:
             with outside(level), functions_off():
                 return wrap(fold_each(key(), numbers), 0, level)
 
-        return scopes.Scope(of_examples)
+        return scopes.Scope(of_examples, lambda scope: _next(scope, level))
+
+
+def _next(scope: scopes.Scope, level: VmapLevel) -> tuple[Callable[[], torch.Tensor], Any, Any]:
+    """The key of the examples that run, the number of their next draw, and all counts after it."""
+    served = scope.count
+    if level.part is None and type(served) is int:
+        return lambda: scope.key, served, served + 1
+    acting: Any = level.acting
+    with no_dispatch(), functions_off():
+        counts = torch.full((level.size,), served) if type(served) is int else served.clone()
+        rows = slice(None) if level.part is None else acting.rows
+        now = counts[rows].clone()
+        counts[rows] = now + 1
+        number: Any = int(now[0]) if bool((now == now[0]).all()) else None
+    if number is None:
+        number = wrap(now, 0, acting)
+    return lambda: narrow(scope.key) if is_stale(scope.key) else scope.key, number, counts
 
 
 def one_draw(randomness: str) -> str:

@@ -10,6 +10,7 @@ import torch
 
 from forall._batching import table
 from forall._batching.batched import Batched, derive, wrap
+from forall._core.levels import act
 from forall._torch.names import pop_mode, push_mode
 from forall._torch.wrapper import Wrapper
 
@@ -280,21 +281,27 @@ class level_on:
     """Let operators inside a handler reach this level once more, above its own values.
 
     What they make anew is then of this level, and of the levels that the values ``args`` belong to
-    further out. Those that have ended are on no stack, so they are put there too.
+    further out. Those that have ended are on no stack, so they are put there too. A part of a
+    level's examples acts, whoever runs now: what is made anew is for those of the values.
     """
 
-    __slots__ = ("levels",)
+    __slots__ = ("levels", "were")
 
     def __init__(self, level: Any, args: tuple = ()) -> None:
         self.levels = [*_ended(args), level]
 
     def __enter__(self) -> None:
+        self.were = []
         for level in self.levels:
-            push_mode(level)
+            root = level.root
+            push_mode(root)
+            self.were.append(root.acting)
+            act(root, level)
 
     def __exit__(self, *_: object) -> None:
-        for _level in self.levels:
+        for level, was in zip(self.levels, self.were, strict=True):
             pop_mode(None)
+            act(level.root, was)
 
 
 def _ended(args: tuple) -> list:

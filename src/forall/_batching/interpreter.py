@@ -187,8 +187,10 @@ class VmapLevel(Level, TorchDispatchMode):
             return self._run(func, args, kwargs, _HANDLERS.get(func), found)
 
     def completed(self, t: Batched, level: Any) -> torch.Tensor:
-        """A value of this level as one of ``level``, where both have examples of one root."""
-        return t
+        """A gradient of this level as one of ``level``, where both have examples of one root."""
+        from forall._batching.parts import fitted  # which stand on the level
+
+        return fitted(t, level)
 
     def meet(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """An operator on values of different examples of one root."""

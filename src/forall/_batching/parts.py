@@ -86,11 +86,6 @@ class Part(VmapLevel):
         numbers = whole.numbers
         return whole._replace(numbers=[numbers[n] for n in self.rows.tolist()])
 
-    def completed(self, t: Batched, level: Any) -> Tensor:
-        if level.root is not self.root:
-            return t
-        return merged([(self, t)], level)
-
 
 def part(root: VmapLevel, rows: Tensor) -> VmapLevel:
     """The level of these rows: the root itself for all of them, and one for each set of rows."""
@@ -273,13 +268,22 @@ class Narrow(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, g):
-        return g, None, None  # of some examples only, see NOTE [parts]
+        # Of some examples only, see NOTE [parts]; and of no others, whom a sum may have brought in.
+        return _of_all(g, ctx.levels), None, None
 
     @staticmethod
     def jvp(ctx, t, *_):
-        for level in ctx.levels:
-            t = t if t is None else restricted(t, level)
-        return t
+        return None if t is None else _of_all(t, ctx.levels)
+
+
+def _of_all(t: Tensor, levels: list) -> Tensor | None:
+    """What a value has of the examples of each of these levels' roots."""
+    for level in levels:
+        found = restricted(t, level)
+        if found is None:
+            return None
+        t = found
+    return t
 
 
 class Undefined(RuntimeError):  # noqa: N818 - what it is, and shown to nobody
@@ -336,6 +340,22 @@ class Merge(torch.autograd.Function):
     def jvp(ctx, _made, _level, _levels, *tangents):
         given = [(p, t) for p, t in zip(ctx.levels, tangents, strict=True) if t is not None]
         return merged(given, ctx.level) if given else None
+
+
+def fitted(t: Any, level: Any) -> Any:
+    """A gradient of some of a root's examples as one of ``level``: theirs, zero for the others."""
+    if _own(t, level) in (None, level):
+        return t
+    found = restricted(t, level)
+    if found is None:
+        return torch.zeros_like(t)  # of values that are nobody's
+    own = _own(found, level)
+    return found if own is level else merged([(own, found)], level)
+
+
+def _own(t: Any, level: Any) -> Any:
+    """Of which of a root's examples a value is; None if it is of no root like ``level``'s."""
+    return next((b.level for b in _layers(t) if is_of(b, level.root)), None)
 
 
 def restricted(t: Tensor, some: Any) -> Tensor | None:

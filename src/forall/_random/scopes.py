@@ -25,27 +25,35 @@ if TYPE_CHECKING:
 
 
 class Scope:
-    """A key, and how many draws it has served. Made when it is first asked for: many are not."""
+    """A key, and how many draws it has served. Made when it is first asked for: many are not.
 
-    __slots__ = ("_key", "_make", "_served")
+    ``counts`` are those of a level with a key for each example, which may part: then each example
+    has a count of its own.
+    """
 
-    def __init__(self, make: Callable[[], torch.Tensor]) -> None:
+    __slots__ = ("_key", "_make", "_served", "counts")
+
+    def __init__(
+        self, make: Callable[[], torch.Tensor], counts: Callable[[Any], Any] | None = None
+    ) -> None:
         self._make = make
         self._key: torch.Tensor | None = None
-        self._served = [0]
+        self._served: list[Any] = [0]
+        self.counts = counts
 
     def twin(self, make: Callable[[], torch.Tensor]) -> Scope:
         """The same scope with its key in another form: what one serves the other has served."""
-        other = Scope(make)
+        other = Scope(make, self.counts)
         other._served = self._served
         return other
 
     @property
-    def count(self) -> int:
+    def count(self) -> Any:
+        """How many draws were served: a number, or what ``counts`` makes of examples' own."""
         return self._served[0]
 
     @count.setter
-    def count(self, number: int) -> None:
+    def count(self, number: Any) -> None:
         self._served[0] = number
 
     @property
@@ -56,9 +64,11 @@ class Scope:
 
     def reserve(self) -> Callable[[], torch.Tensor]:
         """The key of the next draw, computed when it is called for."""
-        number = self.count
-        self.count += 1
-        return lambda: keys.fold_in(self.key, number)
+        if self.counts is None:
+            number, self.count = self.count, self.count + 1
+            return lambda: keys.fold_in(self.key, number)
+        key, number, self.count = self.counts(self)
+        return lambda: keys.fold_in(key(), number)
 
     def draw(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """What an operator of torch draws, from the next key."""

@@ -88,9 +88,9 @@ class Wrapper(torch.Tensor):
             )
 
     def __format__(self, spec: str) -> str:
-        if not spec or self.dim():
+        if self.dim():
             return object.__format__(self, spec) if spec else repr(self)
-        return format(self.item(), spec)
+        return format(self.item(), spec)  # its number, as of any tensor with one
 
     def __copy__(self) -> Wrapper:
         """Another tensor of the same memory; as in torch it has no history."""
