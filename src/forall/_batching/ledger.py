@@ -182,9 +182,10 @@ class Ledger:
 
     def back_to(self, mark: tuple) -> None:
         """Forget what was noted since then: it was undone."""
-        sets, self.accounts = mark
+        sets, accounts = mark
+        self.accounts = {key: account.copy() for key, account in accounts.items()}
         for name, known in zip(_SETS, sets, strict=True):
-            setattr(self, name, known)
+            setattr(self, name, set(known))
 
     def settle(self, size: int) -> None:
         """At the end of the call, just outside its level."""

@@ -33,7 +33,7 @@ class Before:
         self.kept: set[Hashable] = set()  # places that ``values`` has
         self.values: list[tuple[Tensor, Tensor, int]] = []
         self.grads: dict[int, tuple[Tensor, Tensor | None, Tensor | None]] = {}
-        self.histories: dict[int, tuple[Tensor, Any, Tensor | None]] = {}
+        self.histories: dict[int, tuple[Tensor, int, Any, Tensor | None]] = {}
         self.walked: set[Any] = set()  # nodes of history from before the call
 
     def keep(self, at: Hashable, value: Tensor) -> None:
@@ -78,7 +78,7 @@ class Before:
         if id(base) not in self.histories:
             with functions_off(), no_dispatch(), autograd_below(grad=True, forward=False):
                 held = None if base.grad_fn is None else base.clone()
-            self.histories[id(base)] = base, base.grad_fn, held
+            self.histories[id(base)] = base, version(base), base.grad_fn, held
 
     def undo(self) -> None:
         """Put all of it back: the call will be made again."""
@@ -91,18 +91,17 @@ class Before:
                     grad.copy_(held)
                 leaf.grad = grad
         with functions_off(), no_dispatch(), torch.enable_grad():
-            for base, node, held in self.histories.values():
+            for base, number, node, held in self.histories.values():
                 if base.grad_fn is not node:
                     _give_history(base, held)
+                set_version(base, number)
 
 
 def _give_history(base: Tensor, held: Tensor | None) -> None:
     """The history that a tensor had, by that of a copy from then."""
-    number = version(base)
     base.detach_()
     if held is not None:
         base.copy_(held)
-    set_version(base, number)
 
 
 def as_it_is(t: Tensor) -> Tensor:

@@ -2,8 +2,8 @@
 
 Before any part of a function runs twice, the containers and attributes that it can reach by its
 arguments, its closure, the object it is bound to, and the globals that it or a function it calls by
-name reads, are put back as they were. What lies deeper (an object in an object in an object) and
-what leaves the process (print, files) is not.
+name reads, are put back as they were. What lies deeper (an object in an object) and what leaves the
+process (print, files) is not.
 """
 
 from __future__ import annotations
@@ -14,18 +14,20 @@ from collections import deque
 from types import CellType, CodeType, FunctionType
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 _CONTAINERS = (list, dict, set, bytearray, deque)
-_MOST = 10_000  # entries: a longer container is data, not a record of calls
+_MOST = 10_000  # entries in all: what is longer is data, not a record of calls
 _UNSET = object()
 
 
 class Remembered:
     """The state of what a function can reach, taken before it runs."""
 
-    __slots__ = ("cells", "classes", "copies", "functions", "names")
+    __slots__ = ("cells", "classes", "copies", "functions", "generators", "left", "names")
 
     def __init__(self, func: Callable, given: Iterable[Any]) -> None:
         self.copies: dict[int, tuple[Any, Any]] = {}
@@ -33,31 +35,31 @@ class Remembered:
         self.names: list[tuple[dict[str, Any], str, Any]] = []
         self.classes: list[tuple[type, dict[str, Any]]] = []
         self.functions: set[FunctionType] = set()
+        self.generators: list[tuple[torch.Generator, torch.Tensor]] = []  # to be put back apart
+        self.left = _MOST
         for value in given:
-            self._take(value, 3)
+            self._take(value, 1)
         self._callable(func)
 
     def _callable(self, func: Any) -> None:
         while isinstance(func, functools.partial):
-            for value in (*func.args, *func.keywords.values()):
-                self._take(value, 2)
+            self._take((func.args, func.keywords), 1)
             func = func.func
-        owner = getattr(func, "__self__", None)
-        if owner is not None:
-            self._take(owner, 3)
-            func = getattr(func, "__func__", func)
-        if isinstance(func, FunctionType):
-            self._function(func, 2)
-        else:
-            self._take(func, 3)
-            self._function(getattr(type(func), "__call__", None), 2)
+        owner = getattr(func, "__self__", func)
+        func = getattr(func, "__func__", func)
+        if not isinstance(func, FunctionType):
+            func = getattr(type(func), "__call__", None)
+        if not isinstance(owner, FunctionType):
+            self._take(owner, 1)
+            self._class(type(owner))
+        self._function(func, 2)
 
     def _function(self, func: Any, depth: int) -> None:
         """What a function, and those of the user's that it names, can rebind or change."""
         if not isinstance(func, FunctionType) or func in self.functions or _is_a_library(func):
             return
         self.functions.add(func)
-        self._object(func)
+        self._object(func, 0)
         for cell in func.__closure__ or ():
             value = _contents(cell)
             self.cells.append((cell, value))
@@ -74,31 +76,37 @@ class Remembered:
             if depth:
                 self._function(value, depth - 1)
         elif isinstance(value, type):
-            if not _is_a_library(value):
-                self.classes.append((value, dict(vars(value))))
+            self._class(value)
         else:
-            self._take(value, 2)
+            self._take(value, 1)
 
-    def _object(self, thing: Any) -> None:
+    def _class(self, kind: type) -> None:
+        if not _is_a_library(kind):
+            self.classes.append((kind, dict(vars(kind))))
+
+    def _object(self, thing: Any, depth: int) -> None:
         state = getattr(thing, "__dict__", None)
         if type(state) is dict:
-            self._take(state, 2)
+            self._take(state, depth)
 
     def _take(self, value: Any, depth: int) -> None:
+        """A container with all containers in it, and ``depth`` objects, one in another."""
         if not isinstance(value, _CONTAINERS):
-            if depth > 1 and type(value).__module__ not in _NOT_THE_USERS:
-                self._object(value)
-            if isinstance(value, tuple) and depth:
+            if isinstance(value, tuple):
                 for inner in value:
-                    self._take(inner, depth - 1)
+                    self._take(inner, depth)
+            elif isinstance(value, torch.Generator):
+                self.generators.append((value, value.get_state()))
+            elif depth and type(value).__module__ not in _NOT_THE_USERS:
+                self._object(value, depth - 1)
             return
-        if id(value) in self.copies or len(value) > _MOST:
+        if id(value) in self.copies or len(value) > self.left:
             return
+        self.left -= len(value)
         self.copies[id(value)] = (value, value.copy())
-        if depth and not isinstance(value, bytearray):
+        if not isinstance(value, bytearray):
             for inner in value.values() if isinstance(value, dict) else value:
-                if isinstance(inner, _CONTAINERS):
-                    self._take(inner, depth - 1)
+                self._take(inner, depth)
 
     def restore(self) -> None:
         for cell, value in self.cells:

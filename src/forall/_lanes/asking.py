@@ -7,7 +7,7 @@ from typing import Any
 
 from forall._lanes.heap import active
 from forall._lanes.merging import Parts, merge, within
-from forall._lanes.state import each_world, thread
+from forall._lanes.state import Region, close_down_to, each_world, thread
 from forall._lanes.varying import Varying
 from forall._lanes.words import both, either, words
 
@@ -125,26 +125,35 @@ def negated(test: Any) -> Any:
 
 def is_any(items: Any, *, stop: bool) -> Any:
     """``any(items)`` (stop: True) or ``all(items)``; who has found it looks no further."""
-    done, t, depth = [], thread, len(thread.entered)
+    found = stop
+    t = thread
+    region, depth, before = Region(t), len(t.entered), t.parted
+    done: list[tuple[Any, dict]] = []
+    t.parted += 1
     try:
         for item in items:
             answer = ask(item)
             if type(answer) is bool:
                 if answer is stop:
-                    done.append(words.now())
                     break
                 continue
             stopped, on = answer if stop else answer[::-1]
-            done.append(stopped)
+            done.append((stopped, region.captured()))
             t.back(depth)
             t.go(on)
+        else:
+            stop = not stop
+        rest = words.now(), region.captured()
+        t.back(depth)
+        if done:
+            region.meet([*done, rest])
     finally:
         t.back(depth)
-    found = either(done)
-    if found is None:
-        return not stop
-    rest = words.now() - found
-    return stop if rest is None else merge([(found, stop), (rest, not stop)])
+        t.parted = before
+        close_down_to(t, region.up)
+    if not done:
+        return stop
+    return merge([*((w, found) for w, _ in done), (rest[0], stop)])
 
 
 __all__ = [

@@ -92,9 +92,7 @@ def _best(values: list, ranks: list, less: bool) -> Any:
     value, rank = values[0], ranks[0]
     for other, its in zip(values[1:], ranks[1:], strict=True):
         better = its < rank if less else its > rank
-        value, rank = chosen(
-            better, lambda o=other, i=its: (o, i), lambda v=value, r=rank: (v, r)
-        )
+        value, rank = chosen(better, lambda o=other, i=its: (o, i), lambda v=value, r=rank: (v, r))
     return value
 
 
@@ -115,8 +113,8 @@ def _converting(kind: type) -> Callable:
 
 def _zip(*args: Any, **kwargs: Any) -> Any:
     if _loose(args):
-        return calls.opaque(lambda *a: list(zip(*a, **kwargs)), args, {})
-    return zip(*args, **kwargs)
+        return calls.opaque(lambda *a: list(zip(*a, **kwargs)), args, {})  # noqa: B905 - as written
+    return zip(*args, **kwargs)  # noqa: B905 - as the user wrote it
 
 
 def _enumerate(iterable: Any, start: Any = 0) -> Any:

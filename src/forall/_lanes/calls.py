@@ -22,10 +22,45 @@ PASSED_ON: set[Any] = set()  # builtins that call the functions they are given, 
 READS_ONLY = frozenset({"index", "count", "copy", "get", "keys", "values", "items"})
 # Operators of torch in C that look at values, so that lanes may part inside
 LOOKS = frozenset(
-    "item tolist numpy __bool__ __int__ __float__ __index__ __complex__ __contains__ is_nonzero "
-    "nonzero argwhere unique unique_consecutive masked_select equal allclose bincount histc "
-    "repeat_interleave combinations tensor_split __getitem__ where index index_put_ "
-    "_unique _unique2 cholesky eigh as_tensor tensor full arange linspace narrow select".split()
+    [
+        "item",
+        "tolist",
+        "numpy",
+        "__bool__",
+        "__int__",
+        "__float__",
+        "__index__",
+        "__complex__",
+        "__contains__",
+        "is_nonzero",
+        "nonzero",
+        "argwhere",
+        "unique",
+        "unique_consecutive",
+        "masked_select",
+        "equal",
+        "allclose",
+        "bincount",
+        "histc",
+        "repeat_interleave",
+        "combinations",
+        "tensor_split",
+        "__getitem__",
+        "where",
+        "index",
+        "index_put_",
+        "_unique",
+        "_unique2",
+        "cholesky",
+        "eigh",
+        "as_tensor",
+        "tensor",
+        "full",
+        "arange",
+        "linspace",
+        "narrow",
+        "select",
+    ]
 )
 # Functions of libraries that only hand on to the user's: converted like the user's own
 _HANDS_ON = {
@@ -147,7 +182,16 @@ def _of_container(f: Any, owner: Any, args: tuple, kwargs: dict) -> Any:
         if name not in READS_ONLY and thread.parted:
             items.note(owner)
         return items.apiece((owner, *args), lambda: call(getattr(owner, name), *args, **kwargs))
-    if name in ("append", "extend", "insert", "clear", "reverse", "setdefault", "update", "popleft"):
+    if name in (
+        "append",
+        "extend",
+        "insert",
+        "clear",
+        "reverse",
+        "setdefault",
+        "update",
+        "popleft",
+    ):
         if thread.parted:
             items.note(owner)
         return f(*args, **kwargs)
@@ -176,10 +220,14 @@ def _of_tensor(f: Any, owner: Any, args: tuple, kwargs: dict) -> Any:
 def _object(f: Any, args: tuple, kwargs: dict) -> Any:
     """An object with ``__call__``, a module among them; else whatever it is."""
     kind = type(f)
-    own = getattr(kind, "__call__", None)
+    own = getattr(kind, "__call__", None)  # noqa: B004 - which function it is
     if isinstance(own, types.FunctionType):
         forward = getattr(f, "forward", None)
-        if hasattr(f, "_forward_hooks") and forward is not None and own.__name__ == "_wrapped_call_impl":
+        if (
+            hasattr(f, "_forward_hooks")
+            and forward is not None
+            and own.__name__ == "_wrapped_call_impl"
+        ):
             return call(forward, *args, **kwargs) if not _hooked(f) else opaque(f, args, kwargs)
         return call(own, f, *args, **kwargs)
     return opaque(f, args, kwargs)

@@ -116,9 +116,9 @@ class Frame(Region):
         )
 
     def compare(self, name: str, a: Any, b: Any) -> Any:
-        if name == "is_" or name == "is_not":
+        if name in ("is_", "is_not"):
             return self.same(a, b, name == "is_")
-        if name == "in_" or name == "not_in":
+        if name in ("in_", "not_in"):
             return self.contains(a, b, name == "in_")
         return getattr(operator, name)(a, b)
 
@@ -172,6 +172,13 @@ class Frame(Region):
         return length >= count if more else length == count
 
     # --- ``with``: an exception that it swallows has left regions open
+
+    def manager(self, value: Any) -> Any:
+        if type(value) is Varying:
+            value = items.resolved(value)
+            if type(value) is Varying:
+                raise Unsplittable("a context manager that is another for some examples")
+        return value
 
     def mark(self) -> tuple:
         return self.t.top, self.t.parted

@@ -1,5 +1,4 @@
-"""What outlives a line: lists, dicts, attributes, cells. Their contents are those of the lanes
-that run now.
+"""What outlives a line: lists, dicts, attributes, cells. They hold what the running lanes have.
 
 NOTE. While lanes are apart, every write is noted first: what was there (`Slot.get`), where.
 Thus when the other lanes run they find the heap as it was (`Slot.put`), and when lanes
@@ -48,14 +47,16 @@ class Mixed:
         self.refuse()
 
     def refuse(self, *_: Any) -> Any:
-        raise Unsplittable(f"a {self.kind.__name__} that differs in length or keys between examples")
+        raise Unsplittable(
+            f"a {self.kind.__name__} that differs in length or keys between examples"
+        )
 
     __bool__ = __iter__ = __call__ = __getitem__ = __len__ = __add__ = __radd__ = refuse
     __mul__ = __rmul__ = __sub__ = __rsub__ = __truediv__ = __rtruediv__ = __float__ = refuse
     __lt__ = __gt__ = __le__ = __ge__ = __int__ = __index__ = __neg__ = refuse
 
 
-class Unsplittable(Exception):
+class Unsplittable(Exception):  # noqa: N818 - says what the call is
     """Lanes part where nothing can hold them apart: the call has to be run for each group."""
 
 

@@ -82,9 +82,15 @@ def _hard(key: Any) -> Any:
 
 
 def contains(item: Any, container: Any) -> Any:
-    if thread.loose and (type(container) is Varying or type(item) is Varying or is_mixed(container)):
+    if thread.loose and (
+        type(container) is Varying or type(item) is Varying or is_mixed(container)
+    ):
         return apiece((item, container), lambda: contains(resolved(item), resolved(container)))
-    if isinstance(item, words.Tensor) or type(item) is words.Number or type(container) in (list, tuple):
+    if (
+        isinstance(item, words.Tensor)
+        or type(item) is words.Number
+        or type(container) in (list, tuple)
+    ):
         return words.apart(lambda: item in container, merge)
     return item in container
 
@@ -216,8 +222,10 @@ def updated(name: str, a: Any, b: Any) -> Any:
 
 
 def stepwise(iterable: Any) -> Callable[[], tuple] | None:
-    """For what has other items or another length for some lanes: a function that gives
-    whether there is one more (or the two worlds), and a function for that item. Else None."""
+    """How to go through what has other items, or more of them, for some lanes; else None.
+
+    Each call gives whether there is one more (or the two worlds), and a function for that item.
+    """
     kind = type(iterable)
     if kind is Varying:
         value = merge(iterable.now())

@@ -122,7 +122,9 @@ def _numbers(parts: Parts) -> Any:
 
 def _same(a: Any, b: Any) -> bool:
     if type(a) is float:
-        return (a == b and math.copysign(1, a) == math.copysign(1, b)) or (a != a and b != b)
+        return (a == b and math.copysign(1, a) == math.copysign(1, b)) or (
+            math.isnan(a) and math.isnan(b)
+        )
     return a == b
 
 

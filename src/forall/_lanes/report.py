@@ -38,8 +38,8 @@ class Report:
             times[place] += 1
             least[place] = min(least.get(place, sys.maxsize), *p.sizes)
         rows = [
-            f"{file}:{line}: {construct}: parted {n} times, least group {least[file, construct, line]}"
-            for (file, construct, line), n in sorted(times.items())
+            f"{p[0]}:{p[2]}: {p[1]}: parted {n} times, least group {least[p]}"
+            for p, n in sorted(times.items())
         ]
         rows += [f"{place}: run again for each group: {why}" for place, why in self.refused.items()]
         return "\n".join(rows)

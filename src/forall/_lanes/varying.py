@@ -60,7 +60,7 @@ class Varying:
             raise Unsplittable("an attribute of what varies was set by code that is not converted")
 
     def __iter__(self) -> Iterator[Any]:
-        whole = self.each(lambda value: tuple(value))
+        whole = self.each(tuple)
         if type(whole) is Varying:
             raise Unsplittable("what is unpacked has another length for some examples")
         return iter(whole)
@@ -106,12 +106,26 @@ def _reflected(name: str, run: Callable) -> Callable:
     return method
 
 
-_BINARY = "add sub mul truediv floordiv mod matmul pow lshift rshift and or xor".split()
+_BINARY = [
+    "add",
+    "sub",
+    "mul",
+    "truediv",
+    "floordiv",
+    "mod",
+    "matmul",
+    "pow",
+    "lshift",
+    "rshift",
+    "and",
+    "or",
+    "xor",
+]
 for _name in _BINARY:
     _run = getattr(operator, f"{_name}_" if _name in ("and", "or") else _name)
     setattr(Varying, f"__{_name}__", _forward(f"__{_name}__", _run))
     setattr(Varying, f"__r{_name}__", _reflected(f"__r{_name}__", _run))
-for _name in "lt le eq ne gt ge getitem neg pos abs invert".split():
+for _name in ["lt", "le", "eq", "ne", "gt", "ge", "getitem", "neg", "pos", "abs", "invert"]:
     setattr(Varying, f"__{_name}__", _forward(f"__{_name}__", getattr(operator, _name)))
 
 

@@ -10,9 +10,13 @@ from forall._source.pieces import FRAME, constant, delayed, expr, stmts
 from forall._source.refused import CannotConvert
 
 # Called from another frame they would mean another frame
-_OF_THE_FRAME = frozenset("super locals globals vars dir eval exec breakpoint __import__".split())
+_OF_THE_FRAME = frozenset(
+    ["super", "locals", "globals", "vars", "dir", "eval", "exec", "breakpoint", "__import__"]
+)
 # Builtins that use up a generator at once
-_CONSUME = frozenset("sum list tuple set frozenset dict min max sorted any all".split())
+_CONSUME = frozenset(
+    ["sum", "list", "tuple", "set", "frozenset", "dict", "min", "max", "sorted", "any", "all"]
+)
 _COMPARED = {
     ast.Lt: "lt", ast.LtE: "le", ast.Gt: "gt", ast.GtE: "ge", ast.Eq: "eq", ast.NotEq: "ne",
     ast.Is: "is_", ast.IsNot: "is_not", ast.In: "in_", ast.NotIn: "not_in",
@@ -101,9 +105,9 @@ class Expressions(ast.NodeTransformer):
     def visit_Call(self, node: ast.Call) -> ast.expr:
         if isinstance(node.func, ast.Attribute) and getattr(node.func.value, "id", "") == FRAME:
             return self.generic_visit(node)  # type: ignore[return-value]  # our own
-        if isinstance(node.func, ast.Name) and node.func.id not in self.scope.names.local:
-            if node.func.id in _OF_THE_FRAME:
-                return self.generic_visit(node)  # type: ignore[return-value]
+        name = getattr(node.func, "id", None)
+        if name in _OF_THE_FRAME and name not in self.scope.names.local:
+            return self.generic_visit(node)  # type: ignore[return-value]
         args = [self._argument(node, a) for a in node.args]
         keywords = [
             ast.copy_location(ast.keyword(k.arg, self.visit(k.value)), k) for k in node.keywords
@@ -219,7 +223,7 @@ class Expressions(ast.NodeTransformer):
     def visit_Yield(self, node: ast.AST) -> ast.expr:
         raise CannotConvert("a generator", node)
 
-    visit_YieldFrom = visit_Yield
+    visit_YieldFrom = visit_Yield  # noqa: N815 - ast's name
 
     def visit_Await(self, node: ast.AST) -> ast.expr:
         raise CannotConvert("a coroutine", node)

@@ -62,9 +62,14 @@ def _is(node: Def, code: types.CodeType) -> bool:
     """Whether a node has the name and the arguments of some code."""
     name = "<lambda>" if isinstance(node, ast.Lambda) else node.name
     a = node.args
-    names = [x.arg for x in (*a.posonlyargs, *a.args, *a.kwonlyargs, *filter(None, (a.vararg, a.kwarg)))]
+    names = [
+        x.arg for x in (*a.posonlyargs, *a.args, *a.kwonlyargs, *filter(None, (a.vararg, a.kwarg)))
+    ]
     theirs = code.co_varnames[: len(names)]
-    mangled = all(m == n or (n.startswith("__") and m.endswith(n)) for n, m in zip(names, theirs, strict=False))
+    mangled = all(
+        m == n or (n.startswith("__") and m.endswith(n))
+        for n, m in zip(names, theirs, strict=False)
+    )
     return name == code.co_name and len(theirs) == len(names) and mangled
 
 

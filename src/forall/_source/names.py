@@ -14,7 +14,9 @@ def own(nodes: Iterable[ast.AST]) -> Iterable[ast.AST]:
     for node in nodes:
         yield node
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            yield from own([*node.decorator_list, *node.args.defaults, *_given(node.args.kw_defaults)])
+            yield from own(
+                [*node.decorator_list, *node.args.defaults, *_given(node.args.kw_defaults)]
+            )
         elif isinstance(node, ast.Lambda):
             yield from own([*node.args.defaults, *_given(node.args.kw_defaults)])
         elif isinstance(node, ast.ClassDef):

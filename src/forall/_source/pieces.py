@@ -40,8 +40,11 @@ def _filled(node: Any, parts: dict[str, Any], at: dict[str, Any]) -> Any:
 
 
 def stmts(text: str, at: ast.AST, **parts: Any) -> list[ast.stmt]:
-    """The statements of a template. A name in ``parts`` is replaced: by another name (a string), by
-    an expression, or, where it is a statement of its own, by a list of statements."""
+    """The statements of a template.
+
+    A name in ``parts`` is replaced: by another name (a string), by an expression, or, where it is
+    a statement of its own, by a list of statements.
+    """
     parts.setdefault("F", FRAME)
     parts.setdefault("TRIP", TRIP)
     place = _header(at)

@@ -13,7 +13,7 @@ class Refused(NamedTuple):
     place: str
 
 
-class CannotConvert(Exception):
+class CannotConvert(Exception):  # noqa: N818 - says what happened
     """Raised where a construct is met that cannot be converted."""
 
     def __init__(self, reason: str, node: ast.AST | None = None) -> None:

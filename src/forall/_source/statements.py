@@ -205,9 +205,7 @@ class Statements:
         if node.orelse:
             normal = self._restored(record, "finish_normal", names, node)
             orelse = self._trip(node.orelse)
-            finish = stmts(
-                FINISH_ELSE, node, LOOP=record, NORMAL=normal, MEET=meet, ORELSE=orelse
-            )
+            finish = stmts(FINISH_ELSE, node, LOOP=record, NORMAL=normal, MEET=meet, ORELSE=orelse)
         else:
             finish = stmts(FINISH, node, LOOP=record, MEET=meet)
         made = stmts(text, node, LOOP=record, BODY=body, AGAIN=again, FINISH=finish, **parts)
@@ -232,7 +230,7 @@ class Statements:
 
     def _with(self, node: ast.With, e: Expressions) -> list[ast.stmt]:
         for item in node.items:
-            item.context_expr = e.visit(item.context_expr)
+            item.context_expr = expr("F.manager(A)", node, A=e.visit(item.context_expr))
         targets = [i.optional_vars for i in node.items if i.optional_vars is not None]
         before = [s for t in targets for s in self._noting(t, node)]
         for t in targets:

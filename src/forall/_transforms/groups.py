@@ -60,10 +60,19 @@ class State:
 
     def restore(self) -> None:
         self.python.restore()
-        if self.drawn is not None:
-            generators.restore(self.drawn)
+        self.draw_again()
+        self.forget()
+
+    def forget(self) -> None:
+        """What levels further out have noted since."""
         for ledger, mark in self.marks:
             ledger.back_to(mark)
+
+    def draw_again(self) -> None:
+        if self.drawn is not None:
+            generators.restore(self.drawn)
+        for generator, state in self.python.generators:
+            generator.set_state(state)
 
 
 class Watched:
@@ -107,21 +116,22 @@ class once_more:
 
 def in_groups(call: Mapping, groups: list[list[int]]) -> tuple[list, Any]:
     """The results of all examples; the error is the loop's, that of the first example to fail."""
-    before, run = State(call), Run(call)
+    before = State(call)
+    run = Run(call, before)
     try:
-        order_shows = not run.all(groups)
-        if run.failed is not None and not order_shows:
+        if not run.all(groups):
+            run.touched.undo()
+            before.restore()
+            run = Run(call, before)
+            run.in_turn()
+        elif run.failed is not None:
             raise run.failed[1]
+        else:
+            run.put_back()
     except BaseException:
         run.touched.undo()
+        before.forget()
         raise
-    if order_shows:
-        run.touched.undo()
-        before.restore()
-        run = Run(call)
-        run.in_turn()
-    else:
-        run.put_back()
     for ledger in run.touched.ledgers:
         ledger.forget()
     return joined(call.places, sorted(run.parts, key=lambda p: p[0][0]))
@@ -130,9 +140,9 @@ def in_groups(call: Mapping, groups: list[list[int]]) -> tuple[list, Any]:
 class Run:
     """The parts of one call, one after another."""
 
-    def __init__(self, call: Mapping) -> None:
+    def __init__(self, call: Mapping, before: State) -> None:
         self.call = call
-        self.drawn = generators.states(call.entering.leaves) if call.draws.flag == "same" else None
+        self.before = before
         self.touched = Touched()
         self.parts: list[Part] = []
         self.failed: tuple[int, Exception] | None = None  # the first example to fail, of all so far
@@ -171,8 +181,8 @@ class Run:
                 raise
 
     def _once(self, numbers: Sequence[int], part: Mapping) -> None:
-        if self.drawn is not None:
-            generators.restore(self.drawn)
+        if self.call.draws.flag == "same":
+            self.before.draw_again()
         part = part._replace(options=Watched(part.options, self.touched.ledgers))
         self.parts.append((numbers, *part.once()))
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import linecache
 import random
 
-HEAD = '''
+HEAD = """
 import contextlib
 
 class Point:
@@ -49,7 +49,7 @@ def recursive(a, depth):
 def maybe(a):
     return None if a < 0.1 else a * 2
 
-'''
+"""
 
 
 class Writer:
@@ -64,7 +64,9 @@ class Writer:
     def expr(self, depth: int = 2) -> str:
         r = self.r
         if depth == 0:
-            return r.choice(["x", "y", "z", "x", "y", "0.3", "-0.2", "float(n)", "p.u", "p.v", "c[0]"])
+            return r.choice(
+                ["x", "y", "z", "x", "y", "0.3", "-0.2", "float(n)", "p.u", "p.v", "c[0]"]
+            )
         e = lambda: self.expr(depth - 1)  # noqa: E731
         return r.choice(
             [
@@ -104,7 +106,7 @@ class Writer:
                 "m is not None and m > 0.2",
                 f"((w := {self.expr(0)}) > 0.1 or (w := y) < 0.5) and w < 3",
                 f"any({self.test(0)} and q > 0 for q in c)",
-                f"all([q < 0.7 for q in c])",
+                "all([q < 0.7 for q in c])",
                 "'e' in d",
                 "bool(x > y) == True",
             ]
@@ -144,7 +146,7 @@ class Writer:
                 "n += 1",
                 "n = len(c) + 1",
                 "n = int(x * 3)",
-                f"n = [1, 2, 3][int(abs(x) * 2) % 3]",
+                "n = [1, 2, 3][int(abs(x) * 2) % 3]",
                 f"c.append({self.expr(1)})",
                 f"c = [{self.expr(0)}, {self.expr(0)}]",
                 "c = c + [x]",
@@ -152,7 +154,7 @@ class Writer:
                 "c, b = b, c",
                 "b.append(y)",
                 f"c[0] = {self.expr(1)}",
-                f"c[n % 2] += 0.5",
+                "c[n % 2] += 0.5",
                 "c = [q * 2 for q in c]",
                 f"c = [q for q in c if {self.test(0)}] + [x, y]",
                 "if len(c) > 2: c.pop()",
@@ -208,7 +210,7 @@ class Writer:
         if self.r.random() < 0.2:
             head = f"for {k}, z in zip(range(3), [x, y, z]):"
         if self.r.random() < 0.1:
-            head = f"for total in [total, total + 0.2]:"
+            head = "for total in [total, total + 0.2]:"
         self.put(i, head)
         self.block(i + "    ", depth - 1, True)
         self._else(i, depth, in_loop)

@@ -14,6 +14,10 @@ import torch
 from forall._lanes import runtime
 
 
+def _dtype(column):
+    return torch.float64 if isinstance(column[0], float) else torch.int64
+
+
 class World:
     def __init__(self, ids) -> None:
         self.ids = tuple(sorted(ids))
@@ -208,7 +212,7 @@ def _operator(name, run, reverse=False):
     return method
 
 
-for _name in "add sub mul truediv floordiv mod pow lt le gt ge eq ne".split():
+for _name in ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "lt", "le", "gt", "ge", "eq", "ne"]:
     for _class in (V, Number):
         _run = getattr(operator, _name)
         setattr(_class, f"__{_name}__", _operator(_name, _run))
@@ -294,8 +298,29 @@ def use_toy() -> None:
     runtime.words.convert = convert_number
 
 
+def forget() -> None:
+    """After an exception: as if nothing had run."""
+    t = runtime.thread
+    t.back(0)
+    t.top, t.parted = None, 0
+    t.mixed.clear()
+
+
+def close(a, b):
+    """Whether results agree, but for rounding."""
+    if isinstance(a, list) and isinstance(b, list):
+        return len(a) == len(b) and all(map(close, a, b))
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(close(a[k], b[k]) for k in a)
+    if isinstance(a, (int, float)) and isinstance(b, (int, float)):
+        return abs(a - b) <= 1e-9 * max(1, abs(a)) or (a != a and b != b)
+    return a == b
+
+
 def columns_of(columns, world):
-    return [V(torch.as_tensor(c), world) if isinstance(c, list) else c for c in columns]
+    return [
+        V(torch.tensor(c, dtype=_dtype(c)), world) if isinstance(c, list) else c for c in columns
+    ]
 
 
 def together(f, *columns, size=None):
@@ -320,7 +345,15 @@ def each(f, *columns):
     """The loop."""
     size = next(len(c) for c in columns if isinstance(c, list))
     return [
-        lane_of(f(*(torch.as_tensor(c)[n].clone() if isinstance(c, list) else c for c in columns)), n)
+        lane_of(
+            f(
+                *(
+                    torch.tensor(c, dtype=_dtype(c))[n].clone() if isinstance(c, list) else c
+                    for c in columns
+                )
+            ),
+            n,
+        )
         for n in range(size)
     ]
 
