@@ -19,7 +19,8 @@ def raises(x):
 
 def asserts(x):
     y = x * 2 if x > 0 else x
-    assert y < 2, "too large"
+    if not y < 2:  # not `assert`, whose message pytest rewrites
+        raise AssertionError("too large")
     return y
 
 

@@ -102,8 +102,10 @@ def now() -> World:
 
 def asked(test: Any) -> bool | tuple[World, World]:
     """bool(test) of the examples that run; where they differ, those that say yes and no."""
-    if type(test) is bool or not isinstance(test, Tensor):
-        return bool(test)
+    if not isinstance(test, Tensor):
+        test = getattr(test, "tensor", test)  # of the Python numbers of all examples
+        if not isinstance(test, Tensor):
+            return bool(test)
     with functions_off():
         test = test.detach()
         if test.dtype is not torch.bool:

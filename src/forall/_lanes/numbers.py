@@ -19,7 +19,9 @@ import torch
 
 from forall._batching import worlds
 from forall._batching.failing import first_error
+from forall._batching.parts import is_stale, narrow
 from forall._core.errors import columns
+from forall._core.levels import stack
 from forall._core.places import users_line
 from forall._lanes import stacks
 from forall._lanes.arithmetic import DTYPES, KINDS, UNARY, Operand, binary, bounds_of
@@ -37,11 +39,18 @@ class Number:
     is nobody else's, so that it never changes. Numbers carry no derivative.
     """
 
-    __slots__ = ("__weakref__", "_bounds", "tensor")
+    __slots__ = ("__weakref__", "_bounds", "_tensor")
 
     def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
+        self._tensor = tensor
         self._bounds: tuple | None = None
+
+    @property
+    def tensor(self) -> Tensor:
+        """The numbers of the examples that run."""
+        if stack.parted and is_stale(self._tensor):
+            return narrow(self._tensor)
+        return self._tensor
 
     @property
     def kind(self) -> type:
@@ -116,7 +125,7 @@ class Number:
         agreed = _agreed(self.tensor)
         if agreed is not None:
             return format(agreed, spec)
-        return f"one for each example: {self._text(spec)}"
+        return format(self.one(), spec)  # a text is what its example makes of it
 
     def _text(self, spec: str = "") -> str:
         with functions_off(), no_dispatch():
@@ -203,6 +212,12 @@ def number(t: Tensor) -> Any:
     if not stacks.differs(t):
         return t.item()
     return Number(t.detach().reshape(()).to(DTYPES[kind], copy=True))
+
+
+def as_tensor(n: Number) -> Tensor:
+    """What ``torch.tensor(n)`` gives."""
+    with functions_off():
+        return n.tensor.to(torch.get_default_dtype()) if n.kind is float else n.tensor
 
 
 # --- operators ----------------------------------------------------------------------------------

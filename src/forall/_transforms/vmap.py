@@ -16,6 +16,7 @@ from forall._batching.ledger import memory
 from forall._core.errors import Call
 from forall._core.levels import top
 from forall._core.places import Origin, users_line
+from forall._lanes.numbers import Number, as_tensor
 from forall._random.scopes import entered as drawing_in
 from forall._torch import generators, handover, trees
 from forall._torch.dispatch import functions_off
@@ -220,7 +221,9 @@ class Mapping(NamedTuple):
         left = []
         seen: set[int] = set()
         for r, place in zip(results, self.places.of(spec), strict=True):
-            if isinstance(r, (int, float, complex)) and place is not None:
+            if type(r) is Number:
+                r = as_tensor(r)
+            elif isinstance(r, (int, float, complex)) and place is not None:
                 r = torch.tensor(r)
             left.append(_leave(r, place, level, self.places.call, seen))
         return left, spec

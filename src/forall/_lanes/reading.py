@@ -1,0 +1,25 @@
+"""``x.item()`` inside vmap: one Python number where all examples agree, else a `Number`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from forall._batching.parting import answers
+from forall._batching.table import CALLS
+from forall._lanes import made  # noqa: F401 - torch.tensor(n) and its like
+from forall._lanes.numbers import number
+from forall._torch.wrapper import Wrapper
+
+
+def _item(x: torch.Tensor) -> Any:
+    if not isinstance(x, Wrapper) or x.numel() != 1:
+        return NotImplemented
+    _, levels = answers(x)
+    if not levels or not all(level.parts and level.active and level.size for level in levels):
+        return NotImplemented
+    return number(x.detach().reshape(()))
+
+
+CALLS[torch.Tensor.item] = _item
