@@ -414,9 +414,9 @@ def _(verbs):
     return verbs.vmap(f, randomness="different")(XS)
 
 
-@row("branches on an example's values: `if x.sum() > 0:`")
+@row("branches on an example's values: `if x[1] > 0:`")
 def _(verbs):
-    return verbs.vmap(lambda x: x if x.sum() > 0 else -x)(XS)
+    return verbs.vmap(lambda x: x if x[1] > 0 else -x)(XS)
 
 
 @row("loops until an example is done: `while x.norm() > 1:`")
@@ -446,7 +446,12 @@ def _(verbs):
 
 @row("calls `nonzero`, `unique`, `repeat_interleave` of an example's counts")
 def _(verbs):
-    return verbs.vmap(lambda x: x.nonzero().sum())(XS)
+    def f(x):
+        above = x > 0
+        places = above.nonzero().sum()
+        return places + x.clamp(min=0).unique().sum() + x.repeat_interleave(above.long()).sum()
+
+    return verbs.vmap(f)(XS)
 
 
 @row("catches the error of one example: `try: cholesky(a)`")

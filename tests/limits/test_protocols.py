@@ -239,7 +239,29 @@ def test_a_copy_of_what_was_computed_is_refused_as_in_the_loop():
         lambda x: torch.from_dlpack(x),
     ],
 )
-def test_what_needs_the_number_of_one_example_is_refused(f):
+def test_what_needs_the_number_of_one_example_is_refused_where_none_may_part(f):
+    with pytest.raises(DataDependentError):
+        vmap(f, divergence="error")(X)
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x: x * torch.from_numpy(x.numpy().copy()),
+        lambda x: torch.from_numpy(np.asarray(x) * 2),
+        lambda x: torch.tensor(x.tolist()),
+        lambda x: float(f"{x[0]:.2f}"),
+        lambda x: float(x[0]),
+    ],
+)
+def test_examples_part_where_python_needs_their_numbers(f):
+    assert difference(vmap(f)(X), loop(f)(X)) is None
+
+
+@pytest.mark.parametrize(
+    "f", [lambda x: x.data_ptr(), lambda x: x.storage(), lambda x: pickle.dumps(x)]
+)
+def test_what_needs_the_memory_of_one_example_is_refused(f):
     with pytest.raises(DataDependentError):
         vmap(f)(X)
 

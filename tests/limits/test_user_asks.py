@@ -682,10 +682,14 @@ def test_a_tensor_built_from_an_examples_numbers(name):
     same(vmap(vmap(f))(x), loop(loop(f))(x))
 
 
-@pytest.mark.parametrize("f", [lambda e: torch.arange(0, 1, e), lambda e: torch.zeros(e.int())])
-def test_a_length_that_is_an_examples_number_is_a_clear_error(f):
+@pytest.mark.parametrize("f", [lambda e: torch.arange(0, 3, e), lambda e: torch.zeros(e.int())])
+def test_a_length_that_is_an_examples_number(f):
+    lengths = torch.tensor([1.0, 2.0])
+    with pytest.raises(ValueError, match=r"example 1   \[2\]"):
+        vmap(f)(lengths)
     with pytest.raises(RuntimeError, match="test_user_asks"):
-        vmap(f)(torch.tensor([1.0, 2.0]))
+        vmap(f, divergence="error")(lengths)
+    same(vmap(lambda e: f(e).sum())(lengths), loop(lambda e: f(e).sum())(lengths))
 
 
 # --- layers that are given one example ----------------------------------------------------------
@@ -817,7 +821,7 @@ def test_an_example_without_dims_does_not_promote_one_with(name):
 
 # --- messages -----------------------------------------------------------------------------------
 
-REFUSED = {
+PARTING = {
     "if": lambda x: x if x.sum() > 0 else -x,
     "and": lambda x: x if x[0] > 0 and x[1] > 0 else -x,
     "not": lambda x: x * (not x[0] > 0),
@@ -828,13 +832,22 @@ REFUSED = {
     "nonzero": lambda x: x.nonzero(),
     "a mask": lambda x: x[x > 0],
 }
+OF_BOTH_SIGNS = torch.tensor([[1.5, 1.0, -0.2], [-0.1, -1.5, 0.3], [0.2, 0.0, 0.4]], dtype=D)
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", PARTING)
+def test_examples_that_part_give_what_the_loop_gives(name):
+    def f(x):
+        return torch.as_tensor(PARTING[name](x), dtype=D).sum()
+
+    same(vmap(f)(OF_BOTH_SIGNS), loop(f)(OF_BOTH_SIGNS))
+
+
+@pytest.mark.parametrize("name", PARTING)
 def test_what_is_refused_is_refused_at_the_users_line_with_a_way_out(name):
-    f, line = REFUSED[name], inspect.getsourcelines(REFUSED[name])[1]
+    f, line = PARTING[name], inspect.getsourcelines(PARTING[name])[1]
     with pytest.raises(RuntimeError, match="vmap") as caught:
-        vmap(f)(numbers(4, 3))
+        vmap(f, divergence="error")(OF_BOTH_SIGNS)
     text = str(caught.value)
     assert f"test_user_asks.py:{line}" in text
     assert "functorch" not in text

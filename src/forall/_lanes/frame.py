@@ -199,7 +199,8 @@ class Frame(Region):
     def note_cell(self, reader: Callable) -> None:
         """The name that this function reads is about to change."""
         if self.t.parted:
-            self.t.note(Cell(reader.__closure__[0]))
+            cells: Any = reader.__closure__
+            self.t.note(Cell(cells[0]))
 
     def note_global(self, names: dict, name: str) -> None:
         if self.t.parted:

@@ -24,7 +24,7 @@ class Loop(Region):
 
     __slots__ = (
         "all_broke", "all_wait", "apart", "broken", "frame", "holes", "left", "names", "noted",
-        "parting", "unmet", "varying", "waiting",
+        "parting", "varying", "waiting",
     )  # fmt: skip
 
     def __init__(self, frame: Any, names: tuple[str, ...]) -> None:
@@ -33,14 +33,14 @@ class Loop(Region):
         Region.__init__(self, frame.t)
         self.apart = self.all_broke = self.all_wait = self.varying = self.holes = False
         self.parting: Any = None
-        self.waiting: list | None = None
-        self.unmet = False
+        self.left: list = []
+        self.broken: list = []
+        self.waiting: list = []
 
     def _begin(self) -> None:
         """Lanes are apart from here on."""
         if not self.apart:
             self.apart = True
-            self.left, self.broken, self.waiting = [], [], []
             self.frame.apart += 1
             self.t.parted += 1
 
@@ -159,7 +159,7 @@ class Loop(Region):
         self.frame.apart -= 1
         self.t.parted -= 1
         self.close()
-        self.left = self.broken = self.waiting = self.noted = None
+        self.left, self.broken, self.waiting, self.noted = [], [], [], EMPTY
 
     def _met(self, parts: list, names: dict[str, Any]) -> list[Any]:
         if not self.frame.dead:

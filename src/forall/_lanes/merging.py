@@ -145,21 +145,21 @@ def _tuples(parts: Parts) -> Any:
     return tuple(items) if type(first) is tuple else first._make(items)
 
 
-def settled(value: Any) -> Any:
+def settled(value: Any, peek: Any = lambda _, v: v) -> Any:
     """What varies, as one structure where the structures agree: for a result that is new."""
     if not hasattr(type(value), "varies"):
         return value
-    parts = within(value.parts, words.now())
+    parts = [(w, peek(w, v)) for w, v in within(value.parts, words.now())]
     first = parts[0][1]
     if any(type(v) is not type(first) for _, v in parts):
         return value
     if type(first) in (list, tuple):
         if any(len(v) != len(first) for _, v in parts):
             return value
-        items = [settled(merge([(w, v[n]) for w, v in parts])) for n in range(len(first))]
+        items = [settled(merge([(w, v[n]) for w, v in parts]), peek) for n in range(len(first))]
         return type(first)(items)
     if type(first) is dict:
         if any(list(v) != list(first) for _, v in parts):
             return value
-        return {k: settled(merge([(w, v[k]) for w, v in parts])) for k in first}
+        return {k: settled(merge([(w, v[k]) for w, v in parts]), peek) for k in first}
     return value

@@ -26,6 +26,12 @@ runs_with(_Runtime)
 del _builtin
 
 
+def _content(world: Any, value: Any) -> Any:
+    """What an object holds for lanes of this world."""
+    mixed = thread.mixed.get(id(value))
+    return value if mixed is None else mixed[1].within(world)
+
+
 def convert(f: Callable) -> Callable | Refused:
     """f, run so that its examples can part and meet again; or why not.
 
@@ -40,7 +46,7 @@ def convert(f: Callable) -> Callable | Refused:
             return found
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        return settled(call(f, *args, **kwargs))
+        return settled(call(f, *args, **kwargs), _content)
 
     return run
 

@@ -103,7 +103,7 @@ class Desugar(ast.NodeTransformer):
             return tests[0]
         return ast.copy_location(ast.BoolOp(ast.And(), tests), p)
 
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
-        return node
-
-    visit_AsyncFunctionDef = visit_ClassDef = visit_Lambda = visit_FunctionDef  # noqa: N815 - ast's names
+    def visit(self, node: ast.AST) -> Any:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)):
+            return node
+        return super().visit(node)

@@ -12,79 +12,17 @@ from forall._source.expressions import Expressions
 from forall._source.names import Liveness, Names, bound
 from forall._source.pieces import FRAME, constant, delayed, expr, stmts
 from forall._source.refused import CannotConvert
-
-IF = """
-IF = F.branch(TEST)
-if IF.parted:
-    IF.save(F.locals(), KEPT, JOINS)
-for TRIP in IF.yes:
-    BODY
-if IF.parted:
-    MEET
-"""
-IF_ELSE = """
-IF = F.branch(TEST)
-if IF.parted:
-    IF.save(F.locals(), KEPT, JOINS)
-for TRIP in IF.yes:
-    BODY
-if IF.parted:
-    FLIP
-for TRIP in IF.no:
-    ORELSE
-if IF.parted:
-    MEET
-"""
-WHILE = """
-LOOP = F.loop()
-while LOOP.test(TEST) or (LOOP.parting and LOOP.part(F.locals())):
-    for TRIP in F.once:
-        BODY
-    AGAIN
-FINISH
-"""
-FOR = """
-LOOP = F.loop()
-ITEMS = LOOP.over(IT)
-if LOOP.varying:
-    LOOP.note(F.locals())
-for TARGET in ITEMS:
-    for TRIP in F.once:
-        BODY
-    AGAIN
-    if LOOP.varying:
-        LOOP.note(F.locals())
-FINISH
-"""
-AGAIN = """
-if LOOP.waiting:
-    REJOIN
-if F.dead and not LOOP.revived():
-    break
-"""
-FINISH = """
-if LOOP.apart:
-    MEET
-else:
-    LOOP.done()
-"""
-FINISH_ELSE = """
-if LOOP.apart:
-    NORMAL
-for TRIP in LOOP.normal:
-    ORELSE
-if LOOP.apart:
-    MEET
-else:
-    LOOP.done()
-"""
-LEAVE = """
-VALUE = RESULT
-if not F.apart:
-    return VALUE
-F.leave(VALUE)
-break
-"""
+from forall._source.templates import (
+    AGAIN,
+    FINISH,
+    FINISH_ELSE,
+    FOR,
+    IF,
+    IF_ELSE,
+    IN_PLACE,
+    LEAVE,
+    WHILE,
+)
 
 
 class Statements:
@@ -308,7 +246,7 @@ class Statements:
         return before + self._stored(node.target, e.visit(node.value), e)
 
     def _augassign(self, node: ast.AugAssign, e: Expressions) -> list[ast.stmt]:
-        op = constant(_IN_PLACE[type(node.op)], node)
+        op = constant(IN_PLACE[type(node.op)], node)
         value = e.visit(node.value)
         target: Any = node.target
         before = self._noting(target, node)
@@ -416,10 +354,4 @@ def _sees_all(f: ast.FunctionDef) -> bool:
     return any(isinstance(n, ast.Name) and n.id in seers for n in ast.walk(f))
 
 
-_IN_PLACE = {
-    ast.Add: "iadd", ast.Sub: "isub", ast.Mult: "imul", ast.Div: "itruediv",
-    ast.FloorDiv: "ifloordiv", ast.Mod: "imod", ast.Pow: "ipow", ast.MatMult: "imatmul",
-    ast.LShift: "ilshift", ast.RShift: "irshift", ast.BitAnd: "iand", ast.BitOr: "ior",
-    ast.BitXor: "ixor",
-}  # fmt: skip
 __all__ = ["FRAME", "Statements"]

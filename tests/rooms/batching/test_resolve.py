@@ -88,8 +88,14 @@ def test_a_decomposition_that_fails(monkeypatch, error):
         raise error
 
     _registered(monkeypatch, run)
+    once = vmap(aten.sin.default, divergence="error")
     with pytest.warns(PerformanceWarning, match="sin"):
-        check_vmap(aten.sin.default, (X,))
+        assert torch.equal(once(X), X.sin())
+
+
+def test_examples_part_where_a_decomposition_asks_for_a_value(monkeypatch):
+    _registered(monkeypatch, lambda x: x * x.sum().item())
+    assert torch.allclose(vmap(aten.sin.default)(X), X * X.sum(1, keepdim=True))
 
 
 def test_a_decomposition_that_raises_what_one_example_would(monkeypatch):
@@ -109,7 +115,7 @@ def test_a_copy_of_a_view_is_the_view_copied():
 @pytest.mark.parametrize("name", ["numpy", "tolist", "share_memory_", "__dlpack__"])
 def test_what_reads_memory_says_so(name):
     with pytest.raises(RuntimeError, match="none has memory of its own"):
-        vmap(lambda x: getattr(x, name)())(X)
+        vmap(lambda x: getattr(x, name)(), divergence="error")(X)
 
 
 def test_the_loop_is_right_without_examples():

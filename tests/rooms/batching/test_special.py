@@ -42,8 +42,12 @@ def test_bincount_of_one_length():
 
 
 def test_bincount_of_several_lengths_has_no_stack():
+    x = torch.tensor([[0, 1], [1, 2]])
     with pytest.raises(DataDependentError, match="minlength"):
-        vmap(torch.bincount)(torch.tensor([[0, 1], [1, 2]]))
+        vmap(torch.bincount, divergence="error")(x)
+    with pytest.raises(ValueError, match="differ in shape"):
+        vmap(torch.bincount)(x)
+    check_vmap(lambda x: torch.bincount(x).max(), (x,))
 
 
 @pytest.mark.parametrize("reduce", ["sum", "mean", "max", "min", "prod"])
@@ -89,8 +93,9 @@ def test_fake_quantize(in_dims):
 def test_one_answer_where_the_examples_agree():
     assert vmap(lambda x: x + torch.equal(x, x))(X).shape == X.shape
     assert vmap(lambda x: x + torch.allclose(x, x + 1))(X).equal(X)
+    check_vmap(lambda x: x + torch.equal(x, X[0]), (X,))
     with pytest.raises(DataDependentError):
-        vmap(lambda x: x + torch.equal(x, X[0]))(X)
+        vmap(lambda x: x + torch.equal(x, X[0]), divergence="error")(X)
 
 
 def test_python_operators_in_place():

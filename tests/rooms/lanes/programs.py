@@ -91,7 +91,8 @@ class Writer:
         r = self.r
         if depth == 0:
             a = r.choice(["x", "y", "z", "p.u", "c[0]"])
-            return f"{a} {r.choice(['<', '>', '<=', '>='])} {r.choice(['0.1', '-0.3', 'y', 'x', 'z', '0.6'])}"
+            b = r.choice(["0.1", "-0.3", "y", "x", "z", "0.6"])
+            return f"{a} {r.choice(['<', '>', '<=', '>='])} {b}"
         t = lambda: self.test(depth - 1)  # noqa: E731
         return r.choice(
             [

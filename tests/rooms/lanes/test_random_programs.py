@@ -5,11 +5,20 @@ from pathlib import Path
 from runpy import run_path
 
 import pytest
+import torch
 
 HERE = Path(__file__).parent
 TOY = run_path(str(HERE / "toy.py"))
 PROGRAMS = run_path(str(HERE / "programs.py"))
 runtime = TOY["runtime"]
+
+
+@pytest.fixture(autouse=True)
+def doubles():
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(before)
 
 
 def inputs(seed, size=7):

@@ -43,11 +43,11 @@ class World:
         return f"World{self.ids}"
 
 
-class Undefined(Exception):
+class Undefined(Exception):  # noqa: N818
     pass
 
 
-class Differ(Exception):
+class Differ(Exception):  # noqa: N818
     """A Python value was asked for where lanes have several."""
 
 
@@ -212,7 +212,7 @@ def _operator(name, run, reverse=False):
     return method
 
 
-for _name in ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "lt", "le", "gt", "ge", "eq", "ne"]:
+for _name in "add sub mul truediv floordiv mod pow lt le gt ge eq ne".split():  # noqa: SIM905
     for _class in (V, Number):
         _run = getattr(operator, _name)
         setattr(_class, f"__{_name}__", _operator(_name, _run))
@@ -313,7 +313,7 @@ def close(a, b):
     if isinstance(a, dict) and isinstance(b, dict):
         return a.keys() == b.keys() and all(close(a[k], b[k]) for k in a)
     if isinstance(a, (int, float)) and isinstance(b, (int, float)):
-        return abs(a - b) <= 1e-9 * max(1, abs(a)) or (a != a and b != b)
+        return abs(a - b) <= 1e-9 * max(1, abs(a)) or str(a) == str(b)
     return a == b
 
 
