@@ -144,9 +144,7 @@ def _filter(f: Any, iterable: Any) -> Any:
     kept: list = []
 
     def keep(v: Any) -> None:
-        if thread.parted:
-            items.note(kept)
-        kept.append(v)
+        calls.call(kept.append, v)
 
     for v in iterable:
         chosen(v if f is None else calls.call(f, v), functools.partial(keep, v), lambda: None)
