@@ -15,7 +15,7 @@ from forall._control.cond import cond, switch
 from forall._control.scan import map, scan  # noqa: A004 - the name that it has in JAX
 from forall._control.while_loop import fori_loop, while_loop
 from forall._core.errors import PerformanceWarning
-from forall._lanes import reading as _reading
+from forall._lanes import wiring as _wiring
 from forall._transforms import captured as _captured
 from forall._transforms import functions as _functions
 from forall._transforms.grad import grad, grad_and_value
@@ -32,7 +32,7 @@ from forall._transforms.vmap import vmap
 _functions.install()
 _captured.install()
 _torchs.install()
-del _captured, _functions, _reading, _rules, _torchs
+del _captured, _functions, _wiring, _rules, _torchs
 __all__ = [
     "PerformanceWarning",
     "associative_scan",

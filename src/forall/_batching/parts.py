@@ -226,6 +226,11 @@ def is_stale(t: Any) -> bool:
     return False
 
 
+def is_partial(t: Any) -> bool:
+    """Whether a tensor has values of some of the examples that run, and of no others."""
+    return any(not covers(b.level, b.level.acting) for b in _layers(t) if type(b) is Batched)
+
+
 def narrow(t: Tensor) -> Tensor:
     """A tensor for the examples that run, recorded on every level that it is a value of."""
     with functions_off():

@@ -12,6 +12,7 @@ from forall._batching.parts import part, prepare
 from forall._batching.worlds import Apart, World, now, running
 from forall._batching.writing import written
 from forall._core.parting import Parted
+from forall._torch.dispatch import functions_off, no_dispatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,6 +33,7 @@ def apart(call: Callable[[], Any], join: Callable[[list[tuple[World, Any]]], Any
             if written.times != before:
                 raise Apart from None
             prepare(root)
-            rows = world.of(root).rows
-            todo = [World({**world.parts, root: part(root, rows[g])}) for g in parted.groups] + todo
+            with no_dispatch(), functions_off():
+                groups = [world.of(root).rows[g] for g in parted.groups]
+            todo = [World({**world.parts, root: part(root, rows)}) for rows in groups] + todo
     return done[0][1] if len(done) == 1 else join(done)

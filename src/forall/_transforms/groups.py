@@ -21,6 +21,7 @@ from forall._core.remembering import Remembered
 from forall._torch import generators
 from forall._torch.dispatch import functions_off
 from forall._transforms import mapping
+from forall._transforms.ragged import Ragged, together
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -89,10 +90,10 @@ class Watched:
 class once_more:
     """A run that can be undone: where its examples part, all is as it was before it began."""
 
-    __slots__ = ("level", "state", "watched")
+    __slots__ = ("call", "level", "state", "watched")
 
     def __init__(self, call: Mapping, level: VmapLevel) -> None:
-        self.level = level
+        self.call, self.level = call, level
         self.state = State(call) if level.parts and level.size > 1 else None
         level.ledger.undoable = level.parts
         self.watched = isinstance(call.options, Watched)
@@ -102,8 +103,10 @@ class once_more:
     def __enter__(self) -> None:
         pass
 
-    def __exit__(self, _kind: object, _error: object, _trace: object) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         parted, ledger = self.level.parted, self.level.ledger
+        if parted is None and self.call.options.gave_up(self.level, error):
+            parted = [[*range(self.level.size)]]
         if parted is not None and self.state is not None:
             # Whatever became of it on its way: a bare `except:` of the user's may have taken it.
             ledger.before.undo()
@@ -249,7 +252,9 @@ def joined(places: Places, parts: list[Part]) -> tuple[list, Any]:
     firsts = [part[0][0] for part in parts]
     columns = zip(*(flat for _, flat, _ in parts), strict=True)
     return [
-        _in_order(mapping.joined(places.call, column, place, firsts), place, order)
+        together(column, order)
+        if type(column[0]) is Ragged
+        else _in_order(mapping.joined(places.call, column, place, firsts), place, order)
         for column, place in zip(columns, places.of(spec), strict=True)
     ], spec
 

@@ -21,8 +21,9 @@ from forall._random.scopes import entered as drawing_in
 from forall._torch import generators, handover, trees
 from forall._torch.dispatch import functions_off
 from forall._torch.wrapper import Wrapper, has_own_meaning, kind_of
-from forall._transforms import checks, mapping
-from forall._transforms.groups import Groups, in_groups, joined, once_more
+from forall._transforms import apart, checks, mapping
+from forall._transforms.groups import joined, once_more
+from forall._transforms.ragged import apiece, nested
 from forall._transforms.types import P, R
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ def vmap(
     *,
     chunk_size: int | None = None,
     divergence: str = "split",
+    ragged: bool = False,
 ) -> Callable[P, R]:
     """``func`` of one example, for all examples at once.
 
@@ -62,6 +64,11 @@ def vmap(
             ``forall.random.scope(key, i)`` gives example i alone. A vmap inside one with a key
             needs no flag: its examples draw from the keys of the one around.
         chunk_size: run at most so many examples at once. Changes memory, not values.
+        divergence: ``"split"`` runs any Python: where examples want to go different ways (``if x >
+            0``, ``while``, ``x.item()``, ``x[mask]``, an operator that fails for some), they
+            part, and meet again. ``"error"`` refuses that.
+        ragged: results with dims leave as nested tensors (jagged layout), so that their shapes may
+            differ between the examples. Numbers stay stacked.
 
     Keyword arguments are shared between the examples, unless a dict of in_dims names them.
 
@@ -87,7 +94,7 @@ def vmap(
     checks.randomness("vmap", randomness, keys=True)
     checks.chunk_size("vmap", chunk_size)
     checks.divergence("vmap", divergence)
-    options = Options(divergence)
+    options = Options(divergence, ragged)
 
     @functools.wraps(func, updated=())
     def mapped(*args: Any, **kwargs: Any) -> Any:
@@ -110,7 +117,8 @@ def vmap(
         entering = Entering(*mapping.inputs(call, args, kwargs, *dims), (args, kwargs))
         origin = Origin(call, users_line(), range(entering.size), entering.size)
         whole = Mapping(func, entering, places, Draws(randomness), origin, options)
-        return whole.in_chunks(min(chunk_size or entering.size, entering.size))
+        result = whole.in_chunks(min(chunk_size or entering.size, entering.size))
+        return nested(places.call, result) if ragged else result
 
     return mapped
 
@@ -119,6 +127,11 @@ class Options(NamedTuple):
     """How examples that part are run."""
 
     divergence: str
+    ragged: bool
+
+    def gave_up(self, level: VmapLevel, error: BaseException | None) -> bool:
+        """Whether a run that ended so is to be made again, in groups."""
+        return False
 
 
 class Entering(NamedTuple):
@@ -192,11 +205,7 @@ class Mapping(NamedTuple):
 
     def run(self) -> Any:
         """All examples at once, or in groups where they part."""
-        try:
-            flat, spec = self.once()
-        except Groups as parted:
-            flat, spec = in_groups(self, parted.groups)
-        return trees.unflatten(flat, spec)
+        return trees.unflatten(*apart.run(self))
 
     def once(self) -> tuple[list, Any]:
         """One run of the function. It ends with `Groups` where its examples part."""
@@ -225,7 +234,10 @@ class Mapping(NamedTuple):
                 r = as_tensor(r)
             elif isinstance(r, (int, float, complex)) and place is not None:
                 r = torch.tensor(r)
-            left.append(_leave(r, place, level, self.places.call, seen))
+            stack = _leave(r, place, level, self.places.call, seen)
+            if self.options.ragged and place is not None and isinstance(stack, torch.Tensor):
+                stack = apiece(self.places.call, stack, place)
+            left.append(stack)
         return left, spec
 
     def in_chunks(self, chunk: int) -> Any:

@@ -1,4 +1,4 @@
-"""``x.item()`` inside vmap: one Python number where all examples agree, else a `Number`."""
+"""Where the runtime's words come from, and what ``x.item()`` gives inside vmap."""
 
 from __future__ import annotations
 
@@ -6,14 +6,19 @@ from typing import Any
 
 import torch
 
+from forall._batching import worlds
 from forall._batching.parting import answers
+from forall._batching.rerun import apart
 from forall._batching.table import CALLS
 from forall._lanes import made  # noqa: F401 - torch.tensor(n) and its like
-from forall._lanes.numbers import number
+from forall._lanes.maths import BUILTINS
+from forall._lanes.numbers import Number, number
+from forall._lanes.words import use, words
 from forall._torch.wrapper import Wrapper
 
 
 def _item(x: torch.Tensor) -> Any:
+    """One Python number where all examples agree, else a `Number`."""
     if not isinstance(x, Wrapper) or x.numel() != 1:
         return NotImplemented
     _, levels = answers(x)
@@ -23,3 +28,14 @@ def _item(x: torch.Tensor) -> Any:
 
 
 CALLS[torch.Tensor.item] = _item
+use(
+    now=worlds.now,
+    asked=worlds.asked,
+    running=worlds.running,
+    joined=worlds.joined,
+    undefined=worlds.Undefined,
+    apart=apart,
+    tensor=torch.Tensor,
+    number=Number,
+)
+words.convert = lambda n, kind: BUILTINS[kind](n)

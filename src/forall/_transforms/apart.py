@@ -1,0 +1,110 @@
+"""Which way a function is run whose examples part: converted source, where there is any.
+
+The first call of a function runs it as it is; code whose tests agree pays nothing. Where examples
+part, all is undone, and its converted form runs: there they part and meet again within one run.
+Where that cannot be, each group runs by itself (`groups`). What parted once is converted at once
+from then on.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
+
+import torch
+
+from forall._batching.parts import Undefined, is_partial
+from forall._batching.worlds import Apart
+from forall._lanes import Refused, convert
+from forall._lanes.heap import Unsplittable
+from forall._lanes.varying import Varying
+from forall._torch import trees
+from forall._torch.wrapper import Wrapper
+from forall._transforms.groups import Groups, in_groups
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import CodeType
+
+    from forall._batching.interpreter import VmapLevel
+    from forall._transforms.vmap import Mapping
+
+_PARTED: WeakSet[CodeType] = WeakSet()
+# What converted code raises where it cannot hold examples apart.
+UNABLE = (Apart, Undefined, Unsplittable)
+
+
+def run(call: Mapping) -> tuple[list, Any]:
+    """All examples at once as long as they agree; then apart, as far as need be."""
+    code = _code(call.func)
+    known = code in _PARTED
+    if not known:
+        try:
+            return call.once()
+        except Groups as parted:
+            groups = parted.groups
+            if code is not None:
+                _PARTED.add(code)
+    else:
+        groups = [[*range(call.entering.size)]]
+    function = convert(call.func) if call.entering.size > 1 else None
+    if function is not None and not isinstance(function, Refused):
+        try:
+            return call._replace(func=_whole(function), options=Converted(call.options)).once()
+        except Groups:
+            groups = [[*range(call.entering.size)]]
+    elif known:
+        return _as_it_is(call)
+    return in_groups(call, groups)
+
+
+def _as_it_is(call: Mapping) -> tuple[list, Any]:
+    try:
+        return call.once()
+    except Groups as parted:
+        return in_groups(call, parted.groups)
+
+
+def _whole(function: Callable) -> Callable:
+    """A converted function that answers with what all its examples have in common."""
+
+    def whole(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        for leaf in trees.leaves(result):
+            if type(leaf) is Varying or (isinstance(leaf, Wrapper) and is_partial(leaf)):
+                raise Unsplittable("results of several kinds")
+        return result
+
+    return whole
+
+
+class Converted:
+    """The options of a call that runs converted source."""
+
+    def __init__(self, options: Any) -> None:
+        self.options = options
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.options, name)
+
+    def gave_up(self, level: VmapLevel, error: BaseException | None) -> bool:
+        """Whether converted code has to be run otherwise.
+
+        Where its examples have parted, an error is that of some: which one the loop meets first
+        is for the groups to say.
+        """
+        return isinstance(error, UNABLE) or (
+            isinstance(error, Exception) and level.rows is not None
+        )
+
+
+def _code(func: Callable) -> CodeType | None:
+    """What tells a function that may be made anew for each call."""
+    func = inspect.unwrap(func)
+    while isinstance(func, functools.partial):
+        func = inspect.unwrap(func.func)
+    if isinstance(func, torch.nn.Module):
+        func = type(func).forward
+    return getattr(getattr(func, "__func__", func), "__code__", None)
