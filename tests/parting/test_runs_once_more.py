@@ -6,16 +6,29 @@ Each effect is made anew, once for the loop and once for vmap, and must be the s
 from __future__ import annotations
 
 import functools
-from collections import Counter, OrderedDict, deque
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from forall import vmap
+from forall._transforms import apart
 from oracle import difference, stack_trees
 from parting.cases import D
+
+
+@pytest.fixture
+def floor(monkeypatch):
+    """Groups alone, as for a function whose source cannot be had."""
+    monkeypatch.setattr(apart, "convert", lambda _func: None)
+
+
+@pytest.fixture(params=["groups", "converted"])
+def way(request):
+    if request.param == "groups":
+        request.getfixturevalue("floor")
+    return request.param
+
 
 XS = (1.0, -2.0, 3.0, -4.0, 5.0, 0.5)
 
@@ -111,6 +124,33 @@ def overwritten_differently():
     def f(x):
         kept.fill_(1.0 if x > 0 else 2.0)
         return x * kept
+
+    return f, lambda: kept
+
+
+@effect
+def overwritten_in_branches():
+    kept = torch.zeros(3, dtype=D)
+
+    def f(x):
+        if x > 0:
+            kept[0] = 1.0
+        else:
+            kept[0] = 2.0
+        return x * kept[0]
+
+    return f, lambda: kept
+
+
+@effect
+def overwritten_by_all_and_then_by_some():
+    kept = number(7.0)
+
+    def f(x):
+        kept.zero_()
+        if x > 0:
+            kept.fill_(3.0)
+        return x - kept
 
     return f, lambda: kept
 
@@ -227,8 +267,9 @@ def the_stack_that_is_mapped():
     return f, lambda: len(box)
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("momentum", [0.1, None])
-@pytest.mark.parametrize("where", ["before", "after", "in one branch"])
+@pytest.mark.parametrize("where", ["before", "after", "in one branch", "in both", "twice"])
 def test_running_statistics(where, momentum):
     def make():
         norm = nn.BatchNorm1d(2, momentum=momentum, dtype=D)
@@ -238,6 +279,14 @@ def test_running_statistics(where, momentum):
             if where == "before":
                 y = norm(data * x).sum()
                 return y + x if x > 0 else y
+            if where == "in both":
+                y = norm(data * x) if x > 0 else norm(data - x)
+                return y.sum()
+            if where == "twice":
+                y = norm(data * x)
+                if x > 0:
+                    y = norm(y + x)
+                return y.sum()
             if x > 0 and where == "in one branch":
                 return x
             if x > 0:
@@ -337,9 +386,16 @@ def a_step_of_an_optimizer_of_its_own():
     return f, lambda: None
 
 
+OWN = {"itself": lambda xs: xs, "a result": lambda xs: xs * 1, "rows": lambda xs: xs[[1, 0, 2, 3]]}
+
+
 @pytest.mark.parametrize("held", [False, True])
-@pytest.mark.parametrize("own", [lambda xs: xs, lambda xs: xs * 1, lambda xs: xs[[1, 0, 2, 3]]])
-def test_a_gradient_left_on_what_is_mapped(own, held):
+@pytest.mark.parametrize("own", OWN)
+def test_a_gradient_left_on_what_is_mapped(own, held, way, request):
+    if way == "converted" and own != "itself" and not held:
+        reason = "behind Enter a backward pass runs under the part of the level that has parted"
+        request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
+
     def f(x):
         (x * x).backward(retain_graph=True)
         if x > 0 and x > 2:
@@ -350,7 +406,7 @@ def test_a_gradient_left_on_what_is_mapped(own, held):
         xs = stack(requires_grad=True)
         if held:
             xs.grad = torch.ones_like(xs)
-        out = mapped(own(xs))
+        out = mapped(OWN[own](xs))
         out.sum().backward()
         assert type(xs.grad) is torch.Tensor
         return out.detach(), xs.grad
@@ -358,146 +414,7 @@ def test_a_gradient_left_on_what_is_mapped(own, held):
     assert (found := difference(run(vmap(f)), run(lambda xs: looped(f, xs)))) is None, found
 
 
-# --- Python's own state --------------------------------------------------------------------------
-
-
-class Counts:
-    of_all = 0
-
-    def __init__(self):
-        self.calls, self.log = 0, []
-
-    def one(self, x):
-        self.calls += 1
-        self.log.append("one")
-        Counts.of_all += 1
-        if x > 0:
-            self.log.append("above")
-            return x
-        return x * 2
-
-    def __call__(self, x):
-        return self.one(x) + 1
-
-
-calls_of_all = 0
-log_of_all: list[Any] = []
-counts_of_all = Counts()
-
-
-def named_by_the_function():
-    global calls_of_all
-    calls_of_all += 1
-    log_of_all.append(calls_of_all)
-    counts_of_all.calls += 1
-
-
-def made_containers():
-    return {
-        "list": [0],
-        "dict": {"n": 0},
-        "set": {0},
-        "deque": deque([0], maxlen=3),
-        "bytearray": bytearray(b"a"),
-        "counter": Counter(a=1),
-        "ordered": OrderedDict(n=[0]),
-        "nested": {"inner": [[0]]},
-    }
-
-
-def fill(c):
-    c["list"].append(len(c["list"]))
-    c["dict"]["n"] += 1
-    c["set"].add(len(c["set"]))
-    c["deque"].appendleft(len(c["deque"]))
-    c["bytearray"].extend(b"b")
-    c["counter"]["a"] += 1
-    c["ordered"]["n"].append(1)
-    c["nested"]["inner"][0].append(2)
-
-
-def two_calls(run):
-    """State after a loop over two examples, or a vmap of two groups of one example."""
-    return run(torch.tensor([1.0, -1.0], dtype=D))
-
-
-@pytest.mark.parametrize("way", ["argument", "closure", "partial", "default in a tuple"])
-def test_containers(way):
-    def states(mapped):
-        c = made_containers()
-
-        def of(c, x):
-            fill(c)
-            return x if x > 0 else x * 2
-
-        if way == "argument":
-            run = mapped(of, (None, 0)), (c,)
-        elif way == "closure":
-            run = mapped(lambda x: of(c, x), 0), ()
-        elif way == "partial":
-            run = mapped(functools.partial(of, c), 0), ()
-        else:
-            run = mapped(lambda t, x: of(t[0], x), (None, 0)), ((c, 1),)
-        two_calls(lambda xs: run[0](*run[1], xs))
-        return c
-
-    def loop(f, _in_dims):
-        return lambda *args: [f(*args[:-1], x) for x in args[-1]]
-
-    assert states(vmap) == states(loop)
-
-
-def test_nonlocal_names():
-    def run(mapped):
-        calls, late = 0, []
-
-        def f(x):
-            nonlocal calls, late
-            calls += 1
-            late = [*late, "call"]
-            return x if x > 0 else x * 2
-
-        two_calls(mapped(f))
-        return calls, late
-
-    assert run(vmap) == run(lambda f: lambda xs: [f(x) for x in xs]) == (2, ["call", "call"])
-
-
-@pytest.mark.parametrize("what", ["method", "object"])
-def test_attributes_of_the_object_that_is_called(what):
-    Counts.of_all = 0
-    counts = Counts()
-    two_calls(vmap(counts.one if what == "method" else counts))
-    assert (counts.calls, Counts.of_all) == (2, 2)
-    assert sorted(counts.log) == ["above", "one", "one"]
-
-
-def test_attributes_of_an_argument_and_of_the_function():
-    counts = Counts()
-
-    def f(counts, x):
-        counts.calls += 1
-        f.calls += 1
-        return x if x > 0 else x * 2
-
-    f.calls = 0
-    two_calls(functools.partial(vmap(f, in_dims=(None, 0)), counts))
-    assert (counts.calls, f.calls) == (2, 2)
-
-
-def test_globals_of_a_function_that_is_called_by_name():
-    global calls_of_all
-    calls_of_all, counts_of_all.calls = 0, 0
-    log_of_all.clear()
-
-    def f(x):
-        named_by_the_function()
-        return x if x > 0 else x * 2
-
-    two_calls(vmap(f))
-    assert (calls_of_all, log_of_all, counts_of_all.calls) == (2, [1, 2], 2)
-
-
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("run", [vmap, CHUNKED], ids=["all", "chunks"])
 @pytest.mark.parametrize("name", EFFECTS)
 def test_it_is_the_loops(name, run):

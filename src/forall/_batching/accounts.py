@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from forall._batching import parting
 from forall._batching.batched import Batched
 from forall._batching.families import front, is_mapped, lower
 from forall._batching.undoing import as_it_is
@@ -79,7 +80,7 @@ class Account:
         """Note a `Step` or a function that adds; False where the order of writes would matter."""
         at = place(target)
         chained = [p for p in self.chains if not apart(at, p)]
-        if not chained and _only_adds(update):
+        if not chained and only_adds(update):
             self.sums.append((at, target, _adding(target, update, size)))
             return True
         if (
@@ -111,7 +112,7 @@ class Account:
             chain.settle()
 
 
-def _only_adds(update: Any) -> bool:
+def only_adds(update: Any) -> bool:
     if type(update) is Step:
         return type(update.factor) is int and update.factor == 1
     return callable(update)
@@ -187,6 +188,7 @@ def average(target: Tensor, data: Tensor, before: Tensor, times: int = 1) -> Non
         n = before + times
         target.mul_(before / n).add_(data / n)
         return
+    by_all(level, "batch_norm", target)
     if is_mapped(before, level):
         raise shared_write("batch_norm", target, [before])
     while isinstance(data, Wrapper) and data.level is not level and level.is_outside(data.level):
@@ -213,3 +215,12 @@ def is_shared_older(t: Any, level: Any) -> bool:
     if type(t) is Batched and t.level is level:
         return t.older and t.axis is None
     return isinstance(t, Tensor)
+
+
+def by_all(level: Any, func: Any, target: Tensor) -> None:
+    """Where only some examples do what their order shows in, they all run again, in groups."""
+    root = level.root
+    if root is not level:
+        raise parting.apart(
+            root, [[*range(root.size)]], lambda: shared_write(str(func), target, [])
+        )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forall._batching import table
-from forall._batching.accounts import Step, is_shared_older, place
+from forall._batching.accounts import Step, by_all, is_shared_older, only_adds, place
 from forall._batching.batched import Batched, promote, refit
 from forall._batching.families import common_dtype, front, is_mapped, level_on, lower, wrapped
 from forall._batching.ledger import conflict, memory, unrecorded
@@ -245,10 +245,16 @@ def _older_written(
     for t in read:
         if is_shared_older(t, level):
             ledger.reads(func, t)
-    if not into or (not mapped and all(memory(t) in ledger.renewed for t in into)):
+    if not into:
+        return None
+    renewed = [memory(t) in ledger.renewed for t in into]
+    if not mapped and all(renewed):
+        by_all(level, func, into[0])
         return None
     rule = table.UPDATES.get(func)
     update = rule and rule(level, lower(args[0], level), *args[1:], **kwargs)
+    if any(renewed) or not only_adds(update):
+        by_all(level, func, into[0])
     if update is not None:
         _add_up(level, func, args, kwargs, update)
         return _nothing
@@ -278,6 +284,7 @@ def step_later(level: Any, func: Any, target: Tensor, step: Step) -> None:
     """A `Step` that autograd does not see, at the end of the call."""
     if not (level.active and not level.records_values):
         raise shared_write(str(func), target, [])
+    by_all(level, func, target)
     level.ledger.note(func, target, lower(target, level), step, level.size)
 
 

@@ -45,10 +45,13 @@ class Remembered:
         while isinstance(func, functools.partial):
             self._take((func.args, func.keywords), 1)
             func = func.func
+        wrapped = getattr(func, "__wrapped__", None)
+        if wrapped is not None:
+            self._callable(wrapped)
         owner = getattr(func, "__self__", func)
         func = getattr(func, "__func__", func)
         if not isinstance(func, FunctionType):
-            func = getattr(type(func), "__call__", None)
+            func = getattr(type(func), "__call__", None)  # noqa: B004 - the function itself
         if not isinstance(owner, FunctionType):
             self._take(owner, 1)
             self._class(type(owner))

@@ -52,7 +52,8 @@ def run(call: Mapping) -> tuple[list, Any]:
     function = convert(call.func) if call.entering.size > 1 else None
     if function is not None and not isinstance(function, Refused):
         try:
-            return call._replace(func=_whole(function), options=Converted(call.options)).once()
+            whole = _whole(function, call.func)
+            return call._replace(func=whole, options=Converted(call.options)).once()
         except Groups:
             groups = [[*range(call.entering.size)]]
     elif known:
@@ -67,7 +68,7 @@ def _as_it_is(call: Mapping) -> tuple[list, Any]:
         return in_groups(call, parted.groups)
 
 
-def _whole(function: Callable) -> Callable:
+def _whole(function: Callable, func: Callable) -> Callable:
     """A converted function that answers with what all its examples have in common."""
 
     def whole(*args: Any, **kwargs: Any) -> Any:
@@ -77,7 +78,8 @@ def _whole(function: Callable) -> Callable:
                 raise Unsplittable("results of several kinds")
         return result
 
-    return whole
+    # By its name the state that it can reach is found, where it has to be run otherwise.
+    return functools.update_wrapper(whole, func, assigned=(), updated=())
 
 
 class Converted:

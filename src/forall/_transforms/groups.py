@@ -8,6 +8,7 @@ did to memory from before the call, that is undone as well, and the examples run
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +17,7 @@ from forall._batching.accounts import is_shared_older, noting_level
 from forall._batching.failing import name_example
 from forall._batching.ledger import memory
 from forall._batching.undoing import Touched
-from forall._core.levels import top
+from forall._core.levels import outside, top
 from forall._core.remembering import Remembered
 from forall._torch import generators
 from forall._torch.dispatch import functions_off
@@ -231,10 +232,38 @@ def _some(call: Mapping, numbers: list[int]) -> Mapping:
 
 
 def _rows(leaf: Tensor, dim: int, numbers: list[int]) -> Tensor:
-    if leaf.requires_grad:  # an index would be gone after a backward pass inside the function
-        rows = leaf.unbind(dim)
-        return torch.stack([rows[n] for n in numbers], dim)
-    return leaf.index_select(dim, torch.tensor(numbers, device=leaf.device))
+    at = torch.tensor(numbers, device=leaf.device)
+    return Rows.apply(leaf, dim, at) if leaf.requires_grad else leaf.index_select(dim, at)
+
+
+class Rows(torch.autograd.Function):
+    """``index_select`` that a backward pass inside the function leaves fit for the next one."""
+
+    @staticmethod
+    def forward(stack: Tensor, dim: int, at: Tensor) -> Tensor:
+        return stack.index_select(dim, at)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:  # noqa: ARG004
+        stack, ctx.dim, ctx.at = inputs
+        ctx.shape, ctx.level = stack.shape, top()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple:
+        with _back_at(ctx.level):
+            return g.new_zeros(ctx.shape).index_copy(ctx.dim, ctx.at, g), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, t: Tensor | None, *_: None) -> Tensor | None:
+        return None if t is None else t.index_select(ctx.dim, ctx.at)
+
+
+def _back_at(level: Any) -> Any:
+    """Act as code under ``level``, where a backward pass may run further in."""
+    inner: Any = top()
+    while inner is not None and inner.parent is not level:
+        inner = inner.parent
+    return nullcontext() if inner is None else outside(inner)
 
 
 def _mapped(call: Mapping) -> list[Tensor]:

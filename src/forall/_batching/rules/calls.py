@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from forall._batching.accounts import is_shared_older
+from forall._batching.accounts import by_all, is_shared_older
 from forall._batching.batched import Batched, are_apart, derive, line_up, refit, same
 from forall._batching.ledger import note_read, summed_grad
 from forall._batching.standing import reach, stand, stands
@@ -270,6 +270,7 @@ def _grad(x: Tensor) -> Any:
         if id(x) in level.ledger.leaves:
             raise summed_grad(x)
         if is_shared_older(x, level):
+            by_all(level, "x.grad", x)
             level.ledger.read.add(grad_of(x))
     return NotImplemented
 
@@ -277,6 +278,7 @@ def _grad(x: Tensor) -> Any:
 def _set_grad(x: Tensor, _new: Any) -> Any:
     for level in _levels():
         if is_shared_older(x, level):
+            by_all(level, "x.grad = ..", x)
             level.ledger.sets_grad(x)
     return NotImplemented
 
