@@ -273,6 +273,8 @@ class Narrow(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, g):
+        for level in ctx.levels:
+            g = g if g is None else restricted(g, level)
         return g, None, None  # of some examples only, see NOTE [parts]
 
     @staticmethod
