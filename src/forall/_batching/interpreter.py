@@ -160,7 +160,7 @@ class VmapLevel(Level, TorchDispatchMode):
         return border.leave(example, 0, self)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        level = self.acting
+        level = self.acting if self.root is self else self
         try:
             with functions_off():
                 handler = _HANDLERS.get(func)
@@ -171,7 +171,7 @@ class VmapLevel(Level, TorchDispatchMode):
                 found = level._meets(args, kwargs.values()) if kwargs else level._meets(args)
                 if found is _INNER:
                     inner = innermost(levels_in(args, kwargs or {}))
-                    if inner.root is not self:
+                    if inner.root is not self.root:
                         return NotImplemented  # an inner value: its level acts first
                     return level.meet(func, args, kwargs or {})
                 return level._run(func, args, kwargs or {}, handler, found)
@@ -195,7 +195,12 @@ class VmapLevel(Level, TorchDispatchMode):
         """An operator on values of different examples of one root."""
         from forall._batching.meeting import meet  # which stands on the level
 
-        return meet(func, args, kwargs)
+        was = is_excluded(CONJUGATE)
+        set_lazy_bits(True)
+        try:
+            return meet(func, args, kwargs)
+        finally:
+            set_lazy_bits(not was)
 
     def under(self, tensors: list, f: Any) -> Batched:
         with outside(self):

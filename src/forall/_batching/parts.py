@@ -231,6 +231,23 @@ def is_stale(t: Any) -> bool:
     return False
 
 
+def stale(t: Any) -> Iterator[tuple[Any, Any, Any]]:
+    """The levels of a tensor whose other examples run: root, the tensor's, and who acts."""
+    for b in _layers(t):
+        level = b.level
+        if level.acting is not level and level.active:
+            yield level.root, level, level.acting
+
+
+def is_second_name(t: Any) -> bool:
+    """Whether narrowing makes no copy: older memory, that all examples share."""
+    return all(
+        b.axis is None and b.older
+        for b in _layers(t)
+        if b.level.acting is not b.level and b.level.active
+    )
+
+
 def narrow(t: Tensor) -> Tensor:
     """A tensor for the examples that run, recorded on every level that it is a value of."""
     with functions_off():
@@ -247,6 +264,11 @@ def _narrow(t: Any) -> Tensor:
             raise Undefined(t, some)
         with outside(level):
             made = cut(t, some)
+            if t.axis is None:
+                if t.older:
+                    made.older = True
+                else:  # these examples may write into it
+                    made.value = made.value.clone()
             if is_stale(made.value):
                 made = wrap(_narrow(made.value), made.axis, some)
     if made is t or not _is_recorded(t):
@@ -357,7 +379,7 @@ def _restricted(t: Any, some: Any) -> Any:
             made = cut(t, both)
     else:
         inner = _restricted(t.value, some) if _has(t.value, some.root) else t.value
-        if inner is None or inner is t.value:
+        if inner is None or (inner is t.value and t.level.ends):  # a tape is played on others
             return None if inner is None else t
         made = t.level.under([t], lambda value: _restricted(value, some))
     return apply_function(Narrow, t, [made], [some]) if _is_recorded(t) else made

@@ -22,8 +22,13 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _known: dict[Any, bool] = {}
 
 
-def _is_pointwise(func: Any) -> bool:
+def is_pointwise(func: Any) -> bool:
     """Whether this function of torch, or method of Tensor, is one pointwise operator."""
+    known = _known.get(func)
+    return _is_pointwise(func) if known is None else known
+
+
+def _is_pointwise(func: Any) -> bool:
     name = getattr(func, "__name__", "")
     known = False
     if func in (getattr(torch, name, None), getattr(torch.Tensor, name, None)):
@@ -61,9 +66,8 @@ def _takes_tensors(op: Any) -> bool:
 
 def answer(func: Any, args: tuple, level: Any) -> Any:
     """The result, or None where the long way must be taken."""
-    known = _known.get(func)
     if (
-        not (_is_pointwise(func) if known is None else known)
+        not is_pointwise(func)
         or dispatch_modes() != 1
         or users_tangents()
     ):
