@@ -31,6 +31,7 @@ from forall._core.levels import (
     lift,
     outside,
     second_name,
+    stack,
     top,
 )
 from forall._random import scopes
@@ -41,6 +42,7 @@ from forall._torch.dispatch import (
     autograd_below,
     functions_off,
     has_tangent,
+    in_backward,
     is_accumulating,
     is_excluded,
     set_lazy_bits,
@@ -277,12 +279,20 @@ class VmapLevel(Level, TorchDispatchMode):
             kwargs = {k: self._shared(a) for k, a in kwargs.items()}
         return args, kwargs
 
+    def _lifted(self, t: torch.Tensor) -> torch.Tensor:
+        """A tensor from outside, for the examples that run."""
+        if not stack.parted or in_backward():
+            return lift(t, self)
+        from forall._batching.narrowing import for_those_that_run  # which stands on the level
+
+        return for_those_that_run(lift(t, self.root))
+
     def _shared(self, a: Any) -> Any:
         if isinstance(a, torch.Tensor):
             if (a.requires_grad or (users_tangents() and has_tangent(a))) and is_from_outside(
                 a, self
             ):
-                return lift(a, self)
+                return self._lifted(a)
         elif type(a) in _SEQUENCES and a:
             return type(a)([self._shared(b) for b in a])
         return a

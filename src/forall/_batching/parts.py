@@ -55,7 +55,6 @@ class Part(VmapLevel):
         self.shares = self.parts = True
         self.outer_grad = root.outer_grad
         self.counted, self.met = None, []
-        self.lifted = {}
         self.parted = None
         self._where: Tensor | None = None
         self.places, self.covered = WeakKeyDictionary(), WeakKeyDictionary()
@@ -75,6 +74,15 @@ class Part(VmapLevel):
     @property
     def active(self) -> bool:
         return self.of.active
+
+    @property
+    def lifted(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.of.lifted
+
+    def some(self, tensor: Tensor) -> Tensor:
+        found = restricted(tensor, self)
+        assert found is not None  # noqa: S101 - it is one of all examples
+        return found
 
     @property
     def notes(self) -> bool:
@@ -302,7 +310,8 @@ class Narrow(torch.autograd.Function):
     @staticmethod
     def jvp(ctx, t, *_):
         for level in ctx.levels:
-            t = t if t is None else restricted(t, level)
+            some = t if t is None else restricted(t, level)
+            t = nothing(t, level) if some is None and t is not None else some
         return t
 
 
@@ -383,6 +392,14 @@ def _restricted(t: Any, some: Any) -> Any:
             return None if inner is None else t
         made = t.level.under([t], lambda value: _restricted(value, some))
     return apply_function(Narrow, t, [made], [some]) if _is_recorded(t) else made
+
+
+def nothing(t: Any, some: Any) -> Any:
+    """Zeros like t for examples of which it has none."""
+    if is_of(t, some.root):
+        with functions_off(), outside(some):
+            return wrap(t.value.new_zeros(t.shape), None, some)
+    return t.level.under([t], lambda value: nothing(value, some))
 
 
 def _has(t: Any, root: Any) -> bool:

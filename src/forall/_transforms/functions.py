@@ -11,15 +11,17 @@ from typing import Any
 
 import torch
 
+from forall._batching.narrowing import narrowed
 from forall._batching.sharing import Sharing, sharing
 from forall._core.again import may_carry_tangents, where_it_first_ran
-from forall._core.levels import Level, at, deepest, is_from_outside, lift, outside, peels, top
+from forall._core.levels import Level, at, deepest, is_from_outside, lift, outside, peels, stack, top
 from forall._random.scopes import resuming
 from forall._torch import checkpoints
 from forall._torch.dispatch import (
     apply_users,
     function_modes,
     functions_are_off,
+    in_backward,
     in_torch_func,
     install_forward_level,
 )
@@ -35,6 +37,10 @@ def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         level = running
     if level is None:
         return apply_users(cls, *args, **kwargs)
+    if stack.parted and not in_backward() and not functions_are_off():
+        fit = narrowed(cls.apply, args, kwargs)
+        if fit.stands:
+            return fit.given(apply(cls, *fit.args, **fit.kwargs))
     if torch.is_grad_enabled() and not getattr(level, "records_values", False):
         args = tuple(
             lift(a, level)
