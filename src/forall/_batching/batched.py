@@ -30,13 +30,14 @@ if TYPE_CHECKING:
 class Family:
     """One base value and the living tensors that are views of it. See NOTE [alias families]."""
 
-    __slots__ = ("__weakref__", "axis", "members", "older", "prune_at", "stands", "value")
+    __slots__ = ("__weakref__", "axis", "members", "older", "prune_at", "stands", "times", "value")
 
     def __init__(self, value: torch.Tensor, axis: int | None, older: bool) -> None:
         self.value = value
         self.axis = axis
         self.older = older
         self.stands: Any = None  # `standing.Standing`, where the loop has a view and we a copy
+        self.times = 0  # it has been written into
         self.members: list[weakref.ref[Batched]] = []
         self.prune_at = 64
 
@@ -166,15 +167,20 @@ def same(value: torch.Tensor, axis: int | None) -> tuple[torch.Tensor, int | Non
 def derive(base: Batched, value: torch.Tensor, axis: int | None, call: ViewCall) -> Batched:
     """A view of ``base``, of its family."""
     view = wrap(value, axis, base.level)
-    family = base.family
-    if family is None:
-        family = base.family = Family(base.value, base.axis, base.older)
-        family.add(base)
-    view.family = family
+    family = view.family = family_of(base)
     view.chain = (*base.chain, call)
     view.older = base.older
     family.add(view)
     return view
+
+
+def family_of(b: Batched) -> Family:
+    """The family of a tensor: of its own, where it is no view and has none yet."""
+    family = b.family
+    if family is None:
+        family = b.family = Family(b.value, b.axis, b.older)
+        family.add(b)
+    return family
 
 
 def promote(b: Batched, size: int) -> None:

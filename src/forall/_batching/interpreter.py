@@ -30,6 +30,7 @@ from forall._core.levels import (
     lift,
     outside,
     second_name,
+    stack,
     top,
 )
 from forall._random import scopes
@@ -40,6 +41,7 @@ from forall._torch.dispatch import (
     autograd_below,
     functions_off,
     has_tangent,
+    in_backward,
     is_accumulating,
     is_excluded,
     set_lazy_bits,
@@ -159,7 +161,7 @@ class VmapLevel(Level, TorchDispatchMode):
         return border.leave(example, 0, self)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        level = self.acting
+        level = self.acting if self.root is self else self
         try:
             with functions_off():
                 handler = _HANDLERS.get(func)
@@ -170,7 +172,7 @@ class VmapLevel(Level, TorchDispatchMode):
                 found = level._meets(args, kwargs.values()) if kwargs else level._meets(args)
                 if found is _INNER:
                     inner = innermost(levels_in(args, kwargs or {}))
-                    if inner.root is not self:
+                    if inner.root is not self.root:
                         return NotImplemented  # an inner value: its level acts first
                     return level.meet(func, args, kwargs or {})
                 return level._run(func, args, kwargs or {}, handler, found)
@@ -196,7 +198,12 @@ class VmapLevel(Level, TorchDispatchMode):
         """An operator on values of different examples of one root."""
         from forall._batching.meeting import meet  # which stands on the level
 
-        return meet(func, args, kwargs)
+        was = is_excluded(CONJUGATE)
+        set_lazy_bits(True)
+        try:
+            return meet(func, args, kwargs)
+        finally:
+            set_lazy_bits(not was)
 
     def under(self, tensors: list, f: Any) -> Batched:
         with outside(self):
@@ -273,12 +280,20 @@ class VmapLevel(Level, TorchDispatchMode):
             kwargs = {k: self._shared(a) for k, a in kwargs.items()}
         return args, kwargs
 
+    def _lifted(self, t: torch.Tensor) -> torch.Tensor:
+        """A tensor from outside, for the examples that run."""
+        if not stack.parted or in_backward():
+            return lift(t, self)
+        from forall._batching.narrowing import for_those_that_run  # which stands on the level
+
+        return for_those_that_run(lift(t, self.root))
+
     def _shared(self, a: Any) -> Any:
         if isinstance(a, torch.Tensor):
             if (a.requires_grad or (users_tangents() and has_tangent(a))) and is_from_outside(
                 a, self
             ):
-                return lift(a, self)
+                return self._lifted(a)
         elif type(a) in _SEQUENCES and a:
             return type(a)([self._shared(b) for b in a])
         return a

@@ -6,14 +6,25 @@ into it, or into a view of it, is put back there.
 
 from __future__ import annotations
 
+import threading
 from typing import Any, NamedTuple
 
 import torch
 
 from forall._batching import standing
-from forall._batching.parts import is_stale, merged, narrow, restricted, without
+from forall._batching.parts import (
+    common,
+    is_second_name,
+    is_stale,
+    merged,
+    narrow,
+    restricted,
+    stale,
+    without,
+)
+from forall._batching.shortcut import is_pointwise
 from forall._core.levels import act
-from forall._torch.names import version
+from forall._torch.dispatch import forward_mode_runs, functions_off
 from forall._torch.wrapper import Wrapper
 
 Tensor = torch.Tensor
@@ -36,6 +47,21 @@ _ITSELF = frozenset(getattr(Tensor, name).__get__ for name in _GETTERS.split()) 
 _SEQUENCES = frozenset({list, tuple})
 
 
+class _Kept(threading.local):
+    """What has been narrowed for the examples that run, with what it was before for others."""
+
+    found: dict[int, tuple[Any, Any]] | None = None
+
+
+kept = _Kept()
+
+
+def forget(found: dict[int, tuple[Any, Any]]) -> None:
+    """These examples run no more: a tensor must not hold its copies, which hold it."""
+    for t, was in found.values():
+        t.narrowed = was
+
+
 class Fit(NamedTuple):
     """A call's arguments for the examples that run, and those they stand for."""
 
@@ -48,8 +74,8 @@ class Fit(NamedTuple):
         if self.stands:
             if isinstance(out, Tensor):
                 return self.stands.get(id(out), out)
-            if type(out) is tuple:
-                return tuple(self.stands.get(id(o), o) for o in out)
+            if type(out) in _SEQUENCES:
+                return type(out)([self.stands.get(id(o), o) for o in out])
         return out
 
 
@@ -58,84 +84,113 @@ def narrowed(func: Any, args: tuple, kwargs: dict) -> Fit:
     stands: dict[int, Tensor] = {}
     if func in _ITSELF:
         return Fit(args, kwargs, stands)
+    reads = is_pointwise(func)  # and makes no view: nobody can write into what it takes
     if func is torch.autograd.grad:  # with respect to the very tensors
-        kept = args[1:]
-        args = (_fit(args[0], stands), *kept)
-        return Fit(args, kwargs, stands)
-    args = tuple([_fit(a, stands) for a in args])
+        return Fit((_fit(args[0], stands, reads), *args[1:]), kwargs, stands)
+    args = tuple([_fit(a, stands, reads) for a in args])
     if kwargs:
-        kwargs = {k: _fit(a, stands) for k, a in kwargs.items()}
+        kwargs = {k: _fit(a, stands, reads) for k, a in kwargs.items()}
     return Fit(args, kwargs, stands)
 
 
-def _fit(a: Any, stands: dict[int, Tensor]) -> Any:
+def _fit(a: Any, stands: dict[int, Tensor], reads: bool) -> Any:
     if isinstance(a, Wrapper):
         if not is_stale(a):
             return a
-        found = _narrowed(a)
+        found = _narrowed(a, reads)
         stands[id(found)] = a
         return found
     if type(a) in _SEQUENCES and a:
-        inner = [_fit(b, stands) for b in a]
+        inner = [_fit(b, stands, reads) for b in a]
         if any(x is not y for x, y in zip(a, inner, strict=True)):
             return type(a)(inner)
     return a
 
 
-def _narrowed(t: Any) -> Tensor:
+def for_those_that_run(t: Tensor) -> Tensor:
+    """One tensor, for the examples that run."""
+    return _fit(t, {}, reads=False)
+
+
+def _narrowed(t: Any, reads: bool) -> Tensor:
     """Once for the examples that run, as long as the wider one does not change."""
+    memory, records = standing.memory_of(t), _records(t)
+    assert memory is not None  # noqa: S101 - it is stale
     known = t.narrowed
     if known is not None:
-        found, number, required = known
-        if not is_stale(found) and number == version(t) and required == _records(t):
+        found, times, recorded, of = known
+        if of is not None:
+            times = of.x_seen
+        if times == memory.times and records == recorded and not is_stale(found):
+            if of is None and not reads:
+                t.narrowed = found, times, recorded, _stand(found, t)
             return found
     found = narrow(t)
-    standing.stand_for(found, Rows(found, t))
-    if not (t.is_leaf and t.requires_grad):  # it would keep itself alive
-        t.narrowed = found, version(t), _records(t)
+    of = None if reads else _stand(found, t)
+    if kept.found is not None:
+        kept.found.setdefault(id(t), (t, known))
+        t.narrowed = found, memory.times, records, of
     return found
 
 
 def _records(t: Tensor) -> bool:
-    return t.requires_grad and torch.is_grad_enabled()
+    """Whether a derivative is taken down: what was narrowed without one does not serve with one."""
+    return torch.is_grad_enabled() and (t.requires_grad or forward_mode_runs())
+
+
+def _stand(found: Any, t: Any) -> Rows | None:
+    with functions_off():
+        if is_second_name(t):
+            return None
+        of = Rows(found, t)
+        standing.enlist(of)
+        return of
 
 
 class Rows(standing.Standing):
     """A narrowed tensor, and the wider one whose rows it has."""
 
-    __slots__ = ()
+    __slots__ = ("worlds",)
 
     def __init__(self, picked: Any, x: Tensor) -> None:
         super().__init__(picked, x, [])
+        self.worlds = [*stale(x)]
 
-    def put_back(self) -> None:
-        standing.reach(self.x, self._overlay)
-        self.version = version(self.x)
-        known = self.x.narrowed
-        if known is not None and known[0] is self.picked:
-            self.x.narrowed = self.picked, self.version, _records(self.x)
-
-    def _overlay(self) -> None:
-        x, some = self.x, self.picked
-        root, level = _stale(x)
-        own = root.acting
-        rest = without(level, own)
-        act(root, level)
+    def put_back(self, picked: Tensor) -> None:
+        now = [(root, root.acting) for root, _, _ in self.worlds]
         try:
-            if rest is not None:
-                some = merged([(rest, restricted(x, rest)), (own, some)], level)
-            torch.ops.aten.copy_.default(x, some)
+            for root, wide, _ in self.worlds:
+                act(root, wide)
+            torch.ops.aten.copy_.default(self.x, _overlaid(self.x, picked, self.worlds))
         finally:
-            act(root, own)
+            for root, was in now:
+                act(root, was)
 
-    def current(self) -> Tensor:
-        return narrow(self.x)
+    def heard(self, other: standing.Standing) -> None:
+        """Copies of other examples hold what they held."""
+        if type(other) is Rows and any(
+            root is its_root and common(own, its_own) is None
+            for root, _, own in self.worlds
+            for its_root, _, its_own in other.worlds
+        ):
+            self.x_seen = other.x_seen
 
-    def follows(self) -> bool:
-        return is_stale(self.x) and not is_stale(self.picked)
+    def follow(self, picked: Tensor) -> None:
+        now = [(root, root.acting) for root, _, _ in self.worlds]
+        try:
+            for root, _, own in self.worlds:
+                act(root, own)
+            torch.ops.aten.copy_.default(picked, narrow(self.x))
+        finally:
+            for root, was in now:
+                act(root, was)
 
 
-def _stale(t: Any) -> tuple[Any, Any]:
-    while t.level.acting is t.level:
-        t = t.value
-    return t.level.root, t.level
+def _overlaid(x: Any, some: Tensor, worlds: list) -> Tensor:
+    """x with what some of its examples hold now."""
+    if not worlds:
+        return some
+    (_, wide, own), *inner = worlds
+    rest = without(wide, own)
+    some = _overlaid(restricted(x, own), some, inner)
+    return some if rest is None else merged([(rest, restricted(x, rest)), (own, some)], wide)

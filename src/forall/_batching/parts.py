@@ -55,7 +55,6 @@ class Part(VmapLevel):
         self.shares = self.parts = True
         self.outer_grad = root.outer_grad
         self.counted, self.met = None, []
-        self.lifted = {}
         self.parted = None
         self._where: Tensor | None = None
         self.places, self.covered = WeakKeyDictionary(), WeakKeyDictionary()
@@ -75,6 +74,15 @@ class Part(VmapLevel):
     @property
     def active(self) -> bool:
         return self.of.active
+
+    @property
+    def lifted(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.of.lifted
+
+    def some(self, tensor: Tensor) -> Tensor:
+        found = restricted(tensor, self)
+        assert found is not None  # noqa: S101 - it is one of all examples
+        return found
 
     @property
     def notes(self) -> bool:
@@ -231,6 +239,23 @@ def is_partial(t: Any) -> bool:
     return any(not covers(b.level, b.level.acting) for b in _layers(t) if type(b) is Batched)
 
 
+def stale(t: Any) -> Iterator[tuple[Any, Any, Any]]:
+    """The levels of a tensor whose other examples run: root, the tensor's, and who acts."""
+    for b in _layers(t):
+        level = b.level
+        if level.acting is not level and level.active:
+            yield level.root, level, level.acting
+
+
+def is_second_name(t: Any) -> bool:
+    """Whether narrowing makes no copy: older memory, that all examples share."""
+    return all(
+        b.axis is None and b.older
+        for b in _layers(t)
+        if b.level.acting is not b.level and b.level.active
+    )
+
+
 def narrow(t: Tensor) -> Tensor:
     """A tensor for the examples that run, recorded on every level that it is a value of."""
     with functions_off():
@@ -247,6 +272,11 @@ def _narrow(t: Any) -> Tensor:
             raise Undefined(t, some)
         with outside(level):
             made = cut(t, some)
+            if t.axis is None:
+                if t.older:
+                    made.older = True
+                else:  # these examples may write into it
+                    made.value = made.value.clone()
             if is_stale(made.value):
                 made = wrap(_narrow(made.value), made.axis, some)
     if made is t or not _is_recorded(t):
@@ -273,22 +303,16 @@ class Narrow(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, g):
-        # Of some examples only, see NOTE [parts]; and of no others, whom a sum may have brought in.
-        return _of_all(g, ctx.levels), None, None
+        for level in ctx.levels:
+            g = g if g is None else restricted(g, level)
+        return g, None, None  # of some examples only, see NOTE [parts]
 
     @staticmethod
     def jvp(ctx, t, *_):
-        return None if t is None else _of_all(t, ctx.levels)
-
-
-def _of_all(t: Tensor, levels: list) -> Tensor | None:
-    """What a value has of the examples of each of these levels' roots."""
-    for level in levels:
-        found = restricted(t, level)
-        if found is None:
-            return None
-        t = found
-    return t
+        for level in ctx.levels:
+            some = t if t is None else restricted(t, level)
+            t = nothing(t, level) if some is None and t is not None else some
+        return t
 
 
 class Undefined(RuntimeError):  # noqa: N818 - what it is, and shown to nobody
@@ -380,10 +404,18 @@ def _restricted(t: Any, some: Any) -> Any:
             made = cut(t, both)
     else:
         inner = _restricted(t.value, some) if _has(t.value, some.root) else t.value
-        if inner is None or inner is t.value:
+        if inner is None or (inner is t.value and t.level.ends):  # a tape is played on others
             return None if inner is None else t
         made = t.level.under([t], lambda value: _restricted(value, some))
     return apply_function(Narrow, t, [made], [some]) if _is_recorded(t) else made
+
+
+def nothing(t: Any, some: Any) -> Any:
+    """Zeros like t for examples of which it has none."""
+    if is_of(t, some.root):
+        with functions_off(), outside(some):
+            return wrap(t.value.new_zeros(t.shape), None, some)
+    return t.level.under([t], lambda value: nothing(value, some))
 
 
 def _has(t: Any, root: Any) -> bool:

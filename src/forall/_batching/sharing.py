@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from forall._batching import standing, table
 from forall._batching.batched import Batched
 from forall._batching.shortcut import answer
+from forall._batching.writing import written
 from forall._core.levels import Level, innermost, left_over, levels_in, stack, top
 from forall._torch.dispatch import in_backward, users_tangents
 from forall._torch.names import subclass_functions_are_on, subclass_functions_off
@@ -78,6 +79,8 @@ class Sharing(TorchFunctionMode):
         return fit.given(out)
 
     def _call(self, func: Any, args: tuple, kwargs: dict | None) -> Any:
+        if standing.copies.found is not None and standing.copies.seen != written.times:
+            standing.settle()  # what was written where nobody saw the call
         out = answer(func, args, kwargs, stack.top)
         if out is not None:
             return out
@@ -93,8 +96,8 @@ class Sharing(TorchFunctionMode):
         out = NotImplemented if call is None else call(*args, **(kwargs or {}))
         if out is NotImplemented:
             out = func(*args, **kwargs) if kwargs else func(*args)
-        if standing.rows.found is not None:
-            standing.follow()
+        if standing.copies.found is not None and standing.copies.seen != written.times:
+            standing.settle()
         return out
 
     def _by_class(self, kind: type, func: Any, args: tuple, kwargs: dict) -> Any:

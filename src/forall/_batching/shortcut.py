@@ -46,6 +46,11 @@ def _kind(func: Any) -> Any:
     return _known[func]
 
 
+def is_pointwise(func: Any) -> bool:
+    """Whether this function of torch, or method of Tensor, is one pointwise operator."""
+    return (_known[func] if func in _known else _kind(func)) is _on_the_stacks
+
+
 def _is_pointwise(func: Any) -> bool:
     """Whether this is one pointwise operator."""
     name = getattr(func, "__name__", "")

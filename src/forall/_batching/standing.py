@@ -1,135 +1,148 @@
 """What the loop has as a view and we as a copy: ``x[i]`` with an i of each example.
 
-Written to, the copy is put back into x. Where x changes under another name, the copy follows,
-after the call that changed it and in that call's grad mode, so its derivative is that of what x
-holds by then; a backward pass that needs what it held before meets torch's own version check.
+What an API call has written into the copy, or into a view of it, is put back into x. Where x
+changes under another name, the copy follows. Both happen after the call that wrote and in its grad
+mode, so a derivative is that of what x holds by then; a backward pass that needs what it held
+before meets torch's own version check.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from typing import TYPE_CHECKING, Any
 
 import torch
 
-from forall._batching.batched import Batched, Family
+from forall._batching.batched import Batched, Family, family_of, wrap
+from forall._batching.writing import written
 from forall._torch.dispatch import functions_off
 from forall._torch.names import version
 from forall._torch.wrapper import Wrapper
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 aten = torch.ops.aten
+_FEW = 64
 
 
-class _Rows(threading.local):
-    """The holders of copies that live; None where there are none, to be quick to ask."""
+class _Copies(threading.local):
+    """The copies that live; None where there are none, to be quick to ask."""
 
-    found: list[weakref.ref] | None = None
-
-
-rows = _Rows()
-
-
-def _holder(x: Any) -> Any:
-    """What knows whether x, or what x is a view of, stands for a view of something else."""
-    if type(x) is Batched:
-        return x.family
-    if not isinstance(x, Wrapper):
-        return None
-    with functions_off():
-        base = x._base
-    return x if base is None else base
+    found: list[weakref.ref[Standing]] | None = None
+    seen = -1  # `written.times`, when they were last looked at
+    prune_at = _FEW
 
 
-def stands(x: Any) -> Standing | None:
-    """The copy that x is a part of, if it is one that stands for a view."""
-    holder = _holder(x)
-    return None if holder is None else holder.stands
+copies = _Copies()
+
+
+def memory_of(x: torch.Tensor) -> Family | None:
+    """The memory that x is a name of, which counts what is written into it."""
+    while isinstance(x, Wrapper) and type(x) is not Batched:
+        x = x.value
+    return family_of(x) if type(x) is Batched else None
 
 
 class Standing:
-    """One copy, and the places of x that it is of."""
+    """One copy, and the places of x that it is of. It lives as long as the copy's memory."""
 
-    __slots__ = ("picked", "places", "version", "x")
+    __slots__ = (
+        "__weakref__", "level", "memory", "node", "picked", "places", "seen", "x", "x_memory",
+        "x_seen",
+    )  # fmt: skip
 
     def __init__(self, picked: Wrapper, x: torch.Tensor, places: list) -> None:
-        self.picked = picked
-        self.places = places
-        self.x = x
-        self.version = version(x)
+        memory = memory_of(picked)
+        assert memory is not None  # noqa: S101 - it differs between examples
+        memory.stands = self
+        self.memory, self.picked = weakref.ref(memory), weakref.ref(picked)
+        self.level = picked.level
+        self.node = picked.grad_fn
+        self.x, self.places = x, places
+        self.x_memory = memory_of(x)
+        self.look()
 
-    def put_back(self) -> None:
-        reach(self.x, lambda: aten.index_put_.default(self.x, self.places, self.picked))
-        self.version = version(self.x)
+    def look(self) -> None:
+        """Take both as they are now."""
+        memory = self.memory()
+        self.seen = 0 if memory is None else memory.times
+        self.x_seen = self.x_times()
 
-    def follow(self) -> None:
-        now = version(self.x)
-        if (now == self.version and now >= 0) or not self.follows():
-            return
-        self.version = now
-        self.alone(lambda: aten.copy_.default(self.picked, self.current()))
+    def x_times(self) -> int:
+        return version(self.x) if self.x_memory is None else self.x_memory.times
 
-    def follows(self) -> bool:
-        """Whether the examples that run are those of the copy."""
+    def settle_copy(self) -> bool:
+        """Put back into x what has been written into the copy."""
+        memory = self.memory()
+        if memory is None or memory.times == self.seen:
+            return False
+        picked = self.picked()
+        if picked is None:  # only a name without history is left
+            picked = wrap(memory.value, memory.axis, self.level)
+        self.seen = memory.times
+        if self.x.requires_grad and picked.grad_fn is self.node:  # written behind autograd's back
+            with torch.no_grad():
+                self.put_back(picked)
+        else:
+            self.put_back(picked)
+            self.node = picked.grad_fn
+        self.look()
         return True
 
-    def current(self) -> torch.Tensor:
-        """What x holds at these places."""
-        return aten.index.Tensor(self.x, self.places)
+    def settle_x(self) -> None:
+        """Let the copy hold what x holds by now."""
+        picked = self.picked()
+        if picked is not None and self.x_times() != self.x_seen:
+            self.x_seen = self.x_times()
+            self.follow(picked)
+            self.node = picked.grad_fn
+            self.look()
 
-    def alone(self, write: Callable[[], object]) -> object:
-        """A write into the copy, not into what it is of."""
-        holder = _holder(self.picked)
-        holder.stands = None
-        try:
-            return write()
-        finally:
-            holder.stands = self
+    def heard(self, other: Standing) -> None:
+        """Another copy has been put back into x."""
+
+    def put_back(self, picked: torch.Tensor) -> None:
+        aten.index_put_.default(self.x, self.places, picked)
+
+    def follow(self, picked: torch.Tensor) -> None:
+        aten.copy_.default(picked, aten.index.Tensor(self.x, self.places))
 
 
 def stand(picked: torch.Tensor, x: torch.Tensor, places: list) -> torch.Tensor:
     """Let ``picked``, which is x at these places, be what the loop has: a view of x."""
     if isinstance(picked, Wrapper):
-        stand_for(picked, Standing(picked, x, places))
+        with functions_off():
+            enlist(Standing(picked, x, places))
     return picked
 
 
-def stand_for(picked: Wrapper, of: Standing) -> None:
-    """Let ``picked`` stand for what ``of`` says."""
-    if type(picked) is Batched:
-        picked.family = Family(picked.value, picked.axis, picked.older)
-        picked.family.add(picked)
-    holder = _holder(picked)
-    holder.stands = of
-    rows.found = [*filter(_lives, rows.found or ()), weakref.ref(holder)]
+def enlist(standing: Standing) -> None:
+    found = copies.found
+    if found is None:
+        copies.found, copies.seen, copies.prune_at = [], written.times, _FEW
+        found = copies.found
+    elif len(found) > copies.prune_at:
+        found[:] = [reference for reference in found if _lives(reference())]
+        copies.prune_at = 2 * len(found) + _FEW
+    found.append(weakref.ref(standing))
 
 
-def reach(x: torch.Tensor, write: Callable[[], object]) -> object:
-    """A write into x, and where x is a copy that stands for a view, into what it is of."""
-    copy = stands(x)
-    if copy is None:
-        return write()
-    out = copy.alone(write)
-    copy.put_back()
-    return out
+def _lives(standing: Standing | None) -> bool:
+    return standing is not None and standing.level.active
 
 
-def _lives(reference: weakref.ref) -> bool:
-    holder = reference()
-    # None while its copy is written to: that is for a moment.
-    return holder is not None and (holder.stands is None or holder.stands.picked.level.active)
-
-
-def follow() -> None:
-    """Let the copies hold what the tensors that they are of hold by now."""
-    found, rows.found = rows.found or [], None  # what follows is our own doing
+def settle() -> None:
+    """Bring copies and what they are of together again, after something has been written."""
+    found, copies.found = copies.found or [], None  # what follows is our own doing
     try:
-        for reference in found:
-            holder = reference()
-            if holder is not None and holder.stands is not None and _lives(reference):
-                holder.stands.follow()
+        with functions_off():
+            alive = [s for s in (reference() for reference in found) if _lives(s)]
+            for s in reversed(alive):  # a copy may be one of a copy
+                before = s.x_times()
+                if s.settle_copy():
+                    for other in alive:
+                        if other.x_memory is s.x_memory and other.x_seen == before:
+                            other.heard(s)
+            for s in alive:
+                s.settle_x()
     finally:
-        rows.found = [r for r in found if _lives(r)] or None
+        copies.found = [r for r in found if _lives(r())] or None
+        copies.seen = written.times

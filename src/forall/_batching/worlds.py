@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from forall._batching.narrowing import forget, kept
 from forall._batching.parting import answers, number
 from forall._batching.parts import (
     Undefined,
@@ -133,7 +134,7 @@ def asked(test: Any) -> bool | tuple[World, World]:
 class running:
     """Only the examples of a world run in the body."""
 
-    __slots__ = ("was", "world")
+    __slots__ = ("kept", "was", "world")
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -144,10 +145,15 @@ class running:
         ]
         for root, _ in self.was:
             act(root, self.world.of(root))
+        if self.was:
+            self.kept, kept.found = kept.found, {}
 
     def __exit__(self, *_: object) -> None:
         for root, level in self.was:
             act(root, level)
+        if self.was:
+            found, kept.found = kept.found, self.kept
+            forget(found or {})
 
 
 def joined(parts: list[tuple[World, Tensor]]) -> Tensor:

@@ -12,7 +12,7 @@ from forall._batching.accounts import Step, by_all, is_shared_older, only_adds, 
 from forall._batching.batched import Batched, promote, refit
 from forall._batching.families import common_dtype, front, is_mapped, level_on, lower, wrapped
 from forall._batching.ledger import conflict, memory, unrecorded
-from forall._core.errors import columns, shared_write, short, written_to_place
+from forall._core.errors import columns, shared_write, short
 from forall._torch import trees
 from forall._torch.dispatch import is_accumulating, no_dispatch
 from forall._torch.schema import Facts, facts
@@ -111,7 +111,7 @@ written = _Written()
 
 def writable(level: Any, func: Any, target: Any, data: list) -> Tensor:
     """The target's stack (B, *S) to write into, promoted if the examples will differ in it."""
-    written.times += 1
+    note_write(target)
     if not (type(target) is Batched and target.level is level):
         raise shared_write(str(func), target, [d for d in data if is_mapped(d, level)])
     if target.axis is None:
@@ -124,9 +124,14 @@ def writable(level: Any, func: Any, target: Any, data: list) -> Tensor:
         if level.parts:
             level.ledger.keep(target.value)
         _note_write(target)
-    if target.family is not None and target.family.stands is not None:
-        raise written_to_place(func)
     return front(target)
+
+
+def note_write(target: Any) -> None:
+    """For those who ask later whether something was written, and into what."""
+    written.times += 1
+    if type(target) is Batched and target.family is not None:
+        target.family.times += 1
 
 
 def _note_write(target: Batched) -> None:
@@ -158,10 +163,11 @@ def pointwise_in_place(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
 
 def shared_data_write(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     """An in-place or out= operator none of whose arguments differs between the examples."""
-    written.times += 1
     fact = facts(func)
     targets = [args[m] if isinstance(m, int) else kwargs[m] for m in fact.mutates]
     flat = _tensors(targets)
+    for target in flat:
+        note_write(target)
     out = func(*[lower(a, level) for a in args], **{k: lower(a, level) for k, a in kwargs.items()})
     for target in flat:
         ours = type(target) is Batched and target.level is level and target.axis is None

@@ -192,10 +192,3 @@ def escaped(func: object, value: torch.Tensor, origin: Origin | None) -> Runtime
         "The examples are there one by one during the call alone. Return it from the function, or "
         "take all examples together: forall.stacked(value)."
     )
-
-
-def written_to_place(op: object) -> NotImplementedError:
-    return NotImplementedError(
-        f"vmap: {op} writes into x[i], where i differs between the examples.\n"
-        "That is a copy here, so x would not change. Write x[i] = value instead."
-    )

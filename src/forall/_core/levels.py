@@ -43,7 +43,7 @@ class Level:
     """One active transform. Subclasses say how a tensor from outside becomes a value of theirs."""
 
     def __init__(self, parent: Level | None) -> None:
-        self.parent = parent
+        self.parent = self.born_in = parent
         self.number = next(_numbers)
         self.around = frozenset() if parent is None else parent.around | {parent.root}
         self.active = False
@@ -73,6 +73,10 @@ class Level:
     peels = False
     # Whether random numbers drawn at this level are its own.
     draws = False
+
+    def some(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What a value of the root is for the examples of this part of it."""
+        raise NotImplementedError
 
     def push(self, h: Function, args: tuple) -> tuple:
         """`at` for values of this level."""
@@ -233,30 +237,22 @@ def lift(tensor: torch.Tensor, level: Level | None) -> torch.Tensor:
     """
     if level is None or not is_from_outside(tensor, level):
         return tensor
+    if level.root is not level:  # once for all examples, so that there is one derivative
+        return level.some(lift(tensor, level.root))
     found = level.lifted.get(id(tensor))
     if found is None:
         if in_torch_func():
             with outside_torch_func():
                 return lift(tensor, level)
         with functions_off():
-            lifted = level.share(lift(tensor, level.parent))
+            lifted = level.share(lift(tensor, level.born_in))
         if (
             not level.active  # after its end nothing clears the cache
             or lifted.requires_grad != tensor.requires_grad  # under no_grad it would stay cut
-            or (stack.parted and _inside_a_part(level))  # other examples would find it
         ):
             return lifted
         found = level.lifted[id(tensor)] = (tensor, lifted)
     return found[1]
-
-
-def _inside_a_part(level: Level | None) -> bool:
-    """Whether a level further out has a part of its examples act."""
-    while level is not None:
-        level = level.parent
-        if level is not None and level.root is not level:
-            return True
-    return False
 
 
 def graph_free(tensor: torch.Tensor) -> torch.Tensor:

@@ -63,6 +63,15 @@ class TapeLevel(Level):
         self.steps.append((step, *_mapped(_slot, args, {}), self.count))
         return self._recorded(out)
 
+    def share(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor  # a constant of the program
+
+    def under(self, tensors: list, f: Any) -> Any:
+        """``f``, linear in the tapes, as one step."""
+        out = f(*map(_value, tensors))
+        self.steps.append((f, tuple(map(_slot, tensors)), {}, self.count))
+        return self._recorded(out)
+
     def _recorded(self, out: Any) -> Any:
         if isinstance(out, torch.Tensor):
             self.count += 1

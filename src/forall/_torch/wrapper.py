@@ -49,7 +49,6 @@ class Wrapper(torch.Tensor):
     level: Any
     value: torch.Tensor
     narrowed: Any = None  # what it is for the examples that run, see `_batching.narrowing`
-    stands: Any = None  # where the loop has a view and we a copy, see `_batching.standing`
 
     def graph_free(self) -> Wrapper:
         """A second name for this value that has no autograd history at this level."""

@@ -184,12 +184,12 @@ def _crossings(level: Level, roots: Iterable[End], wanted: Tensors) -> list[Cros
     entered = [
         Crossing(GradientEdge(node, 0), GradientEdge(*node.next_functions[0]), node.axis)
         for node in nodes(roots, _BORDER)
-        if isinstance(node, Enter._backward_cls) and node.level is level and not node.worn
+        if isinstance(node, Enter._backward_cls) and node.level is level.root and not node.worn
     ]
     entered = [c for c in entered if _leads(c.outside, wanted)]
     for crossing in entered:
         for node in nodes([crossing.outside]):
-            if isinstance(node, Exit._backward_cls) and node.level is level:
+            if isinstance(node, Exit._backward_cls) and node.level.root is level.root:
                 raise _refused(
                     "vmap",
                     "a second derivative is asked for inside",

@@ -31,6 +31,7 @@ from forall._torch.dispatch import (
     apply_users,
     function_modes,
     functions_are_off,
+    in_backward,
     in_torch_func,
     install_forward_level,
 )
@@ -48,6 +49,10 @@ def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         level = running
     if level is None:
         return apply_users(cls, *args, **kwargs)
+    if stack.parted and not in_backward() and not functions_are_off():
+        fit = narrowed(cls.apply, args, kwargs)
+        if fit.stands:
+            return fit.given(apply(cls, *fit.args, **fit.kwargs))
     if torch.is_grad_enabled() and not getattr(level, "records_values", False):
         args = tuple(
             lift(a, level)

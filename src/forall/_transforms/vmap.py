@@ -287,6 +287,8 @@ def _hand_back(entering: Entering, entered: list, level: VmapLevel, origin: Orig
 def _leave(r: Any, place: int | None, level: VmapLevel, call: Call, seen: set[int]) -> Any:
     if not isinstance(r, torch.Tensor):
         return mapping.as_it_is(call, r, level)
+    if isinstance(r, Wrapper) and r.level.root is level and r.level is not level:
+        r = r.level.completed(r, level)  # a derivative of some of the examples
     if place is None:
         return mapping.unmapped(call, r, level)
     if isinstance(r, Wrapper) and r.level is not level:

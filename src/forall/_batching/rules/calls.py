@@ -14,7 +14,7 @@ import torch
 from forall._batching.accounts import by_all, is_shared_older
 from forall._batching.batched import Batched, are_apart, derive, line_up, refit, same
 from forall._batching.ledger import note_read, summed_grad
-from forall._batching.standing import reach, stand, stands
+from forall._batching.standing import stand
 from forall._batching.table import CALLS, IN_PLACE
 from forall._batching.undoing import grad_of
 from forall._core.errors import data_dependent, shared_write
@@ -90,17 +90,6 @@ def _getitem(x: Tensor, index: Any) -> Any:
     rest = tuple(p for p in parts if not _is_place(p))
     picked = stand(picked, x, places)
     return picked[rest] if rest else picked
-
-
-def _written(method: Any) -> Any:
-    """An in-place method that also reaches what its target stands for."""
-
-    def call(x: Any, *args: Any, **kwargs: Any) -> Any:
-        if stands(x) is None:
-            return NotImplemented
-        return reach(x, lambda: method(x, *args, **kwargs))
-
-    return call
 
 
 def _setitem(x: Tensor, index: Any, value: Any) -> Any:
@@ -306,16 +295,15 @@ def _set(x: Tensor, index: Any, value: Any) -> Any:
     if type(index) is Batched and index.dtype is torch.bool and index.dim():
         return _masked_set(x, index, value)
     if not any(map(_is_place, index if isinstance(index, tuple) else (index,))):
-        return _written(Tensor.__setitem__)(x, index, value)
-    done = _written(_setitem)(x, index, value)
-    return _setitem(x, index, value) if done is NotImplemented else done
+        return NotImplemented
+    return _setitem(x, index, value)
 
 
 def _masked_set(x: Tensor, mask: Tensor, value: Any) -> Any:
     """x[mask] = value, the same for every entry: its derivative would ask how many there are."""
     rest = x.dim() - mask.dim()
     if rest < 0 or (isinstance(value, Tensor) and (value.dim() > rest or value.dtype != x.dtype)):
-        return _written(Tensor.__setitem__)(x, mask, value)
+        return NotImplemented
     mask = mask.reshape(*mask.shape, *(1,) * rest)
     if isinstance(value, Tensor):
         return x.copy_(torch.where(mask, value, x))
@@ -329,7 +317,6 @@ def _writes_in_place(name: str) -> bool:
 
 
 IN_PLACE.update(getattr(Tensor, name) for name in dir(Tensor) if _writes_in_place(name))
-CALLS.update({method: _written(method) for method in IN_PLACE})
 IN_PLACE.add(Tensor.__setitem__)
 CALLS.update(
     {
