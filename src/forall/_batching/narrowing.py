@@ -166,14 +166,17 @@ class Rows(standing.Standing):
             for root, was in now:
                 act(root, was)
 
-    def heard(self, other: standing.Standing) -> None:
+    def heard(self, writers: list[standing.Standing], times: int) -> None:
         """Copies of other examples hold what they held."""
-        if type(other) is Rows and any(
+        if all(type(w) is Rows and self._is_apart(w) for w in writers):
+            self.x_seen = times
+
+    def _is_apart(self, other: Rows) -> bool:
+        return any(
             root is its_root and common(own, its_own) is None
             for root, _, own in self.worlds
             for its_root, _, its_own in other.worlds
-        ):
-            self.x_seen = other.x_seen
+        )
 
     def follow(self, picked: Tensor) -> None:
         now = [(root, root.acting) for root, _, _ in self.worlds]

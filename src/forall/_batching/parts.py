@@ -211,6 +211,8 @@ def _stack(t: Tensor, level: Any) -> Tensor:
 
 def united(parts: list[tuple[Any, Tensor]], level: Any) -> Batched:
     """Values of parts as one of ``level``; zero for who is in none."""
+    if not parts:
+        raise Undefined(level, level)
     together = torch.cat([_stack(t, p) for p, t in parts])
     order = torch.cat([places_in(p, level) for p, _ in parts])
     if together.shape[0] == level.size:
