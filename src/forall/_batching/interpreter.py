@@ -282,7 +282,7 @@ class VmapLevel(Level, TorchDispatchMode):
 
     def _lifted(self, t: torch.Tensor) -> torch.Tensor:
         """A tensor from outside, for the examples that run."""
-        if not stack.parted or in_backward():
+        if not stack.parted or (in_backward() and not stack.again):
             return lift(t, self)
         from forall._batching.narrowing import for_those_that_run  # which stands on the level
 

@@ -16,6 +16,7 @@ from forall._batching.parts import (
     common,
     is_second_name,
     is_stale,
+    layers,
     merged,
     narrow,
     restricted,
@@ -150,11 +151,12 @@ def _stand(found: Any, t: Any) -> Rows | None:
 class Rows(standing.Standing):
     """A narrowed tensor, and the wider one whose rows it has."""
 
-    __slots__ = ("worlds",)
+    __slots__ = ("own", "worlds")
 
     def __init__(self, picked: Any, x: Tensor) -> None:
         super().__init__(picked, x, [])
         self.worlds = [*stale(x)]
+        self.own = {b.level.root: b.level for b in layers(picked)}
 
     def put_back(self, picked: Tensor) -> None:
         now = [(root, root.acting) for root, _, _ in self.worlds]
@@ -166,14 +168,17 @@ class Rows(standing.Standing):
             for root, was in now:
                 act(root, was)
 
-    def heard(self, other: standing.Standing) -> None:
+    def heard(self, writers: list[standing.Standing], times: int) -> None:
         """Copies of other examples hold what they held."""
-        if type(other) is Rows and any(
-            root is its_root and common(own, its_own) is None
-            for root, _, own in self.worlds
-            for its_root, _, its_own in other.worlds
-        ):
-            self.x_seen = other.x_seen
+        if all(type(w) is Rows and self._is_apart(w) for w in writers):
+            self.x_seen = times
+
+    def _is_apart(self, other: Rows) -> bool:
+        return any(
+            root in other.own and common(own, other.own[root]) is None
+            for root, own in self.own.items()
+            if own.root is not own
+        )
 
     def follow(self, picked: Tensor) -> None:
         now = [(root, root.acting) for root, _, _ in self.worlds]

@@ -43,10 +43,10 @@ Tensor = torch.Tensor
 class Part(VmapLevel):
     """The examples ``rows`` (numbers in the root, ascending) of a level. See NOTE [parts]."""
 
-    def __init__(self, root: VmapLevel, rows: Tensor) -> None:
+    def __init__(self, root: VmapLevel, rows: Tensor, key: bytes) -> None:
         # Never a mode of its own: the root's mode asks who acts.
         self.of = root
-        self.rows = rows
+        self.rows, self.key = rows, key
         self.size = rows.shape[0]
         self.number, self.around = root.number, root.around
         self.calls, self.settles = root.calls, False
@@ -58,6 +58,7 @@ class Part(VmapLevel):
         self.parted = None
         self._where: Tensor | None = None
         self.places, self.covered = WeakKeyDictionary(), WeakKeyDictionary()
+        self.order = None
 
     @property
     def root(self) -> Any:
@@ -95,15 +96,17 @@ class Part(VmapLevel):
         return whole._replace(numbers=[numbers[n] for n in self.rows.tolist()])
 
 
-def part(root: VmapLevel, rows: Tensor) -> VmapLevel:
+def part(root: VmapLevel, rows: Any) -> VmapLevel:
     """The level of these rows: the root itself for all of them, and one for each set of rows."""
     if rows.shape[0] == root.size:
         return root
     with no_dispatch(), functions_off():
-        key = bytes(rows.numpy())
-    found = root.made.get(key)
-    if found is None:
-        found = root.made[key] = Part(root, rows)
+        if isinstance(rows, Tensor):
+            rows = rows.numpy()
+        key = rows.tobytes()
+        found = root.made.get(key)
+        if found is None:
+            found = root.made[key] = Part(root, torch.from_numpy(rows), key)
     return found
 
 
@@ -114,6 +117,7 @@ def prepare(root: Any) -> None:
             root.rows = torch.arange(root.size)
         root._where = root.rows
         root.places, root.covered = WeakKeyDictionary(), WeakKeyDictionary()
+        root.key, root.order = b"", None
 
 
 def where(level: Any) -> Tensor:
@@ -189,11 +193,13 @@ def is_of(t: Any, root: Any) -> bool:
 def cut(b: Batched, some: Any) -> Batched:
     """The examples of ``some``, out of a value of a level that covers it."""
     value, axis = b.value, b.axis
-    if axis is not None:
-        value = value.index_select(axis, places_in(some, b.level).to(value.device))
-    else:
-        value = graph_free(value)
-    return wrap(value, axis, some)
+    if axis is None:
+        return wrap(graph_free(value), None, some)
+    places = places_in(some, b.level)
+    if isinstance(value, Wrapper):
+        return wrap(value.index_select(axis, places.to(value.device)), axis, some)
+    with no_dispatch():
+        return wrap(value.index_select(axis, places.to(value.device)), axis, some)
 
 
 def _stack(t: Tensor, level: Any) -> Tensor:
@@ -206,12 +212,27 @@ def _stack(t: Tensor, level: Any) -> Tensor:
 
 def united(parts: list[tuple[Any, Tensor]], level: Any) -> Batched:
     """Values of parts as one of ``level``; zero for who is in none."""
+    if not parts:
+        raise Undefined(level, level)
     together = torch.cat([_stack(t, p) for p, t in parts])
-    order = torch.cat([places_in(p, level) for p, _ in parts])
+    order = _order([p for p, _ in parts], level).to(together.device)
     if together.shape[0] == level.size:
-        return wrap(together.index_select(0, order.argsort().to(together.device)), 0, level)
+        return wrap(together.index_select(0, order), 0, level)
     out = together.new_zeros((level.size, *together.shape[1:]))
-    return wrap(out.index_copy(0, order.to(together.device), together), 0, level)
+    return wrap(out.index_copy(0, order, together), 0, level)
+
+
+def _order(parts: list, level: Any) -> Tensor:
+    """Where the examples of parts, one part after another, are in ``level``.
+
+    Or, where they are all of its examples: where those of ``level`` are in theirs.
+    """
+    keys = [p.key for p in parts]
+    if level.order is None or level.order[0] != keys:
+        with no_dispatch(), functions_off():
+            order = torch.cat([places_in(p, level) for p in parts])
+            level.order = keys, order.argsort() if order.shape[0] == level.size else order
+    return level.order[1]
 
 
 # --- narrow --------------------------------------------------------------------------------------
@@ -241,7 +262,7 @@ def is_partial(t: Any) -> bool:
 
 def stale(t: Any) -> Iterator[tuple[Any, Any, Any]]:
     """The levels of a tensor whose other examples run: root, the tensor's, and who acts."""
-    for b in _layers(t):
+    for b in layers(t):
         level = b.level
         if level.acting is not level and level.active:
             yield level.root, level, level.acting
@@ -251,7 +272,7 @@ def is_second_name(t: Any) -> bool:
     """Whether narrowing makes no copy: older memory, that all examples share."""
     return all(
         b.axis is None and b.older
-        for b in _layers(t)
+        for b in layers(t)
         if b.level.acting is not b.level and b.level.active
     )
 
@@ -270,21 +291,29 @@ def _narrow(t: Any) -> Tensor:
         some = level.acting
         if not covers(level, some):
             raise Undefined(t, some)
-        with outside(level):
+        if t.axis is not None and type(t.value) is Tensor:
             made = cut(t, some)
-            if t.axis is None:
-                if t.older:
-                    made.older = True
-                else:  # these examples may write into it
-                    made.value = made.value.clone()
-            if is_stale(made.value):
-                made = wrap(_narrow(made.value), made.axis, some)
+        else:
+            with outside(level):
+                made = _some_of(t, some)
     if made is t or not _is_recorded(t):
         return made
-    return apply_function(Narrow, t, [made], [b.level.acting for b in _layers(t)])
+    return apply_function(Narrow, t, [made], [b.level.acting for b in layers(t)])
 
 
-def _layers(t: Any) -> Iterator[Any]:
+def _some_of(t: Any, some: Any) -> Batched:
+    made = cut(t, some)
+    if t.axis is None:
+        if t.older:
+            made.older = True
+        else:  # these examples may write into it
+            made.value = made.value.clone()
+    if is_stale(made.value):
+        made.value = _narrow(made.value)
+    return made
+
+
+def layers(t: Any) -> Iterator[Any]:
     while isinstance(t, Wrapper):
         yield t
         t = t.value

@@ -66,7 +66,7 @@ class Sharing(TorchFunctionMode):
                 if isinstance(a, Wrapper) and a.kind is not None:
                     return self._by_class(a.kind, func, args, kwargs or {})
         with subclass_functions_off():
-            if stack.parted and not in_backward():
+            if stack.parted and (stack.again or not in_backward()):
                 return self._of_those_that_run(func, args, kwargs or {})
             return self._call(func, args, kwargs)
 

@@ -45,8 +45,8 @@ class Standing:
     """One copy, and the places of x that it is of. It lives as long as the copy's memory."""
 
     __slots__ = (
-        "__weakref__", "level", "memory", "node", "picked", "places", "seen", "x", "x_memory",
-        "x_seen",
+        "__weakref__", "level", "memory", "node", "others", "picked", "places", "seen", "x",
+        "x_memory", "x_seen",
     )  # fmt: skip
 
     def __init__(self, picked: Wrapper, x: torch.Tensor, places: list) -> None:
@@ -62,6 +62,7 @@ class Standing:
 
     def look(self) -> None:
         """Take both as they are now."""
+        self.others: list[tuple[int, list[Standing]]] = []  # writes that were copies, put back
         memory = self.memory()
         self.seen = 0 if memory is None else memory.times
         self.x_seen = self.x_times()
@@ -69,11 +70,12 @@ class Standing:
     def x_times(self) -> int:
         return version(self.x) if self.x_memory is None else self.x_memory.times
 
-    def settle_copy(self) -> bool:
+    def settle_copy(self, alive: list[Standing]) -> None:
         """Put back into x what has been written into the copy."""
         memory = self.memory()
         if memory is None or memory.times == self.seen:
-            return False
+            return
+        before, writers = self.x_times(), self._writers(memory.times - self.seen)
         picked = self.picked()
         if picked is None:  # only a name without history is left
             picked = wrap(memory.value, memory.axis, self.level)
@@ -85,7 +87,19 @@ class Standing:
             self.put_back(picked)
             self.node = picked.grad_fn
         self.look()
-        return True
+        if self.x_memory is None:
+            return
+        if self.x_memory.stands is not None:
+            self.x_memory.stands.others.append((self.x_seen - before, writers))
+        for other in alive:
+            if other.x_memory is self.x_memory and other.x_seen == before:
+                other.heard(writers, self.x_seen)
+
+    def _writers(self, times: int) -> list[Standing]:
+        """The copies that have been written into: this one, or copies of it."""
+        if sum(n for n, _ in self.others) == times:
+            return [w for _, writers in self.others for w in writers]
+        return [self]
 
     def settle_x(self) -> None:
         """Let the copy hold what x holds by now."""
@@ -96,8 +110,8 @@ class Standing:
             self.node = picked.grad_fn
             self.look()
 
-    def heard(self, other: Standing) -> None:
-        """Another copy has been put back into x."""
+    def heard(self, writers: list[Standing], times: int) -> None:
+        """What was written into these has been put back into x."""
 
     def put_back(self, picked: torch.Tensor) -> None:
         aten.index_put_.default(self.x, self.places, picked)
@@ -136,11 +150,7 @@ def settle() -> None:
         with functions_off():
             alive = [s for s in (reference() for reference in found) if _lives(s)]
             for s in reversed(alive):  # a copy may be one of a copy
-                before = s.x_times()
-                if s.settle_copy():
-                    for other in alive:
-                        if other.x_memory is s.x_memory and other.x_seen == before:
-                            other.heard(s)
+                s.settle_copy(alive)
             for s in alive:
                 s.settle_x()
     finally:

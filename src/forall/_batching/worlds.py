@@ -22,6 +22,7 @@ from forall._batching.parts import (
 from forall._core.errors import data_dependent
 from forall._core.levels import act, stack, top
 from forall._torch.dispatch import functions_off, no_dispatch
+from forall._torch.wrapper import Wrapper
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -105,30 +106,33 @@ def asked(test: Any) -> bool | tuple[World, World]:
     """bool(test) of the examples that run; where they differ, those that say yes and no."""
     if not isinstance(test, Tensor):
         test = getattr(test, "tensor", test)  # of the Python numbers of all examples
-        if not isinstance(test, Tensor):
-            return bool(test)
+    if not isinstance(test, Wrapper) or test.numel() != 1:
+        return bool(test)
     with functions_off():
-        test = test.detach()
+        if stack.parted and is_stale(test):
+            test = narrow(test)
         if test.dtype is not torch.bool:
-            test = test != 0
+            test = test.detach() != 0
     values, levels = answers(test)
     with no_dispatch(), functions_off():
-        while levels:
-            rows = values.reshape(values.shape[0], -1)
-            if bool((rows == rows[:1]).all()):
-                values, levels = values[0], levels[1:]
-                continue
-            if len(levels) > 1:
-                raise Apart
-            level = levels[0]
-            if not level.parts:
-                return bool(test)
-            root = level.root
-            prepare(root)
-            yes, no = level.rows[values.reshape(-1)], level.rows[~values.reshape(-1)]
-            world = now().parts
-            return World({**world, root: part(root, yes)}), World({**world, root: part(root, no)})
-        return bool(values)
+        table = values.reshape([level.size for level in levels]).cpu().numpy()
+    if not table.size:
+        return bool(test)
+    for axis in reversed(range(len(levels))):
+        first = table.take([0], axis)
+        if (table == first).all():
+            table = first.squeeze(axis)
+            del levels[axis]
+    if not levels:
+        return bool(table)
+    if not all(level.parts for level in levels):
+        return bool(test)  # which complains
+    if len(levels) > 1:
+        raise Apart
+    root, level = levels[0].root, levels[0]
+    prepare(root)
+    world, rows = now().parts, level.rows.numpy()
+    return tuple(World({**world, root: part(root, rows[some])}) for some in (table, ~table))
 
 
 class running:

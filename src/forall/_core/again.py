@@ -9,18 +9,19 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from forall._core.levels import Level, outside, top
+from forall._core.levels import Level, act, outside, stack, top
 from forall._torch.dispatch import functions_off, users_tangents
 from forall._torch.names import TorchDispatchMode
 from forall._torch.schema import facts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 
 def where_it_first_ran(function: Callable) -> Callable:
     """``function``, which runs at any later time at the level that runs now."""
     level = top()
+    parts = [*_parts(level)] if stack.parted else []
 
     def again(*args: Any, **kwargs: Any) -> Any:
         with ExitStack() as place:
@@ -29,9 +30,36 @@ def where_it_first_ran(function: Callable) -> Callable:
                 place.enter_context(outside(since))
             for ended in reversed([*_ended(level)]):
                 place.enter_context(_Draws(ended))
+            if parts:
+                place.enter_context(_Acting(parts))
             return function(*args, **kwargs)
 
     return again
+
+
+def _parts(level: Level | None) -> Iterator[Level]:
+    while level is not None:
+        if level.root is not level:
+            yield level
+        level = level.parent
+
+
+class _Acting:
+    """The examples run that ran, where they had parted."""
+
+    def __init__(self, parts: list[Level]) -> None:
+        self.parts = parts
+
+    def __enter__(self) -> None:
+        self.was = [(part.root, part.root.acting) for part in self.parts]
+        for part in self.parts:
+            act(part.root, part)
+        stack.again += 1
+
+    def __exit__(self, *_: object) -> None:
+        stack.again -= 1
+        for root, level in self.was:
+            act(root, level)
 
 
 def may_carry_tangents() -> bool:

@@ -131,6 +131,7 @@ class Level:
 class _Stack(threading.local):
     top: Level | None = None
     parted = 0  # how many levels have a part of their examples act
+    again = 0  # how often code of a forward pass runs once more, for such a part
 
 
 stack = _Stack()

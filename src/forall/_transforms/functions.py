@@ -49,7 +49,7 @@ def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         level = running
     if level is None:
         return apply_users(cls, *args, **kwargs)
-    if stack.parted and not in_backward() and not functions_are_off():
+    if stack.parted and (stack.again or not in_backward()) and not functions_are_off():
         fit = narrowed(cls.apply, args, kwargs)
         if fit.stands:
             return fit.given(apply(cls, *fit.args, **fit.kwargs))
