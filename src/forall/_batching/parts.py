@@ -257,7 +257,7 @@ def is_stale(t: Any) -> bool:
 
 def is_partial(t: Any) -> bool:
     """Whether a tensor has values of some of the examples that run, and of no others."""
-    return any(not covers(b.level, b.level.acting) for b in _layers(t) if type(b) is Batched)
+    return any(not covers(b.level, b.level.acting) for b in layers(t) if type(b) is Batched)
 
 
 def stale(t: Any) -> Iterator[tuple[Any, Any, Any]]:
@@ -413,7 +413,7 @@ def fitted(t: Any, level: Any) -> Any:
 
 def _own(t: Any, level: Any) -> Any:
     """Of which of a root's examples a value is; None if it is of no root like ``level``'s."""
-    return next((b.level for b in _layers(t) if is_of(b, level.root)), None)
+    return next((b.level for b in layers(t) if is_of(b, level.root)), None)
 
 
 def restricted(t: Tensor, some: Any) -> Tensor | None:
