@@ -88,7 +88,8 @@ class VmapLevel(Level, TorchDispatchMode):
         self.records_values = self.peels = records_values
         self.shares = not records_values
         # Parts of its examples, for as long as values have them, and what they are found by.
-        self.made: WeakValueDictionary[bytes, Any] = WeakValueDictionary()
+        self.made: WeakValueDictionary[int, Any] = WeakValueDictionary()
+        self.members: int | None = None
         self.rows: torch.Tensor | None = None
         self.parts = False  # whether its call runs examples that part in groups
         self.parted: list[list[int]] | None = None  # the groups, once they are known

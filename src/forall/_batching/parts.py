@@ -32,6 +32,7 @@ from forall._torch.dispatch import (
     is_forward_enabled,
     no_dispatch,
 )
+from forall._torch.flags import everyone, to_flags, to_int
 from forall._torch.wrapper import Wrapper
 
 if TYPE_CHECKING:
@@ -41,13 +42,16 @@ Tensor = torch.Tensor
 
 
 class Part(VmapLevel):
-    """The examples ``rows`` (numbers in the root, ascending) of a level. See NOTE [parts]."""
+    """Some of a level's examples: ``members`` has a byte for each of the root's (`flags`).
 
-    def __init__(self, root: VmapLevel, rows: Tensor, key: bytes) -> None:
+    See NOTE [parts].
+    """
+
+    def __init__(self, root: VmapLevel, members: int) -> None:
         # Never a mode of its own: the root's mode asks who acts.
         self.of = root
-        self.rows, self.key = rows, key
-        self.size = rows.shape[0]
+        self.members = members
+        self.size = members.bit_count()
         self.number, self.around = root.number, root.around
         self.calls, self.settles = root.calls, False
         self.randomness, self.scope, self.ledger = root.randomness, root.scope, root.ledger
@@ -56,9 +60,25 @@ class Part(VmapLevel):
         self.outer_grad = root.outer_grad
         self.counted, self.met = None, []
         self.parted = None
-        self._where: Tensor | None = None
-        self.places, self.covered = WeakKeyDictionary(), WeakKeyDictionary()
-        self.order = None
+        self.order = self._flags = self._rows = None
+        self.places: WeakKeyDictionary[Any, Tensor] = WeakKeyDictionary()
+
+    @property
+    def flags(self) -> Tensor:
+        """(root size,): who of the root's examples is one of these."""
+        if self._flags is None:
+            with no_dispatch(), functions_off():
+                self._flags = to_flags(self.members, self.of.size)
+        return self._flags
+
+    @property
+    def rows(self) -> Tensor:
+        """The numbers in the root of these examples, ascending."""
+        if self._rows is None:
+            flags = self.flags
+            with no_dispatch(), functions_off():
+                self._rows = flags.nonzero().squeeze(1)
+        return self._rows
 
     @property
     def root(self) -> Any:
@@ -96,91 +116,78 @@ class Part(VmapLevel):
         return whole._replace(numbers=[numbers[n] for n in self.rows.tolist()])
 
 
-def part(root: VmapLevel, rows: Any) -> VmapLevel:
-    """The level of these rows: the root itself for all of them, and one for each set of rows."""
-    if rows.shape[0] == root.size:
+def part(root: Any, members: int) -> Any:
+    """The level of these examples: the root itself for all, None for none, else their part."""
+    if members == root.members:
         return root
-    with no_dispatch(), functions_off():
-        if isinstance(rows, Tensor):
-            rows = rows.numpy()
-        key = rows.tobytes()
-        found = root.made.get(key)
-        if found is None:
-            found = root.made[key] = Part(root, torch.from_numpy(rows), key)
+    if not members:
+        return None
+    found = root.made.get(members)
+    if found is None:
+        found = root.made[members] = Part(root, members)
     return found
 
 
 def prepare(root: Any) -> None:
     """Give a level what its parts are found by."""
-    if root.rows is None:
+    if root.members is None:
         with no_dispatch(), functions_off():
             root.rows = torch.arange(root.size)
-        root._where = root.rows
-        root.places, root.covered = WeakKeyDictionary(), WeakKeyDictionary()
-        root.key, root.order = b"", None
+        root.members, root.order = everyone(root.size), None
 
 
-def where(level: Any) -> Tensor:
-    """(root size,): which example of ``level`` a row of the root is, -1 where it is none."""
-    found = level._where
-    if found is None:
-        with no_dispatch(), functions_off():
-            found = torch.full((level.root.size,), -1)
-            found[level.rows] = torch.arange(level.size)
-        level._where = found
-    return found
+def halves(level: Any, test: Tensor) -> tuple[Any, Any]:
+    """The parts of a level's examples (n,) for which a test holds and does not."""
+    prepare(level.root)
+    with no_dispatch(), functions_off():
+        if level is level.root:
+            flags = test
+        else:
+            flags = torch.zeros(level.root.size, dtype=torch.bool)
+            flags[level.rows] = test.cpu()
+        members = to_int(flags)
+    return part(level.root, members), part(level.root, level.members ^ members)
+
+
+def chosen(level: Any, numbers: list[int]) -> Any:
+    """The part of a level's examples that have these numbers in it."""
+    prepare(level.root)
+    with no_dispatch(), functions_off():
+        flags = torch.zeros(level.root.size, dtype=torch.bool)
+        flags[level.rows[numbers]] = True
+        return part(level.root, to_int(flags))
 
 
 def places_in(some: Any, level: Any) -> Tensor:
-    """Which examples of ``level`` those of ``some`` are, -1 where they are none of its."""
+    """Which examples of ``level`` those of ``some`` are, which are all among them."""
+    if level is level.root:
+        return some.rows
     found = some.places.get(level)
     if found is None:
+        flags, rows = some.flags, level.rows
         with no_dispatch(), functions_off():
-            found = some.places[level] = where(level)[some.rows]
+            found = some.places[level] = flags[rows].nonzero().squeeze(1)
     return found
 
 
 def covers(level: Any, some: Any) -> bool:
     """Whether all examples of ``some`` are among those of ``level``."""
-    if level is some or level is level.root:
-        return True
-    found = some.covered.get(level)
-    if found is None:
-        places = places_in(some, level)
-        with no_dispatch(), functions_off():
-            found = some.covered[level] = bool((places >= 0).all())
-    return found
+    return level is some or level is level.root or not some.members & ~level.members
 
 
 def union(a: Any, b: Any) -> Any:
     """The part with the examples of both."""
-    if covers(a, b):
-        return a
-    if covers(b, a):
-        return b
-    with no_dispatch(), functions_off():
-        rows = torch.cat([a.rows, b.rows]).unique()
-    return part(a.root, rows)
+    return a if a is b else part(a.root, a.members | b.members)
 
 
 def without(level: Any, some: Any) -> Any | None:
     """The part with the examples of ``level`` that are not in ``some``; None if there are none."""
-    with no_dispatch(), functions_off():
-        left = torch.ones(level.root.size, dtype=torch.bool)
-        left[some.rows] = False
-        rows = level.rows[left[level.rows]]
-    return part(level.root, rows) if rows.shape[0] else None
+    return None if level is some else part(level.root, level.members & ~some.members)
 
 
 def common(a: Any, b: Any) -> Any | None:
     """The part with the examples that are in both; None where there are none."""
-    if covers(a, b):
-        return b
-    if covers(b, a):
-        return a
-    with no_dispatch(), functions_off():
-        rows = a.rows[places_in(a, b) >= 0]
-    return part(a.root, rows) if rows.shape[0] else None
+    return a if a is b else part(a.root, a.members & b.members)
 
 
 # --- values, below autograd ----------------------------------------------------------------------
@@ -227,7 +234,7 @@ def _order(parts: list, level: Any) -> Tensor:
 
     Or, where they are all of its examples: where those of ``level`` are in theirs.
     """
-    keys = [p.key for p in parts]
+    keys = [p.members for p in parts]
     if level.order is None or level.order[0] != keys:
         with no_dispatch(), functions_off():
             order = torch.cat([places_in(p, level) for p in parts])

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from forall._batching.parts import part, prepare
+from forall._batching.parts import chosen
 from forall._batching.worlds import Apart, World, now, running
 from forall._batching.writing import written
 from forall._core.parting import Parted
-from forall._torch.dispatch import functions_off, no_dispatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,8 +31,6 @@ def apart(call: Callable[[], Any], join: Callable[[list[tuple[World, Any]]], Any
             parted.level.parted = None
             if written.times != before:
                 raise Apart from None
-            prepare(root)
-            with no_dispatch(), functions_off():
-                groups = [world.of(root).rows[g] for g in parted.groups]
-            todo = [World({**world.parts, root: part(root, rows)}) for rows in groups] + todo
+            groups = [chosen(world.of(root), g) for g in parted.groups]
+            todo = [World({**world.parts, root: some}) for some in groups] + todo
     return done[0][1] if len(done) == 1 else join(done)

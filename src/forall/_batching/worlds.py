@@ -11,11 +11,10 @@ from forall._batching.parting import answers, number
 from forall._batching.parts import (
     Undefined,
     common,
+    halves,
     is_stale,
     merged,
     narrow,
-    part,
-    prepare,
     union,
     without,
 )
@@ -114,25 +113,26 @@ def asked(test: Any) -> bool | tuple[World, World]:
         if test.dtype is not torch.bool:
             test = test.detach() != 0
     values, levels = answers(test)
-    with no_dispatch(), functions_off():
-        table = values.reshape([level.size for level in levels]).cpu().numpy()
-    if not table.size:
+    if not values.numel():
         return bool(test)
-    for axis in reversed(range(len(levels))):
-        first = table.take([0], axis)
-        if (table == first).all():
-            table = first.squeeze(axis)
-            del levels[axis]
-    if not levels:
-        return bool(table)
+    with no_dispatch(), functions_off():
+        values = values.reshape([level.size for level in levels])
+        for axis in reversed(range(len(levels))):
+            first = values.select(axis, 0)
+            if levels[axis].size == 1 or torch.equal(
+                values, first.unsqueeze(axis).expand_as(values)
+            ):
+                values = first
+                del levels[axis]
+        if not levels:
+            return bool(values)
     if not all(level.parts for level in levels):
         return bool(test)  # which complains
     if len(levels) > 1:
         raise Apart
-    root, level = levels[0].root, levels[0]
-    prepare(root)
-    world, rows = now().parts, level.rows.numpy()
-    return tuple(World({**world, root: part(root, rows[some])}) for some in (table, ~table))
+    world, root = now().parts, levels[0].root
+    yes, no = halves(levels[0], values)
+    return World({**world, root: yes}), World({**world, root: no})
 
 
 class running:

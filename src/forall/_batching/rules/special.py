@@ -35,6 +35,12 @@ register(
 )
 
 
+# Pointwise, though without the tag.
+register(
+    {aten.floor_divide.default: pointwise, aten.floor_divide.Scalar: pointwise}, way="pointwise"
+)
+
+
 # --- counting ----------------------------------------------------------------------------------
 
 
