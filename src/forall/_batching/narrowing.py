@@ -23,6 +23,7 @@ from forall._batching.parts import (
     stale,
     without,
 )
+from forall._batching.sharing import NARROWED
 from forall._batching.shortcut import is_pointwise
 from forall._core.levels import act
 from forall._torch.dispatch import forward_mode_runs, functions_off
@@ -199,3 +200,6 @@ def _overlaid(x: Any, some: Tensor, worlds: list) -> Tensor:
     rest = without(wide, own)
     some = _overlaid(restricted(x, own), some, inner)
     return some if rest is None else merged([(rest, restricted(x, rest)), (own, some)], wide)
+
+
+NARROWED.append(narrowed)

@@ -50,6 +50,10 @@ _ITSELF = frozenset(
 }
 
 
+# `narrowing.narrowed`, which stands on the level, and that on this room.
+NARROWED: list[Any] = []
+
+
 class Sharing(TorchFunctionMode):
     """One for all nested levels of a thread: it asks which level is innermost at each call."""
 
@@ -72,9 +76,7 @@ class Sharing(TorchFunctionMode):
 
     def _of_those_that_run(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """The call where examples have parted: on what its tensors are for those that run."""
-        from forall._batching import narrowing  # which stands on the level, and it on this
-
-        fit = narrowing.narrowed(func, args, kwargs)
+        fit = NARROWED[0](func, args, kwargs)
         out = self._call(func, fit.args, fit.kwargs)
         return fit.given(out)
 

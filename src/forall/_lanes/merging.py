@@ -7,6 +7,7 @@ from typing import Any
 
 from forall._lanes import aliases
 from forall._lanes.words import both, either, words
+from forall._torch.dispatch import functions_off
 
 Parts = list[tuple[Any, Any]]  # worlds, disjoint, and what their lanes have
 
@@ -91,13 +92,10 @@ def _tensors(parts: Parts) -> Any:
 
 
 def _alike(a: Any, b: Any) -> bool:
-    return (
-        isinstance(b, words.Tensor)
-        and a.shape == b.shape
-        and a.dtype == b.dtype
-        and a.device == b.device
-        and a.layout == b.layout
-    )
+    if not isinstance(b, words.Tensor):
+        return False
+    with functions_off():
+        return (a.shape, a.dtype, a.device, a.layout) == (b.shape, b.dtype, b.device, b.layout)
 
 
 def _number(value: Any) -> type | None:
