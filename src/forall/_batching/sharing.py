@@ -57,7 +57,7 @@ class Sharing(TorchFunctionMode):
             if t is Batched:
                 continue
             if not issubclass(t, torch.Tensor):
-                return func(*args, **(kwargs or {}))  # no tensor at all, with a meaning of its own
+                return NotImplemented  # its own meaning is asked next, and what that calls is seen
             if has_own_meaning(t) and subclass_functions_are_on():
                 return self._by_class(t, func, args, kwargs or {})
         if kinds.used and subclass_functions_are_on():

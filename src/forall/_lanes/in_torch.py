@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from forall._batching.sharing import Sharing
-from forall._core.levels import top
 from forall._lanes.arithmetic import DTYPES, wider
 from forall._lanes.numbers import Number
 from forall._torch.dispatch import functions_off, no_dispatch
@@ -34,15 +32,6 @@ def called(func: Any, args: tuple, kwargs: dict) -> Any:
         found = (func, one_each(args), one_each(kwargs))
     func, args, kwargs = found
     return func(*args, **kwargs)
-
-
-def called_back(func: Any, args: tuple, kwargs: dict) -> Any:
-    """The same where torch asks: in the handler of the level's function mode, which is off."""
-    level: Any = top()
-    if level is None or not level.shares:
-        return called(func, args, kwargs)
-    with Sharing():
-        return called(func, args, kwargs)
 
 
 # What Python asks of a tensor on the right.

@@ -171,9 +171,9 @@ class Number:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        from forall._lanes.in_torch import called_back  # which needs to know this class
+        from forall._lanes.in_torch import called  # which needs to know this class
 
-        return called_back(func, args, kwargs or {})
+        return called(func, args, kwargs or {})
 
 
 def _values(t: Tensor) -> Tensor:
