@@ -1,4 +1,4 @@
-"""``x.item()`` inside vmap: one Python number where all examples agree, else a `Number`."""
+"""``x.item()`` inside vmap: a `Number`, the Python number of each example."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from forall._batching.parting import answers
+from forall._batching.parting import answers, plain_numbers
 from forall._batching.table import CALLS
 from forall._lanes import made  # noqa: F401 - torch.tensor(n) and its like
 from forall._lanes.numbers import number
@@ -16,6 +16,8 @@ from forall._torch.wrapper import Wrapper
 def _item(x: torch.Tensor) -> Any:
     if not isinstance(x, Wrapper) or x.numel() != 1:
         return NotImplemented
+    if not x.dim() and x.level.parts and plain_numbers(x) is not None:
+        return number(x)
     _, levels = answers(x)
     if not levels or not all(level.parts and level.active and level.size for level in levels):
         return NotImplemented
