@@ -68,8 +68,15 @@ def one_answer(asked: Tensor, complaint: Callable[[], Exception]) -> Tensor:
 
 def apart(level: Any, groups: list[list[int]], complaint: Callable[[], Exception]) -> BaseException:
     """What to raise where the examples of ``level`` part."""
-    if not (level.parts and level.active):  # no call that could run again
+    if not level.parts:
         return complaint()
+    if not level.active:  # no call that could run again
+        error = complaint()
+        error.add_note(
+            "vmap: the call has ended, and a backward pass over what it computed asks this.\n"
+            "During the call examples may part: take the derivative inside, as in vmap(grad(f))."
+        )
+        return error
     level.parted = groups
     return Parted(level, groups, users_line())
 

@@ -270,9 +270,7 @@ def test_a_text_is_data():
     assert lengths(torch.tensor([1, 22, 333])).tolist() == [11, 22, 33]
     lengths = vmap(lambda x: len(f"{x:.1f}") + len(format(x, "")) * 10)
     xs = torch.tensor([1.5, 22.0])
-    assert lengths(xs).tolist() == [
-        len(f"{x:.1f}") + len(format(x, "")) * 10 for x in xs
-    ]
+    assert lengths(xs).tolist() == [len(f"{x:.1f}") + len(format(x, "")) * 10 for x in xs]
 
 
 def test_repr_parts_nothing_and_shows_all():
