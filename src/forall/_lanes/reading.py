@@ -16,7 +16,7 @@ from forall._torch.wrapper import Wrapper
 def _item(x: torch.Tensor) -> Any:
     if not isinstance(x, Wrapper) or x.numel() != 1:
         return NotImplemented
-    if not x.dim() and x.level.parts and plain_numbers(x) is not None:
+    if not x.dim() and plain_numbers(x) is not None and x.level.parts:
         return number(x)
     _, levels = answers(x)
     if not levels or not all(level.parts and level.active and level.size for level in levels):
