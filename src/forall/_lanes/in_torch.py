@@ -144,7 +144,8 @@ def _promoted(dtypes: tuple[torch.dtype, ...]) -> torch.dtype:
 
 _PROMOTING_NAMES = """
     add sub subtract rsub mul multiply div divide true_divide truediv floor_divide floordiv
-    remainder mod fmod pow lt le gt ge eq ne __lt__ __le__ __gt__ __ge__ __eq__ __ne__ less less_equal greater greater_equal not_equal
+    remainder mod fmod pow lt le gt ge eq ne less less_equal
+    greater greater_equal not_equal __lt__ __le__ __gt__ __ge__ __eq__ __ne__
     and_ or_ xor lshift rshift bitwise_and bitwise_or bitwise_xor bitwise_left_shift
     bitwise_right_shift clamp clip clamp_min clamp_max xlogy copysign lerp where __radd__
     __rmul__ __rsub__ __floordiv__ __rfloordiv__ __mod__ __rmod__ __pow__ __rpow__ __and__
