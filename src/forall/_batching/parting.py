@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forall._batching.batched import Batched
-from forall._core.levels import outside
+from forall._core.levels import outside, top
 from forall._core.parting import Parted
 from forall._core.places import users_line
 from forall._torch.dispatch import functions_off, no_dispatch
@@ -38,6 +38,18 @@ def answers(t: Tensor) -> tuple[Tensor, list]:
         return values.movedim(len(levels) + t.axis, len(levels)), [*levels, t.level]
 
 
+def plain_numbers(x: Any) -> Tensor | None:
+    """All numbers of a tensor with one entry, where no other level than its own has a part in it.
+
+    The common case, and a short way to it.
+    """
+    if type(x) is not Batched or x.axis is None or type(x.value) is not torch.Tensor:
+        return None
+    level = x.level
+    alone = level is top() and level.parent is None and level.size == x.value.numel() > 0
+    return x.value if alone else None
+
+
 def one_answer(asked: Tensor, complaint: Callable[[], Exception]) -> Tensor:
     """What all examples answer. Where they differ they part, or ``complaint`` is raised."""
     values, levels = answers(asked)
@@ -56,8 +68,15 @@ def one_answer(asked: Tensor, complaint: Callable[[], Exception]) -> Tensor:
 
 def apart(level: Any, groups: list[list[int]], complaint: Callable[[], Exception]) -> BaseException:
     """What to raise where the examples of ``level`` part."""
-    if not (level.parts and level.active):  # no call that could run again
+    if not level.parts:
         return complaint()
+    if not level.active:  # no call that could run again
+        error = complaint()
+        error.add_note(
+            "vmap: the call has ended, and a backward pass over what it computed asks this.\n"
+            "During the call examples may part: take the derivative inside, as in vmap(grad(f))."
+        )
+        return error
     level.parted = groups
     return Parted(level, groups, users_line())
 

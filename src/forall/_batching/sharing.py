@@ -22,6 +22,7 @@ from forall._torch.wrapper import Wrapper, has_own_meaning, kinds
 
 _CALLS = table.CALLS
 _IN_PLACE = table.IN_PLACE
+_STRANGERS = table.STRANGERS
 _SEQUENCES = frozenset({list, tuple})
 
 
@@ -61,8 +62,10 @@ class Sharing(TorchFunctionMode):
         for t in types:
             if t is Batched:
                 continue
+            if t in _STRANGERS:
+                return self._by_class(t, func, args, kwargs or {})
             if not issubclass(t, torch.Tensor):
-                return func(*args, **(kwargs or {}))  # no tensor at all, with a meaning of its own
+                return NotImplemented  # its own meaning is asked next, and what that calls is seen
             if has_own_meaning(t) and subclass_functions_are_on():
                 return self._by_class(t, func, args, kwargs or {})
         if kinds.used and subclass_functions_are_on():
@@ -97,13 +100,16 @@ class Sharing(TorchFunctionMode):
             call = table.OUTS.get(func, call)
         out = NotImplemented if call is None else call(*args, **(kwargs or {}))
         if out is NotImplemented:
+            for a in args if not kwargs else (*args, *kwargs.values()):
+                if type(a) in _STRANGERS:
+                    return self._by_class(type(a), func, args, kwargs or {})
             out = func(*args, **kwargs) if kwargs else func(*args)
         if standing.copies.found is not None and standing.copies.seen != written.times:
             standing.settle()
         return out
 
     def _by_class(self, kind: type, func: Any, args: tuple, kwargs: dict) -> Any:
-        """What a subclass of Tensor says that this call means, for ours as for ordinary tensors."""
+        """What a class says that this call means, for ours as for ordinary tensors."""
         with self:  # what it asks of tensors in its turn is seen again
             return kind.__torch_function__(func, (kind,), args, kwargs)
 

@@ -103,6 +103,7 @@ def answer(func: Any, args: tuple, kwargs: dict | None, level: Any) -> Any:
 
 def _on_the_stacks(func: Any, args: tuple, kwargs: dict | None, level: Any) -> Any:
     axis = rank = dtype = None
+    ranks_differ = False
     values = []
     for a in args:
         if type(a) is Batched:
@@ -111,8 +112,12 @@ def _on_the_stacks(func: Any, args: tuple, kwargs: dict | None, level: Any) -> A
                 return None
             if dtype is None:
                 axis, rank, dtype = a.axis, v.dim(), v.dtype
-            elif a.axis != axis or v.dim() != rank or v.dtype != dtype:
+            elif a.axis != axis or v.dtype != dtype:
                 return None
+            elif v.dim() != rank:
+                if axis != 0:
+                    return None
+                ranks_differ, rank = True, max(rank, v.dim())
             values.append(v)
         elif type(a) in _NUMBERS:
             values.append(a)
@@ -122,10 +127,19 @@ def _on_the_stacks(func: Any, args: tuple, kwargs: dict | None, level: Any) -> A
         return None
     try:
         with no_dispatch():
+            if ranks_differ:
+                values = [_of_rank(v, rank) for v in values]
             out = func(*values, **kwargs) if kwargs else func(*values)
     except RuntimeError:
         return None  # the long way tells which example failed
     return wrap(out, axis, level)
+
+
+def _of_rank(v: Any, rank: int) -> Any:
+    """A stack whose axis is in front as one of examples with more dims, all of size 1."""
+    if type(v) in _NUMBERS or v.dim() == rank:
+        return v
+    return v.reshape(v.shape[0], *[1] * (rank - v.dim()), *v.shape[1:])
 
 
 def _are_words(kwargs: dict) -> bool:

@@ -48,6 +48,9 @@ OUTS: dict[Any, Callable] = {}
 # Calls that a rule answers at once where no derivative is at stake (`shortcut`), each with the
 # operators that it would come to. A rule that answers NotImplemented leaves it to these.
 DIRECT: dict[Callable, tuple[Handler, set]] = {}
+# Classes that are no tensors but say what a call with them means. Torch may take one for an int and
+# not ask, so they are looked for.
+STRANGERS: set[type] = set()
 # View operators whose call, to be made again, needs more than their arguments.
 VIEW_CALLS: dict[Any, Callable] = {}
 

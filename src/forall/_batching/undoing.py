@@ -82,7 +82,7 @@ class Before:
 
     def undo(self) -> None:
         """Put all of it back: the call will be made again."""
-        with functions_off(), below_autograd(), _unnoted():
+        with functions_off(), below_autograd(), torch.enable_grad(), _unnoted():
             for value, held, number in reversed(self.values):
                 value.copy_(held)
                 set_version(value, number)
@@ -105,9 +105,10 @@ def _give_history(base: Tensor, held: Tensor | None) -> None:
 
 
 def as_it_is(t: Tensor) -> Tensor:
-    """A copy of an older tensor that no level takes for a read of the user's."""
+    """A copy of an older tensor, with its tangent, that no level takes for a read of the user's."""
     if isinstance(t, Wrapper):
-        return t.clone()
+        with torch.enable_grad():
+            return t.clone()
     with no_dispatch():
         return t.clone()
 

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import math
 import operator
-from functools import reduce
+from functools import cache, reduce
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from forall._batching.sharing import Sharing
-from forall._core.levels import top
 from forall._lanes.arithmetic import DTYPES, wider
 from forall._lanes.numbers import Number
 from forall._torch.dispatch import functions_off, no_dispatch
@@ -34,15 +32,6 @@ def called(func: Any, args: tuple, kwargs: dict) -> Any:
         found = (func, one_each(args), one_each(kwargs))
     func, args, kwargs = found
     return func(*args, **kwargs)
-
-
-def called_back(func: Any, args: tuple, kwargs: dict) -> Any:
-    """The same where torch asks: in the handler of the level's function mode, which is off."""
-    level: Any = top()
-    if level is None or not level.shares:
-        return called(func, args, kwargs)
-    with Sharing():
-        return called(func, args, kwargs)
 
 
 # What Python asks of a tensor on the right.
@@ -107,7 +96,7 @@ def one_each(tree: Any) -> Any:
 def in_dtype(n: Number, dtype: torch.dtype, device: Any = None) -> Tensor | None:
     """The number in ``dtype``, or None where it may be too large, on which torch decides."""
     if n.kind is complex:
-        return n.tensor.to(device, dtype) if dtype.is_complex else None
+        return n.cast(dtype, device) if dtype.is_complex else None
     lo, hi = n.bounds
     if dtype.is_floating_point or dtype.is_complex:
         if torch.finfo(dtype).max < max(-lo, hi) < math.inf:
@@ -116,22 +105,30 @@ def in_dtype(n: Number, dtype: torch.dtype, device: Any = None) -> Tensor | None
         info = torch.iinfo(dtype)
         if not info.min <= lo <= hi <= info.max:
             return None
-    return n.tensor.to(device, dtype)
+    return n.cast(dtype, device)
 
 
 def common_dtype(values: list) -> torch.dtype:
     """What torch promotes these to, a Number counting as a number of Python's."""
-    with functions_off(), no_dispatch():
+    with functions_off():
         tensors = [v for v in values if isinstance(v, Tensor)]
-        kinds = [
-            v.kind if type(v) is Number else type(v) for v in values if not isinstance(v, Tensor)
-        ]
-        one = reduce(wider, kinds)(1)
-        low = [t.dtype for t in tensors if not t.dim()]
+        kind = reduce(
+            wider,
+            (v.kind if type(v) is Number else type(v) for v in values if not isinstance(v, Tensor)),
+        )
+        low = tuple(t.dtype for t in tensors if not t.dim())
+        high = tuple(t.dtype for t in tensors if t.dim())
+    return _common_dtype(low, high, kind, torch.get_default_dtype())
+
+
+@cache
+def _common_dtype(low: tuple, high: tuple, kind: type, _default: torch.dtype) -> torch.dtype:
+    """The same for tensors of these dtypes, those with dims and those without, and a number."""
+    with functions_off(), no_dispatch():
+        one = kind(1)
         lower = torch.tensor(one).dtype
         if low:
             lower = torch.result_type(torch.empty((), dtype=_promoted(low)), one)
-        high = [t.dtype for t in tensors if t.dim()]
         if not high:
             return lower
         return torch.result_type(
@@ -139,7 +136,7 @@ def common_dtype(values: list) -> torch.dtype:
         )
 
 
-def _promoted(dtypes: list[torch.dtype]) -> torch.dtype:
+def _promoted(dtypes: tuple[torch.dtype, ...]) -> torch.dtype:
     return reduce(torch.promote_types, dtypes)
 
 
@@ -147,7 +144,8 @@ def _promoted(dtypes: list[torch.dtype]) -> torch.dtype:
 
 _PROMOTING_NAMES = """
     add sub subtract rsub mul multiply div divide true_divide truediv floor_divide floordiv
-    remainder mod fmod pow lt le gt ge eq ne less less_equal greater greater_equal not_equal
+    remainder mod fmod pow lt le gt ge eq ne less less_equal
+    greater greater_equal not_equal __lt__ __le__ __gt__ __ge__ __eq__ __ne__
     and_ or_ xor lshift rshift bitwise_and bitwise_or bitwise_xor bitwise_left_shift
     bitwise_right_shift clamp clip clamp_min clamp_max xlogy copysign lerp where __radd__
     __rmul__ __rsub__ __floordiv__ __rfloordiv__ __mod__ __rmod__ __pow__ __rpow__ __and__
@@ -250,7 +248,9 @@ def _writing(func: Any, args: tuple, kwargs: dict) -> Any:
 def _item(func: Any, args: tuple, kwargs: dict) -> Any:
     """x[n], x[n] = m."""
     x, index, *value = args
-    if type(index) in (tuple, list):
+    if type(index) is list and all(type(i) is int or _is_int(i) for i in index):
+        index = torch.tensor(index)
+    elif type(index) in (tuple, list):
         index = type(index)(map(_as_index, index))
     else:
         index = _as_index(index)
@@ -262,7 +262,11 @@ def _item(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _as_index(n: Any) -> Any:
-    return n.tensor if type(n) is Number and n.kind is int else one_each(n)
+    return n.tensor if _is_int(n) else one_each(n)
+
+
+def _is_int(n: Any) -> bool:
+    return type(n) is Number and n.kind is int
 
 
 # --- numbers that become tensors ----------------------------------------------------------------
@@ -289,7 +293,7 @@ def _scalar_tensor(func: Any, args: tuple, kwargs: dict) -> Any:
 
 def _spaced(func: Any, args: tuple, kwargs: dict) -> Any:
     """linspace, logspace: ends that are tensors leave the dtype as it is."""
-    ends = [a.tensor.to(torch.float64) if _is_real(a) else a for a in args[:2]]
+    ends = [a.cast(torch.float64) if _is_real(a) else a for a in args[:2]]
     if kwargs.keys() & {"start", "end"} or any(type(a) is Number for a in ends):
         return NotImplemented
     dtype = kwargs.get("dtype") or torch.get_default_dtype()

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from forall._batching import worlds
+from forall._batching import table, worlds
 from forall._batching.failing import first_error
 from forall._batching.parts import is_stale, narrow
 from forall._core.errors import columns
@@ -39,11 +39,14 @@ class Number:
     is nobody else's, so that it never changes. Numbers carry no derivative.
     """
 
-    __slots__ = ("__weakref__", "_bounds", "_tensor")
+    __slots__ = ("__weakref__", "_bounds", "_casts", "_tensor", "kind")
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
+        with functions_off():
+            self.kind: type = KINDS[tensor.dtype]  # of each example's number
         self._bounds: tuple | None = None
+        self._casts: dict[Any, Tensor] = {}
 
     @property
     def tensor(self) -> Tensor:
@@ -52,10 +55,15 @@ class Number:
             return narrow(self._tensor)
         return self._tensor
 
-    @property
-    def kind(self) -> type:
-        """The type of each example's number."""
-        return KINDS[self.tensor.dtype]
+    def cast(self, dtype: torch.dtype, device: Any = None) -> Tensor:
+        """The numbers in another dtype, which is kept: nobody writes into it."""
+        tensor = self.tensor
+        if tensor is not self._tensor:
+            return stacks.cast(tensor, dtype, device)
+        found = self._casts.get((dtype, device))
+        if found is None:
+            found = self._casts[dtype, device] = stacks.cast(tensor, dtype, device)
+        return found
 
     @property
     def __class__(self) -> type:  # so that isinstance(n, float) is what it is for each example
@@ -112,33 +120,29 @@ class Number:
     def __deepcopy__(self, _memo: dict) -> Number:
         return self
 
-    # --- text, which parts nothing
+    # --- text: that of each example's own number, for a text can be used as data; repr shows all
 
     def __repr__(self) -> str:
         sizes = " x ".join(str(n) for n in _values(self.tensor).shape)
         return f"Number({self.kind.__name__}, one for each of {sizes} examples: {self._text()})"
 
     def __str__(self) -> str:
-        return format(self, "")
+        return str(self.one())
 
     def __format__(self, spec: str) -> str:
-        agreed = _agreed(self.tensor)
-        if agreed is not None:
-            return format(agreed, spec)
-        return format(self.one(), spec)  # a text is what its example makes of it
+        return format(self.one(), spec)
 
-    def _text(self, spec: str = "") -> str:
+    def _text(self) -> str:
         with functions_off(), no_dispatch():
             flat = _values(self.tensor).flatten().tolist()
-        texts = [format(v, spec) for v in flat[:_SHOWN]]
+        texts = list(map(str, flat[:_SHOWN]))
         return ", ".join([*texts, "..."] if len(flat) > _SHOWN else texts)
 
     # --- as the number of each example
 
     def __getattr__(self, name: str) -> Any:
         """``n.real``, ``n.is_integer()``, ..: what the type of the numbers has."""
-        found = getattr(self.kind, name)
-        if not callable(found):
+        if not callable(getattr(self.kind(), name)):  # of a number, not of its class
             return by_lane(operator.attrgetter(name), self)
 
         def method(*args: Any, **kwargs: Any) -> Any:
@@ -171,9 +175,9 @@ class Number:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        from forall._lanes.in_torch import called_back  # which needs to know this class
+        from forall._lanes.in_torch import called  # which needs to know this class
 
-        return called_back(func, args, kwargs or {})
+        return called(func, args, kwargs or {})
 
 
 def _values(t: Tensor) -> Tensor:
@@ -211,14 +215,26 @@ def number(t: Tensor) -> Any:
         kind = bool if t.dtype is torch.bool else int
     if not stacks.differs(t):
         return t.item()
-    return Number(t.detach().reshape(()).to(DTYPES[kind], copy=True))
+    return told(stacks.cast(t, DTYPES[kind], copy=True))
+
+
+def told(t: Tensor) -> Any:
+    """A `Number` of these; an int of Python's where all agree, which can be a size anywhere."""
+    n = Number(t)
+    if n.kind is int:
+        lo, hi = n.bounds
+        if lo == hi and stacks.plain(t).numel():
+            return lo
+    return n
 
 
 def as_tensor(n: Number) -> Tensor:
     """What ``torch.tensor(n)`` gives."""
     with functions_off():
-        return n.tensor.to(torch.get_default_dtype()) if n.kind is float else n.tensor
+        return n.cast(torch.get_default_dtype()) if n.kind is float else n.tensor
 
+
+table.STRANGERS.add(Number)
 
 # --- operators ----------------------------------------------------------------------------------
 
@@ -235,7 +251,7 @@ def _binary(op: Any, a: Any, b: Any) -> Any:
         if type(n) is not Number and type(n) not in DTYPES:
             return _with_stranger(op, a, b, n)
     found = binary(op, operand(a), operand(b))
-    return by_lane(op, a, b) if found is None else Number(found)
+    return by_lane(op, a, b) if found is None else told(found)
 
 
 def _with_stranger(op: Any, a: Any, b: Any, n: Any) -> Any:
@@ -254,7 +270,7 @@ def _with_stranger(op: Any, a: Any, b: Any, n: Any) -> Any:
 
 def _unary(op: Any, a: Number) -> Any:
     found = UNARY[op](operand(a))
-    return by_lane(op, a) if found is None else Number(found)
+    return by_lane(op, a) if found is None else told(found)
 
 
 def _divmod(a: Any, b: Any) -> Any:
@@ -262,7 +278,7 @@ def _divmod(a: Any, b: Any) -> Any:
         x, y = operand(a), operand(b)
         found = (binary(operator.floordiv, x, y), binary(operator.mod, x, y))
         if not any(t is None for t in found):
-            return tuple(map(Number, found))
+            return tuple(map(told, found))
         return by_lane(divmod, a, b)
     return _binary(divmod, a, b)
 
@@ -371,7 +387,7 @@ def _packed(results: list, tensor: Any) -> Any:
         largest = max(results, key=abs)
         if not -(2**63) <= min(results) <= max(results) < 2**63:
             raise too_large(largest)
-    return Number(tensor(results, type(first)))
+    return told(tensor(results, type(first)))
 
 
 def too_large(value: int) -> OverflowError:

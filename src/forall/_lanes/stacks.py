@@ -39,6 +39,15 @@ def levels_of(t: Tensor) -> list:
     return found
 
 
+def cast(t: Tensor, dtype: torch.dtype, device: Any = None, *, copy: bool = False) -> Tensor:
+    """The same numbers in this dtype, without derivatives, whoever of the examples runs."""
+    if isinstance(t, Wrapper):
+        value = cast(t.value, dtype, device, copy=copy)
+        return wrap(value, t.axis, t.level) if type(t) is Batched and t.axis is not None else value
+    with functions_off(), no_dispatch():
+        return t.detach().to(device, dtype, copy=copy)
+
+
 def spread(tensors: list[Tensor]) -> list[Tensor]:
     """The same numbers for the lanes that run now, each given for every lane of all of these."""
     mask = tensors[0].isnan()

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from forall._batching import worlds
-from forall._batching.parting import answers
+from forall._batching.parting import answers, plain_numbers
 from forall._batching.rerun import apart
 from forall._batching.table import CALLS
 from forall._lanes import made  # noqa: F401 - torch.tensor(n) and its like
@@ -21,6 +21,8 @@ def _item(x: torch.Tensor) -> Any:
     """One Python number where all examples agree, else a `Number`."""
     if not isinstance(x, Wrapper) or x.numel() != 1:
         return NotImplemented
+    if not x.dim() and plain_numbers(x) is not None and x.level.parts:
+        return number(x)
     _, levels = answers(x)
     if not levels or not all(level.parts and level.active and level.size for level in levels):
         return NotImplemented

@@ -17,7 +17,7 @@ from forall._batching.accounts import is_shared_older, noting_level
 from forall._batching.failing import name_example
 from forall._batching.ledger import memory
 from forall._batching.undoing import Touched
-from forall._core.levels import outside, top
+from forall._core.levels import moves, outside, top
 from forall._core.remembering import Remembered
 from forall._torch import generators
 from forall._torch.dispatch import functions_off
@@ -200,7 +200,8 @@ class Run:
                 if _is_shared_further_out(whole):
                     return False
                 rows.append(memory(whole))
-                self.written.append((whole, dim, numbers, some, some.grad_fn is not node))
+                recorded = some.grad_fn is not node or moves(some)
+                self.written.append((whole, dim, numbers, some, recorded))
         known = [memory(w) for w in wholes] if rows else []
         return all(known.count(r) == 1 for r in rows) and self.touched.by(ledger, rows)
 

@@ -257,12 +257,25 @@ def test_a_float_is_no_index():
         each([1.0, 2.0], range)
 
 
-def test_text_parts_nothing_and_shows_all():
-    assert each([1.0, 2.5], repr) == "Number(float, one for each of 2 examples: 1.0, 2.5)"
-    assert each([1.0, 2.5], "{:.2f}".format) == "one for each example: 1.00, 2.50"
+def test_a_text_is_that_of_each_examples_number(parted):
     assert each([1.0, 1.0], "{:.2f}".format) == "1.00"
-    assert each([1, 2], str) == "one for each example: 1, 2"
-    assert each(list(range(20)), str).endswith("6, 7, ...")
+    assert each([1.5, 1.5], str) == "1.5"
+    for text in (str, "{:.2f}".format, "{}".format, lambda n: f"{n:>8}", lambda n: f"{n}"):
+        with pytest.raises(parted):
+            each([1.0, 2.5], text)
+
+
+def test_a_text_is_data():
+    lengths = vmap(lambda x: len(f"{x.item():d}") + len(str(x.item())) * 10)
+    assert lengths(torch.tensor([1, 22, 333])).tolist() == [11, 22, 33]
+    lengths = vmap(lambda x: len(f"{x:.1f}") + len(format(x, "")) * 10)
+    xs = torch.tensor([1.5, 22.0])
+    assert lengths(xs).tolist() == [len(f"{x:.1f}") + len(format(x, "")) * 10 for x in xs]
+
+
+def test_repr_parts_nothing_and_shows_all():
+    assert each([1.0, 2.5], repr) == "Number(float, one for each of 2 examples: 1.0, 2.5)"
+    assert each(list(range(20)), repr).endswith("6, 7, ...)")
 
 
 def test_methods_and_attributes_are_those_of_each_number():

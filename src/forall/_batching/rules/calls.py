@@ -14,6 +14,7 @@ import torch
 from forall._batching.accounts import by_all, is_shared_older
 from forall._batching.batched import Batched, are_apart, derive, line_up, refit, same
 from forall._batching.ledger import note_read, summed_grad
+from forall._batching.parting import plain_numbers
 from forall._batching.standing import stand
 from forall._batching.table import CALLS, IN_PLACE
 from forall._batching.undoing import grad_of
@@ -160,7 +161,7 @@ def _new_full(x: Tensor, size: Any, fill_value: Any, **options: Any) -> Any:
 def _any_ours(data: Any) -> bool:
     if isinstance(data, (list, tuple)):
         return any(map(_any_ours, data))
-    return type(data) is Batched
+    return type(data) is Batched or _is_mapped(data)
 
 
 def _joined(data: Any, dtype: torch.dtype | None, device: Any) -> Tensor:
@@ -213,6 +214,12 @@ def _tensor_split(x: Tensor, cuts: Any, dim: int = 0) -> Any:
 
 def _truth(x: Tensor) -> Any:
     """Which number x has is not asked, only whether it is one but 0."""
+    numbers = plain_numbers(x)
+    if numbers is not None:
+        with no_dispatch():
+            count = int(numbers.count_nonzero())
+        if count in (0, x.level.size):
+            return count > 0
     if not isinstance(x, Wrapper) or x.numel() != 1 or x.dtype is torch.bool or not _is_mapped(x):
         return NotImplemented
     return bool(x.detach() != 0)
