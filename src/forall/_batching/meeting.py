@@ -50,7 +50,11 @@ def meet(func: Any, args: tuple, kwargs: dict) -> Any:
             old, (args, kwargs) = args, trees.map_tensors(fitted, (args, kwargs))
             for place in facts(func).mutates:
                 if isinstance(place, int) and args[place] is not old[place]:
-                    args = (*args[:place], _moved(func, old[place], args[place]), *args[place + 1 :])
+                    args = (
+                        *args[:place],
+                        _moved(func, old[place], args[place]),
+                        *args[place + 1 :],
+                    )
         return target.run(func, args, kwargs)
     return values[0].level.run(func, args, kwargs)
 

@@ -195,7 +195,7 @@ def _overlaid(x: Any, some: Tensor, worlds: list) -> Tensor:
     """x with what some of its examples hold now."""
     if not worlds:
         return some
-    (root, wide, own), *inner = worlds
+    (_, wide, own), *inner = worlds
     rest = without(wide, own)
     some = _overlaid(restricted(x, own), some, inner)
     return some if rest is None else merged([(rest, restricted(x, rest)), (own, some)], wide)

@@ -66,11 +66,7 @@ def _takes_tensors(op: Any) -> bool:
 
 def answer(func: Any, args: tuple, level: Any) -> Any:
     """The result, or None where the long way must be taken."""
-    if (
-        not is_pointwise(func)
-        or dispatch_modes() != 1
-        or users_tangents()
-    ):
+    if not is_pointwise(func) or dispatch_modes() != 1 or users_tangents():
         return None
     axis = rank = dtype = None
     values = []

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import threading
 import weakref
-from typing import Any
 
 import torch
 

@@ -14,7 +14,17 @@ import torch
 from forall._batching.narrowing import narrowed
 from forall._batching.sharing import Sharing, sharing
 from forall._core.again import may_carry_tangents, where_it_first_ran
-from forall._core.levels import Level, at, deepest, is_from_outside, lift, outside, peels, stack, top
+from forall._core.levels import (
+    Level,
+    at,
+    deepest,
+    is_from_outside,
+    lift,
+    outside,
+    peels,
+    stack,
+    top,
+)
 from forall._random.scopes import resuming
 from forall._torch import checkpoints
 from forall._torch.dispatch import (
