@@ -130,7 +130,8 @@ def asked(test: Any) -> bool | tuple[World, World]:
     root, level = levels[0].root, levels[0]
     prepare(root)
     world, rows = now().parts, level.rows.numpy()
-    return tuple(World({**world, root: part(root, rows[some])}) for some in (table, ~table))
+    yes, no = rows[table], rows[~table]
+    return World({**world, root: part(root, yes)}), World({**world, root: part(root, no)})
 
 
 class running:

@@ -246,6 +246,22 @@ def test_captured_tensors_that_require_grad():
     torch.testing.assert_close(run(vmap), run(loop))
 
 
+def test_a_gradient_taken_inside_is_one_of_all_that_run():
+    def f(x: Tensor) -> Tensor:
+        y = x.detach().clone().requires_grad_()
+        z = y * 1
+        z.retain_grad()
+        out = choose(x[0] > 0, lambda: (z * z).sum(), lambda: y.sum())
+        (g,) = torch.autograd.grad(
+            out, z, retain_graph=True, allow_unused=True, materialize_grads=True
+        )
+        out.backward()
+        kept = torch.zeros_like(y) if z.grad is None else z.grad
+        return g.exp() * choose(x[1] > 0, lambda: g.cos(), lambda: g + 1) + kept.exp()
+
+    torch.testing.assert_close(vmap(f)(XS), loop(f)(XS))
+
+
 # --- writes --------------------------------------------------------------------------------------
 
 
@@ -332,6 +348,20 @@ def test_writes_into_an_argument():
     ours, theirs = XS.clone(), XS.clone()
     torch.testing.assert_close(vmap(f)(ours), loop(f)(theirs))
     torch.testing.assert_close(ours, theirs)
+
+
+def test_other_memory_for_some_examples_is_refused():
+    def f(x: Tensor) -> Tensor:
+        h = x.exp()
+
+        def yes() -> Tensor:
+            h.data = x.cos()
+            return h.sum()
+
+        return choose(x[0] > 0, yes, lambda: h.sum())
+
+    with pytest.raises(NotImplementedError, match="copy_"):
+        vmap(f)(XS)
 
 
 # --- afterwards ----------------------------------------------------------------------------------
