@@ -46,6 +46,7 @@ _ITSELF = frozenset(getattr(Tensor, name).__get__ for name in _GETTERS.split()) 
     Tensor.register_hook,
     Tensor.retain_grad,
 }
+_SET_DATA = frozenset({Tensor.data.__set__})
 _SEQUENCES = frozenset({list, tuple})
 
 
@@ -86,6 +87,11 @@ def narrowed(func: Any, args: tuple, kwargs: dict) -> Fit:
     stands: dict[int, Tensor] = {}
     if func in _ITSELF:
         return Fit(args, kwargs, stands)
+    if func in _SET_DATA and is_stale(args[0]):
+        raise NotImplementedError(
+            "vmap: x.data = .. where examples have parted, of an x from before.\n"
+            "Use x.copy_(..) under torch.no_grad()."
+        )
     reads = is_pointwise(func)  # and makes no view: nobody can write into what it takes
     if func is torch.autograd.grad:  # with respect to the very tensors
         return Fit((_fit(args[0], stands, reads), *args[1:]), kwargs, stands)

@@ -15,7 +15,7 @@ from forall._batching import standing, table
 from forall._batching.batched import Batched
 from forall._batching.shortcut import answer
 from forall._batching.writing import written
-from forall._core.levels import Level, innermost, left_over, levels_in, stack, top
+from forall._core.levels import Level, complete, innermost, left_over, levels_in, stack, top
 from forall._torch.dispatch import in_backward, users_tangents
 from forall._torch.names import subclass_functions_are_on, subclass_functions_off
 from forall._torch.wrapper import Wrapper, has_own_meaning, kinds
@@ -53,6 +53,18 @@ _ITSELF = frozenset(
 
 # `narrowing.narrowed`, which stands on the level, and that on this room.
 NARROWED: list[Any] = []
+
+_GRADIENTS = frozenset({torch.autograd.grad, torch.Tensor.grad.__get__})
+
+
+def _whole(func: Any, args: tuple, out: Any) -> Any:
+    """A gradient, which may be of some examples alone, as one of all that run."""
+    if func is torch.autograd.grad:
+        return tuple(complete(g) for g in out)
+    whole = complete(out)
+    if whole is not out:
+        torch.Tensor.grad.__set__(args[0], whole)
+    return whole
 
 
 class Sharing(TorchFunctionMode):
@@ -104,6 +116,8 @@ class Sharing(TorchFunctionMode):
                 if type(a) in _STRANGERS:
                     return self._by_class(type(a), func, args, kwargs or {})
             out = func(*args, **kwargs) if kwargs else func(*args)
+        if func in _GRADIENTS and not in_backward():
+            out = _whole(func, args, out)
         if standing.copies.found is not None and standing.copies.seen != written.times:
             standing.settle()
         return out
