@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forall._batching.batched import wrap
-from forall._batching.parts import is_stale, narrow
+from forall._batching.merging import is_stale, narrow
 from forall._core.levels import outside
 from forall._random import scopes
 from forall._random.keys import fold_each

@@ -191,7 +191,7 @@ class VmapLevel(Level, TorchDispatchMode):
 
     def completed(self, t: Batched, level: Any) -> torch.Tensor:
         """A gradient of this level as one of ``level``, where both have examples of one root."""
-        from forall._batching.parts import fitted  # which stand on the level
+        from forall._batching.merging import fitted  # which stand on the level
 
         return fitted(t, level)
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from forall._batching.parts import Undefined, common, covers, cut, is_of, union, united
+from forall._batching.merging import Undefined, cut, is_of, united
+from forall._batching.parts import common, covers, union
 from forall._batching.table import overloads
 from forall._core.levels import innermost, levels_in, outside
 from forall._torch import trees

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from forall._batching import standing
-from forall._batching.parts import (
-    common,
+from forall._batching.merging import (
     is_second_name,
     is_stale,
     layers,
@@ -21,8 +20,8 @@ from forall._batching.parts import (
     narrow,
     restricted,
     stale,
-    without,
 )
+from forall._batching.parts import common, without
 from forall._batching.sharing import NARROWED
 from forall._batching.shortcut import is_pointwise
 from forall._core.levels import act

@@ -6,18 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from forall._batching.merging import Undefined, is_stale, merged, narrow
 from forall._batching.narrowing import forget, kept
 from forall._batching.parting import answers, number
-from forall._batching.parts import (
-    Undefined,
-    common,
-    halves,
-    is_stale,
-    merged,
-    narrow,
-    union,
-    without,
-)
+from forall._batching.parts import common, halves, union, without
 from forall._core.errors import data_dependent
 from forall._core.levels import act, stack, top
 from forall._torch.dispatch import functions_off, no_dispatch

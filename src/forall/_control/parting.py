@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 
-from forall._batching.parts import is_stale, narrow
+from forall._batching.merging import is_stale, narrow
 from forall._batching.worlds import Apart, World, asked, joined, now, running
 from forall._control.carry import NUMBERS, alike, like, ordered, paths, same, told
 from forall._core.errors import columns, kind, short

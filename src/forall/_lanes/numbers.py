@@ -19,7 +19,7 @@ import torch
 
 from forall._batching import table, worlds
 from forall._batching.failing import first_error
-from forall._batching.parts import is_stale, narrow
+from forall._batching.merging import is_stale, narrow
 from forall._core.errors import columns
 from forall._core.levels import stack
 from forall._core.places import users_line

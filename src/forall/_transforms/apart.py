@@ -15,7 +15,7 @@ from weakref import WeakSet
 
 import torch
 
-from forall._batching.parts import Undefined, is_partial
+from forall._batching.merging import Undefined, is_partial
 from forall._batching.worlds import Apart
 from forall._lanes import Refused, convert
 from forall._lanes.heap import Unsplittable
