@@ -7,11 +7,12 @@ into it, or into a view of it, is put back there.
 from __future__ import annotations
 
 import threading
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from forall._batching import standing
+from forall._batching.batched import Batched
 from forall._batching.merging import (
     is_second_name,
     is_stale,
@@ -27,6 +28,9 @@ from forall._batching.shortcut import is_pointwise
 from forall._core.levels import act
 from forall._torch.dispatch import forward_mode_runs, functions_off
 from forall._torch.wrapper import Wrapper
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 Tensor = torch.Tensor
 
@@ -84,6 +88,8 @@ class Fit(NamedTuple):
 def narrowed(func: Any, args: tuple, kwargs: dict) -> Fit:
     """The arguments of an API call, narrowed to the examples that run."""
     stands: dict[int, Tensor] = {}
+    if func is Tensor.register_hook and type(args[0]) is Batched and is_stale(args[0]):
+        return Fit((args[0], _of_some(args[0].level.acting, *args[1:], **kwargs)), {}, stands)
     if func in _ITSELF:
         return Fit(args, kwargs, stands)
     if func in _SET_DATA and is_stale(args[0]):
@@ -98,6 +104,24 @@ def narrowed(func: Any, args: tuple, kwargs: dict) -> Fit:
     if kwargs:
         kwargs = {k: _fit(a, stands, reads) for k, a in kwargs.items()}
     return Fit(args, kwargs, stands)
+
+
+def _of_some(some: Any, hook: Callable[[Tensor], Tensor | None]) -> Callable:
+    """A hook on the gradient of the examples that registered it."""
+
+    def hooked(g: Any) -> Tensor | None:
+        level = g.level
+        own = restricted(g, some)
+        out = None if own is None else hook(own)
+        if out is None or not isinstance(own, Batched):
+            return out
+        rest = without(level, own.level)
+        if rest is None:
+            return out
+        others: Any = restricted(g, rest)
+        return merged([(own.level, out), (rest, others)], level)
+
+    return hooked
 
 
 def _fit(a: Any, stands: dict[int, Tensor], reads: bool) -> Any:

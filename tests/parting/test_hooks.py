@@ -1,0 +1,62 @@
+"""Hooks on tensors of examples that have parted: they run for the examples whose loop runs them."""
+
+import pytest
+import torch
+
+from forall import grad, vmap
+
+D = torch.float64
+
+
+def registered_by_some(x):
+    y = x * 2
+    if x.sum() > 0:
+        y.register_hook(lambda g: g + torch.ones(3, dtype=D))
+        return (y * x).sum()
+    return (y * 3).sum()
+
+
+def used_by_some(x):
+    y = x * 2
+    y.register_hook(lambda g: g + torch.ones(3, dtype=D))
+    if x.sum() > 0:
+        return (y * x).sum()
+    return (x * 3).sum()
+
+
+class AddsOne(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, g):
+        return 2 * g + torch.ones(3, dtype=D)
+
+
+def function_of_some(x):
+    y = x * 2
+    return AddsOne.apply(y).sum() if x.sum() > 0 else y.sum()
+
+
+def function_used_by_some(x):
+    y = AddsOne.apply(x)
+    return (y * x).sum() if x.sum() > 0 else x.sum()
+
+
+FUNCTIONS = [registered_by_some, used_by_some, function_of_some, function_used_by_some]
+
+
+def of_one(f, x):
+    x = x.clone().requires_grad_()
+    return torch.autograd.grad(f(x), x)[0]
+
+
+@pytest.mark.parametrize("f", FUNCTIONS, ids=lambda f: f.__name__)
+def test_gradient_inside_and_outside(f):
+    xs = torch.randn(7, 3, dtype=D, generator=torch.Generator().manual_seed(0))
+    truth = torch.stack([of_one(f, x) for x in xs])
+    for _ in range(2):  # as it is, then converted at once
+        torch.testing.assert_close(vmap(grad(f))(xs), truth)
+    stack = xs.clone().requires_grad_()
+    torch.testing.assert_close(torch.autograd.grad(vmap(f)(stack).sum(), stack)[0], truth)
