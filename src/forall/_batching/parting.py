@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forall._batching.batched import Batched
-from forall._core.levels import outside
+from forall._core.levels import outside, stack
 from forall._core.parting import Parted
 from forall._core.places import users_line
 from forall._torch.dispatch import functions_off, no_dispatch
@@ -39,8 +39,8 @@ def answers(t: Tensor) -> tuple[Tensor, list]:
 
 
 def one_answer(asked: Tensor, complaint: Callable[[], Exception]) -> Tensor:
-    """What all examples answer. Where they differ they part, or ``complaint`` is raised."""
-    values, levels = answers(asked)
+    """What all that run answer. Where they differ they part, or ``complaint`` is raised."""
+    values, levels = answers(of_those_that_run(asked))
     with no_dispatch(), functions_off():
         for level in levels:
             if not level.size:
@@ -52,6 +52,15 @@ def one_answer(asked: Tensor, complaint: Callable[[], Exception]) -> Tensor:
                     raise apart(level, groups, complaint)
             values = values[0]
     return values
+
+
+def of_those_that_run(t: Tensor) -> Tensor:
+    """A tensor that may be one of more examples."""
+    if not stack.parted:
+        return t
+    from forall._batching.parts import is_stale, narrow  # which stand on the level, and it on this
+
+    return narrow(t) if is_stale(t) else t
 
 
 def apart(level: Any, groups: list[list[int]], complaint: Callable[[], Exception]) -> BaseException:

@@ -27,6 +27,10 @@ def apart(call: Callable[[], Any], join: Callable[[list[tuple[World, Any]]], Any
         try:
             with running(world):
                 done.append((world, call()))
+        except Exception:
+            if done or todo:  # some fail, who may catch it; the others do not
+                raise Apart from None
+            raise
         except Parted as parted:
             root = parted.level.root
             parted.level.parted = None

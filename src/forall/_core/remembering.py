@@ -45,10 +45,13 @@ class Remembered:
         while isinstance(func, functools.partial):
             self._take((func.args, func.keywords), 1)
             func = func.func
+        wrapped = getattr(func, "__wrapped__", None)
+        if wrapped is not None:
+            self._callable(wrapped)
         owner = getattr(func, "__self__", func)
         func = getattr(func, "__func__", func)
         if not isinstance(func, FunctionType):
-            func = getattr(type(func), "__call__", None)
+            func = getattr(type(func), "__call__", None)  # noqa: B004 - the function itself
         if not isinstance(owner, FunctionType):
             self._take(owner, 1)
             self._class(type(owner))
@@ -108,6 +111,15 @@ class Remembered:
             for inner in value.values() if isinstance(value, dict) else value:
                 self._take(inner, depth)
 
+    def changed(self) -> bool:
+        """Whether anything is not as it was."""
+        return (
+            any(_contents(cell) is not value for cell, value in self.cells)
+            or any(names.get(name, _UNSET) is not value for names, name, value in self.names)
+            or any(not _same(dict(vars(kind)), state) for kind, state in self.classes)
+            or any(not _same(container, copy) for container, copy in self.copies.values())
+        )
+
     def restore(self) -> None:
         for cell, value in self.cells:
             if _contents(cell) is not value:
@@ -128,6 +140,15 @@ class Remembered:
             else:
                 container.clear()
                 (container.extend if isinstance(container, deque) else container.update)(copy)
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two containers of one kind hold the very same things, in the same order."""
+    if isinstance(one, dict):
+        one, other = [*one, *one.values()], [*other, *other.values()]
+    if isinstance(one, set):
+        return len(one) == len(other) and one <= other
+    return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
 
 
 _NOT_THE_USERS = frozenset({"builtins", "torch", "numpy"})

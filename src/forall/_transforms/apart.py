@@ -17,7 +17,7 @@ import torch
 
 from forall._batching.parts import Undefined, is_partial
 from forall._batching.worlds import Apart
-from forall._lanes import Refused, convert
+from forall._lanes import Refused, convert, is_running
 from forall._lanes.heap import Unsplittable
 from forall._lanes.varying import Varying
 from forall._torch import trees
@@ -39,7 +39,7 @@ UNABLE = (Apart, Undefined, Unsplittable)
 def run(call: Mapping) -> tuple[list, Any]:
     """All examples at once as long as they agree; then apart, as far as need be."""
     code = _code(call.func)
-    known = code in _PARTED
+    known = code in _PARTED or is_running()  # what converted code calls is converted as well
     if not known:
         try:
             return call.once()
@@ -52,7 +52,8 @@ def run(call: Mapping) -> tuple[list, Any]:
     function = convert(call.func) if call.entering.size > 1 else None
     if function is not None and not isinstance(function, Refused):
         try:
-            return call._replace(func=_whole(function), options=Converted(call.options)).once()
+            whole = _whole(function, call.func)
+            return call._replace(func=whole, options=Converted(call.options)).once()
         except Groups:
             groups = [[*range(call.entering.size)]]
     elif known:
@@ -67,7 +68,7 @@ def _as_it_is(call: Mapping) -> tuple[list, Any]:
         return in_groups(call, parted.groups)
 
 
-def _whole(function: Callable) -> Callable:
+def _whole(function: Callable, func: Callable) -> Callable:
     """A converted function that answers with what all its examples have in common."""
 
     def whole(*args: Any, **kwargs: Any) -> Any:
@@ -77,7 +78,8 @@ def _whole(function: Callable) -> Callable:
                 raise Unsplittable("results of several kinds")
         return result
 
-    return whole
+    # By its name the state that it can reach is found, where it has to be run otherwise.
+    return functools.update_wrapper(whole, func, assigned=(), updated=())
 
 
 class Converted:
