@@ -67,8 +67,14 @@ def apart(level: Any, groups: list[list[int]], complaint: Callable[[], Exception
     """What to raise where the examples of ``level`` part."""
     if not (level.parts and level.active):  # no call that could run again
         return complaint()
-    level.parted = groups
-    return Parted(level, groups, users_line())
+    root = level.root
+    if root is not level:  # who does not run is a group as well
+        rows = level.rows.tolist()
+        groups = [[rows[n] for n in g] for g in groups]
+        others = sorted({*range(root.size)} - {*rows})
+        groups = [*groups, others] if others else groups
+    root.parted = groups
+    return Parted(root, groups, users_line())
 
 
 def _groups(rows: Tensor) -> list[list[int]]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from forall._batching.parts import part, prepare
 from forall._batching.worlds import Apart, World, now, running
 from forall._batching.writing import written
@@ -32,12 +34,24 @@ def apart(call: Callable[[], Any], join: Callable[[list[tuple[World, Any]]], Any
                 raise Apart from None
             raise
         except Parted as parted:
-            root = parted.level.root
-            parted.level.parted = None
+            root = parted.level
+            root.parted = None
             if written.times != before:
                 raise Apart from None
-            prepare(root)
-            with no_dispatch(), functions_off():
-                groups = [world.of(root).rows[g] for g in parted.groups]
-            todo = [World({**world.parts, root: part(root, rows)}) for rows in groups] + todo
+            todo = _cut(world, root, parted.groups) + todo
     return done[0][1] if len(done) == 1 else join(done)
+
+
+def _cut(world: World, root: Any, groups: list[list[int]]) -> list[World]:
+    """A world, in the pieces that these groups of a level's examples make of it."""
+    prepare(root)
+    found = []
+    with no_dispatch(), functions_off():
+        mine = {*world.of(root).rows.tolist()}
+        for group in groups:
+            rows = sorted(mine & {*group})
+            if rows:
+                found.append(torch.tensor(rows))
+    if len(found) < 2:
+        raise Apart from None
+    return [World({**world.parts, root: part(root, rows)}) for rows in found]

@@ -295,7 +295,8 @@ def _state(f: Any, args: tuple, kwargs: dict) -> Remembered | None:
             given.append(a)
         elif not isinstance(a, bytearray):
             given += a.values() if isinstance(a, dict) else a
-    return Remembered(f, given)
+    known = slot_of(getattr(f, "__self__", None)) is not None  # whose slot is one of those noted
+    return Remembered(getattr(f, "__func__", len) if known else f, given)
 
 
 def _is_torchs(f: Any) -> bool:
