@@ -14,6 +14,7 @@ from forall._batching.parts import part, prepare
 from forall._batching.worlds import Apart, World, now, running
 from forall._batching.writing import written
 from forall._core.parting import Parted
+from forall._random import scopes
 from forall._torch.dispatch import functions_off, no_dispatch
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ def apart(call: Callable[[], Any], join: Callable[[list[tuple[World, Any]]], Any
     todo, done = [now()], []
     while todo:
         world = todo.pop(0)
-        before = written.times
+        before = _used()
         try:
             with running(world):
                 done.append((world, call()))
@@ -36,10 +37,16 @@ def apart(call: Callable[[], Any], join: Callable[[list[tuple[World, Any]]], Any
         except Parted as parted:
             root = parted.level
             root.parted = None
-            if written.times != before:
+            if any(a is not b for a, b in zip(_used(), before, strict=True)):
                 raise Apart from None
             todo = _cut(world, root, parted.groups) + todo
     return done[0][1] if len(done) == 1 else join(done)
+
+
+def _used() -> tuple:
+    """What tells whether anything was written, or drawn."""
+    scope = scopes.running()
+    return written.times, scope, None if scope is None else scope.count
 
 
 def _cut(world: World, root: Any, groups: list[list[int]]) -> list[World]:

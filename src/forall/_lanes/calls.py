@@ -295,12 +295,15 @@ def _state(f: Any, args: tuple, kwargs: dict) -> Remembered | None:
             given.append(a)
         elif not isinstance(a, bytearray):
             given += a.values() if isinstance(a, dict) else a
+    given = [a for a in given if not isinstance(a, words.Tensor)]
     known = slot_of(getattr(f, "__self__", None)) is not None  # whose slot is one of those noted
     return Remembered(getattr(f, "__func__", len) if known else f, given)
 
 
 def _is_torchs(f: Any) -> bool:
     owner = getattr(f, "__self__", None)
+    if isinstance(owner, words.Tensor):
+        return True
     module = getattr(f, "__module__", None) or getattr(owner, "__name__", "") or ""
     return module.startswith("torch")
 

@@ -33,11 +33,14 @@ def _content(world: Any, value: Any) -> Any:
     return value if mixed is None else mixed[1].within(world)
 
 
-def convert(f: Callable) -> Callable | Refused:
+def convert(f: Callable, *, strict: bool = False) -> Callable | Refused:
     """f, run so that its examples can part and meet again; or why not.
 
     What is no function written in Python (a module, a partial, a builtin) is never refused: each
     of the functions that it calls is converted, or run again for each group of examples.
+
+    With ``strict`` nothing that differs without being a tensor may outlive the call, neither in its
+    result nor in an object: `Unsplittable`.
     """
     if isinstance(f, types.FunctionType) and not is_library(
         f.__code__.co_filename, f.__code__.co_name
@@ -47,8 +50,9 @@ def convert(f: Callable) -> Callable | Refused:
             return found
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        with converted_run():
-            return whole(call(f, *args, **kwargs))
+        with converted_run(strict=strict):
+            result = call(f, *args, **kwargs)
+            return whole(result) if strict else settled(result, _content)
 
     return run
 

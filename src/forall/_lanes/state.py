@@ -160,7 +160,7 @@ def each_world(parts: Parts, run: Callable[[Any], Any]) -> Any:
             t.back(depth)
         region.meet(written)
     except Exception:
-        t.failed = words.now()
+        t.failed = t.failed or words.now()
         raise
     finally:
         t.back(depth)
@@ -172,21 +172,24 @@ def each_world(parts: Parts, run: Callable[[Any], Any]) -> Any:
 class converted_run:
     """A function runs converted in the body. Whatever ends it, the thread is as it was before."""
 
-    __slots__ = ("t", "was")
+    __slots__ = ("strict", "t", "was")
+
+    def __init__(self, *, strict: bool) -> None:
+        self.strict = strict
 
     def __enter__(self) -> None:
         t = self.t = thread
         self.was = (t.top, len(t.entered), t.parted, t.loose, dict(t.mixed), t.loosened)
-        t.loosened = {}
+        t.loosened, t.failed = {}, None
         t.runs += 1
 
     def __exit__(self, kind: Any, *_: object) -> None:
         t = self.t
         top, depth, parted, loose, mixed, loosened = self.was
         left = [*t.loosened.values(), *(s for s, split in t.mixed.values() if s.key not in mixed)]
-        t.loosened, t.failed = {}, None
+        t.loosened = {}
         try:
-            if kind is None and left:
+            if kind is None and left and self.strict:
                 refuse_to_leave(t, left)
         finally:
             t.runs -= 1

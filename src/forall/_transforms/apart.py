@@ -49,7 +49,7 @@ def run(call: Mapping) -> tuple[list, Any]:
                 _PARTED.add(code)
     else:
         groups = [[*range(call.entering.size)]]
-    function = convert(call.func) if call.entering.size > 1 else None
+    function = convert(call.func, strict=True) if call.entering.size > 1 else None
     if function is not None and not isinstance(function, Refused):
         try:
             whole = _whole(function, call.func)
