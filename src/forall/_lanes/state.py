@@ -183,7 +183,7 @@ class converted_run:
         t.loosened, t.failed = {}, None
         t.runs += 1
 
-    def __exit__(self, kind: Any, *_: object) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         t = self.t
         top, depth, parted, loose, mixed, loosened = self.was
         left = [*t.loosened.values(), *(s for s, split in t.mixed.values() if s.key not in mixed)]
@@ -194,10 +194,12 @@ class converted_run:
         finally:
             t.runs -= 1
             t.back(depth)
-            t.top, t.parted, t.loose, t.loosened = top, parted, loose, loosened
-            t.mixed.clear()
-            for slot, split in mixed.values():
-                slot.put(t, split)
+            t.top, t.parted, t.loosened = top, parted, loosened
+            if self.strict or kind is not None:
+                t.mixed.clear()
+                for slot, split in mixed.values():
+                    slot.put(t, split)
+                t.loose = loose
 
 
 def refuse_to_leave(t: Thread, left: list[Slot]) -> None:

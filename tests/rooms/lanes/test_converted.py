@@ -138,6 +138,8 @@ def test_whatever_ends_a_run_the_thread_is_as_it_was(error):
             x = x + 1
         return kept
 
+    before = state(runtime.thread)
     with pytest.raises(error):
         TOY["together"](ends, X)
-    assert state(runtime.thread) == (None, [], 0, {}, False, 0)
+    assert state(runtime.thread) == before
+    assert before[:4] == (None, [], 0, {})
