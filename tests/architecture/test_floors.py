@@ -11,6 +11,8 @@ FLOORS = {
     "_random": 2,
     "_batching": 3,
     "_derivatives": 3,
+    "_source": 3,
+    "_lanes": 4,
     "_transforms": 5,
     "_control": 6,
 }

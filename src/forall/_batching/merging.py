@@ -186,7 +186,7 @@ class Narrow(torch.autograd.Function):
         return t
 
 
-class Undefined(RuntimeError):  # noqa: N818 - what it is, and shown to nobody
+class Undefined(BaseException):
     """A value is used by examples for which it was never computed."""
 
     def __init__(self, t: Any, level: Any) -> None:

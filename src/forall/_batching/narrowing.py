@@ -110,16 +110,15 @@ def _of_some(some: Any, hook: Callable[[Tensor], Tensor | None]) -> Callable:
     """A hook on the gradient of the examples that registered it."""
 
     def hooked(g: Any) -> Tensor | None:
-        level = g.level
-        own = restricted(g, some)
+        own: Any = restricted(g, some)
         out = None if own is None else hook(own)
         if out is None or not isinstance(own, Batched):
             return out
-        rest = without(level, own.level)
-        if rest is None:
-            return out
-        others: Any = restricted(g, rest)
-        return merged([(own.level, out), (rest, others)], level)
+        rest = without(g.level, own.level)
+        parts: list[Any] = [(own.level, restricted(out, own.level))]
+        if rest is not None:
+            parts.append((rest, restricted(g, rest)))
+        return merged(parts, g.level)
 
     return hooked
 

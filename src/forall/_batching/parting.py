@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forall._batching.batched import Batched
-from forall._core.levels import outside, top
+from forall._core.levels import outside, stack, top
 from forall._core.parting import Parted
 from forall._core.places import users_line
 from forall._torch.dispatch import functions_off, no_dispatch
@@ -51,8 +51,8 @@ def plain_numbers(x: Any) -> Tensor | None:
 
 
 def one_answer(asked: Tensor, complaint: Callable[[], Exception]) -> Tensor:
-    """What all examples answer. Where they differ they part, or ``complaint`` is raised."""
-    values, levels = answers(asked)
+    """What all that run answer. Where they differ they part, or ``complaint`` is raised."""
+    values, levels = answers(of_those_that_run(asked))
     with no_dispatch(), functions_off():
         for level in levels:
             if not level.size:
@@ -66,6 +66,15 @@ def one_answer(asked: Tensor, complaint: Callable[[], Exception]) -> Tensor:
     return values
 
 
+def of_those_that_run(t: Tensor) -> Tensor:
+    """A tensor that may be one of more examples."""
+    if not stack.parted:
+        return t
+    from forall._batching.merging import is_stale, narrow  # which stand on the level, it on this
+
+    return narrow(t) if is_stale(t) else t
+
+
 def apart(level: Any, groups: list[list[int]], complaint: Callable[[], Exception]) -> BaseException:
     """What to raise where the examples of ``level`` part."""
     if not level.parts:
@@ -77,8 +86,14 @@ def apart(level: Any, groups: list[list[int]], complaint: Callable[[], Exception
             "During the call examples may part: take the derivative inside, as in vmap(grad(f))."
         )
         return error
-    level.parted = groups
-    return Parted(level, groups, users_line())
+    root = level.root
+    if root is not level:  # who does not run is a group as well
+        rows = level.rows.tolist()
+        groups = [[rows[n] for n in g] for g in groups]
+        others = sorted({*range(root.size)} - {*rows})
+        groups = [*groups, others] if others else groups
+    root.parted = groups
+    return Parted(root, groups, users_line())
 
 
 def _groups(rows: Tensor) -> list[list[int]]:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from forall._batching.parts import chosen
+from forall._batching.parts import chosen, common, prepare
 from forall._batching.worlds import Apart, World, now, running
 from forall._batching.writing import written
 from forall._core.parting import Parted
+from forall._random import scopes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,15 +23,34 @@ def apart(call: Callable[[], Any], join: Callable[[list[tuple[World, Any]]], Any
     todo, done = [now()], []
     while todo:
         world = todo.pop(0)
-        before = written.times
+        before = _used()
         try:
             with running(world):
                 done.append((world, call()))
-        except Parted as parted:
-            root = parted.level.root
-            parted.level.parted = None
-            if written.times != before:
+        except Exception:
+            if done or todo:  # some fail, who may catch it; the others do not
                 raise Apart from None
-            groups = [chosen(world.of(root), g) for g in parted.groups]
-            todo = [World({**world.parts, root: some}) for some in groups] + todo
+            raise
+        except Parted as parted:
+            root = parted.level
+            root.parted = None
+            if any(a is not b for a, b in zip(_used(), before, strict=True)):
+                raise Apart from None
+            todo = _cut(world, root, parted.groups) + todo
     return done[0][1] if len(done) == 1 else join(done)
+
+
+def _used() -> tuple:
+    """What tells whether anything was written, or drawn."""
+    scope = scopes.running()
+    return written.times, scope, None if scope is None else scope.count
+
+
+def _cut(world: World, root: Any, groups: list[list[int]]) -> list[World]:
+    """A world, in the pieces that these groups of a level's examples make of it."""
+    prepare(root)
+    pieces = [common(world.of(root), chosen(root, group)) for group in groups]
+    found = [piece for piece in pieces if piece is not None]
+    if len(found) < 2:
+        raise Apart from None
+    return [World({**world.parts, root: piece}) for piece in found]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -153,13 +155,30 @@ class running:
 
 
 def joined(parts: list[tuple[World, Tensor]]) -> Tensor:
-    """One tensor of all that run, out of one for each of some worlds."""
-    here = now()
-    (first, tensor), *rest = parts
-    if not rest:
-        return tensor
-    root = first._one(rest[0][0])
-    return merged([(world.of(root), _for(world, t)) for world, t in parts], here.of(root))
+    """One tensor of those of some worlds together, who have one each."""
+    while len(parts) > 1:
+        alike = _one_level_apart(parts)
+        root = alike[0][0]._one(alike[1][0])
+        whole = functools.reduce(operator.or_, [world for world, _ in alike])
+        with running(whole):
+            tensors = [(world.of(root), _for(world, t)) for world, t in alike]
+            tensor = merged(tensors, whole.of(root))
+        done = {id(world) for world, _ in alike}
+        parts = [(whole, tensor), *(p for p in parts if id(p[0]) not in done)]
+    return parts[0][1]
+
+
+def _one_level_apart(parts: list[tuple[World, Tensor]]) -> list[tuple[World, Tensor]]:
+    """Of some worlds, at least two that differ in the examples of one level alone."""
+    for root in dict.fromkeys(root for world, _ in parts for root in world.parts):
+        found: dict[World, list] = {}
+        for world, t in parts:
+            rest = World({**world.parts, root: root})
+            found.setdefault(rest, []).append((world, t))
+        for alike in found.values():
+            if len(alike) > 1:
+                return alike
+    raise Apart
 
 
 def _for(world: World, t: Tensor) -> Tensor:

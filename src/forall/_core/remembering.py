@@ -111,6 +111,15 @@ class Remembered:
             for inner in value.values() if isinstance(value, dict) else value:
                 self._take(inner, depth)
 
+    def changed(self) -> bool:
+        """Whether anything is not as it was."""
+        return (
+            any(_contents(cell) is not value for cell, value in self.cells)
+            or any(names.get(name, _UNSET) is not value for names, name, value in self.names)
+            or any(not _same(dict(vars(kind)), state) for kind, state in self.classes)
+            or any(not _same(container, copy) for container, copy in self.copies.values())
+        )
+
     def restore(self) -> None:
         for cell, value in self.cells:
             if _contents(cell) is not value:
@@ -131,6 +140,15 @@ class Remembered:
             else:
                 container.clear()
                 (container.extend if isinstance(container, deque) else container.update)(copy)
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two containers of one kind hold the very same things, in the same order."""
+    if isinstance(one, dict):
+        one, other = [*one, *one.values()], [*other, *other.values()]
+    if isinstance(one, set):
+        return len(one) == len(other) and one <= other
+    return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
 
 
 _NOT_THE_USERS = frozenset({"builtins", "torch", "numpy"})

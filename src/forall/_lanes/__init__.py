@@ -2,3 +2,5 @@
 
 from forall._lanes.runtime import Refused as Refused
 from forall._lanes.runtime import convert as convert
+from forall._lanes.runtime import is_running as is_running
+from forall._lanes.runtime import users as users

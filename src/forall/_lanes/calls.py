@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import functools
+import re
 import sys
 import sysconfig
 import types
 from collections.abc import Callable
 from typing import Any
 
+from forall._core.remembering import Remembered
 from forall._lanes import aliases, items
-from forall._lanes.heap import CONTAINERS
+from forall._lanes.heap import CONTAINERS, Unsplittable, slot_of
 from forall._lanes.merging import merge
 from forall._lanes.state import close_down_to, each_world, thread
 from forall._lanes.varying import Varying, plain, varies, worlds_of
@@ -75,6 +77,11 @@ _LIBRARIES = tuple(
     }
 )
 OPAQUE = object()
+# Whose methods in C change nothing
+_CONSTANT = (
+    types.ModuleType, type, str, bytes, int, float, complex, tuple, frozenset, range, slice,
+    re.Pattern, re.Match, types.FunctionType,
+)  # fmt: skip
 _plans: dict[types.CodeType, Any] = {}
 
 
@@ -89,6 +96,8 @@ def call(f: Any, /, *args: Any, **kwargs: Any) -> Any:
     if kind is types.MethodType:
         return call(f.__func__, f.__self__, *args, **kwargs)
     if kind is types.BuiltinFunctionType or kind is type:
+        if thread.parted:
+            _refuse_kept(args)
         override = OVERRIDDEN.get(f)
         if override is not None:
             return override(*args, **kwargs)
@@ -104,6 +113,14 @@ def call(f: Any, /, *args: Any, **kwargs: Any) -> Any:
     return _object(f, args, kwargs)
 
 
+def _refuse_kept(args: tuple) -> None:
+    """An iterator that some lanes alone use up would be used up for the others."""
+    for a in args:
+        # The tuple, the name here and the question refer to it; and somebody else does?
+        if hasattr(type(a), "__next__") and sys.getrefcount(a) > 3:
+            raise Unsplittable("an iterator that is kept, used by some examples alone")
+
+
 def within_scope(g: Callable, args: tuple, kwargs: dict) -> Any:
     """Call what is converted: the lanes that run now run again when it is left."""
     t = thread
@@ -112,9 +129,9 @@ def within_scope(g: Callable, args: tuple, kwargs: dict) -> Any:
         result = g(*args, **kwargs)
         if t.top is not top:
             close_down_to(t, top)
-    except BaseException as error:
-        if t.failed is None or t.failed[0] is not error:
-            t.failed = (error, words.now())
+    except BaseException:
+        if t.failed is None:
+            t.failed = words.now()
         t.back(depth)
         t.top, t.parted = top, parted
         raise
@@ -172,6 +189,10 @@ def _builtin(f: Any, args: tuple, kwargs: dict) -> Any:
         return _of_container(f, owner, args, kwargs)
     if isinstance(owner, words.Tensor):
         return _of_tensor(f, owner, args, kwargs)
+    if slot_of(owner) is not None:
+        return opaque(f, args, kwargs, owners=(owner,))
+    if thread.parted and not (owner is None or isinstance(owner, _CONSTANT)):
+        raise Unsplittable(f"{f.__name__} of an object that it may change, by some examples alone")
     return opaque(f, args, kwargs)
 
 
@@ -248,27 +269,47 @@ def _hooked(module: Any) -> bool:
 def opaque(f: Any, args: tuple, kwargs: dict, owners: tuple = ()) -> Any:
     """Run f as it is. Where lanes part inside, it is run again for each group."""
     if thread.loose:
-        values = (*owners, *args, *kwargs.values())
+        values = [*owners, *args, *kwargs.values()]
+        if not (type(f) is types.BuiltinFunctionType and _is_torchs(f)):
+            values += thread.varying()
         if any(varies(v) for v in values):
-            return _apiece(f, args, kwargs, owners, values)
-    module = getattr(f, "__module__", None) or ""
-    if module.startswith("forall."):
-        args = tuple(converted(a) if isinstance(a, types.FunctionType) else a for a in args)
-    if type(f) is types.BuiltinFunctionType and _is_torchs(f) and f.__name__ not in LOOKS:
-        return f(*args, **kwargs)
-    changed = [*owners, *(a for a in args if type(a) in CONTAINERS)]
-    return items.changing(changed, lambda: f(*args, **kwargs))
+            worlds = worlds_of(values)
+            if len(worlds) > 1 or any(varies(v) for v in (*owners, *args, *kwargs.values())):
+                return _apiece(f, args, kwargs, owners, worlds)
+    if type(f) is types.BuiltinFunctionType and _is_torchs(f):
+        if f.__name__ not in LOOKS:
+            return f(*args, **kwargs)
+        return words.apart(lambda: f(*args, **kwargs), merge)
+    changed = [a for a in (*owners, *args, *kwargs.values()) if slot_of(a) is not None]
+    return items.changing(changed, lambda: f(*args, **kwargs), _state(f, args, kwargs))
+
+
+def _state(f: Any, args: tuple, kwargs: dict) -> Remembered | None:
+    """What else a call may change: asked where lanes are apart, or may part in the user's code."""
+    code = getattr(getattr(f, "__func__", f), "__code__", None)
+    if not thread.parted and (code is None or is_library(code.co_filename, code.co_name)):
+        return None
+    given: list[Any] = []
+    for a in (*args, *kwargs.values()):
+        if slot_of(a) is None:
+            given.append(a)
+        elif not isinstance(a, bytearray):
+            given += a.values() if isinstance(a, dict) else a
+    given = [a for a in given if not isinstance(a, words.Tensor)]
+    known = slot_of(getattr(f, "__self__", None)) is not None  # whose slot is one of those noted
+    return Remembered(getattr(f, "__func__", len) if known else f, given)
 
 
 def _is_torchs(f: Any) -> bool:
     owner = getattr(f, "__self__", None)
+    if isinstance(owner, words.Tensor):
+        return True
     module = getattr(f, "__module__", None) or getattr(owner, "__name__", "") or ""
     return module.startswith("torch")
 
 
-def _apiece(f: Any, args: tuple, kwargs: dict, owners: tuple, values: tuple) -> Any:
-    """Once for each world in which no argument varies."""
-    worlds = worlds_of(values)
+def _apiece(f: Any, args: tuple, kwargs: dict, owners: tuple, worlds: list) -> Any:
+    """Once for each of the worlds in which nothing varies."""
     if thread.parted or len(worlds) > 1:
         for owner in owners:
             items.note(owner)

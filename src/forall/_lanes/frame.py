@@ -171,6 +171,12 @@ class Frame(Region):
         length = self.call(len, value)
         return length >= count if more else length == count
 
+    def many_times(self, iterable: Any) -> Any:
+        """What a ``for`` finds under a name: those that leave it early leave no item behind."""
+        if hasattr(type(iterable), "__next__"):
+            raise Unsplittable("an iterator that is kept")
+        return iterable
+
     # --- ``with``: an exception that it swallows has left regions open
 
     def manager(self, value: Any) -> Any:
@@ -181,13 +187,15 @@ class Frame(Region):
         return value
 
     def mark(self) -> tuple:
+        self.t.failed = None
         return self.t.top, self.t.parted
 
     def unmark(self, mark: tuple) -> None:
         top, parted = mark
+        failed, self.t.failed = self.t.failed, None
+        if self.t.parted != parted or (failed is not None and failed != words.now()):
+            raise Unsplittable("an exception was caught that only some examples raised")
         if self.t.top is not top:
-            if self.t.parted != parted:
-                raise Unsplittable("an exception was caught that only some examples raised")
             close_down_to(self.t, top)
 
     # --- names that other functions see

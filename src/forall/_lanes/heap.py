@@ -12,6 +12,7 @@ both. It is *mixed*: `Thread.mixed` has its contents by world, and the object it
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from typing import Any
 
@@ -56,8 +57,11 @@ class Mixed:
     __lt__ = __gt__ = __le__ = __ge__ = __int__ = __index__ = __neg__ = refuse
 
 
-class Unsplittable(Exception):  # noqa: N818 - says what the call is
-    """Lanes part where nothing can hold them apart: the call has to be run for each group."""
+class Unsplittable(BaseException):
+    """Lanes part where nothing can hold them apart: the call has to be run for each group.
+
+    No Exception: the user's ``except Exception`` is about the function's own errors.
+    """
 
 
 class Slot:
@@ -78,6 +82,22 @@ class Slot:
     def meet(self, thread: Any, parts: Parts) -> None:
         """Let the contents of the lanes that meet be joined."""
         self.put(thread, merge(parts))
+
+    def varies(self, thread: Any) -> bool:
+        """Whether what it holds is no one value for all lanes."""
+        return hasattr(type(self.get(thread)), "varies")
+
+    def narrow(self, thread: Any) -> None:
+        """Let it hold what the lanes that run now have."""
+        self.put(thread, _narrowed(self.get(thread)))
+
+    def is_known_elsewhere(self) -> bool:
+        """Whether more than this slot, and the question itself, refer to the object."""
+        return sys.getrefcount(self.owner) > 2
+
+
+def _narrowed(value: Any) -> Any:
+    return merge([(words.now(), value)]) if hasattr(type(value), "varies") else value
 
 
 class Attribute(Slot):
@@ -164,6 +184,16 @@ class Container(Slot):
             thread.mixed.pop(self.key, None)
             self.write(content)
 
+    def values(self) -> Any:
+        return self.owner
+
+    def narrow(self, thread: Any) -> None:
+        if self.key not in thread.mixed:
+            self.write([_narrowed(v) for v in self.values()])
+
+    def varies(self, thread: Any) -> bool:
+        return self.key in thread.mixed or any(hasattr(type(v), "varies") for v in self.values())
+
     def hidden(self) -> Any:
         return [Mixed(type(self.owner))]
 
@@ -209,6 +239,13 @@ class Mapping(Container):
     def write(self, content: dict) -> None:
         self.owner.clear()
         self.owner.update(content)
+
+    def values(self) -> Any:
+        return self.owner.values()
+
+    def narrow(self, thread: Any) -> None:
+        if self.key not in thread.mixed:
+            self.write({key: _narrowed(v) for key, v in self.owner.items()})
 
     def hidden(self) -> dict:
         mixed = Mixed(type(self.owner))

@@ -248,12 +248,7 @@ def _writing(func: Any, args: tuple, kwargs: dict) -> Any:
 def _item(func: Any, args: tuple, kwargs: dict) -> Any:
     """x[n], x[n] = m."""
     x, index, *value = args
-    if type(index) is list and all(type(i) is int or _is_int(i) for i in index):
-        index = torch.tensor(index)
-    elif type(index) in (tuple, list):
-        index = type(index)(map(_as_index, index))
-    else:
-        index = _as_index(index)
+    index = tuple(map(_as_index, index)) if type(index) is tuple else _as_index(index)
     if value and type(value[0]) is Number:
         value = [in_dtype(value[0], x.dtype, x.device)]
         if value[0] is None:
@@ -262,11 +257,14 @@ def _item(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _as_index(n: Any) -> Any:
-    return n.tensor if _is_int(n) else one_each(n)
+    """A number, or a list of them, as the tensor that picks the same."""
+    if type(n) is list and n and all(_is_int(i) for i in n):
+        return torch.stack([i.tensor if type(i) is Number else torch.tensor(i) for i in n])
+    return n.tensor if type(n) is Number and n.kind is int else one_each(n)
 
 
 def _is_int(n: Any) -> bool:
-    return type(n) is Number and n.kind is int
+    return type(n) is int or (type(n) is Number and n.kind is int)
 
 
 # --- numbers that become tensors ----------------------------------------------------------------

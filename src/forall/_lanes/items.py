@@ -6,6 +6,7 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
+from forall._core.remembering import Remembered
 from forall._lanes import aliases
 from forall._lanes.heap import Attribute, Unsplittable, active, slot_of
 from forall._lanes.merging import Parts, merge, within
@@ -71,7 +72,7 @@ def _may_part(key: Any) -> bool:
     kind = type(key)
     if kind is slice:
         return any(_may_part(v) for v in (key.start, key.stop, key.step))
-    if kind is tuple:
+    if kind is tuple or kind is list:
         return any(_may_part(v) for v in key)
     return kind is words.Number or isinstance(key, words.Tensor)
 
@@ -148,10 +149,13 @@ def delete(x: Any, key: Any) -> None:
         del x[key]
 
 
-def changing(owners: Any, run: Callable[[], Any]) -> Any:
-    """Run what is not converted and may change these containers; lanes may part inside."""
+def changing(owners: Any, run: Callable[[], Any], state: Remembered | None = None) -> Any:
+    """Run what is not converted and may change these containers; lanes may part inside.
+
+    Where some lanes alone run it, nothing else of ``state`` may have changed.
+    """
     slots = [slot for slot in map(slot_of, owners) if slot is not None]
-    if not slots:
+    if not slots and state is None:
         return words.apart(run, merge)
     t = thread
     if t.parted:
@@ -162,19 +166,26 @@ def changing(owners: Any, run: Callable[[], Any]) -> Any:
 
     def again() -> Any:
         nonlocal ran
-        if ran:
-            for slot, content in zip(slots, before, strict=True):
-                slot.put(t, content)
+        for slot, content in zip(slots, before, strict=True) if ran else ():
+            slot.put(t, content)
+        check(ran)
         ran = True
         result = run()
         return result, [slot.get(t) for slot in slots]
 
+    def check(alone: bool) -> None:
+        if alone and state is not None and state.changed():
+            raise Unsplittable("code that is not converted has changed what others see")
+
     def join(parts: Parts) -> Any:
         for n, slot in enumerate(slots):
-            slot.meet(t, [(w, written[n]) for w, (_, written) in parts])
+            t.met(slot, [(w, written[n]) for w, (_, written) in parts])
+        check(True)
         return merge([(w, result) for w, (result, _) in parts]), None
 
-    return words.apart(again, join)[0]
+    result, _ = words.apart(again, join)
+    check(t.parted > 0)
+    return result
 
 
 def store_attr(value: Any, x: Any, name: str) -> None:

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from forall._lanes.heap import Slot, Split
+from forall._lanes.heap import Slot, Split, Unsplittable
 from forall._lanes.merging import Parts, merge
 from forall._lanes.report import Report
 from forall._lanes.words import words
@@ -27,21 +27,36 @@ class Thread(threading.local):
         self.mixed: dict[int, tuple[Slot, Split]] = {}  # see `heap`
         self.loose = False  # whether anything that varies was ever made
         self.report: Report | None = None
-        self.failed: tuple[BaseException, Any] | None = None  # who ran when it was raised
+        self.failed: Any = None  # who ran when an error was raised that has not ended the run
+        self.runs = 0  # how many functions run converted, one inside another
+        self.loosened: dict[Any, Slot] = {}  # places where what varies was left
 
     def go(self, world: Any) -> None:
         """From here on only these lanes run."""
         running = words.running(world)
         running.__enter__()
         self.entered.append(running)
-        if self.mixed:
+        if self.loose:
             self.show(world)
 
     def show(self, world: Any) -> None:
-        """Let mixed objects hold what lanes of this world, which run now, have in them."""
+        """Let objects hold what lanes of this world, which run now, have in them."""
         for slot, split in list(self.mixed.values()):
             self.note(slot)
             slot.put(self, split.within(world))
+        for slot in self.loosened.values():
+            if slot.varies(self):
+                self.note(slot)
+                slot.narrow(self)
+
+    def varying(self) -> list[Any]:
+        """What differs between the lanes in a place that code which is not converted may see."""
+        found = [slot.owner for slot, _ in self.mixed.values()]
+        for slot in self.loosened.values():
+            if slot.key not in self.mixed and slot.varies(self):
+                content = slot.get(self)
+                found += content.values() if isinstance(content, dict) else [content]
+        return found
 
     def back(self, depth: int) -> None:
         """Run who ran when so many worlds had been entered."""
@@ -57,6 +72,12 @@ class Thread(threading.local):
                 top.heap = {}
             if slot.key not in top.heap:
                 top.heap[slot.key] = (slot, slot.get(self))
+
+    def met(self, slot: Slot, parts: Parts) -> None:
+        """What the lanes that meet have in a place is joined."""
+        slot.meet(self, parts)
+        if self.loose and slot.varies(self):
+            self.loosened[slot.key] = slot
 
     def saw(self, construct: str, sizes: tuple[int, ...], frames: int = 2) -> None:
         """Tell the report that lanes parted in the code so many frames further out."""
@@ -100,7 +121,7 @@ class Region:
     def meet(self, parts: list[tuple[Any, dict[Any, Any]]]) -> None:
         """Join what the lanes that meet have written."""
         for key, (slot, old) in (self.heap or {}).items():
-            slot.meet(self.t, [(w, written.get(key, old)) for w, written in parts])
+            self.t.met(slot, [(w, written.get(key, old)) for w, written in parts])
 
     def close(self) -> None:
         """Who is further out will have to put back what was written here as well."""
@@ -122,7 +143,7 @@ def each_world(parts: Parts, run: Callable[[Any], Any]) -> Any:
     """``run`` of each value by the lanes that have it; what all get, joined."""
     t = thread
     if len(parts) == 1:
-        if t.mixed:
+        if t.loose:
             t.show(words.now())
         return run(parts[0][1])
     region, depth, before = Region(t), len(t.entered), t.parted
@@ -138,8 +159,51 @@ def each_world(parts: Parts, run: Callable[[Any], Any]) -> Any:
             written.append((world, region.captured()))
             t.back(depth)
         region.meet(written)
+    except Exception:
+        t.failed = t.failed or words.now()
+        raise
     finally:
         t.back(depth)
         t.parted = before
         close_down_to(t, region.up)
     return merge(results)
+
+
+class converted_run:
+    """A function runs converted in the body. Whatever ends it, the thread is as it was before."""
+
+    __slots__ = ("strict", "t", "was")
+
+    def __init__(self, *, strict: bool) -> None:
+        self.strict = strict
+
+    def __enter__(self) -> None:
+        t = self.t = thread
+        self.was = (t.top, len(t.entered), t.parted, t.loose, dict(t.mixed), t.loosened)
+        t.loosened, t.failed = {}, None
+        t.runs += 1
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        t = self.t
+        top, depth, parted, loose, mixed, loosened = self.was
+        left = [*t.loosened.values(), *(s for s, split in t.mixed.values() if s.key not in mixed)]
+        t.loosened = {}
+        try:
+            if kind is None and left and self.strict:
+                refuse_to_leave(t, left)
+        finally:
+            t.runs -= 1
+            t.back(depth)
+            t.top, t.parted, t.loosened = top, parted, loosened
+            if self.strict or kind is not None:
+                t.mixed.clear()
+                for slot, split in mixed.values():
+                    slot.put(t, split)
+                t.loose = loose
+
+
+def refuse_to_leave(t: Thread, left: list[Slot]) -> None:
+    """Nobody may find what varies in an object that outlives the run."""
+    for slot in left:
+        if slot.varies(t) and slot.is_known_elsewhere():
+            raise Unsplittable("an object that outlives the call holds what varies")

@@ -115,6 +115,8 @@ class Statements:
 
     def _for(self, node: ast.For, e: Expressions) -> list[ast.stmt]:
         source = e.visit(node.iter)
+        if isinstance(node.iter, (ast.Name, ast.Attribute, ast.Subscript)):
+            source = expr("F.many_times(A)", node.iter, A=source)
         plain = all(isinstance(n, (ast.Name, ast.Tuple, ast.List, ast.Starred, ast.expr_context))
                     for n in ast.walk(node.target))  # fmt: skip
         first: list[ast.stmt] = []

@@ -17,7 +17,7 @@ import torch
 
 from forall._batching.merging import Undefined, is_partial
 from forall._batching.worlds import Apart
-from forall._lanes import Refused, convert
+from forall._lanes import Refused, convert, is_running
 from forall._lanes.heap import Unsplittable
 from forall._lanes.varying import Varying
 from forall._torch import trees
@@ -39,7 +39,7 @@ UNABLE = (Apart, Undefined, Unsplittable)
 def run(call: Mapping) -> tuple[list, Any]:
     """All examples at once as long as they agree; then apart, as far as need be."""
     code = _code(call.func)
-    known = code in _PARTED
+    known = code in _PARTED or is_running()  # what converted code calls is converted as well
     if not known:
         try:
             return call.once()
@@ -49,7 +49,7 @@ def run(call: Mapping) -> tuple[list, Any]:
                 _PARTED.add(code)
     else:
         groups = [[*range(call.entering.size)]]
-    function = convert(call.func) if call.entering.size > 1 else None
+    function = convert(call.func, strict=True) if call.entering.size > 1 else None
     if function is not None and not isinstance(function, Refused):
         try:
             whole = _whole(function, call.func)

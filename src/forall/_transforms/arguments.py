@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forall._core.errors import Call, columns, kind, short
+from forall._lanes import users
 from forall._torch import handover, trees
 from forall._torch.dispatch import functions_off
 from forall._transforms import checks
@@ -86,7 +87,7 @@ class Arguments(Moved):
     def call(self, func: Callable, new: Any) -> Any:
         """``func`` of these arguments, with others in the place of the tensors that move."""
         args, kwargs = put(self.args, self.kwargs, self.places, self.put(new))
-        return func(*args, **kwargs)
+        return users(func)(*args, **kwargs)
 
 
 def pick(args: tuple, kwargs: dict, places: Places) -> Any:
@@ -148,7 +149,7 @@ def valued(verb: str, func: Callable, has_aux: bool) -> Callable:
 
     @functools.wraps(func, updated=())  # argnames asks it for names
     def beside(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        out = func(*args, **kwargs)
+        out = users(func)(*args, **kwargs)
         if not has_aux:
             return out, out
         out, aux = checks.with_aux(Call(verb, func), out)

@@ -9,6 +9,7 @@ import torch
 from forall._core.errors import Call
 from forall._core.levels import lift, top
 from forall._derivatives import forward
+from forall._lanes import users
 from forall._torch import handover, trees
 from forall._torch.dispatch import forward_level
 from forall._transforms import checks
@@ -115,7 +116,7 @@ def run(
 ) -> tuple[list, Any, Any]:
     """The outputs at values of ``level``, each as primal and tangent; their tree, and the aux."""
     with level:
-        out = func(*duals)
+        out = users(func)(*duals)
     aux = None
     if has_aux:
         out, aux = checks.with_aux(call, out)

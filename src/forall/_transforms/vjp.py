@@ -12,6 +12,7 @@ from forall._batching.interpreter import VmapLevel, running
 from forall._core.errors import Call
 from forall._core.levels import Level, lift, outside, top
 from forall._derivatives import forward, reverse
+from forall._lanes import users
 from forall._torch import handover, trees
 from forall._torch.dispatch import lazy_zeros_pass, torch_funcs
 from forall._transforms import checks
@@ -93,7 +94,7 @@ def pullback(
     with handover.eagerly(), torch.enable_grad():
         moved = Moved(call, primals, primals)
         own = reverse.variables(moved.tensors)
-        out = func(*moved.put(own))
+        out = users(func)(*moved.put(own))
         aux = None
         if has_aux:
             out, aux = checks.with_aux(call, out)

@@ -107,7 +107,7 @@ def test_a_traceback_shows_the_users_line():
         TOY["together"](fails, X)
     last = traceback.extract_tb(raised.value.__traceback__)[-1]
     assert (last.filename, last.name, last.line) == (__file__, "fails", "raise ValueError(y)")
-    assert runtime.thread.failed[1].ids == (5,)
+    assert runtime.thread.failed.ids == (5,)
     TOY["forget"]()
 
 
@@ -120,3 +120,26 @@ def test_the_report_names_lines_and_groups():
     first = report.partings[0]
     assert (first.construct, first.sizes) == ("if", (1, 5))
     assert linecache.getline(first.file, first.line).strip() == "if x > 2:"
+
+
+def state(thread):
+    return thread.top, thread.entered, thread.parted, thread.mixed, thread.loose, thread.runs
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit, runtime.Unsplittable])
+def test_whatever_ends_a_run_the_thread_is_as_it_was(error):
+    def ends(x):
+        kept = []
+        if x > 1:
+            kept.append(x)
+        for _ in range(3):
+            if x > 2:
+                raise error
+            x = x + 1
+        return kept
+
+    before = state(runtime.thread)
+    with pytest.raises(error):
+        TOY["together"](ends, X)
+    assert state(runtime.thread) == before
+    assert before[:4] == (None, [], 0, {})

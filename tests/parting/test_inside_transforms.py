@@ -1,0 +1,99 @@
+"""Functions that a transform calls run converted where examples part: nothing is run again."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+import forall
+from forall import grad, hessian, jacrev, jvp, vjp, vmap
+from forall._lanes.words import words
+from forall._transforms import apart
+from oracle import difference, loop
+
+D = torch.float64
+XS = torch.linspace(-1.7, 1.9, 36, dtype=D).reshape(3, 12).T.contiguous()
+
+
+def f(v):
+    if v.sum() > 0:
+        return (v * v).sin().sum()
+    steps = 0
+    while steps < 4 and v.abs().sum() < 3:
+        v = v * 1.1
+        steps += 1
+    return (v**3).sum()
+
+
+class Branching(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.tensor([0.5, -1.0, 2.0], dtype=D))
+
+    def forward(self, v):
+        h = v * self.w
+        h = h.sin() if h.sum() > 0 else h * 3
+        return h.sum()
+
+
+class Has:
+    def method(self, v):
+        return f(v) * 2
+
+
+MODULE, GRADIENT = Branching(), grad(f)
+FUNCTIONS = {
+    "grad": GRADIENT,
+    "grad of a lambda": grad(lambda v: f(v) * 2),
+    "grad of a method": grad(Has().method),
+    "grad of a module": grad(MODULE),
+    "grad of a partial": grad(functools.partial(lambda a, v: f(v) * a, 2.0)),
+    "a gradient made outside": lambda v: GRADIENT(v) * 2,
+    "grad of grad": grad(lambda v: grad(f)(v).sum()),
+    "jacrev": jacrev(lambda v: v * f(v)),
+    "jvp": lambda v: jvp(f, (v,), (torch.ones_like(v),)),
+    "vjp": lambda v: vjp(f, v)[1](torch.ones((), dtype=D)),
+}
+
+
+@pytest.fixture
+def again(monkeypatch):
+    """How often anything was run in groups."""
+    times = []
+    in_groups, rerun = apart.in_groups, words.apart
+
+    def counted(call, groups):
+        times.append("call")
+        return in_groups(call, groups)
+
+    def joined(call, join):
+        return rerun(call, lambda parts: times.append("part") or join(parts))
+
+    monkeypatch.setattr(apart, "in_groups", counted)
+    monkeypatch.setattr(words, "apart", joined)
+    return times
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_nothing_is_run_again(name, again):
+    run = FUNCTIONS[name]
+    told = difference(vmap(run)(XS), loop(run)(XS))
+    assert told is None, told
+    assert not again
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        hessian(f),
+        lambda v: forall.functional_call(MODULE, dict(MODULE.named_parameters()), (v,)),
+        lambda v: forall.cond(v[0] > 0, f, MODULE, v),
+        lambda v: forall.scan(lambda c, a: (c + a if a > 0 else c * a, c), v.sum(), v),
+    ],
+)
+def test_the_same_as_the_loop(run):
+    told = difference(vmap(run)(XS), loop(run)(XS))
+    assert told is None, told
