@@ -330,7 +330,7 @@ def converted(f: Callable) -> Callable:
 
     @functools.wraps(f)
     def run(*args: Any, **kwargs: Any) -> Any:
-        return call(f, *args, **kwargs)
+        return call(f, *args, **kwargs) if thread.runs else f(*args, **kwargs)
 
     run.__forall_converts__ = f
     return run
