@@ -21,12 +21,12 @@ pytestmark = pytest.mark.usefixtures("way")
 def way(request, monkeypatch):
     """Groups alone, as for a function whose source cannot be had; or what vmap chooses."""
     if request.param == "groups":
-        monkeypatch.setattr(apart, "convert", lambda _func: None)
+        monkeypatch.setattr(apart, "convert", lambda _func, **_: None)
 
 
 @pytest.fixture
 def groups_alone(way, monkeypatch):
-    monkeypatch.setattr(apart, "convert", lambda _func: None)
+    monkeypatch.setattr(apart, "convert", lambda _func, **_: None)
 
 
 XS = torch.tensor([1.0, -2.0, 3.0, -4.0, 5.0, 0.5], dtype=D)

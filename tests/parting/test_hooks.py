@@ -26,11 +26,11 @@ def used_by_some(x):
 
 class AddsOne(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x):
+    def forward(_ctx, x):
         return x * 2
 
     @staticmethod
-    def backward(ctx, g):
+    def backward(_ctx, g):
         return 2 * g + torch.ones(3, dtype=D)
 
 

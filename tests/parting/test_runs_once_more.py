@@ -20,7 +20,7 @@ from parting.cases import D
 @pytest.fixture
 def floor(monkeypatch):
     """Groups alone, as for a function whose source cannot be had."""
-    monkeypatch.setattr(apart, "convert", lambda _func: None)
+    monkeypatch.setattr(apart, "convert", lambda _func, **_: None)
 
 
 @pytest.fixture(params=["groups", "converted"])

@@ -6,7 +6,7 @@ import ast
 from typing import Any
 
 from forall._source.names import COMPREHENSIONS, walrus
-from forall._source.pieces import FRAME, constant, delayed, expr, stmts
+from forall._source.pieces import FRAME, ITERABLE, constant, delayed, expr, stmts
 from forall._source.refused import CannotConvert
 
 # Called from another frame they would mean another frame
@@ -197,7 +197,7 @@ class Expressions(ast.NodeTransformer):
         for n, g in reversed(list(enumerate(node.generators))):
             for test in reversed(g.ifs):
                 body = [ast.copy_location(ast.If(test, body, []), test)]
-            source = g.iter if n else ast.copy_location(ast.Name("__iterable__", ast.Load()), node)
+            source = g.iter if n else ast.copy_location(ast.Name(ITERABLE, ast.Load()), node)
             body = [ast.copy_location(ast.For(g.target, source, body, []), node)]
         body = [*stmts(empty.get(kind, "pass"), node, **parts), *body, *stmts(last, node, **parts)]
         name = self.scope.fresh("comprehension")
@@ -205,7 +205,7 @@ class Expressions(ast.NodeTransformer):
 
     def _function(self, node: Any, name: str, body: list[ast.stmt]) -> ast.expr:
         first = self.visit(node.generators[0].iter)
-        (made,) = stmts("def NAME(__iterable__):\n    BODY", node, BODY=body)
+        (made,) = stmts(f"def NAME({ITERABLE}):\n    BODY", node, BODY=body)
         made.name = name  # type: ignore[attr-defined]
         assigned = walrus(node)
         if assigned:

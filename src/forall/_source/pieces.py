@@ -8,6 +8,7 @@ from typing import Any
 
 FRAME = "__frame__"
 TRIP = "__trip__"
+ITERABLE = "__iterable__"  # what a comprehension goes through
 
 
 @functools.cache

@@ -10,7 +10,7 @@ from typing import Any
 
 from forall._source.expressions import Expressions
 from forall._source.names import Liveness, Names, bound
-from forall._source.pieces import FRAME, constant, delayed, expr, stmts
+from forall._source.pieces import FRAME, ITERABLE, constant, delayed, expr, stmts
 from forall._source.refused import CannotConvert
 from forall._source.templates import (
     AGAIN,
@@ -115,7 +115,8 @@ class Statements:
 
     def _for(self, node: ast.For, e: Expressions) -> list[ast.stmt]:
         source = e.visit(node.iter)
-        if isinstance(node.iter, (ast.Name, ast.Attribute, ast.Subscript)):
+        kept = isinstance(node.iter, (ast.Name, ast.Attribute, ast.Subscript))
+        if kept and getattr(node.iter, "id", "") != ITERABLE:
             source = expr("F.many_times(A)", node.iter, A=source)
         plain = all(isinstance(n, (ast.Name, ast.Tuple, ast.List, ast.Starred, ast.expr_context))
                     for n in ast.walk(node.target))  # fmt: skip
