@@ -134,14 +134,20 @@ def prepare(root: Any) -> None:
 def halves(level: Any, test: Tensor) -> tuple[Any, Any]:
     """The parts of a level's examples (n,) for which a test holds and does not."""
     prepare(level.root)
+    rows = level.rows
     with no_dispatch(), functions_off():
-        if level is level.root:
-            flags = test
-        else:
+        test = flags = test.cpu()
+        if level is not level.root:
             flags = torch.zeros(level.root.size, dtype=torch.bool)
-            flags[level.rows] = test.cpu()
+            flags[rows] = test
         members = to_int(flags)
-    return part(level.root, members), part(level.root, level.members ^ members)
+        yes, no = part(level.root, members), part(level.root, level.members ^ members)
+        if yes is not level.root and yes._rows is None:  # those who go on are asked for most
+            places = test.nonzero().squeeze(1)
+            yes._rows = rows[places]
+            if level is not level.root:
+                yes.places[level] = places
+    return yes, no
 
 
 def chosen(level: Any, numbers: list[int]) -> Any:

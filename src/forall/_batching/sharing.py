@@ -67,6 +67,9 @@ def _whole(func: Any, args: tuple, out: Any) -> Any:
     return whole
 
 
+_NUMBERS = frozenset({int, float, bool, type(None)})
+
+
 class Sharing(TorchFunctionMode):
     """One for all nested levels of a thread: it asks which level is innermost at each call."""
 
@@ -91,6 +94,16 @@ class Sharing(TorchFunctionMode):
 
     def _of_those_that_run(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """The call where examples have parted: on what its tensors are for those that run."""
+        level = stack.top
+        if not kwargs and level is not None and level.parent is None:
+            for a in args:
+                if type(a) is Batched:
+                    if a.level is not level:
+                        break
+                elif type(a) not in _NUMBERS:
+                    break
+            else:
+                return self._call(func, args, None)
         fit = NARROWED[0](func, args, kwargs)
         out = self._call(func, fit.args, fit.kwargs)
         return fit.given(out)
