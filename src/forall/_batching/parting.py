@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forall._batching.batched import Batched
-from forall._core.levels import outside
+from forall._batching.questions import heard
+from forall._core.levels import outside, stack
 from forall._core.parting import Parted
 from forall._core.places import users_line
 from forall._torch.dispatch import functions_off, no_dispatch
@@ -58,8 +59,8 @@ def apart(level: Any, groups: list[list[int]], complaint: Callable[[], Exception
     """What to raise where the examples of ``level`` part."""
     if not (level.parts and level.active):  # no call that could run again
         return complaint()
-    level.parted = groups
-    return Parted(level, groups, users_line())
+    level.parted, level.parted_at = groups, users_line()
+    return Parted(level, groups, level.parted_at)
 
 
 def _groups(rows: Tensor) -> list[list[int]]:
@@ -77,6 +78,8 @@ def _groups(rows: Tensor) -> list[list[int]]:
 
 def number(t: Tensor, complaint: Callable[[], Exception]) -> Any:
     """The Python number of a tensor with one entry."""
+    if stack.listening:
+        heard()
     answer = one_answer(t, complaint)
     with no_dispatch(), functions_off():
         return answer.item()

@@ -19,6 +19,7 @@ from forall._batching.parts import (
     union,
     without,
 )
+from forall._batching.questions import heard
 from forall._core.errors import data_dependent
 from forall._core.levels import act, stack, top
 from forall._torch.dispatch import functions_off, no_dispatch
@@ -133,6 +134,13 @@ def asked(test: Any) -> bool | tuple[World, World]:
     prepare(root)
     world, rows = now().parts, level.rows.numpy()
     return tuple(World({**world, root: part(root, rows[some])}) for some in (table, ~table))
+
+
+def question(test: Any) -> bool | tuple[World, World]:
+    """`asked` by code of the user's, which may be heard."""
+    if stack.listening and (isinstance(test, Wrapper) or hasattr(test, "tensor")):
+        heard()
+    return asked(test)
 
 
 class running:

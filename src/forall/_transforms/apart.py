@@ -42,7 +42,7 @@ def run(call: Mapping) -> tuple[list, Any]:
     known = code in _PARTED
     if not known:
         try:
-            return call.once()
+            return _once(call, "as it is")
         except Groups as parted:
             groups = parted.groups
             if code is not None:
@@ -53,19 +53,39 @@ def run(call: Mapping) -> tuple[list, Any]:
     if function is not None and not isinstance(function, Refused):
         try:
             whole = _whole(function, call.func)
-            return call._replace(func=whole, options=Converted(call.options)).once()
+            return _once(call._replace(func=whole, options=Converted(call.options)), "converted")
         except Groups:
             groups = [[*range(call.entering.size)]]
     elif known:
         return _as_it_is(call)
-    return in_groups(call, groups)
+    return _in_groups(call, groups)
 
 
 def _as_it_is(call: Mapping) -> tuple[list, Any]:
     try:
-        return call.once()
+        return _once(call, "as it is")
     except Groups as parted:
-        return in_groups(call, parted.groups)
+        return _in_groups(call, parted.groups)
+
+
+def _once(call: Mapping, how: str) -> tuple[list, Any]:
+    report = call.options.report
+    try:
+        result = call.once()
+    except Groups as parted:
+        if report is not None:
+            report.undone(how, parted.why)
+        raise
+    if report is not None:
+        report.ended(how)
+    return result
+
+
+def _in_groups(call: Mapping, groups: list[list[int]]) -> tuple[list, Any]:
+    result = in_groups(call, groups)
+    if call.options.report is not None:
+        call.options.report.groups_ended()
+    return result
 
 
 def _whole(function: Callable, func: Callable) -> Callable:
@@ -97,9 +117,12 @@ class Converted:
         Where its examples have parted, an error is that of some: which one the loop meets first
         is for the groups to say.
         """
+        if level.limit is not None and error is level.limit.reached:
+            return False
         return isinstance(error, UNABLE) or (
             isinstance(error, Exception) and level.rows is not None
         )
+
 
 
 def _code(func: Callable) -> CodeType | None:

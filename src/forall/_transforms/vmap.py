@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from contextlib import nullcontext
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,6 +14,7 @@ from forall._batching.batched import without_ended
 from forall._batching.drawing import Draws
 from forall._batching.interpreter import VmapLevel, running
 from forall._batching.ledger import memory
+from forall._batching.questions import Limit, heard_by
 from forall._core.errors import Call
 from forall._core.levels import top
 from forall._core.places import Origin, users_line
@@ -29,6 +31,11 @@ from forall._transforms.types import P, R
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from forall._batching.questions import Listener
+    from forall._lanes.report import Report
+
+_NOBODY = nullcontext()
+
 
 def vmap(
     func: Callable[P, R],
@@ -39,6 +46,7 @@ def vmap(
     chunk_size: int | None = None,
     divergence: str = "split",
     ragged: bool = False,
+    max_steps: int | None = None,
 ) -> Callable[P, R]:
     """``func`` of one example, for all examples at once.
 
@@ -94,10 +102,10 @@ def vmap(
     checks.randomness("vmap", randomness, keys=True)
     checks.chunk_size("vmap", chunk_size)
     checks.divergence("vmap", divergence)
-    options = Options(divergence, ragged)
+    checks.max_steps("vmap", max_steps)
 
-    @functools.wraps(func, updated=())
-    def mapped(*args: Any, **kwargs: Any) -> Any:
+    def run(report: Report | None, args: tuple, kwargs: dict) -> Any:
+        options = Options(divergence, ragged, max_steps, report)
         call = Call("vmap", func, in_dims=in_dims)
         if isinstance(in_dims, dict):
             args, kwargs, *dims = mapping.named(call, func, in_dims, args, kwargs)
@@ -120,6 +128,11 @@ def vmap(
         result = whole.in_chunks(min(chunk_size or entering.size, entering.size))
         return nested(places.call, result) if ragged else result
 
+    @functools.wraps(func, updated=())
+    def mapped(*args: Any, **kwargs: Any) -> Any:
+        return run(None, args, kwargs)
+
+    mapped.__forall_run__ = run  # what `explain` calls
     return mapped
 
 
@@ -128,6 +141,20 @@ class Options(NamedTuple):
 
     divergence: str
     ragged: bool
+    max_steps: int | None
+    report: Report | None
+
+    def listening(self, func: Callable, level: VmapLevel) -> Any:
+        """A context in which Python's questions are heard, by whom they are counted for."""
+        listeners: list[Listener] = []
+        if self.max_steps is not None:
+            call = Call("vmap", func, max_steps=self.max_steps)
+            level.limit = Limit(call, level, self.max_steps)
+            listeners.append(level.limit)
+        if self.report is not None:
+            self.report.begins(level)
+            listeners.append(self.report)
+        return heard_by(listeners) if listeners else _NOBODY
 
     def gave_up(self, level: VmapLevel, error: BaseException | None) -> bool:
         """Whether a run that ended so is to be made again, in groups."""
@@ -224,7 +251,8 @@ class Mapping(NamedTuple):
                     entered[i].of_kind(_kind_of_one(leaf, dim))
         args, kwargs = entering.unflatten(entered)
         with once_more(self, level), handover.eagerly(), running(level), drawing_in(level.scope):
-            result = self.func(*args, **kwargs)
+            with self.options.listening(self.origin.call.func, level):
+                result = self.func(*args, **kwargs)
         _hand_back(entering, entered, level, self.origin)
         results, spec = trees.flatten(result)
         left = []
