@@ -136,7 +136,7 @@ def _plan(f: types.FunctionType) -> Any:
             plan = OPAQUE
         elif thread.report is not None:
             code = f.__code__
-            thread.report.converted[code] = Function(f.__qualname__, Place.of(code).near())
+            thread.report.converted[code] = Function(f.__name__, Place.of(code).near())
     _plans[f.__code__] = plan
     return plan
 
@@ -145,7 +145,7 @@ def tell(f: types.FunctionType, refused: Refused) -> None:
     """Report a function that stays as it is."""
     file, _, line = refused.place.rpartition(":")
     place = Place(file, int(line)).near()
-    thread.report.refused[f.__code__] = Function(f.__qualname__, place, refused.reason)
+    thread.report.refused[f.__code__] = Function(f.__name__, place, refused.reason)
 
 
 @contextmanager

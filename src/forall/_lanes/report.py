@@ -21,6 +21,10 @@ class Parting(NamedTuple):
     line: int
     sizes: tuple[int, ...]
 
+    @property
+    def place(self) -> Place:
+        return Place(self.file, self.line)
+
 
 class Step(NamedTuple):
     """A test, and the examples that took it together: their numbers in the whole batch."""
@@ -47,6 +51,7 @@ class Report:
     converted: dict[Any, Function] = field(default_factory=dict)
     ways: list[str] = field(default_factory=list)  # how the call ran, in words, one after another
     groups: list[int] = field(default_factory=list)  # how many examples each one has
+    call: Any = None  # the function, and how many examples it has
     level: Any = None
     _first: dict[Place, Any] = field(default_factory=dict)  # of the questions at a line
     _began: Any = None
@@ -80,6 +85,7 @@ class Report:
 
     def begins(self, level: Any) -> None:
         self.level, self._first, self._began = level, {}, self.mark()
+        self.call = level.origin.call.func, level.origin.size
 
     def ended(self, how: str) -> None:
         self.ways.append(how)
@@ -119,7 +125,7 @@ class Report:
             del self.groups[before:]
             self.ways.append(f"one example after another: {len(sizes)} examples")
         else:
-            self.ways.append(f"in {len(sizes)} groups of {spread(sizes)} examples, one by one")
+            self.ways.append(f"in {len(sizes)} groups of {spread(sizes)} examples, one after another")
 
 
 def spread(sizes: Sequence[int]) -> str:
