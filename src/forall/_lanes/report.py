@@ -88,7 +88,7 @@ class Report:
         self.call = level.origin.call.func, level.origin.size
 
     def ended(self, how: str) -> None:
-        self.ways.append(how)
+        self.ways.append(f"{how}, all examples in one run")
 
     def undone(self, how: str, why: Any) -> None:
         """A run was undone: at the place of a question, or by an error."""

@@ -44,18 +44,20 @@ def explain(mapped: Callable[..., Any]) -> Callable[..., Explanation]:
         >>> forall.explain(vmap(root))(torch.tensor([1.0, 4.0, 100.0])).result
         tensor([ 1.,  2., 10.])
     """
-    run = getattr(mapped, "__forall_run__", None)
-    if run is None or getattr(mapped, "__globals__", None) is not vmap.__globals__:
+    given = getattr(mapped, "__forall_run__", None)
+    if given is None or getattr(mapped, "__globals__", None) is not vmap.__globals__:
         raise TypeError(
             "explain(mapped): it explains what vmap returned.\n"
             f"{columns([('mapped', short(mapped), kind(mapped))])}\n"
             "Pass the mapped function, then its arguments: explain(vmap(f))(x)."
         )
 
+    run, options = given
+
     def explained(*args: Any, **kwargs: Any) -> Explanation:
         report = Report()
         with reported(report):
-            result = run(report, args, kwargs)
+            result = run(options._replace(report=report), args, kwargs)
         return _explanation(mapped, report, result)
 
     return explained
@@ -92,7 +94,7 @@ class Explanation:
     refused: tuple[Function, ...]
 
     def __str__(self) -> str:
-        parts = [f"{self.call}: {self.examples} examples"]
+        parts = [f"{self.call}: {picture.counted(self.examples, 'example')}"]
         for title, rows in (
             ("how it ran", [(way,) for way in _times(self.ways)]),
             ("where examples parted", _partings(self.partings)),
@@ -138,7 +140,7 @@ def _partings(partings: tuple[Parting, ...]) -> list[tuple[str, ...]]:
             place.near(),
             place.text(),
             construct,
-            f"{len(times)} time{'s' * (len(times) > 1)}",
+            picture.counted(len(times), "time"),
             f"groups of {spread([n for sizes in times for n in sizes])}",
         )
         for (place, construct), times in sorted(found.items())
@@ -163,4 +165,4 @@ def _row(sizes: list[int]) -> str:
     shown = [f"{n}" if times == 1 else f"{n} (x{times})" for n, times in runs]
     if len(shown) > 16:
         shown = [*shown[:8], "..", *shown[-7:]]
-    return f"{', '.join(shown)}: {len(sizes)} step{'s' * (len(sizes) > 1)}"
+    return f"{', '.join(shown)}: {picture.counted(len(sizes), 'step')}"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -30,7 +32,8 @@ def draw(explanation: Explanation, path: Any) -> Any:
     places = sorted({step.place for step in steps})
     made = figure.Figure(figsize=(9, 5 + 0.25 * len(places)), layout="constrained", dpi=130)
     axes = made.subplots()
-    axes.set_title(f"{explanation.call}: {explanation.examples} examples\n{explanation.ways[-1]}")
+    size = counted(explanation.examples, "example")
+    axes.set_title(f"{explanation.call}: {size}\n{explanation.ways[-1]}")
     axes.set_xlabel("step: one test on values, in the order of execution")
     axes.set_ylabel("example")
     if not steps:
@@ -55,14 +58,13 @@ def draw(explanation: Explanation, path: Any) -> Any:
     return path
 
 
-def _table(explanation: Explanation, places: list[Place]) -> list[list[int]]:
+def _table(explanation: Explanation, places: list[Place]) -> Any:
     """(examples, steps): which line it is, from 1, for those who take it."""
     number = {place: n for n, place in enumerate(places, 1)}
-    table = [[0] * len(explanation.steps) for _ in range(explanation.examples)]
+    table = torch.zeros((explanation.examples, len(explanation.steps)), dtype=torch.uint8)
     for column, step in enumerate(explanation.steps):
-        for example in step.examples:
-            table[example][column] = number[step.place]
-    return table
+        table[[*step.examples], column] = number[step.place]
+    return table.numpy()
 
 
 def _legend(made: Any, places: list[Place], shades: list[str], steps: Sequence[Any]) -> None:
@@ -70,16 +72,20 @@ def _legend(made: Any, places: list[Place], shades: list[str], steps: Sequence[A
 
     times = [sum(step.place == place for step in steps) for place in places]
     handles = [
-        Patch(color=shade, label=f"{place.near()}   {_clipped(place.text())}   ({n} steps)")
+        Patch(color=shade, label=f"{place.near()}   {_clipped(place.text())}   {counted(n, 'step')}")
         for place, shade, n in zip(places, shades[1:], times, strict=True)
     ]
-    handles.append(Patch(facecolor=shades[0], edgecolor="#AAAAAA", label="others run, or it is done"))
+    handles.append(Patch(facecolor=shades[0], edgecolor="#AAAAAA", label="does not run"))
     made.legend(
         handles=handles,
         loc="outside lower center",
         frameon=False,
         prop={"family": "monospace", "size": 8},
     )
+
+
+def counted(n: int, what: str) -> str:
+    return f"{n} {what}" if n == 1 else f"{n} {what}s"
 
 
 def _clipped(text: str) -> str:

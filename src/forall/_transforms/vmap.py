@@ -104,8 +104,29 @@ def vmap(
     checks.divergence("vmap", divergence)
     checks.max_steps("vmap", max_steps)
 
-    def run(report: Report | None, args: tuple, kwargs: dict) -> Any:
-        options = Options(divergence, ragged, max_steps, report)
+    verb = Verb(func, in_dims, out_dims, randomness, chunk_size)
+    options = Options(divergence, ragged, max_steps, None)
+
+    @functools.wraps(func, updated=())
+    def mapped(*args: Any, **kwargs: Any) -> Any:
+        return verb.run(options, args, kwargs)
+
+    mapped.__forall_run__ = verb.run, options  # what `explain` asks for
+    return mapped
+
+
+class Verb(NamedTuple):
+    """What `vmap` was given."""
+
+    func: Callable
+    in_dims: Any
+    out_dims: Any
+    randomness: Any
+    chunk_size: int | None
+
+    def run(self, options: Options, args: tuple, kwargs: dict) -> Any:
+        """One call of the mapped function."""
+        func, in_dims, out_dims, randomness, chunk_size = self
         call = Call("vmap", func, in_dims=in_dims)
         if isinstance(in_dims, dict):
             args, kwargs, *dims = mapping.named(call, func, in_dims, args, kwargs)
@@ -126,14 +147,7 @@ def vmap(
         origin = Origin(call, users_line(), range(entering.size), entering.size)
         whole = Mapping(func, entering, places, Draws(randomness), origin, options)
         result = whole.in_chunks(min(chunk_size or entering.size, entering.size))
-        return nested(places.call, result) if ragged else result
-
-    @functools.wraps(func, updated=())
-    def mapped(*args: Any, **kwargs: Any) -> Any:
-        return run(None, args, kwargs)
-
-    mapped.__forall_run__ = run  # what `explain` calls
-    return mapped
+        return nested(places.call, result) if options.ragged else result
 
 
 class Options(NamedTuple):
