@@ -115,7 +115,8 @@ class Limit:
         pass
 
     def mark(self) -> Any:
-        return {key: counts.clone() for key, counts in self.counts.items()}
+        with functions_off(), no_dispatch():
+            return {key: counts.clone() for key, counts in self.counts.items()}
 
     def back_to(self, mark: Any) -> None:
         self.counts = mark

@@ -278,6 +278,8 @@ def opaque(f: Any, args: tuple, kwargs: dict, owners: tuple = ()) -> Any:
         args = tuple(converted(a) if isinstance(a, types.FunctionType) else a for a in args)
     if type(f) is types.BuiltinFunctionType and _is_torchs(f) and f.__name__ not in LOOKS:
         return f(*args, **kwargs)
+    if any(hasattr(type(v), "__next__") for v in (*owners, *args, *kwargs.values())):
+        return f(*args, **kwargs)  # what it has taken is gone: no second time
     changed = [*owners, *(a for a in args if type(a) in CONTAINERS)]
     return items.changing(changed, lambda: f(*args, **kwargs))
 

@@ -17,6 +17,7 @@ import torch
 
 from forall._batching.parts import Undefined, is_partial
 from forall._batching.worlds import Apart
+from forall._core.parting import Parted
 from forall._lanes import Refused, convert
 from forall._lanes.heap import Unsplittable
 from forall._lanes.varying import Varying
@@ -119,6 +120,8 @@ class Converted:
         """
         if level.limit is not None and error is level.limit.reached:
             return False
+        if isinstance(error, Parted):  # of some of its examples, in code that cannot run again
+            return error.level.root is level
         return isinstance(error, UNABLE) or (
             isinstance(error, Exception) and level.rows is not None
         )
