@@ -1,4 +1,4 @@
-"""What vmap may be told about examples that part, and what it tells: divergence, ragged, explain."""
+"""What vmap may be told about examples that part, and what it tells of them."""
 
 from __future__ import annotations
 
@@ -182,7 +182,9 @@ def test_inner_and_outer_limits_are_each_its_own():
     def inner(a):
         return vmap(root, max_steps=50)(a)
 
-    assert torch.allclose(vmap(inner, max_steps=50)(XS[:4].reshape(2, 2)), XS[:4].reshape(2, 2).sqrt())
+    assert torch.allclose(
+        vmap(inner, max_steps=50)(XS[:4].reshape(2, 2)), XS[:4].reshape(2, 2).sqrt()
+    )
     with pytest.raises(RuntimeError, match="vmap\\(root, max_steps=4\\)"):
         vmap(lambda a: vmap(root, max_steps=4)(a))(XS[:4].reshape(2, 2))
     grads = vmap(grad(root), max_steps=50)(XS)

@@ -125,7 +125,9 @@ class Report:
             del self.groups[before:]
             self.ways.append(f"one example after another: {len(sizes)} examples")
         else:
-            self.ways.append(f"in {len(sizes)} groups of {spread(sizes)} examples, one after another")
+            self.ways.append(
+                f"in {len(sizes)} groups of {spread(sizes)} examples, one after another"
+            )
 
 
 def spread(sizes: Sequence[int]) -> str:

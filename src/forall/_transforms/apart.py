@@ -127,7 +127,6 @@ class Converted:
         )
 
 
-
 def _code(func: Callable) -> CodeType | None:
     """What tells a function that may be made anew for each call."""
     func = inspect.unwrap(func)

@@ -72,7 +72,9 @@ def _legend(made: Any, places: list[Place], shades: list[str], steps: Sequence[A
 
     times = [sum(step.place == place for step in steps) for place in places]
     handles = [
-        Patch(color=shade, label=f"{place.near()}   {_clipped(place.text())}   {counted(n, 'step')}")
+        Patch(
+            color=shade, label=f"{place.near()}   {_clipped(place.text())}   {counted(n, 'step')}"
+        )
         for place, shade, n in zip(places, shades[1:], times, strict=True)
     ]
     handles.append(Patch(facecolor=shades[0], edgecolor="#AAAAAA", label="does not run"))

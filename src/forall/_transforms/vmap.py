@@ -54,7 +54,11 @@ def vmap(
     For ``f: (*S) -> (*R)`` and ``xs: (B, *S)``, ``vmap(f)(xs)`` has shape ``(B, *R)``.
 
     Cost: ``func`` is called once. Each of its operators runs once, on the stacks of all examples;
-    one without a rule runs once per example and warns (`PerformanceWarning`).
+    one without a rule runs once per example and warns (`PerformanceWarning`). Where examples part
+    (``if x > 0``), that run is undone, and from then on the source of ``func``, and of what it
+    calls, runs in a form in which they part and meet again: each operator once for each group that
+    comes to it. What has no such form (a generator, code without source) runs once for each group
+    of examples that agree. Prints, and what is written to files, then come more than once.
 
     Args:
         func: takes tensors, or trees of them, and returns tensors, numbers, or trees of them.
@@ -74,19 +78,25 @@ def vmap(
         chunk_size: run at most so many examples at once. Changes memory, not values.
         divergence: ``"split"`` runs any Python: where examples want to go different ways (``if x >
             0``, ``while``, ``x.item()``, ``x[mask]``, an operator that fails for some), they
-            part, and meet again. ``"error"`` refuses that.
-        ragged: results with dims leave as nested tensors (jagged layout), so that their shapes may
-            differ between the examples. Numbers stay stacked.
+            part, and meet again. `explain` tells where. ``"error"`` refuses that.
+        ragged: results with dims leave as nested tensors, examples first, so that their shapes may
+            differ between the examples: jagged where they differ in one dim at most. Numbers stay
+            stacked. In the outermost vmap alone.
+        max_steps: how many steps a loop that tests values may take: an example that is asked more
+            than ``max_steps + 1`` times at one place of the code, all calls of the function there
+            taken together, raises. A loop that asks no tensor (``while n < 10``) is not counted.
 
     Keyword arguments are shared between the examples, unless a dict of in_dims names them.
 
     Raises:
         ValueError: where the arguments and ``in_dims``, or the results and ``out_dims``, do not
-            fit, where sizes differ, and for a chunk_size below 1.
+            fit, where sizes differ, where results of different examples have different shapes
+            without ragged, and for a chunk_size below 1 or a max_steps below 0.
         IndexError: for a place in ``out_dims`` that the result does not have.
-        RuntimeError: for an operator whose answer Python needs now (``if x > 0``, ``x.item()``)
-            and examples would answer differently; for a write into a tensor that all examples
-            share; for a random draw under ``randomness="error"``.
+        RuntimeError: where examples part under ``divergence="error"``; after max_steps steps; for a
+            write of an example's own data into a tensor that all examples share; for a random draw
+            under ``randomness="error"``.
+        Exception: what the loop would raise first, with a note that names the example.
 
     Source: the batching transformation of Frostig, Johnson and Leary, "Compiling machine learning
     programs via high-level tracing" (2018).
@@ -97,6 +107,13 @@ def vmap(
         tensor([1., 5., 9.])
         >>> vmap(lambda x: x * ys, out_dims=1)(xs).shape        # the examples of (3, 2) go last
         torch.Size([2, 3])
+        >>> def root(a):                                        # each example stops for itself
+        ...     x = a
+        ...     while (x * x - a).abs() > 1e-4:
+        ...         x = (x + a / x) / 2
+        ...     return x
+        >>> vmap(root)(torch.tensor([1.0, 4.0, 100.0]))
+        tensor([ 1.,  2., 10.])
     """
     checks.callable_("vmap", func)
     checks.randomness("vmap", randomness, keys=True)
