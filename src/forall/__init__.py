@@ -18,6 +18,7 @@ from forall._core.errors import PerformanceWarning
 from forall._lanes import wiring as _wiring
 from forall._transforms import captured as _captured
 from forall._transforms import functions as _functions
+from forall._transforms.explain import Explanation, explain
 from forall._transforms.grad import grad, grad_and_value
 from forall._transforms.jacobian import hessian, jacfwd, jacrev
 from forall._transforms.jvp import jvp
@@ -34,10 +35,12 @@ _captured.install()
 _torchs.install()
 del _captured, _functions, _wiring, _rules, _torchs
 __all__ = [
+    "Explanation",
     "PerformanceWarning",
     "associative_scan",
     "cond",
     "debug_unwrap",
+    "explain",
     "fori_loop",
     "functional_call",
     "functionalize",

@@ -7,11 +7,11 @@ from source import files, imports
 # Doors stand on top: they may open on any room, and no room goes through a door.
 FLOORS = {
     "_torch": 0,
+    "_source": 0,
     "_core": 1,
     "_random": 2,
     "_batching": 3,
     "_derivatives": 3,
-    "_source": 3,
     "_lanes": 4,
     "_transforms": 5,
     "_control": 6,

@@ -220,7 +220,7 @@ def test_examples_that_never_finish_are_named():
     with refused(
         RuntimeError,
         """
-        while_loop(going, down): the test still holds after max_steps=9 steps.
+        while_loop(going, down): the loop goes on after max_steps=9 steps.
             examples 1, 3   carry   int64[]
         Allow more steps, or let the test end the loop sooner.
         """,

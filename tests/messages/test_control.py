@@ -244,7 +244,7 @@ def test_an_endless_loop(every):
     with refused(
         RuntimeError,
         """
-        while_loop(going, step): the test still holds after max_steps=7 steps.
+        while_loop(going, step): the loop goes on after max_steps=7 steps.
             all examples   carry   {'x': float32[3], 'n': 2}
         Allow more steps, or let the test end the loop sooner.
         """,

@@ -93,6 +93,8 @@ class VmapLevel(Level, TorchDispatchMode):
         self.rows: torch.Tensor | None = None
         self.parts = False  # whether its call runs examples that part in groups
         self.parted: list[list[int]] | None = None  # the groups, once they are known
+        self.parted_at: Any = None  # the place of the question
+        self.limit: Any = None  # how many steps its loops may take, see `questions`
         self.outer_grad = torch.is_grad_enabled()
         self.scope = scopes.running()  # vmap gives each of its examples one of their own
         self.ledger = Ledger()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forall._batching.batched import Batched
+from forall._batching.questions import heard
 from forall._core.levels import outside, stack, top
 from forall._core.parting import Parted
 from forall._core.places import users_line
@@ -92,8 +93,8 @@ def apart(level: Any, groups: list[list[int]], complaint: Callable[[], Exception
         groups = [[rows[n] for n in g] for g in groups]
         others = sorted({*range(root.size)} - {*rows})
         groups = [*groups, others] if others else groups
-    root.parted = groups
-    return Parted(root, groups, users_line())
+    root.parted, root.parted_at = groups, users_line()
+    return Parted(root, groups, root.parted_at)
 
 
 def _groups(rows: Tensor) -> list[list[int]]:
@@ -111,6 +112,8 @@ def _groups(rows: Tensor) -> list[list[int]]:
 
 def number(t: Tensor, complaint: Callable[[], Exception]) -> Any:
     """The Python number of a tensor with one entry."""
+    if stack.listening:
+        heard()
     answer = one_answer(t, complaint)
     with no_dispatch(), functions_off():
         return answer.item()

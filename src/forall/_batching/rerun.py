@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from forall._batching.parts import chosen, common, prepare
+from forall._batching.questions import repeatable
 from forall._batching.worlds import Apart, World, now, running
 from forall._batching.writing import written
 from forall._core.parting import Parted
@@ -26,7 +27,7 @@ def apart(call: Callable[[], Any], join: Callable[[list[tuple[World, Any]]], Any
         before = _used()
         try:
             with running(world):
-                done.append((world, call()))
+                done.append((world, repeatable(call)))
         except Exception:
             if done or todo:  # some fail, who may catch it; the others do not
                 raise Apart from None

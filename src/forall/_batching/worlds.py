@@ -12,6 +12,7 @@ from forall._batching.merging import Undefined, is_stale, merged, narrow
 from forall._batching.narrowing import forget, kept
 from forall._batching.parting import answers, number
 from forall._batching.parts import common, halves, union, without
+from forall._batching.questions import heard
 from forall._core.errors import data_dependent
 from forall._core.levels import act, stack, top
 from forall._torch.dispatch import functions_off, no_dispatch
@@ -127,6 +128,13 @@ def asked(test: Any) -> bool | tuple[World, World]:
     world, root = now().parts, levels[0].root
     yes, no = halves(levels[0], values)
     return World({**world, root: yes}), World({**world, root: no})
+
+
+def question(test: Any) -> bool | tuple[World, World]:
+    """`asked` by code of the user's, which may be heard."""
+    if stack.listening and (isinstance(test, Wrapper) or hasattr(test, "tensor")):
+        heard()
+    return asked(test)
 
 
 class running:

@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from forall._batching.questions import heard
 from forall._control.carry import Called
 from forall._control.parting import either
 from forall._core.errors import columns, kind, short
+from forall._core.levels import stack
 from forall._torch.dispatch import functions_off
 
 if TYPE_CHECKING:
@@ -43,6 +45,8 @@ def cond(
         tensor(0.)
     """
     call = Called("cond(pred, *)", true_fun, false_fun)
+    if stack.listening:
+        heard()
     return either(call, pred, partial(true_fun, *operands), partial(false_fun, *operands))
 
 
@@ -75,6 +79,8 @@ def switch(index: Any, branches: Sequence[Callable[..., Any]], *operands: Any) -
     if not branches:
         raise ValueError(f"{call}: there is no branch.\nPass at least one function.")
     _whole(call, index)
+    if stack.listening:
+        heard()
     if isinstance(index, int):
         return branches[min(max(index, 0), len(branches) - 1)](*operands)
 

@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from forall._batching.questions import heard
 from forall._batching.worlds import now
 from forall._control.carry import Called, settled
 from forall._control.parting import Leaving, truth, who
 from forall._core.errors import columns, kind, short
+from forall._core.levels import stack
 from forall._torch.dispatch import functions_off
 
 if TYPE_CHECKING:
@@ -98,7 +100,10 @@ class Loop:
         """
         with Leaving(self.call) as leaving:
             while steps != stop:
-                answer = truth(self.call, "the test", self.test(steps, val))
+                test = self.test(steps, val)
+                if stack.listening:
+                    heard()
+                answer = truth(self.call, "the test", test)
                 if answer is False:
                     return leaving.all(val), steps, False
                 if answer is not True:
@@ -113,7 +118,7 @@ class Loop:
 
     def _endless(self, val: Any) -> RuntimeError:
         return RuntimeError(
-            f"{self.call}: the test still holds after max_steps={self.max_steps} steps.\n"
+            f"{self.call}: the loop goes on after max_steps={self.max_steps} steps.\n"
             f"{columns([(who(now()), 'carry', short(val))])}\n"
             "Allow more steps, or let the test end the loop sooner."
         )

@@ -132,6 +132,7 @@ class _Stack(threading.local):
     top: Level | None = None
     parted = 0  # how many levels have a part of their examples act
     again = 0  # how often code of a forward pass runs once more, for such a part
+    listening: tuple = ()  # who hears of each question of Python's, see `questions`
 
 
 stack = _Stack()

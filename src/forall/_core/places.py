@@ -12,13 +12,14 @@ import torch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from types import CodeType
+    from types import CodeType, FrameType
 
     from forall._core.errors import Call
 
-_NOT_THE_USERS = tuple(
+TORCH, OURS = (
     f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1])
 )
+_NOT_THE_USERS = (TORCH, OURS)
 
 
 class Place(NamedTuple):
@@ -29,6 +30,12 @@ class Place(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}"
+
+    def near(self) -> str:
+        """The same, as short as it is clear where the program was started."""
+        file = Path(self.file)
+        here = Path.cwd()
+        return f"{file.relative_to(here) if file.is_relative_to(here) else file}:{self.line}"
 
     @classmethod
     def of(cls, code: CodeType) -> Place:
@@ -54,9 +61,14 @@ class Origin(NamedTuple):
         return not (getattr(self.call.func, "__module__", None) or "").startswith("forall._")
 
 
+def users_frame(frame: FrameType, others: tuple[str, ...] = _NOT_THE_USERS) -> FrameType:
+    """The innermost frame, from this one outwards, whose code is none of ``others``'."""
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(others):
+        frame = frame.f_back
+    return frame
+
+
 def users_line() -> Place:
     """The innermost line that is neither ours nor torch's."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
-        frame = frame.f_back
+    frame = users_frame(sys._getframe(1))
     return Place(frame.f_code.co_filename, frame.f_lineno)

@@ -7,13 +7,16 @@ import re
 import sys
 import sysconfig
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+from forall._core.places import Place
 from forall._core.remembering import Remembered
 from forall._lanes import aliases, items
 from forall._lanes.heap import CONTAINERS, Unsplittable, slot_of
 from forall._lanes.merging import merge
+from forall._lanes.report import Function, Report
 from forall._lanes.state import close_down_to, each_world, thread
 from forall._lanes.varying import Varying, plain, varies, worlds_of
 from forall._lanes.words import words
@@ -146,12 +149,31 @@ def _plan(f: types.FunctionType) -> Any:
         plan = template(f)
         if isinstance(plan, Refused):
             if thread.report is not None:
-                thread.report.refused[plan.place] = plan.reason
+                tell(f, plan)
             plan = OPAQUE
         elif thread.report is not None:
-            thread.report.converted.add(f"{f.__code__.co_filename}:{f.__code__.co_firstlineno}")
+            code = f.__code__
+            thread.report.converted[code] = Function(f.__name__, Place.of(code).near())
     _plans[f.__code__] = plan
     return plan
+
+
+def tell(f: types.FunctionType, refused: Refused) -> None:
+    """Report a function that stays as it is."""
+    file, _, line = refused.place.rpartition(":")
+    place = Place(file, int(line)).near()
+    thread.report.refused[f.__code__] = Function(f.__name__, place, refused.reason)
+
+
+@contextmanager
+def reported(report: Report) -> Iterator[None]:
+    """Collect in the body what becomes of each function."""
+    was, thread.report = thread.report, report
+    _plans.clear()  # each is told of when it is made
+    try:
+        yield
+    finally:
+        thread.report = was
 
 
 @functools.cache
@@ -280,6 +302,8 @@ def opaque(f: Any, args: tuple, kwargs: dict, owners: tuple = ()) -> Any:
         if f.__name__ not in LOOKS:
             return f(*args, **kwargs)
         return words.apart(lambda: f(*args, **kwargs), merge)
+    if any(hasattr(type(v), "__next__") for v in (*owners, *args, *kwargs.values())):
+        return f(*args, **kwargs)  # what it has taken is gone: no second time
     changed = [a for a in (*owners, *args, *kwargs.values()) if slot_of(a) is not None]
     return items.changing(changed, lambda: f(*args, **kwargs), _state(f, args, kwargs))
 

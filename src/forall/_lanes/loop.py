@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from forall._batching.questions import heard
+from forall._core.levels import stack
 from forall._lanes.asking import ask
 from forall._lanes.branch import ONCE, meet
 from forall._lanes.items import stepwise
@@ -84,6 +86,8 @@ class Loop(Region):
     def _steps(self, steps: Any) -> Any:
         """Item after item; who has none left leaves."""
         while True:
+            if self.t.report is not None and stack.listening:
+                heard()
             answer, item = steps()
             if answer is False:
                 return

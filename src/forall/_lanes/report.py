@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from types import FrameType
+from typing import Any, NamedTuple
+
+from forall._batching.questions import where
+from forall._core.places import Place, users_frame
+
+UNDOES = "what one group wrote into older memory another would have seen"
 
 
 class Parting(NamedTuple):
@@ -16,30 +21,130 @@ class Parting(NamedTuple):
     line: int
     sizes: tuple[int, ...]
 
+    @property
+    def place(self) -> Place:
+        return Place(self.file, self.line)
+
+
+class Step(NamedTuple):
+    """A test, and the examples that took it together: their numbers in the whole batch."""
+
+    place: Place
+    examples: Sequence[int]
+
+
+class Function(NamedTuple):
+    """A function that ran otherwise than it is written."""
+
+    name: str
+    place: str
+    why: str = ""
+
 
 @dataclass
 class Report:
     """Where lanes parted, what was run by other means, and why."""
 
     partings: list[Parting] = field(default_factory=list)
-    refused: dict[str, str] = field(default_factory=dict)  # a function's place: why
-    converted: set[str] = field(default_factory=set)
-    reruns: Counter[str] = field(default_factory=Counter)
+    steps: list[Step] = field(default_factory=list)
+    refused: dict[Any, Function] = field(default_factory=dict)  # by their code
+    converted: dict[Any, Function] = field(default_factory=dict)
+    ways: list[str] = field(default_factory=list)  # how the call ran, in words, one after another
+    groups: list[int] = field(default_factory=list)  # how many examples each one has
+    call: Any = None  # the function, and how many examples it has
+    level: Any = None
+    _first: dict[Place, Any] = field(default_factory=dict)  # of the questions at a line
+    _began: Any = None
+    _before_groups: Any = None
+    _in_turn: bool = False
 
     def parted(self, construct: str, sizes: tuple[int, ...], filename: str, line: int) -> None:
         self.partings.append(Parting(construct, filename, line, sizes))
 
-    def text(self) -> str:
-        """One line for each place where lanes parted, then what was refused."""
-        times: Counter[tuple[str, str, int]] = Counter()
-        least: dict[tuple[str, str, int], int] = {}
-        for p in self.partings:
-            place = (p.file, p.construct, p.line)
-            times[place] += 1
-            least[place] = min(least.get(place, sys.maxsize), *p.sizes)
-        rows = [
-            f"{p[0]}:{p[2]}: {p[1]}: parted {n} times, least group {least[p]}"
-            for p, n in sorted(times.items())
-        ]
-        rows += [f"{place}: run again for each group: {why}" for place, why in self.refused.items()]
-        return "\n".join(rows)
+    def split(self, place: Place, sizes: tuple[int, ...]) -> None:
+        """What is not converted is run again for each of these groups."""
+        self.parted(_construct(place), sizes, *place)
+
+    # --- steps: a line of two questions makes one at the first of them
+
+    def heard(self, frame: FrameType) -> None:
+        frame = users_frame(frame)
+        place = Place(frame.f_code.co_filename, frame.f_lineno)
+        question = where(frame)
+        level = self.level
+        if level.active and self._first.setdefault(place, question) == question:
+            self.steps.append(Step(place, level.acting.origin.numbers))
+
+    def mark(self) -> tuple[int, int]:
+        return len(self.steps), len(self.partings)
+
+    def back_to(self, mark: tuple[int, int]) -> None:
+        del self.steps[mark[0] :], self.partings[mark[1] :]
+
+    # --- runs of the whole function
+
+    def begins(self, level: Any) -> None:
+        self.level, self._first, self._began = level, {}, self.mark()
+        self.call = level.origin.call.func, level.origin.size
+
+    def ended(self, how: str) -> None:
+        self.ways.append(f"{how}, all examples in one run")
+
+    def undone(self, how: str, why: Any) -> None:
+        """A run was undone: at the place of a question, or by an error."""
+        self.back_to(self._began)
+        reason = f"up to {_shown(why)}" if type(why) is Place else f"which gave up: {_reason(why)}"
+        self.ways.append(f"{how}, {reason}; undone")
+
+    def in_groups(self) -> None:
+        self._before_groups = self.mark(), len(self.groups)
+        self._in_turn = False
+
+    def group(self, size: int) -> None:
+        """One more has run."""
+        self.groups.append(size)
+
+    def parts_again(self, why: Any, sizes: tuple[int, ...]) -> None:
+        """A group was undone, because it parts further."""
+        self.back_to(self._began)
+        self.groups.pop()
+        if type(why) is Place:
+            self.split(why, sizes)
+
+    def in_turn(self) -> None:
+        mark, groups = self._before_groups
+        self.back_to(mark)
+        del self.groups[groups:]
+        self.ways.append(f"in groups, undone: {UNDOES}")
+        self._in_turn = True
+
+    def groups_ended(self) -> None:
+        before = self._before_groups[1]
+        sizes = self.groups[before:]
+        if self._in_turn:
+            del self.groups[before:]
+            self.ways.append(f"one example after another: {len(sizes)} examples")
+        else:
+            self.ways.append(
+                f"in {len(sizes)} groups of {spread(sizes)} examples, one after another"
+            )
+
+
+def spread(sizes: Sequence[int]) -> str:
+    """From the least to the largest."""
+    least, most = min(sizes), max(sizes)
+    return str(most) if least == most else f"{least} to {most}"
+
+
+def _construct(place: Place) -> str:
+    word = place.text().split(" ", 1)[0].rstrip(":")
+    return word if word in ("if", "while", "for", "assert", "elif", "return") else "reads"
+
+
+def _shown(place: Place) -> str:
+    return f"{place.near()}, where examples part"
+
+
+def _reason(why: BaseException | None) -> str:
+    name = type(why).__name__
+    return f"{name}: {str(why).splitlines()[0]}" if str(why) else name

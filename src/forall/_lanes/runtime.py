@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from forall._lanes import builtin as _builtin
-from forall._lanes.calls import call, converted, is_library
+from forall._lanes.calls import call, converted, is_library, tell
 from forall._lanes.frame import Frame
 from forall._lanes.heap import Mixed, Unsplittable
 from forall._lanes.merging import UNDEFINED, merge, settled
@@ -47,6 +47,8 @@ def convert(f: Callable, *, strict: bool = False) -> Callable | Refused:
     ):
         found = template(f)
         if isinstance(found, Refused):
+            if thread.report is not None:
+                tell(f, found)
             return found
 
     def run(*args: Any, **kwargs: Any) -> Any:

@@ -32,12 +32,13 @@ def _item(x: torch.Tensor) -> Any:
 CALLS[torch.Tensor.item] = _item
 use(
     now=worlds.now,
-    asked=worlds.asked,
+    asked=worlds.question,
     running=worlds.running,
     joined=worlds.joined,
     undefined=worlds.Undefined,
     apart=apart,
     tensor=torch.Tensor,
     number=Number,
+    again=worlds.asked,
 )
 words.convert = lambda n, kind: BUILTINS[kind](n)

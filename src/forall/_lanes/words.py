@@ -11,7 +11,8 @@ from typing import Any
 
 words: Any = SimpleNamespace()
 """``now``, ``asked``, ``running``, ``joined``, ``Undefined`` as in `worlds`; ``apart`` as in
-`rerun`; ``Tensor``, the type of tensors; ``Number``, that of Python numbers of each example."""
+`rerun`; ``Tensor``, the type of tensors; ``Number``, that of Python numbers of each example;
+``again``, which asks for the rest of a test that was ``asked``."""
 
 
 def use(
@@ -24,11 +25,13 @@ def use(
     apart: Callable,
     tensor: type,
     number: type,
+    again: Callable | None = None,
 ) -> None:
     """Let these be the words."""
     words.now, words.asked, words.running, words.joined = now, asked, running, joined
     words.Undefined, words.apart = undefined, apart
     words.Tensor, words.Number = tensor, number
+    words.again = again or asked
 
 
 def both(a: Any, b: Any) -> Any:

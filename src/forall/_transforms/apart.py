@@ -17,6 +17,7 @@ import torch
 
 from forall._batching.merging import Undefined, is_partial
 from forall._batching.worlds import Apart
+from forall._core.parting import Parted
 from forall._lanes import Refused, convert, is_running
 from forall._lanes.heap import Unsplittable
 from forall._lanes.varying import Varying
@@ -42,7 +43,7 @@ def run(call: Mapping) -> tuple[list, Any]:
     known = code in _PARTED or is_running()  # what converted code calls is converted as well
     if not known:
         try:
-            return call.once()
+            return _once(call, "as it is")
         except Groups as parted:
             groups = parted.groups
             if code is not None:
@@ -53,19 +54,39 @@ def run(call: Mapping) -> tuple[list, Any]:
     if function is not None and not isinstance(function, Refused):
         try:
             whole = _whole(function, call.func)
-            return call._replace(func=whole, options=Converted(call.options)).once()
+            return _once(call._replace(func=whole, options=Converted(call.options)), "converted")
         except Groups:
             groups = [[*range(call.entering.size)]]
     elif known:
         return _as_it_is(call)
-    return in_groups(call, groups)
+    return _in_groups(call, groups)
 
 
 def _as_it_is(call: Mapping) -> tuple[list, Any]:
     try:
-        return call.once()
+        return _once(call, "as it is")
     except Groups as parted:
-        return in_groups(call, parted.groups)
+        return _in_groups(call, parted.groups)
+
+
+def _once(call: Mapping, how: str) -> tuple[list, Any]:
+    report = call.options.report
+    try:
+        result = call.once()
+    except Groups as parted:
+        if report is not None:
+            report.undone(how, parted.why)
+        raise
+    if report is not None:
+        report.ended(how)
+    return result
+
+
+def _in_groups(call: Mapping, groups: list[list[int]]) -> tuple[list, Any]:
+    result = in_groups(call, groups)
+    if call.options.report is not None:
+        call.options.report.groups_ended()
+    return result
 
 
 def _whole(function: Callable, func: Callable) -> Callable:
@@ -97,6 +118,10 @@ class Converted:
         Where its examples have parted, an error is that of some: which one the loop meets first
         is for the groups to say.
         """
+        if level.limit is not None and error is level.limit.reached:
+            return False
+        if isinstance(error, Parted):  # of some of its examples, in code that cannot run again
+            return error.level.root is level
         return isinstance(error, UNABLE) or (
             isinstance(error, Exception) and level.rows is not None
         )

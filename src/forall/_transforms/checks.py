@@ -53,6 +53,15 @@ def divergence(verb: str, given: Any) -> None:
         )
 
 
+def max_steps(verb: str, steps: Any) -> None:
+    if steps is not None and (not isinstance(steps, int) or steps < 0):
+        raise ValueError(
+            f"{verb}: max_steps counts steps.\n"
+            f"{columns([('max_steps', short(steps), kind(steps))])}\n"
+            "Pass an int of at least 0, or None."
+        )
+
+
 def chunk_size(verb: str, size: Any) -> None:
     if size is not None and (not isinstance(size, int) or size <= 0):
         raise ValueError(

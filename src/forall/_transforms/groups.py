@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from forall._batching.interpreter import VmapLevel
     from forall._batching.ledger import Ledger
+    from forall._core.places import Place
     from forall._transforms.vmap import Mapping, Places
 
     Tensor = torch.Tensor
@@ -36,11 +37,12 @@ if TYPE_CHECKING:
 
 
 class Groups(BaseException):
-    """A run ended because its examples part into these groups."""
+    """A run ended because its examples part into these groups, at a place or with an error."""
 
-    def __init__(self, groups: list[list[int]]) -> None:
+    def __init__(self, groups: list[list[int]], why: Place | BaseException | None) -> None:
         super().__init__(groups)
         self.groups = groups
+        self.why = why
 
 
 class State:
@@ -106,13 +108,14 @@ class once_more:
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         parted, ledger = self.level.parted, self.level.ledger
+        why = self.level.parted_at
         if parted is None and self.call.options.gave_up(self.level, error):
-            parted = [[*range(self.level.size)]]
+            parted, why = [[*range(self.level.size)]], error
         if parted is not None and self.state is not None:
             # Whatever became of it on its way: a bare `except:` of the user's may have taken it.
             ledger.before.undo()
             self.state.restore()
-            raise Groups(parted) from None
+            raise Groups(parted, why) from None
         ledger.before.settle_grads()
         if not self.watched:
             ledger.forget()
@@ -155,6 +158,8 @@ class Run:
     def all(self, groups: list[list[int]]) -> bool:
         """Run all groups. False, at once, where one sees what another did to older memory."""
         todo = sorted(groups)
+        if self.call.options.report is not None:
+            self.call.options.report.in_groups()
         while todo:
             numbers = todo.pop(0)
             if self.failed is not None and numbers[0] > self.failed[0]:
@@ -164,6 +169,9 @@ class Run:
             try:
                 self._once(numbers, part)
             except Groups as again:
+                told = self.call.options.report
+                if told is not None:
+                    told.parts_again(again.why, tuple(map(len, again.groups)))
                 todo = sorted([*todo, *([numbers[n] for n in g] for g in again.groups)])
                 continue
             except Exception as error:  # noqa: BLE001 - the user's error, whatever it is
@@ -175,6 +183,8 @@ class Run:
 
     def in_turn(self) -> None:
         """One example after another, on views of the caller's tensors, as the loop does."""
+        if self.call.options.report is not None:
+            self.call.options.report.in_turn()
         for n in range(self.call.entering.size):
             numbers = range(n, n + 1)
             part = self.call.some(numbers)
@@ -187,6 +197,8 @@ class Run:
     def _once(self, numbers: Sequence[int], part: Mapping) -> None:
         if self.call.draws.flag == "same":
             self.before.draw_again()
+        if part.options.report is not None:
+            part.options.report.group(len(numbers))
         part = part._replace(options=Watched(part.options, self.touched.ledgers))
         self.parts.append((numbers, *part.once()))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from contextlib import nullcontext
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,6 +14,7 @@ from forall._batching.batched import without_ended
 from forall._batching.drawing import Draws
 from forall._batching.interpreter import VmapLevel, running
 from forall._batching.ledger import memory
+from forall._batching.questions import Limit, heard_by
 from forall._core.errors import Call
 from forall._core.levels import top
 from forall._core.places import Origin, users_line
@@ -29,6 +31,11 @@ from forall._transforms.types import P, R
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from forall._batching.questions import Listener
+    from forall._lanes.report import Report
+
+_NOBODY = nullcontext()
+
 
 def vmap(
     func: Callable[P, R],
@@ -39,6 +46,7 @@ def vmap(
     chunk_size: int | None = None,
     divergence: str = "split",
     ragged: bool = False,
+    max_steps: int | None = None,
 ) -> Callable[P, R]:
     """``func`` of one example, for all examples at once.
 
@@ -46,7 +54,11 @@ def vmap(
     For ``f: (*S) -> (*R)`` and ``xs: (B, *S)``, ``vmap(f)(xs)`` has shape ``(B, *R)``.
 
     Cost: ``func`` is called once. Each of its operators runs once, on the stacks of all examples;
-    one without a rule runs once per example and warns (`PerformanceWarning`).
+    one without a rule runs once per example and warns (`PerformanceWarning`). Where examples part
+    (``if x > 0``), that run is undone, and from then on the source of ``func``, and of what it
+    calls, runs in a form in which they part and meet again: each operator once for each group that
+    comes to it. What has no such form (a generator, code without source) runs once for each group
+    of examples that agree. Prints, and what is written to files, then come more than once.
 
     Args:
         func: takes tensors, or trees of them, and returns tensors, numbers, or trees of them.
@@ -66,19 +78,25 @@ def vmap(
         chunk_size: run at most so many examples at once. Changes memory, not values.
         divergence: ``"split"`` runs any Python: where examples want to go different ways (``if x >
             0``, ``while``, ``x.item()``, ``x[mask]``, an operator that fails for some), they
-            part, and meet again. ``"error"`` refuses that.
-        ragged: results with dims leave as nested tensors (jagged layout), so that their shapes may
-            differ between the examples. Numbers stay stacked.
+            part, and meet again. `explain` tells where. ``"error"`` refuses that.
+        ragged: results with dims leave as nested tensors, examples first, so that their shapes may
+            differ between the examples: jagged where they differ in one dim at most. Numbers stay
+            stacked. In the outermost vmap alone.
+        max_steps: how many steps a loop that tests values may take: an example that is asked more
+            than ``max_steps + 1`` times at one place of the code, all calls of the function there
+            taken together, raises. A loop that asks no tensor (``while n < 10``) is not counted.
 
     Keyword arguments are shared between the examples, unless a dict of in_dims names them.
 
     Raises:
         ValueError: where the arguments and ``in_dims``, or the results and ``out_dims``, do not
-            fit, where sizes differ, and for a chunk_size below 1.
+            fit, where sizes differ, where results of different examples have different shapes
+            without ragged, and for a chunk_size below 1 or a max_steps below 0.
         IndexError: for a place in ``out_dims`` that the result does not have.
-        RuntimeError: for an operator whose answer Python needs now (``if x > 0``, ``x.item()``)
-            and examples would answer differently; for a write into a tensor that all examples
-            share; for a random draw under ``randomness="error"``.
+        RuntimeError: where examples part under ``divergence="error"``; after max_steps steps; for a
+            write of an example's own data into a tensor that all examples share; for a random draw
+            under ``randomness="error"``.
+        Exception: what the loop would raise first, with a note that names the example.
 
     Source: the batching transformation of Frostig, Johnson and Leary, "Compiling machine learning
     programs via high-level tracing" (2018).
@@ -89,15 +107,43 @@ def vmap(
         tensor([1., 5., 9.])
         >>> vmap(lambda x: x * ys, out_dims=1)(xs).shape        # the examples of (3, 2) go last
         torch.Size([2, 3])
+        >>> def root(a):                                        # each example stops for itself
+        ...     x = a
+        ...     while (x * x - a).abs() > 1e-4:
+        ...         x = (x + a / x) / 2
+        ...     return x
+        >>> vmap(root)(torch.tensor([1.0, 4.0, 100.0]))
+        tensor([ 1.,  2., 10.])
     """
     checks.callable_("vmap", func)
     checks.randomness("vmap", randomness, keys=True)
     checks.chunk_size("vmap", chunk_size)
     checks.divergence("vmap", divergence)
-    options = Options(divergence, ragged)
+    checks.max_steps("vmap", max_steps)
+
+    verb = Verb(func, in_dims, out_dims, randomness, chunk_size)
+    options = Options(divergence, ragged, max_steps, None)
 
     @functools.wraps(func, updated=())
     def mapped(*args: Any, **kwargs: Any) -> Any:
+        return verb.run(options, args, kwargs)
+
+    mapped.__forall_run__ = verb.run, options  # what `explain` asks for
+    return mapped
+
+
+class Verb(NamedTuple):
+    """What `vmap` was given."""
+
+    func: Callable
+    in_dims: Any
+    out_dims: Any
+    randomness: Any
+    chunk_size: int | None
+
+    def run(self, options: Options, args: tuple, kwargs: dict) -> Any:
+        """One call of the mapped function."""
+        func, in_dims, out_dims, randomness, chunk_size = self
         call = Call("vmap", func, in_dims=in_dims)
         if isinstance(in_dims, dict):
             args, kwargs, *dims = mapping.named(call, func, in_dims, args, kwargs)
@@ -118,9 +164,7 @@ def vmap(
         origin = Origin(call, users_line(), range(entering.size), entering.size)
         whole = Mapping(func, entering, places, Draws(randomness), origin, options)
         result = whole.in_chunks(min(chunk_size or entering.size, entering.size))
-        return nested(places.call, result) if ragged else result
-
-    return mapped
+        return nested(places.call, result) if options.ragged else result
 
 
 class Options(NamedTuple):
@@ -128,6 +172,20 @@ class Options(NamedTuple):
 
     divergence: str
     ragged: bool
+    max_steps: int | None
+    report: Report | None
+
+    def listening(self, func: Callable, level: VmapLevel) -> Any:
+        """A context in which Python's questions are heard, by whom they are counted for."""
+        listeners: list[Listener] = []
+        if self.max_steps is not None:
+            call = Call("vmap", func, max_steps=self.max_steps)
+            level.limit = Limit(call, level, self.max_steps)
+            listeners.append(level.limit)
+        if self.report is not None:
+            self.report.begins(level)
+            listeners.append(self.report)
+        return heard_by(listeners) if listeners else _NOBODY
 
     def gave_up(self, level: VmapLevel, error: BaseException | None) -> bool:
         """Whether a run that ended so is to be made again, in groups."""
@@ -224,7 +282,8 @@ class Mapping(NamedTuple):
                     entered[i].of_kind(_kind_of_one(leaf, dim))
         args, kwargs = entering.unflatten(entered)
         with once_more(self, level), handover.eagerly(), running(level), drawing_in(level.scope):
-            result = self.func(*args, **kwargs)
+            with self.options.listening(self.origin.call.func, level):
+                result = self.func(*args, **kwargs)
         _hand_back(entering, entered, level, self.origin)
         results, spec = trees.flatten(result)
         left = []

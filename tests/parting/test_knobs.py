@@ -1,0 +1,336 @@
+"""What vmap may be told about examples that part, and what it tells of them."""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import inspect
+import runpy
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+import torch
+
+import forall
+from forall import grad, vmap
+from forall._core.levels import stack
+from forall._lanes.state import thread
+from forall._transforms import apart
+from golden import refused
+from parting.cases import D
+
+ROOT = Path(__file__).parents[2]
+XS = torch.tensor([1.0, 4.0, 100.0, 2e4, 9.0], dtype=D)
+
+
+def root(a):
+    x = a
+    while (x * x - a).abs() > 1e-9 * a:
+        x = (x + a / x) / 2
+    return x
+
+
+def steps(a):
+    x, n = a, 0
+    while (x * x - a).abs() > 1e-9 * a:
+        x, n = (x + a / x) / 2, n + 1
+    return n
+
+
+@pytest.fixture(params=["groups", "converted"])
+def way(request, monkeypatch):
+    """Groups alone, as for a function whose source cannot be had; or what vmap chooses."""
+    if request.param == "groups":
+        monkeypatch.setattr(apart, "convert", lambda _func: None)
+    return request.param
+
+
+def line_of(f, text):
+    lines, first = inspect.getsourcelines(f)
+    return first + next(n for n, line in enumerate(lines) if text in line)
+
+
+# --- divergence ----------------------------------------------------------------------------------
+
+
+def test_divergence_may_be_refused():
+    with pytest.raises(RuntimeError, match="differs between the examples"):
+        vmap(root, divergence="error")(XS)
+    assert torch.equal(vmap(root, divergence="error")(XS[:1]), root(XS[0])[None])
+
+
+def test_no_other_divergence():
+    with refused(
+        ValueError,
+        """
+        vmap: divergence must be 'split' or 'error'.
+            divergence   'never'
+        'split' runs examples that part in groups; 'error' refuses them.
+        """,
+    ):
+        vmap(root, divergence="never")
+
+
+# --- ragged --------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("chunk_size", [None, 1, 2])
+def test_results_of_several_shapes_have_gradients(chunk_size):
+    rows = torch.tensor([[1.0, -2.0, 3.0], [4.0, 5.0, 6.0], [-1.0, 7.0, -2.0]], dtype=D)
+    leaf = rows.clone().requires_grad_()
+    out = vmap(lambda row: row[row > 0] ** 2, ragged=True, chunk_size=chunk_size)(leaf)
+    assert out.is_nested
+    for mine, row in zip(out.unbind(), rows, strict=True):
+        assert torch.equal(mine, row[row > 0] ** 2)
+    sum(t.sum() for t in out.unbind()).backward()
+    assert torch.equal(leaf.grad, torch.where(rows > 0, 2 * rows, 0.0))
+
+
+# --- max_steps -----------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("chunk_size", [None, 2])
+def test_loops_of_so_many_steps_are_run_and_no_longer_ones(chunk_size):
+    most = max(steps(x) for x in XS)
+    expected = torch.stack([root(x) for x in XS])
+    assert torch.equal(vmap(root, max_steps=most, chunk_size=chunk_size)(XS), expected)
+    with pytest.raises(RuntimeError, match=f"goes on after max_steps={most - 1} steps"):
+        vmap(root, max_steps=most - 1, chunk_size=chunk_size)(XS)
+    assert stack.listening == ()
+
+
+def test_the_message_names_the_line_and_the_examples():
+    late = [str(n) for n, x in enumerate(XS) if steps(x) > 6]
+    assert len(late) > 1
+    at = f"{__file__}:{line_of(root, 'while')}"
+    text = f"""
+        vmap(root, max_steps=6): the loop goes on after max_steps=6 steps.
+            at        {at}   while (x * x - a).abs() > 1e-9 * a:
+            goes on   examples {", ".join(late)}
+        Allow more steps, or let the test end the loop sooner.
+        """
+    for _ in range(2):  # the second call knows that its examples part
+        with pytest.raises(RuntimeError) as caught:
+            vmap(root, max_steps=6)(XS)
+        assert type(caught.value) is RuntimeError
+        assert str(caught.value) == dedent(text).strip()
+
+
+def test_a_loop_that_would_never_end():
+    def endless(x):
+        while True:
+            if not x > 0:
+                return x
+            x = x + 1
+
+    def fed_by_a_generator(x):
+        def more():
+            y = x
+            while y > 0:
+                y = y + 1
+                yield y
+
+        return sum(more(), x)
+
+    for f in (endless, fed_by_a_generator):
+        with pytest.raises(RuntimeError, match="goes on") as caught:
+            vmap(f, max_steps=20)(torch.tensor([1.0, -1.0, 2.0]))
+        assert "example" in str(caught.value)
+
+
+def test_tests_of_two_questions_count_once():
+    def f(x):
+        n = 0
+        while x > 0 and x < 100:
+            x, n = x * 2, n + 1
+        while not (x < 1 or x < 2):
+            x, n = x / 2, n + 1
+        return n
+
+    xs = torch.tensor([1.0, 3.0, 0.5])
+    expected = torch.tensor([f(x) for x in xs])
+    assert torch.equal(vmap(f, max_steps=8)(xs), expected)
+
+
+def test_a_call_run_again_for_each_group_counts_once():
+    def halves(x):
+        while x > 1:
+            x = x / 2
+            yield x
+
+    def f(x):
+        return sum(list(halves(x)), x)
+
+    xs = 2.0 ** torch.arange(12)
+    assert torch.equal(vmap(f, max_steps=11)(xs), torch.stack([f(x) for x in xs]))
+
+
+def test_loops_of_forall_count_too():
+    def f(x):
+        return forall.while_loop(lambda y: y < 100, lambda y: y * 2, x)
+
+    xs = torch.tensor([1.0, 50.0, 200.0])
+    assert vmap(f, max_steps=7)(xs).tolist() == [128.0, 100.0, 200.0]
+    with pytest.raises(RuntimeError, match="goes on after max_steps=6 steps"):
+        vmap(f, max_steps=6)(xs)
+
+
+def test_inner_and_outer_limits_are_each_its_own():
+    def inner(a):
+        return vmap(root, max_steps=50)(a)
+
+    assert torch.allclose(
+        vmap(inner, max_steps=50)(XS[:4].reshape(2, 2)), XS[:4].reshape(2, 2).sqrt()
+    )
+    with pytest.raises(RuntimeError, match="vmap\\(root, max_steps=4\\)"):
+        vmap(lambda a: vmap(root, max_steps=4)(a))(XS[:4].reshape(2, 2))
+    grads = vmap(grad(root), max_steps=50)(XS)
+    assert torch.allclose(grads, torch.stack([grad(root)(x) for x in XS]))
+
+
+def test_max_steps_is_a_number():
+    with refused(
+        ValueError,
+        """
+        vmap: max_steps counts steps.
+            max_steps   'many'   str
+        Pass an int of at least 0, or None.
+        """,
+    ):
+        vmap(root, max_steps="many")
+
+
+# --- explain -------------------------------------------------------------------------------------
+
+
+def test_what_the_readme_says_of_its_example(monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("sys.argv", ["roots.py"])
+    runpy.run_path("examples/roots.py", run_name="__main__")
+    text = capsys.readouterr().out.strip()
+    page = (ROOT / "README.md").read_text()
+    assert f"```text\n{text}\n```" in page, "put into README.md what examples/roots.py prints"
+
+
+def test_a_call_whose_examples_agree():
+    e = forall.explain(vmap(lambda x: x * 2, out_dims=0))(XS)
+    assert torch.equal(e.result, XS * 2)
+    assert (
+        str(e) == "vmap(<lambda>): 5 examples\n\nhow it ran\n    as it is, all examples in one run"
+    )
+
+
+def test_nothing_is_left_behind():
+    forall.explain(vmap(root))(XS)
+    assert (thread.report, stack.listening) == (None, ())
+    with pytest.raises(ValueError, match="mine"):
+        forall.explain(vmap(failing))(XS)
+    assert (thread.report, stack.listening) == (None, ())
+
+
+def failing(x):
+    if x > 2:
+        raise ValueError("mine")
+    return x
+
+
+def test_each_step_has_the_examples_that_took_it():
+    e = forall.explain(vmap(root))(XS)
+    counts = torch.zeros(len(XS), dtype=torch.int64)
+    for step in e.steps:
+        counts[list(step.examples)] += 1
+    assert counts.tolist() == [steps(x) + 1 for x in XS]
+    assert {p.construct for p in e.partings} == {"while"}
+    assert torch.equal(e.result, vmap(root)(XS))
+
+
+@pytest.mark.parametrize("chunk_size", [None, 2])
+def test_in_groups_and_in_chunks_the_numbers_are_those_of_all(monkeypatch, chunk_size):
+    monkeypatch.setattr(apart, "convert", lambda _func: None)
+    e = forall.explain(vmap(root, chunk_size=chunk_size))(XS)
+    counts = torch.zeros(len(XS), dtype=torch.int64)
+    for step in e.steps:
+        counts[list(step.examples)] += 1
+    assert counts.tolist() == [steps(x) + 1 for x in XS]
+    assert sum(e.groups) >= len(XS) - 1
+    assert any("groups of" in way for way in e.ways)
+
+
+def test_why_a_function_is_not_converted():
+    def halves(x):
+        while x > 1:
+            x = x / 2
+            yield x
+
+    def f(x):
+        return sum(list(halves(x)), x)
+
+    e = forall.explain(vmap(f))(2.0 ** torch.arange(4))
+    ((name, place, why),) = e.refused
+    assert (name, why) == ("halves", "a generator or a coroutine")
+    assert place.endswith(f":{halves.__code__.co_firstlineno}")
+    assert [f.name for f in e.converted] == ["f"]
+    text = str(e)
+    assert "not converted, so run once for each group" in text
+    assert "while x > 1:" in text
+
+
+def test_examples_that_see_each_others_writes_run_in_turn():
+    def f(x):
+        if x > 5:
+            total.add_(x)
+            return x
+        return total + x
+
+    total = torch.zeros((), dtype=D)
+    e = forall.explain(vmap(f))(XS)
+    assert e.ways[-1] == "one example after another: 5 examples"
+    assert total == XS[XS > 5].sum()
+
+
+@functools.wraps(vmap(root))
+def around(x):
+    return x
+
+
+@pytest.mark.parametrize("given", [root, around, 3], ids=["a function", "around a mapped one", "3"])
+def test_only_what_vmap_returns_is_explained(given):
+    with pytest.raises(TypeError, match="explain\\(mapped\\): it explains what vmap returned"):
+        forall.explain(given)
+
+
+# --- the picture ---------------------------------------------------------------------------------
+
+
+def test_plot_writes_a_picture(tmp_path):
+    pytest.importorskip("matplotlib")
+    e = forall.explain(vmap(root))(XS)
+    path = tmp_path / "lanes.png"
+    assert e.plot(path) == path
+    assert path.read_bytes().startswith(b"\x89PNG")
+    axes = e.plot().axes[0]
+    assert axes.get_ylabel() == "example"
+    assert axes.images[0].get_array().shape == (len(XS), len(e.steps))
+    assert forall.explain(vmap(torch.sin))(XS).plot(tmp_path / "none.png").exists()
+
+
+def test_without_matplotlib_there_is_the_text(monkeypatch):
+    real = builtins.__import__
+
+    def without(name, *args, **kwargs):
+        if name.startswith("matplotlib"):
+            raise ImportError(name)
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with refused(
+        ImportError,
+        """
+        Explanation.plot(): it draws with matplotlib, which is not installed.
+        Install it (pip install matplotlib), or print the explanation.
+        """,
+    ):
+        forall.explain(vmap(root))(XS).plot()
