@@ -42,7 +42,7 @@ def steps(a):
 def way(request, monkeypatch):
     """Groups alone, as for a function whose source cannot be had; or what vmap chooses."""
     if request.param == "groups":
-        monkeypatch.setattr(apart, "convert", lambda _func: None)
+        monkeypatch.setattr(apart, "convert", lambda _func, **_: None)
     return request.param
 
 
@@ -249,7 +249,7 @@ def test_each_step_has_the_examples_that_took_it():
 
 @pytest.mark.parametrize("chunk_size", [None, 2])
 def test_in_groups_and_in_chunks_the_numbers_are_those_of_all(monkeypatch, chunk_size):
-    monkeypatch.setattr(apart, "convert", lambda _func: None)
+    monkeypatch.setattr(apart, "convert", lambda _func, **_: None)
     e = forall.explain(vmap(root, chunk_size=chunk_size))(XS)
     counts = torch.zeros(len(XS), dtype=torch.int64)
     for step in e.steps:

@@ -14,6 +14,7 @@ import torch
 from forall._batching import standing
 from forall._batching.batched import Batched
 from forall._batching.merging import (
+    cut,
     is_second_name,
     is_stale,
     layers,
@@ -230,4 +231,24 @@ def _overlaid(x: Any, some: Tensor, worlds: list) -> Tensor:
     return some if rest is None else merged([(rest, restricted(x, rest)), (own, some)], wide)
 
 
-NARROWED.append(narrowed)
+def of_one_part(args: tuple) -> tuple:
+    """The arguments of a user's call in a backward pass, where a cotangent is of some examples.
+
+    What is the same for all is for them as well: a hook's constant is no cotangent of the others.
+    """
+    found: dict[Any, set[Any]] = {}
+    for a in args:
+        if type(a) is Batched and a.axis is not None:
+            found.setdefault(a.level.root, set()).add(a.level)
+    parts = {root: next(iter(levels)) for root, levels in found.items() if len(levels) == 1}
+    if all(root is level for root, level in parts.items()):
+        return args
+    return tuple(
+        cut(a, parts[a.level.root])
+        if type(a) is Batched and a.axis is None and a.level is not parts.get(a.level.root, a.level)
+        else a
+        for a in args
+    )
+
+
+NARROWED.extend([narrowed, of_one_part])

@@ -46,6 +46,8 @@ def plain_numbers(x: Any) -> Tensor | None:
     """
     if type(x) is not Batched or x.axis is None or type(x.value) is not torch.Tensor:
         return None
+    if stack.listening:
+        return None  # who listens hears of questions on the long way
     level = x.level
     alone = level is top() and level.parent is None and level.size == x.value.numel() > 0
     return x.value if alone else None

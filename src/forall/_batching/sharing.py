@@ -51,7 +51,7 @@ _ITSELF = frozenset(
 }
 
 
-# `narrowing.narrowed`, which stands on the level, and that on this room.
+# `narrowing.narrowed` and `of_one_part`, which stand on the level, and that on this room.
 NARROWED: list[Any] = []
 
 _GRADIENTS = frozenset({torch.autograd.grad, torch.Tensor.grad.__get__})
@@ -90,6 +90,8 @@ class Sharing(TorchFunctionMode):
         with subclass_functions_off():
             if stack.parted and (stack.again or not in_backward()):
                 return self._of_those_that_run(func, args, kwargs or {})
+            if stack.ever_parted and in_backward():
+                args = NARROWED[1](args)
             return self._call(func, args, kwargs)
 
     def _of_those_that_run(self, func: Any, args: tuple, kwargs: dict) -> Any:

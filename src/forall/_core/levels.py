@@ -131,6 +131,7 @@ class Level:
 class _Stack(threading.local):
     top: Level | None = None
     parted = 0  # how many levels have a part of their examples act
+    ever_parted = False
     again = 0  # how often code of a forward pass runs once more, for such a part
     listening: tuple = ()  # who hears of each question of Python's, see `questions`
 
@@ -184,6 +185,7 @@ def act(root: Level, level: Level) -> None:
     if was is level:
         return
     stack.parted += (level is not root) - (was is not root)
+    stack.ever_parted = True
     inner = stack.top
     if inner is was:
         stack.top = level
