@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from forall._batching.merging import Undefined, cut, is_of, united
+from forall._batching.merging import cut, is_of, nothing, united
 from forall._batching.parts import common, covers, union
 from forall._batching.table import overloads
 from forall._core.levels import innermost, levels_in, outside
@@ -38,14 +38,16 @@ def meet(func: Any, args: tuple, kwargs: dict) -> Any:
     root = innermost(levels_in(args, kwargs)).root
     values = [b for b in trees.leaves((args, kwargs)) if is_of(b, root)]
     if any(b.level is not values[0].level for b in values):
-        target = _target(func, args, values)
+        known = _target(func, args, values)
+        target = known or values[-1].level
 
         def fitted(a: Any) -> Any:
             if not is_of(a, root) or a.level is target:
                 return a
             if covers(a.level, target):
                 return cut(a, target)
-            return united([*_parts(a, target)], target)
+            parts = [*_parts(a, target)]
+            return united(parts, target) if parts else nothing(a, target)
 
         with outside(root):
             old, (args, kwargs) = args, trees.map_tensors(fitted, (args, kwargs))
@@ -56,12 +58,15 @@ def meet(func: Any, args: tuple, kwargs: dict) -> Any:
                         _moved(func, old[place], args[place]),
                         *args[place + 1 :],
                     )
-        return target.run(func, args, kwargs)
+        out = target.run(func, args, kwargs)
+        if known is None:  # a cotangent of none of these examples: they get nothing, not 0 * inf
+            out = trees.map_tensors(torch.zeros_like, out)
+        return out
     return values[0].level.run(func, args, kwargs)
 
 
 def _target(func: Any, args: tuple, values: list) -> Any:
-    """The examples that an operator is done for."""
+    """The examples that an operator is done for; None where its factors have none in common."""
     if func is aten.copy_.default:
         return args[0].level
     sums = func in SUMS
@@ -75,7 +80,7 @@ def _target(func: Any, args: tuple, values: list) -> Any:
     for b in factors:
         target = b.level if target is None else common(target, b.level)
         if target is None:
-            raise Undefined(b, values[0].level)
+            return None
     if func in _BOTH and args[0].level is not target and not covers(target, args[0].level):
         raise NotImplementedError(
             f"vmap: {func} adds to a gradient of examples that have parted a product of some of "
