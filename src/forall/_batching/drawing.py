@@ -8,7 +8,8 @@ import torch
 
 from forall._batching.batched import wrap
 from forall._batching.merging import is_stale, narrow
-from forall._core.levels import outside
+from forall._batching.worlds import Apart
+from forall._core.levels import outside, stack
 from forall._random import scopes
 from forall._random.keys import fold_each
 from forall._torch.dispatch import functions_off, no_dispatch
@@ -58,6 +59,11 @@ class Draws:
 def _next(scope: scopes.Scope, level: VmapLevel) -> tuple[Callable[[], torch.Tensor], Any, Any]:
     """The key of the examples that run, the number of their next draw, and all counts after it."""
     served = scope.count
+    outer = level.parent if stack.parted else None
+    while outer is not None:
+        if outer.root is not outer:  # its examples would need counts of their own here
+            raise Apart
+        outer = outer.parent
     if level.part is None and type(served) is int:
         return lambda: scope.key, served, served + 1
     acting: Any = level.acting
