@@ -24,19 +24,16 @@ def associative_scan(
     ... along ``axis``, the result holds along it ``x0, fn(x0, x1), fn(fn(x0, x1), x2), ...``.
 
     ``fn`` is given slices of many elements, with the dim ``axis`` still there, and combines them
-    element by element, as ``a + b`` and ``b @ a`` do.
-
-    Cost: about ``2 log2(n)`` calls of ``fn``, on fewer than ``2 n`` elements in all.
+    element by element, as ``a + b`` does: about ``2 log2(n)`` calls, on under ``2 n`` elements.
 
     Args:
         fn: takes two trees like ``elems`` and returns one.
         elems: a tree of tensors of one size along ``axis``.
-        reverse: go from the last element to the first: ``..., fn(x_n, x_n-1), x_n``.
+        reverse: from the last element on: ``.., fn(x_n, x_n-1), x_n``.
         axis: counts from the end if negative, by the dims of the first tensor.
 
     Raises:
-        ValueError: where the sizes along ``axis`` differ.
-        IndexError: for a tensor without this dim.
+        ValueError, IndexError: where the sizes along ``axis`` differ, or a tensor lacks that dim.
         TypeError: where ``fn`` returns another structure, shape or dtype than it was given.
 
     Source: Blelloch, "Prefix sums and their applications" (1990); ``jax.lax.associative_scan``.

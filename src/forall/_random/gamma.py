@@ -90,9 +90,7 @@ def beta(
     shape: Sequence[int] | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Numbers of the beta distribution: (2,) -> shape.
-
-    Differentiable in ``a`` and ``b``, once.
+    """Numbers of the beta distribution, once differentiable in ``a`` and ``b``: (2,) -> shape.
 
     Args:
         a, b: above 0; numbers, or tensors that broadcast to ``shape``.

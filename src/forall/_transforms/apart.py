@@ -115,16 +115,14 @@ class Converted:
     def gave_up(self, level: VmapLevel, error: BaseException | None) -> bool:
         """Whether converted code has to be run otherwise.
 
-        Where its examples have parted, an error is that of some: which one the loop meets first
-        is for the groups to say.
+        An error may be that of some examples, or of the conversion: which one the loop meets first
+        is for the function itself to say.
         """
         if level.limit is not None and error is level.limit.reached:
             return False
         if isinstance(error, Parted):  # of some of its examples, in code that cannot run again
             return error.level.root is level
-        return isinstance(error, UNABLE) or (
-            isinstance(error, Exception) and level.rows is not None
-        )
+        return isinstance(error, (Exception, *UNABLE))
 
 
 def _code(func: Callable) -> CodeType | None:
