@@ -46,7 +46,7 @@ def for_else(x):
         x = x + 0.5
     else:
         x = x * 10
-    return x, k
+    return x, k  # pyright: ignore[reportPossiblyUnboundVariable]
 
 
 def nonlocal_counter(x):
