@@ -21,6 +21,8 @@ Index
     ties                 the gradient of a maximum shares itself between equal entries
     captured leaf        .backward() inside leaves on it the sum over the examples
     no example           the function runs once, on a stand-in
+    what is identical    a number of each example is not Python's True, whatever it is for each
+    prints repeat        a first run that examples part in is undone, but not what it printed
 """
 
 import pytest
@@ -149,6 +151,24 @@ def test_no_example():
     y = vmap(lambda x: (calls.append(x.shape), x.sum())[1])(X[:0])
     assert calls == [(2,)]
     assert y.shape == (0,)
+
+
+def test_what_is_identical():
+    def f(x):
+        return x * 2 if (x.sum().item() > 4) is True else x  # == would be the loop's
+
+    assert vmap(f)(X).equal(X)
+
+
+def test_prints_repeat(capsys):
+    def f(x):
+        print("once")
+        return x.sum() if x[0] > 1 else x[1]
+
+    vmap(f)(X)
+    first = capsys.readouterr().out.count("once")
+    vmap(f)(X)  # converted at once from now on
+    assert (first, capsys.readouterr().out.count("once")) == (2, 1)
 
 
 def test_the_index_names_every_test():
