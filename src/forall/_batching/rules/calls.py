@@ -14,7 +14,7 @@ import torch
 from forall._batching.accounts import by_all, is_shared_older
 from forall._batching.batched import Batched, are_apart, derive, line_up, refit, same
 from forall._batching.ledger import note_read, summed_grad
-from forall._batching.parting import plain_numbers
+from forall._batching.parting import one_answer, plain_numbers
 from forall._batching.standing import stand
 from forall._batching.table import CALLS, IN_PLACE
 from forall._batching.undoing import grad_of
@@ -204,9 +204,11 @@ def _narrow(x: Tensor, dim: int, start: Any, length: int) -> Any:
 def _tensor_split(x: Tensor, cuts: Any, dim: int = 0) -> Any:
     if not isinstance(cuts, Tensor):
         return NotImplemented
-    if _is_mapped(cuts):
-        raise data_dependent("tensor_split at places in a tensor", "Give the places as a list.")
-    return torch.tensor_split(x, cuts.tolist(), dim)
+    cure = "Give the places as a list."
+    places = one_answer(cuts, lambda: data_dependent("tensor_split at places in a tensor", cure))
+    with no_dispatch():
+        where = places.tolist()
+    return torch.tensor_split(x, where, dim)
 
 
 # --- a test ------------------------------------------------------------------------------------
