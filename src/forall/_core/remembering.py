@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 _CONTAINERS = (list, dict, set, bytearray, deque)
 _MOST = 10_000  # entries in all: what is longer is data, not a record of calls
 _UNSET = object()
+_HERE = __file__.rsplit("_core", 1)[0]
 
 
 class Remembered:
@@ -61,6 +62,8 @@ class Remembered:
         """What a function, and those of the user's that it names, can rebind or change."""
         if not isinstance(func, FunctionType) or func in self.functions or _is_a_library(func):
             return
+        if func.__code__.co_filename.startswith(_HERE):
+            return  # a transform's own, under the name of the user's function that it wraps
         self.functions.add(func)
         self._object(func, 0)
         for cell in func.__closure__ or ():
