@@ -14,7 +14,8 @@ from forall._core.places import Place
 from forall._lanes import aliases, items
 from forall._lanes.heap import CONTAINERS
 from forall._lanes.merging import merge
-from forall._lanes.report import Function, Report
+from forall._lanes.report import Report
+from forall._lanes.seen import Function
 from forall._lanes.state import close_down_to, each_world, thread
 from forall._lanes.varying import Varying, plain, varies, worlds_of
 from forall._lanes.words import words
@@ -281,7 +282,10 @@ def opaque(f: Any, args: tuple, kwargs: dict, owners: tuple = ()) -> Any:
     if any(hasattr(type(v), "__next__") for v in (*owners, *args, *kwargs.values())):
         return f(*args, **kwargs)  # what it has taken is gone: no second time
     changed = [*owners, *(a for a in args if type(a) in CONTAINERS)]
-    return items.changing(changed, lambda: f(*args, **kwargs))
+    run = functools.partial(f, *args, **kwargs)
+    if thread.report is not None:
+        run = thread.report.watched(f, run)
+    return items.changing(changed, run)
 
 
 def _is_torchs(f: Any) -> bool:
