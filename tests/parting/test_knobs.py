@@ -259,6 +259,14 @@ def test_in_groups_and_in_chunks_the_numbers_are_those_of_all(monkeypatch, chunk
     assert any("groups of" in way for way in e.ways)
 
 
+def test_calls_that_run_again_for_each_group_are_named():
+    e = forall.explain(vmap(grad(root)))(XS)
+    assert torch.allclose(e.result, torch.stack([grad(root)(x) for x in XS]))
+    if not e.converted:  # grad's own code runs as it is
+        assert e.again[0][0] == "root"
+        assert "ran again for each group\n    root   " in str(e)
+
+
 def test_why_a_function_is_not_converted():
     def halves(x):
         while x > 1:

@@ -16,7 +16,8 @@ from forall._core.remembering import Remembered
 from forall._lanes import aliases, items
 from forall._lanes.heap import CONTAINERS, Unsplittable, slot_of
 from forall._lanes.merging import merge
-from forall._lanes.report import Function, Report
+from forall._lanes.report import Report
+from forall._lanes.seen import Function
 from forall._lanes.state import close_down_to, each_world, thread
 from forall._lanes.varying import Varying, plain, varies, worlds_of
 from forall._lanes.words import words
@@ -305,7 +306,10 @@ def opaque(f: Any, args: tuple, kwargs: dict, owners: tuple = ()) -> Any:
     if any(hasattr(type(v), "__next__") for v in (*owners, *args, *kwargs.values())):
         return f(*args, **kwargs)  # what it has taken is gone: no second time
     changed = [a for a in (*owners, *args, *kwargs.values()) if slot_of(a) is not None]
-    return items.changing(changed, lambda: f(*args, **kwargs), _state(f, args, kwargs))
+    run = functools.partial(f, *args, **kwargs)
+    if thread.report is not None:
+        run = thread.report.watched(f, run)
+    return items.changing(changed, run, _state(f, args, kwargs))
 
 
 def _state(f: Any, args: tuple, kwargs: dict) -> Remembered | None:

@@ -128,6 +128,8 @@ class Frame(Region):
             return a.each(lambda v: self.same(v, b, wanted))
         if type(b) is Varying:
             return b.each(lambda v: self.same(a, v, wanted))
+        if type(a) is words.Number and a.kind is bool and type(b) is bool:
+            return a == b if wanted else a != b  # there is one True
         return (a is b) is wanted
 
     def contains(self, item: Any, container: Any, wanted: bool) -> Any:

@@ -2,43 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 from forall._batching.questions import where
+from forall._core.errors import name_of
+from forall._core.parting import Parted
 from forall._core.places import Place, users_frame
+from forall._lanes.seen import Function, Parting, Step
 
 UNDOES = "what one group wrote into older memory another would have seen"
-
-
-class Parting(NamedTuple):
-    """A construct, where it stands, and how many lanes went each way."""
-
-    construct: str
-    file: str
-    line: int
-    sizes: tuple[int, ...]
-
-    @property
-    def place(self) -> Place:
-        return Place(self.file, self.line)
-
-
-class Step(NamedTuple):
-    """A test, and the examples that took it together: their numbers in the whole batch."""
-
-    place: Place
-    examples: Sequence[int]
-
-
-class Function(NamedTuple):
-    """A function that ran otherwise than it is written."""
-
-    name: str
-    place: str
-    why: str = ""
 
 
 @dataclass
@@ -49,6 +25,7 @@ class Report:
     steps: list[Step] = field(default_factory=list)
     refused: dict[Any, Function] = field(default_factory=dict)  # by their code
     converted: dict[Any, Function] = field(default_factory=dict)
+    again: Counter[str] = field(default_factory=Counter)  # calls run again for each group
     ways: list[str] = field(default_factory=list)  # how the call ran, in words, one after another
     groups: list[int] = field(default_factory=list)  # how many examples each one has
     call: Any = None  # the function, and how many examples it has
@@ -65,6 +42,18 @@ class Report:
         """What is not converted is run again for each of these groups."""
         self.parted(_construct(place), sizes, *place)
 
+    def watched(self, f: Any, run: Callable[[], Any]) -> Callable[[], Any]:
+        """``run``, which calls f as it is."""
+
+        def watched() -> Any:
+            try:
+                return run()
+            except Parted:
+                self.again[name_of(f)] += 1
+                raise
+
+        return watched
+
     # --- steps: a line of two questions makes one at the first of them
 
     def heard(self, frame: FrameType) -> None:
@@ -79,6 +68,7 @@ class Report:
         return len(self.steps), len(self.partings)
 
     def back_to(self, mark: tuple[int, int]) -> None:
+        """Undone since. What ran again stays known: that it did is why."""
         del self.steps[mark[0] :], self.partings[mark[1] :]
 
     # --- runs of the whole function

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from forall._core.errors import columns, kind, name_of, short
 from forall._lanes.calls import reported
-from forall._lanes.report import Function, Parting, Report, Step, spread
+from forall._lanes.report import Report, spread
+from forall._lanes.seen import Function, Parting, Step
 from forall._transforms import picture
 from forall._transforms.vmap import vmap
 
@@ -70,8 +71,8 @@ class Explanation:
     ``examples`` is how many there were; ``ways`` how the call ran, in words, one try after another;
     ``groups`` how many examples each group had, where it ran in groups; ``partings`` each time that
     examples parted; ``steps`` each test on values, with the examples that took it; ``converted``
-    and ``refused`` the functions whose source was converted or, for a reason, was not: these run
-    again for each group of examples that agree.
+    and ``refused`` the functions whose source was converted or, for a reason, was not; ``again``
+    the calls in which examples parted and that ran again for each group, with how often.
 
     Cost: nothing more; all is kept as it was found.
 
@@ -92,6 +93,10 @@ class Explanation:
     steps: tuple[Step, ...]
     converted: tuple[Function, ...]
     refused: tuple[Function, ...]
+    again: tuple[tuple[str, int], ...]
+
+    def _again(self) -> list[tuple[str, str]]:
+        return [(name, picture.counted(n, "time")) for name, n in self.again]
 
     def __str__(self) -> str:
         parts = [f"{self.call}: {picture.counted(self.examples, 'example')}"]
@@ -101,6 +106,7 @@ class Explanation:
             ("how many took each step", _steps(self.steps)),
             ("converted", [(f.name, f.place) for f in self.converted]),
             ("not converted, so run once for each group", [tuple(f) for f in self.refused]),
+            ("parted inside, as it is, and ran again for each group", self._again()),
         ):
             if rows:
                 parts.append(f"{title}\n{columns(rows)}")
@@ -123,6 +129,7 @@ def _explanation(mapped: Callable, report: Report, result: Any) -> Explanation:
         tuple(report.steps),
         tuple(report.converted.values()),
         tuple(report.refused.values()),
+        tuple(report.again.items()),
     )
 
 
