@@ -17,7 +17,7 @@ def halves(x):
         yield x
 
 
-def listed(x):
+def summed(x):
     return sum(list(halves(x)), x)
 
 
@@ -55,7 +55,7 @@ def in_pairs(x):
 
 
 @pytest.mark.parametrize(
-    "f", [listed, in_a_branch, next_one, next_in_a_loop, mapped, by_map, in_pairs]
+    "f", [summed, in_a_branch, next_one, next_in_a_loop, mapped, by_map, in_pairs]
 )
 def test_each_example_gets_all_that_its_generator_gives(f):
     truth = stack_trees([f(x) for x in XS])

@@ -19,6 +19,7 @@ from forall._lanes.state import thread
 from forall._transforms import apart
 from golden import refused
 from parting.cases import D
+from parting.test_generators import halves, summed
 
 ROOT = Path(__file__).parents[2]
 XS = torch.tensor([1.0, 4.0, 100.0, 2e4, 9.0], dtype=D)
@@ -156,16 +157,8 @@ def test_tests_of_two_questions_count_once():
 
 
 def test_a_call_run_again_for_each_group_counts_once():
-    def halves(x):
-        while x > 1:
-            x = x / 2
-            yield x
-
-    def f(x):
-        return sum(list(halves(x)), x)
-
     xs = 2.0 ** torch.arange(12)
-    assert torch.equal(vmap(f, max_steps=11)(xs), torch.stack([f(x) for x in xs]))
+    assert torch.equal(vmap(summed, max_steps=11)(xs), torch.stack([summed(x) for x in xs]))
 
 
 def test_loops_of_forall_count_too():
@@ -268,19 +261,11 @@ def test_calls_that_run_again_for_each_group_are_named():
 
 
 def test_why_a_function_is_not_converted():
-    def halves(x):
-        while x > 1:
-            x = x / 2
-            yield x
-
-    def f(x):
-        return sum(list(halves(x)), x)
-
-    e = forall.explain(vmap(f))(2.0 ** torch.arange(4))
+    e = forall.explain(vmap(summed))(2.0 ** torch.arange(4))
     ((name, place, why),) = e.refused
     assert (name, why) == ("halves", "a generator or a coroutine")
     assert place.endswith(f":{halves.__code__.co_firstlineno}")
-    assert [f.name for f in e.converted] == ["f"]
+    assert [f.name for f in e.converted] == ["summed"]
     text = str(e)
     assert "not converted, so run once for each group" in text
     assert "while x > 1:" in text

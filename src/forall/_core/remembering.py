@@ -75,7 +75,8 @@ class Remembered:
             value = func.__globals__.get(name, _UNSET)
             if name in written:
                 self.names.append((func.__globals__, name, value))
-            self._reached(value, depth)
+            if value is not _UNSET:  # else an attribute's name, or a builtin's
+                self._reached(value, depth)
 
     def _reached(self, value: Any, depth: int) -> None:
         if isinstance(value, FunctionType):
@@ -97,22 +98,26 @@ class Remembered:
 
     def _take(self, value: Any, depth: int) -> None:
         """A container with all containers in it, and ``depth`` objects, one in another."""
-        if not isinstance(value, _CONTAINERS):
-            if isinstance(value, tuple):
-                for inner in value:
-                    self._take(inner, depth)
-            elif isinstance(value, torch.Generator):
-                self.generators.append((value, value.get_state()))
-            elif depth and type(value).__module__ not in _NOT_THE_USERS:
+        kind = _kind(type(value))
+        if kind is _PLAIN:
+            return
+        if kind is tuple:
+            self._all(value, depth)
+        elif kind is torch.Generator:
+            self.generators.append((value, value.get_state()))
+        elif kind is object:
+            if depth:
                 self._object(value, depth - 1)
-            return
-        if id(value) in self.copies or len(value) > self.left:
-            return
-        self.left -= len(value)
-        self.copies[id(value)] = (value, value.copy())
-        if not isinstance(value, bytearray):
-            for inner in value.values() if isinstance(value, dict) else value:
-                self._take(inner, depth)
+        elif id(value) not in self.copies and len(value) <= self.left:
+            self.left -= len(value)
+            self.copies[id(value)] = (value, value.copy())
+            if value and kind is not bytearray:
+                self._all(value.values() if kind is dict else value, depth)
+
+    def _all(self, values: Iterable[Any], depth: int) -> None:
+        for value in values:
+            if _KINDS.get(type(value)) is not _PLAIN:  # most are, and a call is dear
+                self._take(value, depth)
 
     def changed(self) -> bool:
         """Whether anything is not as it was."""
@@ -155,6 +160,25 @@ def _same(one: Any, other: Any) -> bool:
 
 
 _NOT_THE_USERS = frozenset({"builtins", "torch", "numpy"})
+_PLAIN = None  # nothing in it that a call could change without being seen
+_KINDS: dict[type, type | None] = {}
+
+
+def _kind(of: type) -> type | None:
+    """The class by which a value of this one is taken: a container, or any object of the user's."""
+    try:
+        return _KINDS[of]
+    except KeyError:
+        pass
+    if len(_KINDS) >= _MOST:  # classes may be made anew without end
+        _KINDS.clear()
+    kind = next((k for k in (*_CONTAINERS, tuple, torch.Generator) if issubclass(of, k)), object)
+    if kind is object and of.__module__ in _NOT_THE_USERS:
+        kind = _PLAIN
+    _KINDS[of] = kind
+    return kind
+
+
 _LIBRARIES = frozenset({"builtins", "torch", "numpy", "forall", "functools", "math"})
 
 

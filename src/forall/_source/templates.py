@@ -7,28 +7,24 @@ from __future__ import annotations
 
 import ast
 
-IF = """
+_YES = """
 IF = F.branch(TEST)
 if IF.parted:
     IF.save(F.locals(), KEPT, JOINS)
 for TRIP in IF.yes:
     BODY
-if IF.parted:
-    MEET
 """
-IF_ELSE = """
-IF = F.branch(TEST)
-if IF.parted:
-    IF.save(F.locals(), KEPT, JOINS)
-for TRIP in IF.yes:
-    BODY
+_NO = """
 if IF.parted:
     FLIP
 for TRIP in IF.no:
     ORELSE
+"""
+_MET = """
 if IF.parted:
     MEET
 """
+IF, IF_ELSE = _YES + _MET, _YES + _NO + _MET
 WHILE = """
 LOOP = F.loop()
 while LOOP.test(TEST) or (LOOP.parting and LOOP.part(F.locals())):

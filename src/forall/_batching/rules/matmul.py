@@ -15,9 +15,7 @@ aten = torch.ops.aten
 Tensor = torch.Tensor
 
 
-# So many columns fill a kernel by themselves: folding the examples into them gains nothing, and
-# leaves a product whose examples lie interleaved (measured on CPU, up to 2.5 times slower).
-_WIDE = 32
+_ROWS = 16  # from so many on, one product is faster than one for each example (measured on CPU)
 
 
 def product(x: Stack | Tensor, w: Stack | Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -34,11 +32,16 @@ def product(x: Stack | Tensor, w: Stack | Tensor, dtype: torch.dtype | None = No
         rows = v.movedim(0, -3)
         out = _times(rows.flatten(-3, -2), w, dtype)
         return out.unflatten(-2, rows.shape[-3:-1]).movedim(-3, 0)
-    if w.v.dim() == 3 and w.v.shape[2] >= _WIDE:
+    if w.v.dim() == 3 and not _folds(x, w.v):
         return _times(x.expand(w.v.shape[0], *x.shape), w.v, dtype)
     columns = w.v.movedim(0, -2)
     out = _times(x, columns.flatten(-2), dtype)
     return out.unflatten(-1, columns.shape[-2:]).movedim(-2, 0)
+
+
+def _folds(x: Tensor, w: Tensor) -> bool:
+    """Whether x (N, K) is best multiplied with all examples' columns of w (B, K, M) at once."""
+    return x.shape[0] >= _ROWS and w.stride(0) == w.shape[2] * w.stride(2)  # else that is a copy
 
 
 def _both(x: Tensor, w: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -115,7 +118,7 @@ def affine(size, bias, x, w, *, beta=1, alpha=1) -> Tensor:
         if not isinstance(w, Stack) and not mapped:
             rows = torch.addmm(bias, x.v.flatten(0, 1), w, beta=beta, alpha=alpha)
             return rows.view(size, x.v.shape[1], w.shape[1])
-        if not isinstance(x, Stack) and isinstance(w, Stack) and w.v.shape[2] < _WIDE:
+        if not isinstance(x, Stack) and isinstance(w, Stack) and _folds(x, w.v):
             v = w.v.movedim(0, 1)
             bias = bias.v if mapped else bias
             bias = (bias.unsqueeze(1) if mapped and bias.dim() == 1 else bias).expand(v.shape[1:])
