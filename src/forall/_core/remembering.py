@@ -160,11 +160,11 @@ def _same(one: Any, other: Any) -> bool:
 
 
 _NOT_THE_USERS = frozenset({"builtins", "torch", "numpy"})
-_PLAIN = None  # nothing in it that a call could change without being seen
-_KINDS: dict[type, type | None] = {}
+_PLAIN = type(None)  # nothing in it that a call could change without being seen
+_KINDS: dict[type, type] = {}
 
 
-def _kind(of: type) -> type | None:
+def _kind(of: type) -> type:
     """The class by which a value of this one is taken: a container, or any object of the user's."""
     try:
         return _KINDS[of]

@@ -164,7 +164,7 @@ class Run:
             numbers = todo.pop(0)
             if self.failed is not None and numbers[0] > self.failed[0]:
                 continue
-            part = _some(self.call, numbers)
+            part = self.call.some(numbers)
             nodes = [x.grad_fn for x in _mapped(part)]
             try:
                 self._once(numbers, part)
@@ -231,20 +231,8 @@ def _is_shared_further_out(whole: Tensor) -> bool:
     return level is not None and is_shared_older(whole, level)
 
 
-def _some(call: Mapping, numbers: list[int]) -> Mapping:
-    """The same call for these of its examples, on tensors of their own."""
-    entering, origin = call.entering, call.origin
-    leaves = [
-        leaf if dim is None else _rows(leaf, dim, numbers)
-        for leaf, dim in zip(entering.leaves, entering.dims, strict=True)
-    ]
-    return call._replace(
-        entering=entering._replace(leaves=leaves, size=len(numbers)),
-        origin=origin._replace(numbers=[origin.numbers[n] for n in numbers]),
-    )
-
-
-def _rows(leaf: Tensor, dim: int, numbers: list[int]) -> Tensor:
+def rows(leaf: Tensor, dim: int, numbers: Sequence[int]) -> Tensor:
+    """These examples of a stack, in a tensor of their own."""
     at = torch.tensor(numbers, device=leaf.device)
     return Rows.apply(leaf, dim, at) if leaf.requires_grad else leaf.index_select(dim, at)
 

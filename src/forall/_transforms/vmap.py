@@ -24,7 +24,7 @@ from forall._torch import generators, handover, trees
 from forall._torch.dispatch import functions_off
 from forall._torch.wrapper import Wrapper, has_own_meaning, kind_of
 from forall._transforms import apart, checks, mapping
-from forall._transforms.groups import joined, once_more
+from forall._transforms.groups import joined, once_more, rows
 from forall._transforms.ragged import apiece, nested
 from forall._transforms.types import P, R
 
@@ -245,7 +245,7 @@ class Mapping(NamedTuple):
     options: Options
 
     def some(self, numbers: Sequence[int]) -> Mapping:
-        """The same for these of the examples, counted from 0: a range, or any in order."""
+        """The same for these of the examples, counted from 0: views for a range, else copies."""
         entering, origin = self.entering, self.origin
         leaves = [
             leaf if dim is None else _some(leaf, dim, numbers)
@@ -318,7 +318,7 @@ class Mapping(NamedTuple):
 def _some(leaf: torch.Tensor, dim: int, numbers: Sequence[int]) -> torch.Tensor:
     if isinstance(numbers, range):
         return leaf.narrow(dim, numbers.start, len(numbers))
-    return leaf.index_select(dim, torch.tensor(numbers, device=leaf.device))
+    return rows(leaf, dim, numbers)
 
 
 def _kind_of_one(leaf: torch.Tensor, dim: int) -> type | None:
