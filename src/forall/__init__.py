@@ -21,6 +21,7 @@ from forall._transforms import functions as _functions
 from forall._transforms.explain import Explanation, explain
 from forall._transforms.grad import grad, grad_and_value
 from forall._transforms.jacobian import hessian, jacfwd, jacrev
+from forall._transforms.jit import jit
 from forall._transforms.jvp import jvp
 from forall._transforms.linearize import linearize
 from forall._transforms.modules import stack_module_state
@@ -51,6 +52,7 @@ __all__ = [
     "hvp",
     "jacfwd",
     "jacrev",
+    "jit",
     "jvp",
     "laplacian",
     "linearize",

@@ -60,17 +60,17 @@ class Remembered:
 
     def _function(self, func: Any, depth: int) -> None:
         """What a function, and those of the user's that it names, can rebind or change."""
-        if not isinstance(func, FunctionType) or func in self.functions or _is_a_library(func):
+        if not isinstance(func, FunctionType) or func in self.functions or is_a_library(func):
             return
         if func.__code__.co_filename.startswith(_HERE):
             return  # a transform's own, under the name of the user's function that it wraps
         self.functions.add(func)
         self._object(func, 0)
         for cell in func.__closure__ or ():
-            value = _contents(cell)
+            value = contents(cell)
             self.cells.append((cell, value))
             self._reached(value, depth)
-        read, written = _names(func.__code__)
+        read, written = names_of(func.__code__)
         for name in read:
             value = func.__globals__.get(name, _UNSET)
             if name in written:
@@ -88,7 +88,7 @@ class Remembered:
             self._take(value, 1)
 
     def _class(self, kind: type) -> None:
-        if not _is_a_library(kind):
+        if not is_a_library(kind):
             self.classes.append((kind, dict(vars(kind))))
 
     def _object(self, thing: Any, depth: int) -> None:
@@ -122,7 +122,7 @@ class Remembered:
     def changed(self) -> bool:
         """Whether anything is not as it was."""
         return (
-            any(_contents(cell) is not value for cell, value in self.cells)
+            any(contents(cell) is not value for cell, value in self.cells)
             or any(names.get(name, _UNSET) is not value for names, name, value in self.names)
             or any(not _same(dict(vars(kind)), state) for kind, state in self.classes)
             or any(not _same(container, copy) for container, copy in self.copies.values())
@@ -130,7 +130,7 @@ class Remembered:
 
     def restore(self) -> None:
         for cell, value in self.cells:
-            if _contents(cell) is not value:
+            if contents(cell) is not value:
                 if value is _UNSET:
                     del cell.cell_contents
                 else:
@@ -182,8 +182,13 @@ def _kind(of: type) -> type:
 _LIBRARIES = frozenset({"builtins", "torch", "numpy", "forall", "functools", "math"})
 
 
-def _is_a_library(thing: Any) -> bool:
-    return (thing.__module__ or "").partition(".")[0] in _LIBRARIES
+def is_a_library(thing: Any) -> bool:
+    return is_library(thing.__module__ or "")
+
+
+def is_library(module: str) -> bool:
+    """Whether a module, by its name, is none of the user's."""
+    return module.partition(".")[0] in _LIBRARIES
 
 
 def _restore_class(kind: type, state: dict[str, Any]) -> None:
@@ -195,7 +200,7 @@ def _restore_class(kind: type, state: dict[str, Any]) -> None:
             setattr(kind, name, value)
 
 
-def _contents(cell: CellType) -> Any:
+def contents(cell: CellType) -> Any:
     try:
         return cell.cell_contents
     except ValueError:
@@ -203,13 +208,13 @@ def _contents(cell: CellType) -> Any:
 
 
 @functools.lru_cache(maxsize=4096)
-def _names(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
+def names_of(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
     """The globals that a function, or one written inside it, names and rebinds."""
     written = {i.argval for i in dis.get_instructions(code) if i.opname == "STORE_GLOBAL"}
     read = set(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            more, rebound = _names(constant)
+            more, rebound = names_of(constant)
             read |= more
             written |= rebound
     return frozenset(read | written), frozenset(written)

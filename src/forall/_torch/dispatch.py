@@ -258,12 +258,21 @@ def _called_by(wanted: Callable[[Any], bool]) -> bool:
 dispatch_modes = torch._C._len_torch_dispatch_stack
 # As in a handler: autograd neither records nor counts versions.
 below_autograd = torch._C._AutoDispatchBelowADInplaceOrView
+# Nothing is recorded, but writes are counted and views know their base: for what users receive.
+without_history = torch._C._AutoDispatchBelowAutograd
 no_dispatch = torch._C._DisableTorchDispatch
 # Our own code is not the user's: no function mode is to see what it asks of tensors.
 functions_off = torch._C.DisableTorchFunction
 functions_are_off = torch._C._is_torch_function_all_disabled
 function_modes = torch._C._len_torch_function_stack
 is_autocast = torch._C._is_any_autocast_enabled
+
+
+def autocast_state() -> tuple:
+    """What autocast does now, for each kind of device that it can be on for."""
+    return tuple(
+        (d, torch.get_autocast_dtype(d)) for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)
+    )
 
 
 def run_backward(
@@ -366,7 +375,13 @@ def plain_zeros(*args: Any, **kwargs: Any) -> torch.Tensor:
     for them and may mark them a Python number, which torch then reads: a wrapper has no data.
     """
     with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
-        return torch.zeros(*args, **kwargs)
+        zeros = torch.zeros(*args, **kwargs)
+        for told in made_aside:
+            told(zeros)
+        return zeros
+
+
+made_aside: list[Callable] = []  # who is told of what no mode sees being made
 
 
 # torch.autograd.Function.apply as torch has it: what it runs is the user's code.

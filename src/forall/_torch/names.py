@@ -19,6 +19,8 @@ __all__ = [
     "TorchDispatchMode",
     "attach_tangent",
     "decompositions",
+    "fast_operator",
+    "function_homes",
     "functions_pass",
     "has_kernel",
     "pop_mode",
@@ -46,6 +48,22 @@ pop_mode = torch._C._pop_torch_dispatch_stack
 # Forward mode without the checks of torch.autograd.forward_ad, which ask for a level of its own.
 attach_tangent = torch._VF._make_dual
 split_tangent = torch._VF._unpack_dual
+
+# Where torch's own functions of operators are, the cheaper ones to call first.
+function_homes = (
+    torch._C._VariableFunctions,
+    torch._C._nn,
+    torch._C._linalg,
+    torch._C._special,
+    torch._C._fft,
+    torch._C.TensorBase,
+)
+
+
+def fast_operator(op: Any) -> Callable:
+    """An operator without the checks in Python that stand before it."""
+    return op._op
+
 
 # The node that full backward hooks of modules hang on.
 BACKWARD_HOOK = torch.nn.modules._functions.BackwardHookFunction

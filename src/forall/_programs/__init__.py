@@ -1,0 +1,1 @@
+"""Calls recorded as straight lines of operators, cleaned, and written as Python."""

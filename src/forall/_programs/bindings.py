@@ -1,0 +1,80 @@
+"""The cheapest way to call an operator: torch's own functions cost less than the dispatcher's.
+
+Which operator such a function reaches depends on its arguments. So it is asked: called once under a
+mode that runs nothing, on tensors of the meta device. Only one that comes to the recorded operator,
+with the recorded arguments, takes its place.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from forall._programs.program import Node, Program, with_refs
+from forall._torch.dispatch import without_history
+from forall._torch.names import TorchDispatchMode, fast_operator, function_homes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+
+def binding(program: Program, node: Node) -> tuple[Callable, tuple, dict]:
+    """A function, and its arguments, that does what a node says."""
+    for func, args, kwargs in _candidates(node):
+        if _reaches(program, node, func, args, kwargs):
+            return func, args, kwargs
+    return fast_operator(node.op), node.args, node.kwargs
+
+
+def _candidates(node: Node) -> Iterator[tuple[Callable, tuple, dict]]:
+    name = node.op.overloadpacket.__name__
+    for home in function_homes:
+        func = getattr(home, name, None)
+        if callable(func):
+            yield func, node.args, node.kwargs
+
+
+def _reaches(program: Program, node: Node, func: Callable, args: tuple, kwargs: dict) -> bool:
+    stand_ins: dict[int, torch.Tensor] = {}
+
+    def stand_in(r: Any) -> torch.Tensor:
+        if r.n not in stand_ins:
+            shape, strides, _, dtype, _ = program.values[r.n].layout
+            stand_ins[r.n] = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+        return stand_ins[r.n]
+
+    given, named = with_refs((args, kwargs), stand_in)
+    with without_history(), _Asked() as asked:
+        try:
+            func(*given, **named)
+        except Exception:  # noqa: BLE001 - not meant for these arguments
+            return False
+    wanted = with_refs((node.args, node.kwargs), stand_in)
+    return len(asked.calls) == 1 and _same(asked.calls[0], (node.op, *wanted))
+
+
+class _Asked(TorchDispatchMode):
+    """Notes which operators are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple] = []
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch would import its compiler to leave our handler alone
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls.append((func, args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
+        return a is b
+    if isinstance(a, (tuple, list)) and isinstance(b, (tuple, list)):
+        return len(a) == len(b) and all(map(_same, a, b))
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_same(a[k], b[k]) for k in a)
+    return type(a) is type(b) and (a is b or repr(a) == repr(b))

@@ -1,0 +1,163 @@
+"""What a program can do without. Every pass keeps each bit of each result.
+
+NOTE [what passes may not do]
+    They look at layouts, and at which memory is shared; never at numbers. ``x + 0``, ``1 * x`` and
+    ``zeros @ x`` stay: they promote dtypes, clear the sign of a zero, and turn inf into nan.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from forall._programs.program import Node, Ref, with_refs
+from forall._torch.dispatch import without_history
+from forall._torch.schema import facts
+
+if TYPE_CHECKING:
+    from forall._programs.program import Program
+
+aten = torch.ops.aten
+# Views that only say where the entries lie: same memory, same dtype, nothing conjugated.
+_VIEWS = {
+    op
+    for name in """
+    detach alias view reshape _unsafe_view expand t transpose permute squeeze unsqueeze select slice
+    narrow as_strided diagonal movedim swapaxes flatten unflatten view_as expand_as contiguous
+    _reshape_alias lift_fresh numpy_T mT
+    """.split()
+    if hasattr(aten, name)
+    for op in [getattr(getattr(aten, name), o) for o in getattr(aten, name).overloads()]
+    if not facts(op).mutates
+}
+
+
+_MOST = 1 << 16  # entries of a constant that is worth keeping
+# What these return depends on the layout of their argument, and on none of its numbers.
+_OF_LAYOUT = {
+    getattr(aten, name).default
+    for name in "zeros_like ones_like full_like new_zeros new_ones new_full".split()
+}
+_UNFILLED = {
+    getattr(getattr(aten, name), o)
+    for name in "empty empty_like new_empty empty_strided new_empty_strided".split()
+    for o in getattr(aten, name).overloads()
+}
+
+
+def clean(program: Program) -> Program:
+    """All passes, in the order in which they make work for each other."""
+    constants(program)
+    views(program)
+    dead(program)
+    return program
+
+
+def constants(program: Program) -> None:
+    """What comes out the same with each call is made once."""
+    nodes = _constant(program)
+    env = dict(program.constants)
+    with without_history(), torch.no_grad():
+        for node in nodes:
+            given = with_refs((node.args, node.kwargs), lambda r: _value(program, env, r.n))
+            _bind(node.outs, node.op(*given[0], **given[1]), env)
+    program.constants.update(env)
+    gone = set(map(id, nodes))
+    program.nodes[:] = [node for node in program.nodes if id(node) not in gone]
+
+
+def _constant(program: Program) -> list[Node]:
+    """Operators on constants alone, whose memory nobody else writes into, or reads before."""
+    roots = [v.root for v in program.values]
+    varying = {roots[n] for n in (*program.inputs, *program.captured)}
+    while True:
+        before = len(varying)
+        nodes = []
+        early: set[int] = set()  # what operators that are none of these have read so far
+        for node in program.nodes:
+            read = {roots[n] for n in node.reads()}
+            made = {roots[n] for n in node.makes()}
+            if _is_constant(program, node, read & varying) and not made & varying:
+                if early.isdisjoint(roots[n] for n in node.writes()):
+                    nodes.append(node)
+                    continue
+                varying |= read
+            varying |= made | {roots[n] for n in node.writes()}
+            early |= read
+        if len(varying) == before:
+            return nodes
+
+
+def _is_constant(program: Program, node: Node, varying: set[int]) -> bool:
+    if facts(node.op).seeded or node.op in _UNFILLED:
+        return False
+    if varying and node.op not in _OF_LAYOUT:
+        return False
+    return all(prod(program.values[n].layout.shape) <= _MOST for n in node.makes())
+
+
+def _value(program: Program, env: dict[int, torch.Tensor], n: int) -> torch.Tensor:
+    if n in env:
+        return env[n]
+    shape, strides, _, dtype, device = program.values[n].layout  # it is asked for nothing else
+    return torch.empty_strided(shape, strides, dtype=dtype, device=device)
+
+
+def _bind(outs: Any, made: Any, env: dict[int, torch.Tensor]) -> None:
+    if isinstance(outs, int):
+        env[outs] = made
+    elif isinstance(outs, (tuple, list)):
+        for o, m in zip(outs, made, strict=True):
+            _bind(o, m, env)
+
+
+def views(program: Program) -> None:
+    """A view that lies as its root does is the root; a chain of views is one."""
+    made: dict[int, Node] = {}  # the view that made a value
+    bases: set[int] = set()  # what operators made anew: it lies the same with each call
+    other: dict[int, int] = {}
+    pinned = {*program.inputs, *program.captured, *program.constants, *program.outputs}
+    for node in program.nodes:
+        node.replaced(other)
+        n = node.outs
+        if node.op not in _VIEWS or not isinstance(n, int):
+            bases.update(m for m in node.makes() if program.values[m].root == m)
+            continue
+        first = node.args[0].n
+        if program.values[first].root != program.values[n].root:
+            continue  # a copy after all
+        chain = [first]
+        while chain[-1] in made:
+            chain.append(made[chain[-1]].args[0].n)
+        layout = program.values[n].layout
+        twin = next((m for m in chain if program.values[m].layout == layout), None)
+        if twin is not None and not (n in program.outputs and twin in pinned):
+            other[n] = twin
+            program.outputs[:] = [twin if m == n else m for m in program.outputs]
+            continue
+        made[n] = node
+        if len(chain) > 1 and chain[-1] in bases:
+            node.op = aten.as_strided.default
+            node.args = (Ref(chain[-1]), layout.shape, layout.strides, layout.offset)
+            node.kwargs = {}
+
+
+def dead(program: Program) -> None:
+    """Operators that neither lead to a result nor leave a trace."""
+    roots = [v.root for v in program.values]
+    lasting = {roots[n] for n in (*program.inputs, *program.captured)}
+    needed = set(program.outputs)
+    read = {roots[n] for n in needed} | lasting
+    nodes = []
+    for node in reversed(program.nodes):
+        used = not needed.isdisjoint(node.makes()) or any(roots[n] in read for n in node.writes())
+        if used or facts(node.op).seeded:
+            nodes.append(node)
+            needed.update(node.reads())
+            read.update(roots[n] for n in node.reads())
+    program.nodes[:] = reversed(nodes)
+    for given in (program.constants, program.captured):
+        for n in given.keys() - needed:
+            del given[n]

@@ -1,0 +1,125 @@
+"""A straight line of operators: what a recorded call comes down to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from forall._torch.schema import facts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+
+class Ref:
+    """A value's place among the arguments of an operator."""
+
+    __slots__ = ("n",)
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __repr__(self) -> str:
+        return f"v{self.n}"
+
+
+class Layout(NamedTuple):
+    """What a tensor is, but for its numbers."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, t: torch.Tensor) -> Layout:
+        return cls(tuple(t.shape), t.stride(), t.storage_offset(), t.dtype, t.device)
+
+
+class Value(NamedTuple):
+    """A tensor of the program. Those of one ``root`` share memory; the root is the first."""
+
+    layout: Layout
+    root: int
+
+
+@dataclass(slots=True)
+class Node:
+    """One operator. ``outs`` mirrors what it returns: a number, a list of them, None, or nested."""
+
+    op: Any
+    args: tuple
+    kwargs: dict[str, Any]
+    outs: Any
+
+    def reads(self) -> Iterator[int]:
+        yield from refs((self.args, self.kwargs))
+
+    def makes(self) -> Iterator[int]:
+        yield from _numbers(self.outs)
+
+    def writes(self) -> list[int]:
+        """The values that the operator writes into."""
+        found = []
+        for place in facts(self.op).mutates:
+            if isinstance(place, int):
+                a = self.args[place] if place < len(self.args) else None
+            else:
+                a = self.kwargs.get(place)
+            found += refs(a)
+        return found
+
+    def replaced(self, other: dict[int, int]) -> None:
+        """Read other values in the place of these."""
+        self.args, self.kwargs = (
+            with_refs(a, lambda r: Ref(other.get(r.n, r.n))) for a in (self.args, self.kwargs)
+        )
+
+
+@dataclass(slots=True)
+class Program:
+    """``inputs`` come with each call, ``captured`` are read anew, ``constants`` are kept."""
+
+    values: list[Value]
+    inputs: list[int]
+    captured: dict[int, torch.Tensor]
+    constants: dict[int, torch.Tensor]
+    nodes: list[Node]
+    outputs: list[int]
+
+    def written(self) -> set[int]:
+        """The roots of all memory that an operator writes into."""
+        return {self.values[n].root for node in self.nodes for n in node.writes()}
+
+
+def refs(a: Any) -> Iterator[int]:
+    """The numbers of the values in a tree of arguments."""
+    if type(a) is Ref:
+        yield a.n
+    elif isinstance(a, (tuple, list)):
+        for b in a:
+            yield from refs(b)
+    elif isinstance(a, dict):
+        yield from refs([*a.values()])
+
+
+def with_refs(a: Any, f: Callable[[Ref], Any]) -> Any:
+    """A tree of arguments with something else for each value."""
+    if type(a) is Ref:
+        return f(a)
+    if type(a) is tuple or type(a) is list:
+        return type(a)([with_refs(b, f) for b in a])
+    if type(a) is dict:
+        return {k: with_refs(b, f) for k, b in a.items()}
+    return a
+
+
+def _numbers(outs: Any) -> Iterator[int]:
+    if isinstance(outs, int):
+        yield outs
+    elif isinstance(outs, (tuple, list)):
+        for o in outs:
+            yield from _numbers(o)

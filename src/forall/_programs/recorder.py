@@ -1,0 +1,242 @@
+"""Recording: what a call does below all transforms, operator by operator.
+
+The recorder is the outermost dispatch mode, so what reaches it are operators on ordinary tensors:
+levels have taken their values apart, and autograd has taken its derivatives. The recorded call is a
+real one; its results are the user's.
+
+NOTE [what cannot be recorded]
+    A program is the same for all values, and knows where each of its tensors comes from: from an
+    argument, from what the function can be seen to capture, or from one of its own operators. A
+    tensor of any other origin, an operator that tells Python about numbers, or one whose result's
+    shape depends on them, ends the recording; the call goes on as it is.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from forall._programs.program import Layout, Node, Program, Ref, Value
+from forall._torch.names import TorchDispatchMode
+from forall._torch.schema import facts
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+aten = torch.ops.aten
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_FRESH = (aten.lift_fresh.default, aten.lift_fresh_copy.default)
+
+# Operators that tell Python about numbers, or change what a tensor is, without a tag that says so.
+_UNFIT = {
+    getattr(getattr(aten, name), overload)
+    for name, overload in (
+        ("equal", "default"),
+        ("is_nonzero", "default"),
+        ("item", "default"),
+        ("_local_scalar_dense", "default"),
+        ("set_", "source_Tensor"),
+        ("set_", "source_Storage"),
+        ("set_", "source_Storage_storage_offset"),
+        ("resize_", "default"),
+        ("resize_as_", "default"),
+    )
+}
+
+class Recorder(TorchDispatchMode):
+    """Nodes and values of one call. ``why`` tells what of it cannot be recorded."""
+
+    def __init__(self, inputs: Iterable[torch.Tensor], known: dict[int, torch.Tensor]) -> None:
+        super().__init__()
+        self.known = known  # what the function can be seen to capture
+        self.nodes: list[Node] = []
+        self.values: list[Value] = []
+        self.captured: dict[int, torch.Tensor] = {}
+        self.constants: dict[int, torch.Tensor] = {}  # made of Python's numbers
+        self.why: str | None = None
+        self._numbers: dict[int, tuple[weakref.ref, int]] = {}
+        self._tensors: list[weakref.ref] = []
+        self._in_memory: dict[int, list[int]] = {}  # the numbers of those that lie in a storage
+        self.inputs = [self._new(t, None) for t in inputs]
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch would import its compiler to leave our handler alone
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        node = None if self.why is not None else self._met(func, args, kwargs)
+        out = func(*args, **kwargs)
+        if node is not None:
+            before = len(self.values)
+            node.outs = self._outs(node, args, out)
+            if len(self.values) > before or node.writes():  # else another name for what there was
+                self.nodes.append(node)
+        return out
+
+    def fails(self, why: str) -> None:
+        if self.why is None:
+            self.why = why
+        self.nodes, self.constants = [], {}
+
+    def number(self, t: torch.Tensor) -> int | None:
+        """The value that a tensor is, if it is known where it comes from."""
+        found = self._numbers.get(id(t))
+        if found is not None and found[0]() is t:
+            return found[1]
+        if id(t) in self.known:
+            n = self._new(t, None)
+            self.captured[n] = t
+            return n
+        return self._alias(t)
+
+    def _alias(self, t: torch.Tensor) -> int | None:
+        """The value of a tensor that torch or a level made as a second name, which no mode sees."""
+        memory, layout = t.untyped_storage()._cdata, Layout.of(t)
+        for n in self._in_memory.get(memory, ()):
+            twin = self._tensors[n]()
+            if twin is None or twin.untyped_storage()._cdata != memory:
+                continue  # another storage lay there
+            known = self.values[n]
+            if known.layout == layout and _lazy(twin) == _lazy(t):
+                self._numbers[id(t)] = weakref.ref(t), n
+                return n
+        return None
+
+    def made_aside(self, t: torch.Tensor) -> None:
+        """A tensor of our own that comes out the same with each call, and that no mode sees."""
+        if self.why is None:
+            self.constants[self._new(t, None)] = t.clone()
+
+    def program(self, outputs: Iterable[torch.Tensor]) -> Program | None:
+        """What was recorded, with these results; None where ``why`` tells why not."""
+        numbers = [self._result(t) for t in outputs]
+        if self.why is not None:
+            return None
+        return Program(
+            values=self.values,
+            inputs=self.inputs,
+            captured=self.captured,
+            constants=self.constants,
+            nodes=self.nodes,
+            outputs=[n for n in numbers if n is not None],
+        )
+
+    def _result(self, t: torch.Tensor) -> int | None:
+        n = self.number(t) if type(t) in _PLAIN else None
+        if n is None:
+            self.fails("a result comes from where no operator was seen")
+        elif self._tensors[n]() is not t and self.why is None:  # it is to have a name of its own
+            known = self.values[n]
+            self.values.append(known)
+            self.nodes.append(Node(aten.alias.default, (Ref(n),), {}, len(self.values) - 1))
+            return len(self.values) - 1
+        return n
+
+    def _met(self, func: Any, args: tuple, kwargs: dict) -> Node | None:
+        fact = facts(func)
+        if func in _UNFIT or fact.dynamic or torch.Tag.inplace_view in func.tags:
+            self.fails(f"{func} looks at numbers, or changes what a tensor is")
+            return None
+        given = self._given((args, kwargs), func in _FRESH)
+        return None if self.why is not None else Node(func, given[0], given[1], None)
+
+    def _given(self, a: Any, fresh: bool) -> Any:
+        """Arguments, with a `Ref` for each tensor."""
+        if isinstance(a, torch.Tensor):
+            n = self.number(a) if type(a) in _PLAIN else None
+            if n is None and fresh:  # made of Python's numbers just now
+                n = self._new(a, None)
+                self.constants[n] = a.clone()
+            if n is None:
+                self.fails(
+                    f"a tensor of class {type(a).__name__}"
+                    if type(a) not in _PLAIN
+                    else f"a tensor {a.dtype} {[*a.shape]} that is captured where it is not seen"
+                )
+                return None
+            return Ref(n)
+        if isinstance(a, (tuple, list)):
+            return type(a)([self._given(b, fresh) for b in a])
+        if isinstance(a, dict):
+            return {k: self._given(b, fresh) for k, b in a.items()}
+        return a
+
+    def _outs(self, node: Node, args: tuple, out: Any) -> Any:
+        if isinstance(out, torch.Tensor):
+            n = self.number(out)
+            return self._new(out, self._root(node, args, out)) if n is None else n
+        if isinstance(out, (tuple, list)):
+            return [self._outs(node, args, o) for o in out]
+        if out is not None:
+            self.fails(f"{node.op} returns {type(out).__name__}")
+        return None
+
+    def _root(self, node: Node, args: tuple, out: torch.Tensor) -> int | None:
+        """The root of the argument that a result shares memory with."""
+        memory = out.untyped_storage()
+        for n, a in zip(node.reads(), _tensors((args, node.kwargs)), strict=False):
+            if a is not None and a.untyped_storage()._cdata == memory._cdata:
+                return self.values[n].root
+        return None
+
+    def _new(self, t: torch.Tensor, root: int | None) -> int:
+        n = len(self.values)
+        self.values.append(Value(Layout.of(t), n if root is None else root))
+        self._numbers[id(t)] = reference = weakref.ref(t), n
+        self._tensors.append(reference[0])
+        self._in_memory.setdefault(t.untyped_storage()._cdata, []).append(n)
+        return n
+
+
+def _lazy(t: torch.Tensor) -> tuple[bool, bool]:
+    return t.is_conj(), t.is_neg()
+
+
+def _tensors(a: Any) -> Iterator[torch.Tensor]:
+    """The tensors of a tree of arguments, in the order in which `refs` tells their numbers."""
+    if isinstance(a, torch.Tensor):
+        yield a
+    elif isinstance(a, (tuple, list)):
+        for b in a:
+            yield from _tensors(b)
+    elif isinstance(a, dict):
+        yield from _tensors([*a.values()])
+
+
+# Calls of the user's that read memory or change tensors where no operator tells.
+_UNSEEN = {
+    getattr(torch.Tensor, name)
+    for name in """
+    numpy __array__ tolist data_ptr __dlpack__ untyped_storage backward register_hook requires_grad_
+    """.split()
+} | {
+    torch.autograd.backward,
+    torch.from_numpy,
+    torch.frombuffer,
+    *(getattr(torch.Tensor, name).__set__ for name in ("grad", "data", "requires_grad")),
+    torch.Tensor.data.__get__,  # pyright: ignore[reportAttributeAccessIssue]
+}
+
+
+class Watch(TorchFunctionMode):
+    """Sees the calls that no operator tells of."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func in _UNSEEN:
+            self.recorder.fails(f"{getattr(func, '__name__', func)} is seen by no operator")
+        elif any(isinstance(a, np.ndarray) for np in _numpy() for a in args):
+            self.recorder.fails("the numbers of an array of numpy's may change")
+        return func(*args, **(kwargs or {}))
+
+
+def _numpy() -> list[Any]:
+    return [sys.modules["numpy"]] if "numpy" in sys.modules else []

@@ -1,0 +1,99 @@
+"""A program as Python: one line for each operator, memory given back where it is read last."""
+
+from __future__ import annotations
+
+from math import isfinite
+from typing import TYPE_CHECKING, Any
+
+from forall._programs.bindings import binding
+from forall._programs.program import Ref, refs
+from forall._torch.dispatch import without_history
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from forall._programs.program import Node, Program
+
+
+class Text:
+    """Lines of a function, and what they name."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.names: dict[str, Any] = {"_below": without_history}
+        self.lines: list[str] = []
+        self._known: dict[int, str] = {}
+
+    def name(self, thing: Any, hint: str) -> str:
+        """What a thing is called in the text."""
+        name = self._known.get(id(thing))
+        if name is None:
+            name = self._known[id(thing)] = f"{hint}{len(self.names)}"
+            self.names[name] = thing
+        return name
+
+    def argument(self, a: Any) -> str:
+        if type(a) is Ref:
+            return f"v{a.n}"
+        if type(a) is tuple or type(a) is list:
+            inside = ", ".join(map(self.argument, a))
+            if type(a) is tuple:
+                return f"({inside},)" if a else "()"
+            return f"[{inside}]" if next(refs(a), None) is not None else self.name(tuple(a), "k")
+        if a is None or type(a) in (bool, int, str) or (type(a) is float and isfinite(a)):
+            return repr(a)
+        return self.name(a, "k")
+
+    def node(self, node: Node, last: Sequence[int]) -> None:
+        func, args, kwargs = binding(self.program, node)
+        given = [*map(self.argument, args)]
+        given += [f"{k}={self.argument(a)}" for k, a in kwargs.items()]
+        hint = getattr(func, "__name__", "") or "op"
+        call = f"{self.name(func, hint if hint.isidentifier() else 'op')}({', '.join(given)})"
+        target = _target(node.outs)
+        self.lines.append(f"{target} = {call}" if target else call)
+        if last:
+            self.lines.append("del " + ", ".join(f"v{n}" for n in last))
+
+
+def _target(outs: Any) -> str:
+    if outs is None:
+        return ""
+    if isinstance(outs, int):
+        return f"v{outs}"
+    return "(" + "".join(f"{_target(o) or '_'}, " for o in outs) + ")"
+
+
+def function(
+    program: Program, nodes: Sequence[Node], given: Sequence[int], results: Sequence[int]
+) -> Callable:
+    """A function of the values ``given`` that runs ``nodes`` and returns ``results``."""
+    text = Text(program)
+    made = [n for n in program.constants if n not in given]
+    written = {program.values[n].root for node in nodes for n in node.writes()}
+    for n in made:
+        text.names[f"c{n}" if program.values[n].root in written else f"v{n}"] = program.constants[n]
+        if program.values[n].root in written:
+            text.lines.append(f"v{n} = c{n}.clone()")
+    kept = {*results, *given, *made}
+    for node, last in zip(nodes, _last_reads(nodes, kept), strict=True):
+        text.node(node, last)
+    out = ", ".join(f"v{n}.clone()" if n in made else f"v{n}" for n in results)
+    body = "\n        ".join([*text.lines, f"return ({out}{',' if results else ''})"])
+    arguments = ", ".join(f"v{n}" for n in given)
+    source = f"def program({arguments}):\n    with _below():\n        {body}\n"
+    exec(compile(source, "<forall.jit>", "exec"), text.names)  # noqa: S102 - our own text
+    run = text.names["program"]
+    run.source = source
+    return run
+
+
+def _last_reads(nodes: Sequence[Node], kept: set[int]) -> list[list[int]]:
+    """For each operator, the values that nobody reads after it."""
+    seen = set(kept)
+    found = []
+    for node in reversed(nodes):
+        last = list(dict.fromkeys(n for n in (*node.makes(), *node.reads()) if n not in seen))
+        seen.update(last)
+        found.append(last)
+    return found[::-1]

@@ -1,0 +1,92 @@
+"""`jit`: a pure function recorded once for each kind of arguments, and replayed."""
+
+from __future__ import annotations
+
+import functools
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from forall._core.errors import Call, slow
+from forall._core.levels import top
+from forall._programs.recorded import Recorded, record
+from forall._programs.signature import Unfit, ambient, of_leaf, shared
+from forall._torch import handover, trees
+from forall._torch.dispatch import dispatch_modes, function_modes, users_tangents
+from forall._transforms import checks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from forall._transforms.types import P, R
+
+_MOST = 64  # kinds of calls that are kept, the last used ones
+
+
+def jit(func: Callable[P, R]) -> Callable[P, R]:
+    """doc"""
+    checks.callable_("jit", func)
+    kinds = Kinds(func)
+
+    @functools.wraps(func, updated=())
+    def jitted(*args: Any, **kwargs: Any) -> Any:
+        return kinds.run(args, kwargs)
+
+    jitted.cache_clear = kinds.clear
+    return jitted
+
+
+class Kinds:
+    """The kinds of calls that were recorded of one function."""
+
+    def __init__(self, func: Callable) -> None:
+        self.func = func
+        self.known: OrderedDict[Any, Recorded | None] = OrderedDict()
+
+    def clear(self) -> None:
+        self.known.clear()
+
+    def run(self, args: tuple, kwargs: dict) -> Any:
+        if (
+            top() is not None
+            or dispatch_modes()
+            or function_modes()
+            or users_tangents()
+            or handover.needed()
+        ):
+            return self.func(*args, **kwargs)  # part of what records it, or of what takes it apart
+        leaves, spec = trees.flatten((args, kwargs))
+        try:
+            kind = (spec, *map(of_leaf, leaves), *ambient())
+        except Unfit as unfit:
+            return self._as_it_is(args, kwargs, str(unfit))
+        tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
+        if len(tensors) > 1:
+            kind = (kind, shared(tensors))
+        if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+            return self.func(*args, **kwargs)
+        recorded = self.known.get(kind, self)
+        if recorded is None:
+            return self.func(*args, **kwargs)
+        if recorded is not self and recorded.guards.hold():
+            self.known.move_to_end(kind)
+            return recorded(tensors)
+        return self._first(kind, args, kwargs, leaves, tensors)
+
+    def _first(self, kind: Any, args: tuple, kwargs: dict, leaves: list, tensors: list) -> Any:
+        others = [x for x in leaves if not isinstance(x, torch.Tensor)]
+        made = record(self.func, lambda: self.func(*args, **kwargs), tensors, others)
+        if made.why is not None:
+            self._tell(made.why)
+        self.known[kind] = made.recorded
+        if len(self.known) > _MOST:
+            self.known.popitem(last=False)
+        return made.result
+
+    def _as_it_is(self, args: tuple, kwargs: dict, why: str) -> Any:
+        self._tell(why)
+        return self.func(*args, **kwargs)
+
+    def _tell(self, why: str) -> None:
+        slow(f"{Call('jit', self.func)}: not recorded, so run as it is: {why}.")
