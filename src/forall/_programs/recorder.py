@@ -21,7 +21,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from forall._programs.program import Layout, Node, Program, Ref, Value
-from forall._torch.names import TorchDispatchMode
+from forall._torch.names import StorageWeakRef, TorchDispatchMode
 from forall._torch.schema import facts
 
 if TYPE_CHECKING:
@@ -60,7 +60,9 @@ class Recorder(TorchDispatchMode):
         self.why: str | None = None
         self._numbers: dict[int, tuple[weakref.ref, int]] = {}
         self._tensors: list[weakref.ref] = []
-        self._in_memory: dict[int, list[int]] = {}  # the numbers of those that lie in a storage
+        # The numbers of those that lie in a storage, for as long as it is there.
+        self._in_memory: dict[int, tuple[Any, list[int]]] = {}
+        self._lazies: list[tuple[bool, bool]] = []
         self.inputs = [self._new(t, None) for t in inputs]
 
     @classmethod
@@ -96,15 +98,14 @@ class Recorder(TorchDispatchMode):
 
     def _alias(self, t: torch.Tensor) -> int | None:
         """The value of a tensor that torch or a level made as a second name, which no mode sees."""
-        memory, layout = t.untyped_storage()._cdata, Layout.of(t)
-        for n in self._in_memory.get(memory, ()):
-            twin = self._tensors[n]()
-            if twin is None or twin.untyped_storage()._cdata != memory:
-                continue  # another storage lay there
-            known = self.values[n]
-            if known.layout == layout and _lazy(twin) == _lazy(t):
-                self._numbers[id(t)] = weakref.ref(t), n
-                return n
+        storage = t.untyped_storage()
+        held, numbers = self._in_memory.get(storage._cdata, (None, ()))
+        if held is not None and not held.expired():
+            layout, lazy = Layout.of(t), _lazy(t)
+            for n in numbers:
+                if self.values[n].layout == layout and self._lazies[n] == lazy:
+                    self._numbers[id(t)] = weakref.ref(t), n
+                    return n
         return None
 
     def made_aside(self, t: torch.Tensor) -> None:
@@ -131,8 +132,7 @@ class Recorder(TorchDispatchMode):
         if n is None:
             self.fails("a result comes from where no operator was seen")
         elif self._tensors[n]() is not t and self.why is None:  # it is to have a name of its own
-            known = self.values[n]
-            self.values.append(known)
+            self.values.append(self.values[n])
             self.nodes.append(Node(aten.alias.default, (Ref(n),), {}, len(self.values) - 1))
             return len(self.values) - 1
         return n
@@ -189,7 +189,12 @@ class Recorder(TorchDispatchMode):
         self.values.append(Value(Layout.of(t), n if root is None else root))
         self._numbers[id(t)] = reference = weakref.ref(t), n
         self._tensors.append(reference[0])
-        self._in_memory.setdefault(t.untyped_storage()._cdata, []).append(n)
+        self._lazies.append(_lazy(t))
+        storage = t.untyped_storage()
+        held, numbers = self._in_memory.get(storage._cdata, (None, []))
+        if held is None or held.expired():
+            held, numbers = StorageWeakRef(storage), []
+        self._in_memory[storage._cdata] = held, [*numbers, n]
         return n
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 if TYPE_CHECKING:
@@ -16,6 +17,7 @@ __all__ = [
     "DispatchKey",
     "OpOverload",
     "OpOverloadPacket",
+    "StorageWeakRef",
     "TorchDispatchMode",
     "attach_tangent",
     "decompositions",
