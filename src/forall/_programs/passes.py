@@ -23,11 +23,35 @@ aten = torch.ops.aten
 # Views that only say where the entries lie: same memory, same dtype, nothing conjugated.
 _VIEWS = {
     op
-    for name in """
-    detach alias view reshape _unsafe_view expand t transpose permute squeeze unsqueeze select slice
-    narrow as_strided diagonal movedim swapaxes flatten unflatten view_as expand_as contiguous
-    _reshape_alias lift_fresh numpy_T mT
-    """.split()
+    for name in [
+        "detach",
+        "alias",
+        "view",
+        "reshape",
+        "_unsafe_view",
+        "expand",
+        "t",
+        "transpose",
+        "permute",
+        "squeeze",
+        "unsqueeze",
+        "select",
+        "slice",
+        "narrow",
+        "as_strided",
+        "diagonal",
+        "movedim",
+        "swapaxes",
+        "flatten",
+        "unflatten",
+        "view_as",
+        "expand_as",
+        "contiguous",
+        "_reshape_alias",
+        "lift_fresh",
+        "numpy_T",
+        "mT",
+    ]
     if hasattr(aten, name)
     for op in [getattr(getattr(aten, name), o) for o in getattr(aten, name).overloads()]
     if not facts(op).mutates
@@ -38,11 +62,11 @@ _MOST = 1 << 16  # entries of a constant that is worth keeping
 # What these return depends on the layout of their argument, and on none of its numbers.
 _OF_LAYOUT = {
     getattr(aten, name).default
-    for name in "zeros_like ones_like full_like new_zeros new_ones new_full".split()
+    for name in ["zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"]
 }
 _UNFILLED = {
     getattr(getattr(aten, name), o)
-    for name in "empty empty_like new_empty empty_strided new_empty_strided".split()
+    for name in ["empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"]
     for o in getattr(aten, name).overloads()
 }
 

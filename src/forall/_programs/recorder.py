@@ -47,6 +47,7 @@ _UNFIT = {
     )
 }
 
+
 class Recorder(TorchDispatchMode):
     """Nodes and values of one call. ``why`` tells what of it cannot be recorded."""
 
@@ -115,7 +116,7 @@ class Recorder(TorchDispatchMode):
 
     def program(self, outputs: Iterable[torch.Tensor]) -> Program | None:
         """What was recorded, with these results; None where ``why`` tells why not."""
-        numbers = [self._result(t) for t in outputs]
+        numbers = [self.result(t) for t in outputs]
         if self.why is not None:
             return None
         return Program(
@@ -127,7 +128,12 @@ class Recorder(TorchDispatchMode):
             outputs=[n for n in numbers if n is not None],
         )
 
-    def _result(self, t: torch.Tensor) -> int | None:
+    def named(self, t: torch.Tensor) -> int:
+        """A value that comes from outside, and stands for others in later calls."""
+        return self._new(t, None)
+
+    def result(self, t: torch.Tensor) -> int | None:
+        """The value of a tensor that leaves, under a name of its own."""
         n = self.number(t) if type(t) in _PLAIN else None
         if n is None:
             self.fails("a result comes from where no operator was seen")
@@ -216,9 +222,17 @@ def _tensors(a: Any) -> Iterator[torch.Tensor]:
 # Calls of the user's that read memory or change tensors where no operator tells.
 _UNSEEN = {
     getattr(torch.Tensor, name)
-    for name in """
-    numpy __array__ tolist data_ptr __dlpack__ untyped_storage backward register_hook requires_grad_
-    """.split()
+    for name in [
+        "numpy",
+        "__array__",
+        "tolist",
+        "data_ptr",
+        "__dlpack__",
+        "untyped_storage",
+        "backward",
+        "register_hook",
+        "requires_grad_",
+    ]
 } | {
     torch.autograd.backward,
     torch.from_numpy,

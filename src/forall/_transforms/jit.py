@@ -10,7 +10,7 @@ import torch
 
 from forall._core.errors import Call, slow
 from forall._core.levels import top
-from forall._programs.recorded import Recorded, record
+from forall._programs.recording import record
 from forall._programs.signature import Unfit, ambient, of_leaf, shared
 from forall._torch import handover, trees
 from forall._torch.dispatch import dispatch_modes, function_modes, users_tangents
@@ -19,6 +19,7 @@ from forall._transforms import checks
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from forall._programs.replayed import Recorded
     from forall._transforms.types import P, R
 
 _MOST = 64  # kinds of calls that are kept, the last used ones
@@ -64,19 +65,16 @@ class Kinds:
         tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
         if len(tensors) > 1:
             kind = (kind, shared(tensors))
-        if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-            return self.func(*args, **kwargs)
         recorded = self.known.get(kind, self)
         if recorded is None:
             return self.func(*args, **kwargs)
         if recorded is not self and recorded.guards.hold():
             self.known.move_to_end(kind)
             return recorded(tensors)
-        return self._first(kind, args, kwargs, leaves, tensors)
+        return self._first(kind, leaves, spec)
 
-    def _first(self, kind: Any, args: tuple, kwargs: dict, leaves: list, tensors: list) -> Any:
-        others = [x for x in leaves if not isinstance(x, torch.Tensor)]
-        made = record(self.func, lambda: self.func(*args, **kwargs), tensors, others)
+    def _first(self, kind: Any, leaves: list, spec: Any) -> Any:
+        made = record(self.func, leaves, spec)
         if made.why is not None:
             self._tell(made.why)
         self.known[kind] = made.recorded

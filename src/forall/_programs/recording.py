@@ -1,0 +1,181 @@
+"""A first call: made as it is, and recorded."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from forall._core.levels import stack
+from forall._programs.guards import Guards
+from forall._programs.passes import clean
+from forall._programs.recorder import Recorder, Watch
+from forall._programs.replayed import Differentiated, Pullback, Recorded, Results
+from forall._torch import trees
+from forall._torch.dispatch import made_aside
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from forall._programs.program import Program
+
+    Tensor = torch.Tensor
+
+# What a result may be besides a tensor: it comes back as it is with each call.
+_WORDS = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+
+
+class Recording(NamedTuple):
+    """A first call: what it gave, and its program; or why it has none."""
+
+    result: Any
+    recorded: Recorded | None
+    why: str | None
+
+
+def record(func: Callable, leaves: list, spec: Any) -> Recording:
+    """Make a call of these arguments, and its program."""
+
+    def again(tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [*filter(_is_tensor, trees.leaves(_called(func, leaves, spec, tensors)))]
+
+    guards = Guards(func, [x for x in leaves if not _is_tensor(x)])
+    tensors = [_variable(x) for x in leaves if _is_tensor(x)]
+    recorder = Recorder(tensors, guards.tensors)
+    if guards.too_many:
+        recorder.fails("the function reaches too much of Python's state to watch")
+    with _seen_by(recorder), Watch(recorder):
+        result = _called(func, leaves, spec, tensors)
+    found, tree = trees.flatten(result)
+    ends = [*filter(_is_tensor, found)]
+    odd = next((x for x in found if not isinstance(x, (torch.Tensor, *_WORDS))), None)
+    if odd is not None:
+        recorder.fails(f"a result of class {type(odd).__name__}")
+    if not guards.hold():
+        recorder.fails("it changes Python's state: a list, an attribute, a global")
+    back = _pulled_back(recorder, tensors, ends)
+    program = recorder.program(ends)
+    if program is None:
+        return Recording(result, None, recorder.why)
+    results = Results.of(found, tree)
+    if back is None:
+        made = Recorded(clean(program), guards, results)
+    elif (why := _entangled(program)) is not None:
+        return Recording(result, None, why)
+    else:
+        back = _cleaned(program, back)
+        made = Differentiated(program, guards, results, back, again)
+    guards.watch(program.captured.values())
+    return Recording(result, made, None)
+
+
+def _is_tensor(x: Any) -> bool:
+    return isinstance(x, torch.Tensor)
+
+
+def _variable(x: Tensor) -> Tensor:
+    """What stands for an argument, so that a pull-back ends there and not in its history."""
+    return x.view_as(x) if x.requires_grad and torch.is_grad_enabled() else x
+
+
+def _called(func: Callable, leaves: list, spec: Any, tensors: Sequence[Tensor]) -> Any:
+    given = iter(tensors)
+    args, kwargs = trees.unflatten([next(given) if _is_tensor(x) else x for x in leaves], spec)
+    return func(*args, **kwargs)
+
+
+@contextmanager
+def _seen_by(recorder: Recorder) -> Iterator[None]:
+    before = stack.listening
+    stack.listening = (*before, _Questions(recorder))
+    made_aside.append(recorder.made_aside)
+    try:
+        with recorder:
+            yield
+    finally:
+        made_aside.remove(recorder.made_aside)
+        stack.listening = before
+
+
+def _pulled_back(
+    recorder: Recorder, inputs: Sequence[Tensor], ends: Sequence[Tensor]
+) -> Pullback | None:
+    """Pull the results back to all that requires grad outside, if anything does."""
+    moved = {id(y): i for i, y in reversed([*enumerate(ends)]) if y.requires_grad}
+    places = sorted(moved.values())
+    if recorder.why is not None or not moved:
+        return None
+    ways = [*zip(recorder.inputs, inputs, strict=True), *recorder.captured.items()]
+    wanted = [(n, t) for n, t in ways if t.requires_grad]
+    if any(t._backward_hooks for _, t in wanted):
+        recorder.fails("a tensor that it is to be differentiated in has a hook")
+        return None
+    cotangents = [torch.ones_like(ends[i]) for i in places]
+    numbers = [recorder.named(c) for c in cotangents]
+    first = len(recorder.nodes)
+    with _seen_by(recorder):
+        found = torch.autograd.grad(
+            [ends[i] for i in places],
+            [t for _, t in wanted],
+            cotangents,
+            retain_graph=True,
+            allow_unused=True,
+        )
+    gradients = [None if g is None else recorder.result(g) for g in found]
+    if recorder.why is not None:
+        return None
+    return Pullback(
+        recorder.nodes[first:],
+        places,
+        numbers,
+        [n for n, _ in wanted],
+        gradients,
+    )
+
+
+def _entangled(program: Program) -> str | None:
+    """What of a program with a derivative one node of the graph outside cannot tell of."""
+    roots = [v.root for v in program.values]
+    outside = {roots[n] for n in (*program.inputs, *program.captured)}
+    written = program.written()
+    results = {*program.outputs}
+    if written & outside:
+        return "it writes into a tensor from outside, with a derivative at stake"
+    if written & {roots[n] for n in program.constants}:
+        return "it writes into a tensor made of numbers, with a derivative at stake"
+    if outside & {roots[n] for n in results} or len({roots[n] for n in results}) < len(results):
+        return "a result shares memory with another tensor, with a derivative at stake"
+    return None
+
+
+def _cleaned(program: Program, back: Pullback) -> Pullback:
+    """Clean both halves as one, which hold on to all that gradients are wanted of."""
+    captured = dict(program.captured)
+    results = len(program.outputs)
+    program.inputs += back.cotangents
+    program.outputs += [n for n in back.gradients if n is not None]
+    clean(program)
+    found = iter(program.outputs[results:])
+    del program.outputs[results:]
+    del program.inputs[len(program.inputs) - len(back.cotangents) :]
+    program.captured.update({n: t for n, t in captured.items() if n in back.wanted})
+    return back._replace(gradients=[None if n is None else next(found) for n in back.gradients])
+
+
+class _Questions:
+    """Hears of each question that Python asks of examples: their answers are numbers."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+
+    def heard(self, frame: Any) -> None:
+        self.recorder.fails(
+            f"line {frame.f_lineno} of {frame.f_code.co_name} asks for an example's numbers"
+        )
+
+    def split(self, place: Any, sizes: Any) -> None: ...
+
+    def mark(self) -> None: ...
+
+    def back_to(self, mark: Any) -> None: ...
