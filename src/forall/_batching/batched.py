@@ -209,7 +209,7 @@ def spread(value: torch.Tensor, size: int) -> torch.Tensor:
 
 def refit(b: Batched, value: torch.Tensor, axis: int | None) -> None:
     """Let ``b`` hold a stack of other sizes, as out= and resize_ ask."""
-    with functions_off():
+    with functions_off(), no_dispatch():
         b.data = wrap(value, axis, b.level)
     b.value, b.axis = value, axis
     b.family, b.chain = None, ()
@@ -226,7 +226,7 @@ def line_up(b: Batched) -> None:
     for reference in family.members:
         member = reference()
         if member is not None:
-            with functions_off():
+            with functions_off(), no_dispatch():
                 member.data = wrap(member.value, member.axis, member.level)
 
 

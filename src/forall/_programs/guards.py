@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from operator import is_
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +23,18 @@ if TYPE_CHECKING:
 _UNSET = object()
 _DEEP = 4  # objects in objects
 _MOST = 10_000  # things that are watched
-_LEAVES = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+_LEAVES = (
+    CodeType,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type(None),
+    torch.dtype,
+    torch.device,
+    torch.Size,
+)
 
 
 class Guards:
@@ -32,6 +43,7 @@ class Guards:
     def __init__(self, func: Callable, given: Iterable[Any] = ()) -> None:
         self.tensors: dict[int, torch.Tensor] = {}
         self._cells: list[tuple[CellType, Any]] = []
+        self._attributes: list[tuple[FunctionType, str, Any]] = []
         self._names: list[tuple[dict[str, Any], str, Any]] = []
         self._dicts: list[tuple[dict, tuple, tuple]] = []
         self._lists: list[tuple[Any, tuple]] = []
@@ -48,6 +60,9 @@ class Guards:
         """Whether everything is as it was."""
         for cell, value in self._cells:
             if contents(cell) is not value:
+                return False
+        for func, name, value in self._attributes:
+            if getattr(func, name) is not value:
                 return False
         for names, name, value in self._names:
             if names.get(name, _UNSET) is not value:
@@ -104,7 +119,10 @@ class Guards:
             self._take(value, depth)
 
     def _function(self, func: FunctionType, depth: int) -> None:
-        self._all((func.__defaults__, func.__kwdefaults__), depth)
+        for name in ("__code__", "__defaults__", "__kwdefaults__"):
+            value = getattr(func, name)
+            self._attributes.append((func, name, value))
+            self._take(value, depth)
         for cell in func.__closure__ or ():
             value = contents(cell)
             self._cells.append((cell, value))

@@ -20,15 +20,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from forall._core.levels import dispatched
 from forall._programs.program import Layout, Node, Program, Ref, Value
 from forall._torch.names import StorageWeakRef, TorchDispatchMode
 from forall._torch.schema import facts
+from forall._torch.wrapper import Wrapper
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 aten = torch.ops.aten
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_INDEX = aten.index.Tensor
 _FRESH = (aten.lift_fresh.default, aten.lift_fresh_copy.default)
 
 # Operators that tell Python about numbers, or change what a tensor is, without a tag that says so.
@@ -63,6 +66,10 @@ class Recorder(TorchDispatchMode):
         self._tensors: list[weakref.ref] = []
         # The numbers of those that lie in a storage, for as long as it is there.
         self._in_memory: dict[int, tuple[Any, list[int]]] = {}
+        self._known_at: dict[int, list[torch.Tensor]] = {}
+        for t in known.values():
+            if type(t) in _PLAIN and t.layout is torch.strided:
+                self._known_at.setdefault(t.untyped_storage()._cdata, []).append(t)
         self._lazies: list[tuple[bool, bool]] = []
         self.inputs = [self._new(t, None) for t in inputs]
 
@@ -72,6 +79,9 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if any(issubclass(t, Wrapper) for t in types):
+            with self:  # a level that has ended takes its values apart
+                return dispatched(func, args, kwargs)
         node = None if self.why is not None else self._met(func, args, kwargs)
         out = func(*args, **kwargs)
         if node is not None:
@@ -107,6 +117,9 @@ class Recorder(TorchDispatchMode):
                 if self.values[n].layout == layout and self._lazies[n] == lazy:
                     self._numbers[id(t)] = weakref.ref(t), n
                     return n
+        for known in self._known_at.get(storage._cdata, ()):
+            if Layout.of(known) == Layout.of(t) and _lazy(known) == _lazy(t):
+                return self.number(known)
         return None
 
     def made_aside(self, t: torch.Tensor) -> None:
@@ -145,7 +158,8 @@ class Recorder(TorchDispatchMode):
 
     def _met(self, func: Any, args: tuple, kwargs: dict) -> Node | None:
         fact = facts(func)
-        if func in _UNFIT or fact.dynamic or torch.Tag.inplace_view in func.tags:
+        looks = fact.dynamic and not (func is _INDEX and not _has_mask(args[1]))
+        if func in _UNFIT or looks or torch.Tag.inplace_view in func.tags:
             self.fails(f"{func} looks at numbers, or changes what a tensor is")
             return None
         given = self._given((args, kwargs), func in _FRESH)
@@ -202,6 +216,10 @@ class Recorder(TorchDispatchMode):
             held, numbers = StorageWeakRef(storage), []
         self._in_memory[storage._cdata] = held, [*numbers, n]
         return n
+
+
+def _has_mask(indices: Any) -> bool:
+    return any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices)
 
 
 def _lazy(t: torch.Tensor) -> tuple[bool, bool]:

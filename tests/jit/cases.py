@@ -1,0 +1,1162 @@
+"""Functions that a replayed call must not be stale for: each is made anew with its own state.
+
+A case is a function without arguments that gives ``call(i)``: what the i-th call gives, for the
+function as it is or under `jit`. What it returns is compared, side effects included.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import random
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import forall
+from forall import cond, grad, hessian, jacfwd, jacrev, jvp, scan, vmap, while_loop
+
+CASES = {}
+AS_IT_IS = set()  # of these, some call cannot be recorded, and they warn
+
+
+def case(function):
+    CASES[function.__name__] = function
+    return function
+
+
+def unrecorded(function):
+    AS_IT_IS.add(function.__name__)
+    return case(function)
+
+
+def xs(i, *shape, dtype=None):
+    return torch.randn(*(shape or (3,)), generator=torch.Generator().manual_seed(i), dtype=dtype)
+
+
+# --- what the function captures -------------------------------------------------------------------
+
+SCALE = 2.0
+WEIGHT = torch.ones(3)
+HOME = SimpleNamespace(factor=3.0, table={"a": [1.0, 2.0]})
+
+
+def set_global(name, value):
+    globals()[name] = value
+
+
+@case
+def a_global_number(jit):
+    f = jit(lambda x: x * SCALE)
+
+    def call(i):
+        set_global("SCALE", [2.0, 2, 0.0, -0.0, float("nan"), 2.0][i])
+        return f(xs(i)), f(xs(i)).dtype
+
+    return call
+
+
+@case
+def a_global_tensor_replaced(jit):
+    f = jit(lambda x: x * WEIGHT)
+
+    def call(i):
+        set_global("WEIGHT", xs(100 + i // 2))
+        return f(xs(i))
+
+    return call
+
+
+@case
+def a_closure_number(jit):
+    n = 0
+
+    def call(i):
+        nonlocal n
+        n = i // 2
+        return f(xs(i))
+
+    f = jit(lambda x: x + n)
+    return call
+
+
+@case
+def a_closure_tensor_replaced(jit):
+    w = None
+
+    def call(i):
+        nonlocal w
+        w = xs(50 + i // 2)
+        return f(xs(i))
+
+    f = jit(lambda x: x * w)
+    return call
+
+
+@case
+def a_captured_tensor_written(jit):
+    w = torch.zeros(3)
+    f = jit(lambda x: x * w)
+
+    def call(i):
+        w.add_(i)
+        return f(xs(i))
+
+    return call
+
+
+@case
+def a_captured_tensor_with_new_data(jit):
+    w = torch.zeros(3)
+    f = jit(lambda x: (x * w).sum())
+
+    def call(i):
+        w.data = torch.full((1,) if i > 3 else (3,), float(i))
+        return f(xs(i))
+
+    return call
+
+
+@case
+def memory_shared_with_numpy(jit):
+    array = np.zeros(3, dtype=np.float32)
+    w = torch.from_numpy(array)
+    f = jit(lambda x: x * w)
+
+    def call(i):
+        array[:] = i
+        return f(xs(i))
+
+    return call
+
+
+@unrecorded
+def an_array_of_numpys(jit):
+    array = np.zeros(3, dtype=np.float32)
+    f = jit(lambda x: x * torch.tensor(array))
+
+    def call(i):
+        array[:] = i
+        return f(xs(i))
+
+    return call
+
+
+@case
+def a_list_of_numbers(jit):
+    numbers = [1.0, 2.0, 3.0]
+    f = jit(lambda x: x * torch.tensor(numbers))
+
+    def call(i):
+        numbers[i % 3] = float(i)
+        return f(xs(i))
+
+    return call
+
+
+@case
+def a_dict_of_tensors(jit):
+    weights = {"a": torch.ones(3), "b": torch.ones(3)}
+    f = jit(lambda x: sum(x * w for w in weights.values()))
+
+    def call(i):
+        weights["abc"[i % 3]] = xs(10 + i)
+        return f(xs(i))
+
+    return call
+
+
+@case
+def an_attribute_of_an_object(jit):
+    f = jit(lambda x: x * HOME.factor + HOME.table["a"][0])
+
+    def call(i):
+        HOME.factor = 1.0 + i // 2
+        HOME.table["a"][0] = float(i // 3)
+        return f(xs(i))
+
+    return call
+
+
+@case
+def a_default_of_an_argument(jit):
+    def f(x, scale=1.0):
+        return x * scale
+
+    g = jit(f)
+
+    def call(i):
+        f.__defaults__ = (float(i // 2),)
+        return g(xs(i))
+
+    return call
+
+
+@case
+def a_helper_redefined(jit):
+    f = jit(lambda x: HELPERS["h"](x) + helper(x))
+
+    def call(i):
+        HELPERS["h"] = torch.sin if i % 2 else torch.cos
+        set_global("helper", (lambda x: x * 2) if i > 3 else (lambda x: x * 3))
+        return f(xs(i))
+
+    return call
+
+
+HELPERS = {"h": torch.sin}
+
+
+def helper(x):
+    return x
+
+
+@case
+def a_method(jit):
+    class Model:
+        def __init__(self):
+            self.w = torch.ones(3)
+
+        def forward(self, x):
+            return x * self.w
+
+    m = Model()
+    f = jit(m.forward)
+
+    def call(i):
+        if i == 2:
+            m.w = xs(7)
+        if i == 4:
+            Model.forward = lambda self, x: x + self.w
+        return f(xs(i)), jit(m.forward)(xs(i))
+
+    return call
+
+
+@case
+def a_callable_object(jit):
+    class Scale:
+        factor = 1.0
+
+        def __call__(self, x):
+            return x * self.factor
+
+    s = Scale()
+    f = jit(s)
+
+    def call(i):
+        if i == 2:
+            s.factor = 5.0
+        if i == 4:
+            del s.factor
+            Scale.factor = 7.0
+        return f(xs(i))
+
+    return call
+
+
+@case
+def a_partial(jit):
+    state = {"k": 1.0}
+    f = jit(functools.partial(lambda state, x: x * state["k"], state))
+
+    def call(i):
+        state["k"] = 1.0 + i // 2
+        return f(xs(i))
+
+    return call
+
+
+# --- modules --------------------------------------------------------------------------------------
+
+
+def net():
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Dropout(0.5), nn.Linear(4, 2))
+
+
+@case
+def a_module_in_training_or_not(jit):
+    m = net()
+    f = jit(m)
+
+    def call(i):
+        m.train(i % 3 == 0)
+        torch.manual_seed(i)
+        return f(xs(i, 5, 3))
+
+    return call
+
+
+@case
+def a_module_trained(jit):
+    m = net().eval()
+    f = jit(lambda x, y: F.mse_loss(m(x), y))
+    optimizer = torch.optim.Adam(m.parameters(), lr=0.1)
+
+    def call(i):
+        optimizer.zero_grad()
+        value = f(xs(i, 5, 3), xs(100 + i, 5, 2))
+        value.backward()
+        optimizer.step()
+        return value.detach(), [p.detach().clone() for p in m.parameters()]
+
+    return call
+
+
+@case
+def a_parameter_replaced(jit):
+    m = nn.Linear(3, 3)
+    nn.init.ones_(m.weight)
+    nn.init.ones_(m.bias)
+    f = jit(m)
+
+    def call(i):
+        if i % 2:
+            m.weight = nn.Parameter(xs(i, 3, 3))
+        return f(xs(i, 2, 3)).detach()
+
+    return call
+
+
+@case
+def a_submodule_replaced(jit):
+    m = net().eval()
+    f = jit(vmap(m))
+
+    def call(i):
+        if i == 3:
+            m[1] = nn.ReLU()
+        return f(xs(i, 5, 3)).detach()
+
+    return call
+
+
+@case
+def a_hook_of_a_module(jit):
+    m = nn.Linear(3, 3)
+    nn.init.ones_(m.weight)
+    nn.init.ones_(m.bias)
+    f = jit(m)
+    handles = []
+
+    def call(i):
+        if i == 2:
+            handles.append(m.register_forward_hook(lambda _m, _a, out: out * 2))
+        if i == 4:
+            handles.pop().remove()
+        return f(xs(i, 2, 3)).detach()
+
+    return call
+
+
+@case
+def a_parameter_frozen(jit):
+    m = nn.Linear(3, 1)
+    nn.init.ones_(m.weight)
+    nn.init.ones_(m.bias)
+    f = jit(m)
+
+    def call(i):
+        m.weight.requires_grad_(i % 2 == 0)
+        m.zero_grad()
+        f(xs(i, 2, 3)).sum().backward()
+        return None if m.weight.grad is None else m.weight.grad.clone(), m.bias.grad.clone()
+
+    return call
+
+
+@case
+def running_statistics(jit):
+    m = nn.BatchNorm1d(3)
+    f = jit(m)
+
+    def call(i):
+        with torch.no_grad():
+            out = f(xs(i, 6, 3))
+        return out, m.running_mean.clone(), m.num_batches_tracked.clone()
+
+    return call
+
+
+@unrecorded
+def running_statistics_and_a_derivative(jit):
+    m = nn.BatchNorm1d(3)
+    f = jit(m)
+
+    def call(i):
+        x = xs(i, 6, 3).requires_grad_()
+        (g,) = torch.autograd.grad(f(x).square().sum(), x)
+        return g, m.running_mean.clone(), m.num_batches_tracked.clone()
+
+    return call
+
+
+@case
+def a_module_as_an_argument(jit):
+    ms = [nn.Linear(3, 3), nn.Linear(3, 3)]
+    for k, m in enumerate(ms):
+        nn.init.constant_(m.weight, k)
+        nn.init.zeros_(m.bias)
+    f = jit(lambda m, x: m(x))
+
+    def call(i):
+        if i == 4:
+            ms[0].weight = nn.Parameter(xs(9, 3, 3))
+        return f(ms[i % 2], xs(i, 2, 3)).detach()
+
+    return call
+
+
+@case
+def functional_calls(jit):
+    m = net().eval()
+    f = jit(
+        vmap(
+            grad(lambda p, x: forall.functional_call(m, p, (x,)).sum()),
+            in_dims=(None, 0),
+        )
+    )
+
+    def call(i):
+        p = {k: xs(i, *v.shape) for k, v in m.named_parameters()}
+        return f(p, xs(i, 5, 3))
+
+    return call
+
+
+# --- what is not a function of its arguments alone ------------------------------------------------
+
+
+@unrecorded
+def a_branch_on_a_number(jit):
+    f = jit(lambda x: x * 2 if x.sum() > 0 else x - 1)
+    return lambda i: f(xs(i))
+
+
+@unrecorded
+def an_items_value(jit):
+    f = jit(lambda x: x * x.max().item())
+    return lambda i: f(xs(i))
+
+
+@unrecorded
+def examples_that_part(jit):
+    f = jit(vmap(lambda x: x * 2 if x > 0 else x - 1))
+    return lambda i: f(xs(i, 6))
+
+
+@unrecorded
+def a_loop_that_examples_leave(jit):
+    def root(a):
+        x = a
+        while (x * x - a).abs() > 1e-6 * a:
+            x = (x + a / x) / 2
+        return x
+
+    f = jit(vmap(root))
+    return lambda i: f(xs(i, 6).square() + 1)
+
+
+@unrecorded
+def numbers_of_examples(jit):
+    f = jit(vmap(lambda x: torch.full((2,), x.item() * 2)))
+    return lambda i: f(xs(i, 4))
+
+
+@unrecorded
+def a_list_that_grows(jit):
+    seen = []
+
+    def f(x):
+        seen.append(len(seen))
+        return x * len(seen)
+
+    g = jit(f)
+    return lambda i: (g(xs(i)), list(seen))
+
+
+@unrecorded
+def a_counter(jit):
+    count = 0
+
+    def f(x):
+        nonlocal count
+        count += 1
+        return x * count
+
+    g = jit(f)
+    return lambda i: (g(xs(i)), count)
+
+
+@unrecorded
+def a_cache_of_results(jit):
+    cache = {}
+
+    def f(x):
+        key = tuple(x.shape)
+        if key not in cache:
+            cache[key] = torch.arange(x.numel()).float()
+        return x + cache[key]
+
+    g = jit(f)
+    return lambda i: (g(xs(i, 2 + i % 2)), sorted(cache))
+
+
+@unrecorded
+def a_generator_of_pythons(jit):
+    numbers = iter(range(100))
+
+    def f(x):
+        state.append(next(numbers))
+        return x + state[-1]
+
+    state = []
+    g = jit(f)
+    return lambda i: g(xs(i))
+
+
+@unrecorded
+def shapes_that_depend_on_numbers(jit):
+    f = jit(lambda x: x[x > 0].sum() + x.nonzero().sum())
+    return lambda i: f(xs(i))
+
+
+@unrecorded
+def memory_read_by_numpy(jit):
+    f = jit(lambda x: torch.from_numpy(np.sin(x.numpy())))
+    return lambda i: f(xs(i))
+
+
+@unrecorded
+def a_list_of_its_numbers(jit):
+    f = jit(lambda x: torch.tensor([2 * a for a in x.tolist()]))
+    return lambda i: f(xs(i))
+
+
+@unrecorded
+def backward_inside(jit):
+    w = torch.ones(3, requires_grad=True)
+
+    def f(x):
+        (x * w).sum().backward()
+        return x * 1
+
+    g = jit(f)
+
+    def call(i):
+        return g(xs(i)), w.grad.clone()
+
+    return call
+
+
+# --- arguments ------------------------------------------------------------------------------------
+
+
+@case
+def numbers_as_arguments(jit):
+    f = jit(lambda x, a, flag: x * a if flag else x + a)
+    given = [(2, True), (2.0, True), (2, False), (0.0, True), (-0.0, True), (True, 1)]
+
+    def call(i):
+        out = f(torch.arange(3), *given[i])
+        return out, out.dtype, 1 / f(torch.ones(1), *given[i])
+
+    return call
+
+
+@case
+def words_as_arguments(jit):
+    f = jit(lambda x, mode=None, **more: getattr(x, mode)() * more.get("k", 1))
+    given = [{"mode": "sin"}, {"mode": "cos"}, {"mode": "sin", "k": 2}]
+    return lambda i: f(xs(i), **given[i % 3])
+
+
+@case
+def shapes(jit):
+    f = jit(lambda x: x.sum(0) * x.shape[0])
+    return lambda i: f(xs(i, 1 + i // 2, 2 + i % 2))
+
+
+@case
+def dtypes(jit):
+    f = jit(lambda x: x.sin() * 2)
+    kinds = [torch.float32, torch.float64, torch.int64, torch.bool, torch.complex64, torch.bfloat16]
+    return lambda i: f(xs(i).to(kinds[i])) if i < 6 else None
+
+
+@case
+def strides(jit):
+    f = jit(lambda x: (x + 0, (x + 0).stride(), x.reshape(-1)))
+    return lambda i: f(xs(i, 4, 6).t() if i % 2 else xs(i, 6, 8)[:, ::2])
+
+
+@case
+def offsets(jit):
+    f = jit(lambda x: x.as_strided((2,), (1,), x.storage_offset()) * x[1])
+    return lambda i: f(xs(i, 10)[i % 3 : i % 3 + 4])
+
+
+@case
+def conjugates(jit):
+    f = jit(lambda x: x * 2 + x.imag)
+    return lambda i: f(xs(i, dtype=torch.complex64).conj() if i % 2 else xs(i).to(torch.cfloat))
+
+
+@case
+def one_tensor_twice(jit):
+    f = jit(lambda x, y: x * 2 + y)
+
+    def call(i):
+        x = xs(i)
+        return f(x, x) if i % 2 else f(x, xs(i + 1))
+
+    return call
+
+
+@case
+def writes_into_an_argument_passed_twice(jit):
+    def f(x, y):
+        x.mul_(2)
+        return x + y
+
+    g = jit(f)
+
+    def call(i):
+        x, y = xs(i), xs(i + 1)
+        out = g(x, x) if i % 2 else g(x, y)
+        return out, x
+
+    return call
+
+
+@case
+def views_of_one_memory(jit):
+    def f(x, y):
+        x.add_(1)
+        return y * 2
+
+    g = jit(f)
+
+    def call(i):
+        base = xs(i, 6)
+        return g(base[:3], base[3 * (i % 2) : 3 * (i % 2) + 3].clone() if i > 3 else base[:3]), base
+
+    return call
+
+
+@case
+def an_argument_written(jit):
+    f = jit(lambda x: x.mul_(2).sum())
+
+    def call(i):
+        x = xs(i)
+        version = x._version
+        return f(x), x, x._version - version
+
+    return call
+
+
+@case
+def a_captured_tensor_that_is_written_inside(jit):
+    w = torch.zeros(3)
+
+    def f(x):
+        w.add_(x)
+        return w * 2
+
+    g = jit(f)
+    return lambda i: (g(xs(i)), w.clone())
+
+
+@case
+def an_argument_that_is_captured(jit):
+    w = torch.ones(3)
+    f = jit(lambda x: x * w)
+    return lambda i: f(w) if i % 2 else f(xs(i))
+
+
+@case
+def no_elements(jit):
+    f = jit(vmap(lambda x: x.sin().sum()))
+    return lambda i: f(xs(i, i % 2, 3))
+
+
+@case
+def trees(jit):
+    f = jit(lambda t: {"a": t["x"] + t["y"][0], "b": (t["y"][1], None, 3, "word"), "c": []})
+    return lambda i: f({"x": xs(i), "y": [xs(i + 1), xs(i + 2)]})
+
+
+# --- results --------------------------------------------------------------------------------------
+
+
+@case
+def a_result_that_is_the_argument(jit):
+    f = jit(lambda x: (x, x.view(-1), x.detach()))
+
+    def call(i):
+        x = xs(i)
+        a, b, c = f(x)
+        b.add_(1)
+        return a is x, b is x, c is x, x, c
+
+    return call
+
+
+@case
+def a_result_that_is_captured(jit):
+    w = torch.ones(3)
+    f = jit(lambda x: (w, w[1:], x))
+
+    def call(i):
+        a, b, _ = f(xs(i))
+        b.add_(1)
+        return a is w, w.clone()
+
+    return call
+
+
+@case
+def a_constant_that_is_then_written(jit):
+    f = jit(lambda x: (torch.zeros(3), torch.tensor([1.0, 2.0]), torch.ones_like(x)))
+
+    def call(i):
+        out = f(xs(i))
+        kept = [t.clone() for t in out]
+        for t in out:
+            t.add_(1)
+        return kept
+
+    return call
+
+
+@case
+def a_constant_written_inside(jit):
+    def f(x):
+        t, u = torch.tensor([1.0, 2.0, 3.0]), torch.zeros(3)
+        t[0], u[1] = x[0], x[1]
+        return t, u, torch.eye(3).fill_diagonal_(2.0)
+
+    g = jit(f)
+    return lambda i: g(xs(i))
+
+
+@case
+def one_result_twice(jit):
+    def f(x):
+        y = x * 2
+        return y, y, y[:1]
+
+    g = jit(f)
+
+    def call(i):
+        a, b, c = g(xs(i))
+        a.add_(1)
+        return a is b, b, c
+
+    return call
+
+
+@case
+def several_results_of_one_operator(jit):
+    f = jit(lambda x: (x.sort(), x.topk(2).values, x.max(0), x.unbind(), x.split(1), x.chunk(2)))
+    return lambda i: f(xs(i))
+
+
+@case
+def a_view_written_inside(jit):
+    def f(x):
+        y = x * 1
+        y.t().diagonal().zero_()
+        y[0].copy_(x[1])
+        return y, y.t()
+
+    g = jit(f)
+    return lambda i: g(xs(i, 3, 3))
+
+
+# --- the state of torch ---------------------------------------------------------------------------
+
+
+@case
+def draws(jit):
+    f = jit(lambda x: x + torch.rand(3) + F.dropout(x))
+
+    def call(i):
+        torch.manual_seed(i)
+        return f(xs(i)), torch.rand(2)
+
+    return call
+
+
+@case
+def draws_of_examples(jit):
+    f = jit(vmap(lambda x: x + torch.randn(()), randomness="different"))
+    g = jit(vmap(lambda x: x + torch.randn(()), randomness="same"))
+
+    def call(i):
+        torch.manual_seed(i)
+        return f(xs(i)), g(xs(i)), torch.rand(2)
+
+    return call
+
+
+@case
+def draws_from_a_key(jit):
+    f = jit(lambda key: forall.random.normal(key, (3,)))
+    g = jit(vmap(lambda key, x: x + forall.random.uniform(key)))
+
+    def call(i):
+        key = forall.random.key(i)
+        return f(key), g(forall.random.split(key, 3), xs(i))
+
+    return call
+
+
+@case
+def draws_and_a_derivative(jit):
+    f = jit(lambda x: F.dropout(x, 0.5).square().sum())
+
+    def call(i):
+        torch.manual_seed(i)
+        x = xs(i).requires_grad_()
+        y = f(x)
+        (g,) = torch.autograd.grad(y, x, create_graph=i % 2 == 1)
+        return y.detach(), g.detach(), torch.rand(2)
+
+    return call
+
+
+@case
+def gradients_on_and_off(jit):
+    w = torch.ones(3, requires_grad=True)
+    f = jit(lambda x: x * w)
+
+    def call(i):
+        with torch.set_grad_enabled(i % 2 == 0):
+            out = f(xs(i))
+        return out.detach(), out.requires_grad
+
+    return call
+
+
+@case
+def autocast(jit):
+    f = jit(lambda x: F.linear(x, x))
+
+    def call(i):
+        with torch.autocast("cpu", torch.bfloat16 if i % 3 else torch.float16, enabled=i % 2 == 0):
+            out = f(xs(i, 3, 3))
+        return out, out.dtype
+
+    return call
+
+
+@case
+def the_default_dtype(jit):
+    f = jit(lambda x: x + torch.ones(3) + torch.tensor([1.0, 2.0, 3.0]))
+
+    def call(i):
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64 if i % 2 else torch.float32)
+        try:
+            out = f(torch.arange(3))
+        finally:
+            torch.set_default_dtype(before)
+        return out, out.dtype
+
+    return call
+
+
+@case
+def inference(jit):
+    f = jit(lambda x: x * 2)
+
+    def call(i):
+        with torch.inference_mode(i % 2 == 0):
+            out = f(xs(i))
+        return out.clone(), out.is_inference()
+
+    return call
+
+
+# --- derivatives ----------------------------------------------------------------------------------
+
+
+@case
+def arguments_that_require_grad_or_not(jit):
+    f = jit(lambda x, y: (x * y.sin()).sum())
+
+    def call(i):
+        x, y = xs(i).requires_grad_(i % 2 == 0), xs(i + 1).requires_grad_()
+        f(x, y).backward()
+        return x.grad, y.grad
+
+    return call
+
+
+@case
+def an_argument_with_a_history(jit):
+    f = jit(lambda x: x.square().sum())
+
+    def call(i):
+        x = xs(i).requires_grad_()
+        f(x.exp()).backward()
+        return x.grad
+
+    return call
+
+
+@case
+def several_results_and_cotangents(jit):
+    f = jit(lambda x: (x.sin(), x.sum(), (x > 0), x.detach() * 2))
+
+    def call(i):
+        x = xs(i, 2, 3).requires_grad_()
+        a, b, c, d = f(x)
+        ends = [(a.t().sum(0)[0] + b), b, (a * c).sum()][i % 3]
+        return *torch.autograd.grad(ends, x), c, d, c.requires_grad, d.requires_grad
+
+    return call
+
+
+@case
+def a_cotangent_laid_out_otherwise(jit):
+    f = jit(lambda x: x.view(2, 3) * 2)
+
+    def call(i):
+        x = xs(i, 6).requires_grad_()
+        c = xs(i, 3, 2).t() if i % 2 else torch.ones(()).expand(2, 3)
+        return torch.autograd.grad(f(x), x, c)
+
+    return call
+
+
+@case
+def a_second_derivative(jit):
+    f = jit(lambda x: (x**3).sum())
+
+    def call(i):
+        x = xs(i).requires_grad_()
+        (g,) = torch.autograd.grad(f(x), x, create_graph=True)
+        return torch.autograd.grad(g.square().sum(), x)
+
+    return call
+
+
+@case
+def transforms_around(jit):
+    w = torch.ones(3, requires_grad=True)
+    f = jit(lambda x: (x**3 * w).sum())
+
+    def call(i):
+        x = xs(i, 2, 3)
+        out = (
+            grad(f)(x[0]),
+            vmap(grad(f))(x),
+            hessian(f)(x[0]),
+            jacfwd(f)(x[0]),
+            jacrev(f)(x[0]),
+            jvp(f, (x[0],), (x[1],)),
+        )
+        return [t.detach() for t in forall._torch.trees.leaves(out)]
+
+    return call
+
+
+@case
+def transforms_inside(jit):
+    w = xs(77).requires_grad_()
+
+    def energy(x):
+        return (x**3 * w.sin()).sum()
+
+    f = jit(lambda x: (vmap(grad(energy))(x), hessian(energy)(x[0]), jacfwd(grad(energy))(x[1])))
+
+    def call(i):
+        out = f(xs(i, 2, 3))
+        return *torch.autograd.grad(sum(t.sin().sum() for t in out), w), *[t.detach() for t in out]
+
+    return call
+
+
+@case
+def a_jit_inside(jit):
+    inner = jit(lambda x: x.sin() * 2)
+    f = jit(vmap(lambda x: inner(x).sum() + inner(x * 2).sum()))
+    return lambda i: f(xs(i, 4, 3))
+
+
+class Clipped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return g.clamp(-0.5, 0.5) * x
+
+
+@case
+def a_function_with_a_backward_of_its_own(jit):
+    f = jit(lambda x: Clipped.apply(x).sin().sum())
+
+    def call(i):
+        x = xs(i).requires_grad_()
+        return *torch.autograd.grad(f(x), x), vmap(grad(f))(xs(i, 2, 3))
+
+    return call
+
+
+@case
+def parts_held_constant(jit):
+    def f(x):
+        with torch.no_grad():
+            a = x * 2
+        return (a * x + x.detach()).sum()
+
+    g = jit(f)
+
+    def call(i):
+        x = xs(i).requires_grad_()
+        return torch.autograd.grad(g(x), x)
+
+    return call
+
+
+@case
+def a_checkpoint(jit):
+    def f(x):
+        part = torch.utils.checkpoint.checkpoint(lambda x: x.sin().exp(), x, use_reentrant=False)
+        return part.sum()
+
+    g = jit(f)
+
+    def call(i):
+        x = xs(i).requires_grad_()
+        return torch.autograd.grad(g(x), x)
+
+    return call
+
+
+@unrecorded
+def a_hook_on_a_captured_leaf(jit):
+    w = torch.ones(3, requires_grad=True)
+    seen = []
+    w.register_hook(lambda g: seen.append(g.clone()))
+    f = jit(lambda x: (x * w).sum())
+
+    def call(i):
+        w.grad = None
+        f(xs(i)).backward()
+        return w.grad, list(seen)
+
+    return call
+
+
+@unrecorded
+def a_written_argument_with_a_derivative(jit):
+    w = torch.ones(3, requires_grad=True)
+
+    def f(x):
+        x.mul_(w)
+        return x * 2
+
+    g = jit(f)
+
+    def call(i):
+        x = xs(i)
+        (d,) = torch.autograd.grad(g(x).sum(), w)
+        return d, x.detach()
+
+    return call
+
+
+@unrecorded
+def a_view_of_an_argument_with_a_derivative(jit):
+    f = jit(lambda x: x[1:])
+
+    def call(i):
+        x = xs(i).requires_grad_()
+        y = x * 1
+        out = f(y)
+        out.mul_(2)
+        return torch.autograd.grad(y.sum(), x)
+
+    return call
+
+
+@case
+def layers(jit):
+    torch.manual_seed(0)
+    m = nn.Sequential(
+        nn.Conv2d(1, 2, 3),
+        nn.GroupNorm(1, 2),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(18, 2),
+    )
+    p = {k: v.detach() for k, v in m.named_parameters()}
+    f = jit(
+        vmap(
+            grad(
+                lambda p, x, y: F.cross_entropy(forall.functional_call(m, p, (x[None],)), y[None])
+            ),
+            in_dims=(None, 0, 0),
+        )
+    )
+    return lambda i: f(p, xs(i, 4, 1, 8, 8), torch.arange(4) % 2)
+
+
+@case
+def structured_control_flow(jit):
+    f = jit(lambda x: scan(lambda c, a: (c + a.sin(), c * a), x[0], x[1:]))
+    return lambda i: f(xs(i, 5, 2))
+
+
+@unrecorded
+def a_conditional(jit):
+    f = jit(vmap(lambda x: cond(x.sum() > 0, torch.sin, torch.cos, x)))
+    g = jit(lambda x: while_loop(lambda x: x.norm() < 10, lambda x: x * 2, x))
+    return lambda i: (f(xs(i, 4, 2)), g(xs(i)))
+
+
+@case
+def mathematics_of_python(jit):
+    state = {"t": 0.5}
+    f = jit(lambda x: x * math.sin(state["t"]))
+
+    def call(i):
+        state["t"] = 0.5 + i // 2
+        return f(xs(i))
+
+    return call
+
+
+@case
+def an_error_and_then_none(jit):
+    f = jit(lambda x: x @ x)
+
+    def call(i):
+        try:
+            return f(xs(i, 3 if i % 2 else 2, 3))
+        except RuntimeError as error:
+            return str(error).splitlines()[0]
+
+    return call
+
+
+@case
+def indices(jit):
+    f = jit(lambda x, i: (x[i], x.index_select(0, i), x.gather(0, i), torch.where(x > 0, x, 0.0)))
+    return lambda i: f(xs(i, 4), torch.tensor([i % 4, 0, 1]))
+
+
+random.seed(0)

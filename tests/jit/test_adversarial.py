@@ -1,0 +1,55 @@
+"""A replayed call equals the call: values, dtypes, identities and side effects, six times over."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+import forall
+from forall._torch import trees
+from jit.cases import AS_IT_IS, CASES
+
+
+def same(a, b):
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return (
+            a.dtype == b.dtype
+            and a.shape == b.shape
+            and a.requires_grad == b.requires_grad
+            and torch.equal(a.detach().isnan(), b.detach().isnan())
+            and torch.allclose(a.detach(), b.detach(), rtol=1e-6, atol=1e-6, equal_nan=True)
+        )
+    return type(a) is type(b) and a == b
+
+
+def plainly(f):
+    return f
+
+
+@pytest.fixture(autouse=True)
+def globals_as_before():
+    import jit.cases as home
+
+    before = {n: getattr(home, n) for n in ("SCALE", "WEIGHT", "helper")}
+    table, factor = list(home.HOME.table["a"]), home.HOME.factor
+    yield
+    for n, value in before.items():
+        setattr(home, n, value)
+    home.HOME.table["a"][:], home.HOME.factor = table, factor
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_six_calls_are_those_of_the_function(name):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        replayed, plain = CASES[name](forall.jit), CASES[name](plainly)
+        for i in range(6):
+            found, tree = trees.flatten(replayed(i))
+            expected, wanted = trees.flatten(plain(i))
+            assert tree == wanted
+            for a, b in zip(found, expected, strict=True):
+                assert same(a, b), f"call {i}: {a} and not {b}"
+    told = [w for w in caught if "not recorded" in str(w.message)]
+    assert bool(told) == (name in AS_IT_IS), [str(w.message) for w in told]
