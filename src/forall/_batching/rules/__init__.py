@@ -21,7 +21,6 @@ from forall._batching.rules import (
     out,
     pool,
     random,
-    random_out,
     reduce,
     reseat,
     scan,

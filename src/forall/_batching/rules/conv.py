@@ -8,15 +8,22 @@ NOTE [where the examples go]
     groups    both differ              each has groups of its own    x (N, B*g*I)   y (N, B*g*O)
 
     The derivative with respect to w has the same places: per-example images and cotangents give
-    per-example weights by groups, which measured faster than unfolding for all but 1x1 filters.
+    per-example weights by groups. They may also be one matrix product per example, of cotangents
+    and of what the filter meets in the images: NOTE [products or groups].
 """
 
 from __future__ import annotations
+
+from math import prod
+from typing import TYPE_CHECKING
 
 import torch
 
 from forall._batching.families import Stack, by_front
 from forall._batching.table import register
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 aten = torch.ops.aten
 Tensor = torch.Tensor
@@ -131,6 +138,9 @@ def _convolution_backward(size, g, x, w, _bias_sizes, *how):
 
     own_x, own_w = isinstance(x, Stack), isinstance(w, Stack)
     gx = gw = None
+    filters = w.v.shape[1:] if own_w else w.shape
+    if for_w and own_x and _product_is_faster(g, x.v, filters, transposed=geometry[3]):
+        gw, for_w = _by_product(g, x.v, filters, *geometry, groups), False
     if for_x and for_w and own_x and own_w:
         gx, gw = pull(Groups, x.v, w.v, [True, True])
     elif for_x:
@@ -140,6 +150,46 @@ def _convolution_backward(size, g, x, w, _bias_sizes, *how):
         to = Groups if own_x else Filters
         _, gw = pull(to, _all(x, size), _shape_of(w, size), [False, True])
     return gx, gw, g.sum([1, *range(3, g.dim())]) if for_bias else None
+
+
+# --- per-example weights by products -------------------------------------------------------------
+
+# NOTE [products or groups]
+#     A grouped convolution is fast where the kernel has many channels to work on; a product pays for
+#     a copy of the images, each entry as often as the filter meets it. Which of them is faster was
+#     measured on CPU (benchmarks/weight_gradients.py), float32: below so many entries of a filter,
+#     or with so few copies of an entry, the product. Float64 has no fast convolution.
+_SMALL_FILTER = 216
+_FEW_COPIES = 2
+
+
+def _product_is_faster(g: Tensor, x: Tensor, filters: Sequence[int], transposed: bool) -> bool:
+    """``filters`` (g*O, I, *) is the shape of one example's weight."""
+    if x.dtype is torch.float64 or not x.is_cpu:
+        return x.is_cpu
+    met, places = (g, x) if transposed else (x, g)
+    copies = prod(filters[2:]) * prod(places.shape[3:]) / max(prod(met.shape[3:]), 1)
+    return prod(filters[1:]) < _SMALL_FILTER or copies < _FEW_COPIES
+
+
+def _by_product(g, x, filters, stride, padding, dilation, transposed, _output_padding, groups):
+    """(B, N, g*O, *), (B, N, g*I, *) -> (B, g*O, I, *); where transposed, they change places."""
+    if transposed:
+        g, x = x, g
+    r = g.dim() - 3
+    x = torch.constant_pad_nd(x, [p for p in reversed(_of_rank(padding, r)) for _ in range(2)])
+    for i, (s, d) in enumerate(zip(_of_rank(stride, r), _of_rank(dilation, r), strict=True)):
+        x = x.unfold(3 + i, d * (filters[2 + i] - 1) + 1, s)[..., ::d]
+        x = x.narrow(3 + i, 0, g.shape[3 + i])
+    met = x.permute(0, 2, *range(3 + r, 3 + 2 * r), 1, *range(3, 3 + r))
+    met = met.reshape(len(x) * groups, prod(filters[1:]), -1)  # (B*g, I*kernel, N*places)
+    g = g.movedim(1, 2).reshape(len(g) * groups, filters[0] // groups, -1)
+    return torch.bmm(g, met.mT).view(len(x), *filters)
+
+
+def _of_rank(numbers: Sequence[int], rank: int) -> Sequence[int]:
+    """Torch takes one number for all dims."""
+    return numbers if len(numbers) == rank else [*numbers] * rank
 
 
 @by_front
