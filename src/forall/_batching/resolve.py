@@ -50,6 +50,8 @@ def _find(func: Any) -> tuple[Any, str]:
             return _made_anew(factory), "derived"
         if fact.out_names and len(fact.out_names) == len(fact.mutates):
             return _loop_into_out, "loop"
+        if has_kernel(func.name(), DispatchKey.CompositeImplicitAutograd):
+            return _decomposed(_decomposition(func)), "decomposed"
         return _loop_and_write, "loop"
     if func.namespace == "prims" and func.overloadpacket.__name__ in _PRIMS:
         return _as_aten(_PRIMS[func.overloadpacket.__name__]), "derived"
@@ -152,20 +154,22 @@ def _decomposition(func: Any) -> Any | None:
 
 def _decomposed(run: Any) -> Any:
     def handler(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
-        mutates = facts(func).mutates
+        one_by_one = _loop_and_write if facts(func).mutates else _loop
         entry = (func, level.number)
         if entry in _running.now:
-            return (_loop_and_write if mutates else _loop)(level, func, args, kwargs)
+            return one_by_one(level, func, args, kwargs)
         _running.now.add(entry)
+        before = writing.written.times
         try:
             with families.level_on(level):
                 return run(*args, **kwargs)
         except RuntimeError as error:
-            if mutates or not _needs_a_plain_tensor(error):  # half of a write may have happened
+            half_done = facts(func).mutates and writing.written.times != before
+            if half_done or not _needs_a_plain_tensor(error):
                 raise
         finally:
             _running.now.discard(entry)
-        return _loop(level, func, args, kwargs)
+        return one_by_one(level, func, args, kwargs)
 
     return handler
 

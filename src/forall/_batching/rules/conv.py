@@ -124,7 +124,6 @@ def _per_channel(bias: Tensor, y: Tensor) -> Tensor:
     return bias.reshape(bias.shape[0], 1, -1, *(1,) * (y.dim() - 3))
 
 
-@by_front
 def _convolution_backward(size, g, x, w, _bias_sizes, *how):
     geometry, groups, (for_x, for_w, for_bias) = how[:5], how[5], how[6]
     g = _all(g, size)
@@ -155,10 +154,11 @@ def _convolution_backward(size, g, x, w, _bias_sizes, *how):
 # --- per-example weights by products -------------------------------------------------------------
 
 # NOTE [products or groups]
-#     A grouped convolution is fast where the kernel has many channels to work on; a product pays for
-#     a copy of the images, each entry as often as the filter meets it. Which of them is faster was
-#     measured on CPU (benchmarks/weight_gradients.py), float32: below so many entries of a filter,
-#     or with so few copies of an entry, the product. Float64 has no fast convolution.
+#     A grouped convolution is fast where its kernel has many channels to work on. A product pays
+#     for a copy of the images, of each entry as often as the filter meets it. Which costs less was
+#     measured on CPU (benchmarks/weight_gradients.py): in float32 the product for filters of
+#     few entries and where entries are met few times; in float64, which has no fast convolution,
+#     always.
 _SMALL_FILTER = 216
 _FEW_COPIES = 2
 
@@ -203,7 +203,7 @@ register(
     {
         aten.convolution.default: by_front(convolution),
         aten._convolution.default: by_front(convolution),
-        aten.convolution_backward.default: _convolution_backward,
+        aten.convolution_backward.default: by_front(_convolution_backward),
         aten.mkldnn_convolution.default: _mkldnn,
     }
 )
@@ -226,8 +226,15 @@ def _named(*extra: str, depthwise: bool = False):
     return by_front(rule)
 
 
+@by_front
+def _slow_backward(size, g, x, w, _kernel, stride, padding, mask):
+    how = (stride, padding, [1, 1], False, [0, 0], 1, mask)
+    return _convolution_backward(size, g, x, w, None, *how)
+
+
 register(
     {
+        aten._slow_conv2d_backward.output_mask: _slow_backward,
         aten._slow_conv2d_forward.default: _named(),
         aten.slow_conv3d_forward.default: _named(),
         aten.slow_conv_dilated2d.default: _named("dilation"),
