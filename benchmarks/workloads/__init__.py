@@ -10,3 +10,4 @@ from . import maml  # noqa: F401
 from . import gaussian_process  # noqa: F401
 from . import parting  # noqa: F401
 from . import fallbacks  # noqa: F401
+from . import convolutions  # noqa: F401

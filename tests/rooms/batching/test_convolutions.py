@@ -40,7 +40,7 @@ CASES = {
 @pytest.fixture(params=["products", "groups"])
 def form(request, monkeypatch):
     chosen = request.param == "products"
-    monkeypatch.setattr(conv, "_product_is_faster", lambda *_, **__: chosen)
+    monkeypatch.setattr(conv, "product_is_faster", lambda *_, **__: chosen)
 
 
 def _case(name):
@@ -93,11 +93,19 @@ def test_nested_and_second_derivatives():
     assert difference(mine, truth) is None
 
 
-def test_both_forms_take_the_same_shapes():
-    """What is chosen is a matter of cost alone."""
-    assert conv._product_is_faster(
-        torch.zeros(2, 1, 8, 8, 8), torch.zeros(2, 1, 1, 8, 8), (8, 1, 3, 3), False
-    )
-    assert not conv._product_is_faster(
-        torch.zeros(2, 1, 64, 8, 8), torch.zeros(2, 1, 64, 8, 8), (64, 64, 3, 3), False
-    )
+@pytest.mark.parametrize(
+    ("filters", "image", "products"),
+    [
+        ((8, 1, 3, 3), 28, True),  # no blocks of channels
+        ((16, 8, 3, 3), 14, False),
+        ((64, 64, 1, 1), 8, True),  # nothing is copied
+        ((64, 8, 3, 3), 8, True),  # what is copied is used often
+        ((64, 64, 3, 3), 8, False),
+        ((10, 64, 3, 3), 8, False),
+    ],
+)
+def test_the_choice_is_by_what_was_measured(filters, image, products):
+    g, x = (torch.empty(2, 1, n, image, image) for n in filters[:2])
+    how = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+    assert conv.product_is_faster(g, x, filters, how) is products
+    assert conv.product_is_faster(g.double(), x.double(), filters, how)
