@@ -15,78 +15,81 @@ from torch.nn.grad import conv2d_weight
 
 from registry import Contestants, Program, contest, workload
 
-Form = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Form = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
 
 
-def by_groups(x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
-    """3x3 with padding 1: (B, I, H, W), (B, O, H, W) -> (B, O, I, 3, 3)."""
+def by_groups(x: torch.Tensor, g: torch.Tensor, k: int) -> torch.Tensor:
+    """KxK with padding K // 2: (B, I, H, W), (B, O, H, W) -> (B, O, I, K, K)."""
     (examples, channels), filters = x.shape[:2], g.shape[1]
-    shape = (examples * filters, channels, 3, 3)
+    shape = (examples * filters, channels, k, k)
     flat = [a.flatten(0, 1).unsqueeze(0) for a in (x, g)]
-    grads = conv2d_weight(flat[0], shape, flat[1], padding=1, groups=examples)
+    grads = conv2d_weight(flat[0], shape, flat[1], padding=k // 2, groups=examples)
     return grads.unflatten(0, (examples, filters))
 
 
-def by_product(x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
-    columns = F.unfold(x, 3, padding=1)
+def by_product(x: torch.Tensor, g: torch.Tensor, k: int) -> torch.Tensor:
+    columns = F.unfold(x, k, padding=k // 2)
     grads = torch.bmm(g.flatten(2), columns.transpose(1, 2))
-    return grads.unflatten(2, (x.shape[1], 3, 3))
+    return grads.unflatten(2, (x.shape[1], k, k))
 
 
-def by_views(x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+def by_views(x: torch.Tensor, g: torch.Tensor, k: int) -> torch.Tensor:
     """The product again, unfolded by views and one copy."""
-    met = F.pad(x, (1, 1, 1, 1)).unfold(2, 3, 1).unfold(3, 3, 1)  # (B, I, H, W, 3, 3)
+    met = F.pad(x, (k // 2,) * 4).unfold(2, k, 1).unfold(3, k, 1)  # (B, I, H, W, K, K)
     columns = met.permute(0, 1, 4, 5, 2, 3).flatten(1, 3).flatten(2)
     grads = torch.bmm(g.flatten(2), columns.transpose(1, 2))
-    return grads.unflatten(2, (x.shape[1], 3, 3))
+    return grads.unflatten(2, (x.shape[1], k, k))
 
 
-def by_roles(x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+def by_roles(x: torch.Tensor, g: torch.Tensor, k: int) -> torch.Tensor:
     """Channels are images, and cotangents are filters."""
-    grads = F.conv2d(x.transpose(0, 1), g.flatten(0, 1).unsqueeze(1), padding=1, groups=len(x))
+    grads = F.conv2d(x.transpose(0, 1), g.flatten(0, 1).unsqueeze(1), padding=k // 2, groups=len(x))
     return grads.unflatten(1, (len(x), g.shape[1])).movedim(0, 2)
 
 
-def fastest(forms: list[Form], x: torch.Tensor, g: torch.Tensor) -> Form:
+def fastest(x: torch.Tensor, g: torch.Tensor, k: int) -> Form:
     def cost(form: Form) -> float:
-        form(x, g)
+        form(x, g, k)
         times = []
         for _ in range(20):
             started = time.perf_counter()
-            form(x, g)
+            form(x, g, k)
             times.append(time.perf_counter() - started)
         return min(times)
 
-    return min(forms, key=cost)
+    return min((by_groups, by_product, by_views, by_roles), key=cost)
 
 
-def weights(channels: int, filters: int, size: int, device: torch.device) -> Contestants:
-    """Half the squares of the outputs, whose cotangents are the outputs."""
+def weights(channels: int, filters: int, size: int, k: int, device: torch.device) -> Contestants:
+    """The output, and the weight's gradient from a cotangent of it: no other work takes part."""
     examples = 32
     x = torch.randn(examples, channels, size, size, device=device)
-    w = torch.randn(filters, channels, 3, 3, device=device)
-    call = partial(F.conv2d, padding=1)
-    form = fastest([by_groups, by_product, by_views, by_roles], x, call(x, w))
+    g = torch.randn(examples, filters, size, size, device=device)
+    w = torch.randn(filters, channels, k, k, device=device)
+    call = partial(F.conv2d, padding=k // 2)
+    form = fastest(x, g, k)
 
     def transformed(api) -> Program:
-        def loss(w, x):
-            return call(x.unsqueeze(0), w).square().sum() / 2
+        def pulled(w, x, g):
+            out, pull = api.vjp(lambda w: call(x.unsqueeze(0), w).squeeze(0), w)
+            return out, *pull(g)
 
-        gradients = api.vmap(api.grad(loss), in_dims=(None, 0))
-        return lambda: gradients(w, x)
+        both = api.vmap(pulled, in_dims=(None, 0, 0))
+        return lambda: both(w, x, g)
 
-    return contest(transformed, lambda: form(x, call(x, w)))
+    return contest(transformed, lambda: (call(x, w), form(x, g, k)))
 
 
 for _name, _sizes in {
-    "small": (1, 8, 28),
-    "middle": (16, 32, 32),
-    "wide": (64, 64, 8),
+    "images": (3, 32, 32, 3),
+    "deep": (128, 128, 8, 3),
+    "1x1": (64, 64, 14, 1),
+    "blocks": (16, 32, 32, 3),
 }.items():
     workload(
         f"conv-weights-{_name}",
-        "per-example weight gradients of a 3x3 convolution, 32 images of "
-        f"{_sizes[0]}x{_sizes[2]}x{_sizes[2]}, {_sizes[1]} filters",
+        "output and per-example weight gradients of a {3}x{3} convolution, 32 images of "
+        "{0}x{2}x{2}, {1} filters".format(*_sizes),
         limits={(0, 1): 0.9, (0, 2): 1.1},
     )(partial(weights, *_sizes))
 

@@ -100,7 +100,7 @@ def _all(a: Stack | Tensor, size: int) -> Tensor:
 def _shape_of(a: Stack | Tensor, size: int) -> Tensor:
     """A stand-in of the shape of ``a``'s stack, for kernels that ask for no more."""
     v, shape = (a.v, a.v.shape) if isinstance(a, Stack) else (a, (size, *a.shape))
-    return v.new_empty(()).expand(shape)
+    return v.new_empty(shape)  # without an entry to copy, as an expanded one would be
 
 
 def convolution(size, x, w, bias, *how):
@@ -153,13 +153,14 @@ def _convolution_backward(size, g, x, w, _bias_sizes, *how):
 # NOTE [products or groups]
 #     A grouped convolution is fast where its kernel finds blocks of channels. A product pays for a
 #     copy of the images, of each entry as often as the filter meets it. Which costs less was
-#     measured on CPU (benchmarks/weight_gradients.py): this choice costs 6 % more than the better
+#     measured on CPU (benchmarks/weight_gradients.py): this choice costs 5 % more than the better
 #     of the two, in the mean over 842 shapes; groups alone 59 %, products alone 18 %. Float64 has
 #     no fast convolution; elsewhere than on CPU nothing was measured, and groups stay.
 _BLOCK = 8  # channels
 _FEW_COPIES = 1.7  # of an entry: copying costs less than what it saves
-_MANY_FILTERS = 4  # for each channel of the images: the copy is used often
 _SMALL_FILTER = 400  # entries, where channels make no blocks
+_MORE_FILTERS = 8  # for each channel of the images: the copy is used often
+_MANY_FILTERS, _SMALL_ROW = 128, 15000  # or so many, of a copy that is not long
 
 
 def product_is_faster(g: Tensor, x: Tensor, filters: Sequence[int], how: Sequence) -> bool:
@@ -173,13 +174,14 @@ def product_is_faster(g: Tensor, x: Tensor, filters: Sequence[int], how: Sequenc
     outputs, inputs = filters[0] // how[5], filters[1]
     if outputs % _BLOCK or inputs % _BLOCK:
         return prod(filters[1:]) < _SMALL_FILTER
-    return outputs >= _MANY_FILTERS * inputs
+    row = x.shape[1] * prod(places.shape[3:]) * prod(filters[2:])
+    return outputs >= _MORE_FILTERS * inputs or (outputs >= _MANY_FILTERS and row < _SMALL_ROW)
 
 
 def weights_by_groups(g, x, filters, *how):
     """(B, N, g*O, *), (B, N, g*I, *) -> (B, g*O, I, *): each example has groups of its own."""
     p = Groups(len(x), how[5], transposed=how[3])
-    w = p.w(x.new_empty(()).expand(len(x), *filters))
+    w = p.w(x.new_empty((len(x), *filters)))
     _, gw, _ = aten.convolution_backward.default(
         p.y(g), p.x(x), w, None, *how[:5], p.groups, [False, True, False]
     )
@@ -191,7 +193,8 @@ def weights_by_product(g, x, filters, stride, padding, dilation, transposed, _, 
     if transposed:
         g, x = x, g
     r = g.dim() - 3
-    x = torch.constant_pad_nd(x, [p for p in reversed(_of_rank(padding, r)) for _ in range(2)])
+    if any(padding):  # to pad by nothing would be a copy
+        x = torch.constant_pad_nd(x, [p for p in reversed(_of_rank(padding, r)) for _ in range(2)])
     for i, (s, d) in enumerate(zip(_of_rank(stride, r), _of_rank(dilation, r), strict=True)):
         x = x.unfold(3 + i, d * (filters[2 + i] - 1) + 1, s)[..., ::d]
         x = x.narrow(3 + i, 0, g.shape[3 + i])

@@ -74,6 +74,8 @@ def _learned(op: Any, tensors: int, *, by_channel: bool):
         *xs, scale, zero = given
         rank = xs[0].dim() - 1
         dim = wrap_dim(rest.pop(0), rank) + 1 if by_channel else 1
+        if tensors == 2 and not by_channel:  # the kernel for one scale rounds so, going back
+            zero = (zero + 0.5).clamp(*rest[:2]).trunc()
         xs = [x.movedim(dim, 1) if by_channel else x.unsqueeze(1) for x in xs]
         outs = op(*(x.flatten(0, 1) for x in xs), scale.flatten(), zero.flatten(), 0, *rest)
         x, *of_scale = outs if isinstance(outs, tuple) else (outs,)

@@ -23,11 +23,11 @@ def _masked(size, x, mask, dim=None, mask_type=None):
 
 @by_front
 def _masked_backward(size, g, out, mask, dim=None):
-    """What is masked out has no part in ``out``, and so gets no derivative."""
+    """What is masked out takes no part: neither in the sum along ``dim``, nor in the result."""
     g, out = (a.v if isinstance(a, Stack) else a.expand(size, *a.shape) for a in (g, out))
-    dim = stacked_dim(-1 if dim is None else dim, out.dim() - 1)
-    pulled = aten._softmax_backward_data.default(g, out, dim, out.dtype)
-    return torch.where(_mask_of(out, mask, 2), 0, pulled)
+    dim, mask = stacked_dim(-1 if dim is None else dim, out.dim() - 1), _mask_of(out, mask, 2)
+    out = torch.where(mask, 0, out)
+    return aten._softmax_backward_data.default(g, out, dim, out.dtype)
 
 
 def _mask_of(v, mask, mask_type):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forall._batching.batched import wrap
-from forall._batching.families import front, stacked
+from forall._batching.families import front, is_mapped, lower, stacked
 from forall._batching.table import register
 
 if TYPE_CHECKING:
@@ -39,8 +39,30 @@ def _to_sparse(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     return wrap(front(x).to_sparse(dims + 1), 0, level)
 
 
-def _to_dense(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+def _on_stack(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     return wrap(func(args[0].value, *args[1:], **kwargs), args[0].axis, level)
+
+
+def _is_coalesced(level: Any, func: Any, args: tuple, kwargs: dict) -> bool:
+    return func(lower(args[0], level))
+
+
+def _mask(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    """The entries of a dense example where a sparse one has some."""
+    x, mask = args
+    if not is_mapped(mask, level) or mask.axis:
+        raise _no_stack("sparse, where the mask is the same for all")
+    return wrap(func(stacked(x, level), mask.value, **kwargs), 0, level)
+
+
+def _values(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    """(B * N, *S), one example's after another's: as many for each, or they have no stack."""
+    x = args[0].value
+    which = x._indices()[0]
+    counts = which.bincount(minlength=level.size)
+    if args[0].axis or bool((which.diff() < 0).any() | (counts != counts[:1]).any()):
+        raise _no_stack("sparse, whose values do not come in equal numbers,")
+    return wrap(func(x).unflatten(0, (level.size, -1)), 0, level)
 
 
 def _no_stack(layout: Any) -> NotImplementedError:
@@ -67,6 +89,10 @@ register(
         aten._sparse_coo_tensor_with_dims_and_tensors.default: _coordinates,
         aten._to_sparse.default: _to_sparse,
         aten._to_sparse.sparse_dim: _to_sparse,
-        aten._to_dense.default: _to_dense,
+        aten._to_dense.default: _on_stack,
+        aten._coalesce.default: _on_stack,
+        aten._values.default: _values,
+        aten.is_coalesced.default: _is_coalesced,
+        aten.sparse_mask.default: _mask,
     }
 )
