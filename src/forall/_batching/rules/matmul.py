@@ -218,9 +218,9 @@ for _call in (torch.matmul, Tensor.matmul, Tensor.__matmul__):
 def _int_mm(size, x, w):
     """int8 (N, K) @ (K, M) -> int32. Batches have no kernel; doubles hold these sums exactly."""
     if not isinstance(w, Stack):
-        return torch._int_mm(x.v.flatten(0, 1), w).unflatten(0, x.v.shape[:2])
+        return aten._int_mm.default(x.v.flatten(0, 1), w).unflatten(0, x.v.shape[:2])
     if not isinstance(x, Stack):
-        out = torch._int_mm(x, w.v.movedim(0, 1).flatten(1))
+        out = aten._int_mm.default(x, w.v.movedim(0, 1).flatten(1))
         return out.unflatten(1, (size, -1)).movedim(1, 0)
     return torch.bmm(x.v.double(), w.v.double()).to(torch.int32)
 
