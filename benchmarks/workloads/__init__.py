@@ -9,3 +9,5 @@ from . import hessians  # noqa: F401
 from . import maml  # noqa: F401
 from . import gaussian_process  # noqa: F401
 from . import parting  # noqa: F401
+from . import fallbacks  # noqa: F401
+from . import convolutions  # noqa: F401

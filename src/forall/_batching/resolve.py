@@ -9,6 +9,7 @@ NOTE [decompositions]
 
 from __future__ import annotations
 
+import functools
 import threading
 from typing import Any
 
@@ -19,7 +20,7 @@ from forall._core.errors import DataDependentError, slow
 from forall._core.levels import outside
 from forall._torch import custom, trees
 from forall._torch.names import DispatchKey, decompositions, has_kernel
-from forall._torch.schema import facts, functional_of
+from forall._torch.schema import factory_of, facts, functional_of
 
 
 def resolve(func: Any) -> Any:
@@ -43,9 +44,14 @@ def _find(func: Any) -> tuple[Any, str]:
                 return _decomposed(decomposition), "decomposed"
         functional = functional_of(func)
         if functional is not None:
-            return writing.derived(functional), "derived"
+            return writing.derived(functional, facts(functional).mutates), "derived"
+        factory = factory_of(func)
+        if factory is not None:
+            return _made_anew(factory), "derived"
         if fact.out_names and len(fact.out_names) == len(fact.mutates):
             return _loop_into_out, "loop"
+        if has_kernel(func.name(), DispatchKey.CompositeImplicitAutograd):
+            return _decomposed(_decomposition(func)), "decomposed"
         return _loop_and_write, "loop"
     if func.namespace == "prims" and func.overloadpacket.__name__ in _PRIMS:
         return _as_aten(_PRIMS[func.overloadpacket.__name__]), "derived"
@@ -63,6 +69,17 @@ def _find(func: Any) -> tuple[Any, str]:
     if decomposition is not None:
         return _decomposed(decomposition), "decomposed"
     return _loop, "loop"
+
+
+def _made_anew(factory: Any) -> Any:
+    """What a factory writes into out=: made anew in its dtype, then written as any out= is."""
+
+    def handler(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+        out = kwargs[facts(func).out_names[0]]
+        made = functools.partial(factory, dtype=out.dtype, device=out.device)
+        return writing.derived(made)(level, func, args, kwargs)
+
+    return handler
 
 
 # Whose handler serves every operator that gives each example a shape of its own.
@@ -137,20 +154,22 @@ def _decomposition(func: Any) -> Any | None:
 
 def _decomposed(run: Any) -> Any:
     def handler(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
-        mutates = facts(func).mutates
+        one_by_one = _loop_and_write if facts(func).mutates else _loop
         entry = (func, level.number)
         if entry in _running.now:
-            return (_loop_and_write if mutates else _loop)(level, func, args, kwargs)
+            return one_by_one(level, func, args, kwargs)
         _running.now.add(entry)
+        before = writing.written.times
         try:
             with families.level_on(level):
                 return run(*args, **kwargs)
         except RuntimeError as error:
-            if mutates or not _needs_a_plain_tensor(error):  # half of a write may have happened
+            half_done = facts(func).mutates and writing.written.times != before
+            if half_done or not _needs_a_plain_tensor(error):
                 raise
         finally:
             _running.now.discard(entry)
-        return _loop(level, func, args, kwargs)
+        return one_by_one(level, func, args, kwargs)
 
     return handler
 

@@ -27,12 +27,16 @@ Tensor = torch.Tensor
 # --- derived from the functional overload --------------------------------------------------------
 
 
-def derived(functional: Any) -> Callable:
-    """In-place and out= forms: compute what they would write, then write it."""
+def derived(functional: Any, done: tuple = ()) -> Callable:
+    """In-place and out= forms: compute what they would write, then write it.
+
+    ``done`` is what ``functional`` writes to by itself.
+    """
 
     def handler(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
         fact = facts(func)
-        targets = [args[m] if isinstance(m, int) else kwargs.get(m) for m in fact.mutates]
+        mutates = [m for m in fact.mutates if m not in done]
+        targets = [args[m] if isinstance(m, int) else kwargs.get(m) for m in mutates]
         rest = {k: a for k, a in kwargs.items() if k not in fact.out_names}
         with level_on(level):
             results = functional(*args, **rest)

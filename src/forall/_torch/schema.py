@@ -47,28 +47,44 @@ def facts(func: Any) -> Facts:
 
 @cache
 def functional_of(func: Any) -> Any | None:
-    """The overload that computes what this in-place or out= one writes, or None."""
-    packet = func.overloadpacket
-    name = packet.__name__
+    """The overload that computes what this in-place or out= one writes, or None.
+
+    Where an out= form also writes into arguments of its own, so does that overload.
+    """
+    return next((op for op, more in _alike(func) if not more), None)
+
+
+@cache
+def factory_of(func: Any) -> Any | None:
+    """The overload that makes a new tensor of what this out= one writes, or None.
+
+    It has to be told the dtype and the device, which out= has.
+    """
+    if not facts(func).out_names:
+        return None
+    return next((op for op, more in _alike(func) if {"dtype", "device"} <= more <= _NEW), None)
+
+
+_NEW = {"dtype", "layout", "device", "pin_memory"}
+
+
+def _alike(func: Any) -> list[tuple[Any, set[str]]]:
+    """The overloads that take what this one is given besides out=, and what else they take."""
     fact = facts(func)
+    name = func.overloadpacket.__name__
     space = getattr(torch.ops, func.namespace)
-    names = [name]
-    if not fact.out_names and name.endswith("_"):
-        names = [name[:-1]]
-    wanted = [
-        (a.name, str(a.type))
-        for a in func._schema.arguments
-        if not (a.alias_info is not None and a.alias_info.is_write and a.is_out)
-    ]
-    for candidate in names:
-        other = getattr(space, candidate, None)
-        if other is None:
-            continue
-        for overload in other.overloads():
-            op = getattr(other, overload)
-            if op is func or facts(op).mutates:
-                continue
-            have = [(a.name, str(a.type)) for a in op._schema.arguments]
-            if have == wanted:
-                return op
-    return None
+    if fact.out_names:
+        names = [name, f"_{name}"]
+        writes = tuple(m for m in fact.mutates if m not in fact.out_names)
+    else:
+        names, writes = [name.removesuffix("_")], ()
+    given = [(a.name, str(a.type)) for a in func._schema.arguments if a.name not in fact.out_names]
+    found = []
+    for packet in filter(None, (getattr(space, n, None) for n in names)):
+        for op in (getattr(packet, overload) for overload in packet.overloads()):
+            takes = [(a.name, str(a.type)) for a in op._schema.arguments]
+            more = [a for a in takes if a not in given]
+            same = given == [a for a in takes if a not in more]
+            if op is not func and same and facts(op).mutates in {writes, ()}:
+                found.append((op, {argument for argument, _ in more}))
+    return found

@@ -12,7 +12,7 @@ import torch
 
 from forall._batching import families, parting
 from forall._batching.batched import wrap
-from forall._batching.families import front, is_mapped, level_on, stacked, wrapped
+from forall._batching.families import front, is_mapped, level_on, lower, stacked, wrapped
 from forall._batching.table import register
 from forall._core.errors import data_dependent
 from forall._torch.dispatch import no_dispatch
@@ -157,8 +157,27 @@ def _allclose(level: Any, *args: Any, **kwargs: Any) -> Any:
         return torch.isclose(*args, **kwargs).all()
 
 
+@_check
+def _left_aligned(level: Any, x: Any, mask: Any) -> Any:
+    """Whether the entries of each row of the mask (N, L) come before all that are masked out."""
+    if not is_mapped(mask, level):
+        return aten._nested_tensor_from_mask_left_aligned.default(front(x)[0], lower(mask, level))
+    with level_on(level):
+        places = torch.arange(mask.shape[1], device=mask.device)
+        return (mask == (places < mask.sum(1, keepdim=True))).all()
+
+
+@_check
+def _is_set_to(level: Any, *tensors: Any) -> Any:
+    """A question about memory alone, for one example after another."""
+    answers = families.each(level, aten.is_set_to.default, tensors, {})
+    return wrap(torch.tensor(answers), 0, level)
+
+
 register(
     {
+        aten.is_set_to.default: _is_set_to,
+        aten._nested_tensor_from_mask_left_aligned.default: _left_aligned,
         aten._local_scalar_dense.default: _number,
         aten.item.default: _number,
         aten.is_nonzero.default: _truth,

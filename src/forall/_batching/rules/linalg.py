@@ -110,6 +110,7 @@ register(
         aten.triangular_solve.default: native(2, 2),
         aten.linalg_solve_triangular.default: native(2, 2, columns=1),
         aten.cholesky_solve.default: native(2, 2, columns=0),
+        aten._cholesky_solve_helper.default: native(2, 2, columns=0),
         aten.linalg_lu_solve.default: native(2, 1, 2, columns=2),
         aten.linalg_ldl_solve.default: native(2, 1, 2, columns=2),
         aten.ormqr.default: native(2, 1, 2, columns=2),
@@ -168,6 +169,13 @@ def _matrix_exp(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     return wrap(func(front(args[0]).contiguous()), 0, level)  # the kernel views its argument
 
 
+def _combination(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    """(B, N, *S), (B, M, N) -> (B, M, *S): sums of an example's N terms."""
+    terms, coefficients = (stacked(a, level) for a in args)
+    out = torch.bmm(coefficients, terms.flatten(2))
+    return wrap(out.unflatten(2, terms.shape[2:]), 0, level)
+
+
 def _check_errors(level: Any, func: Any, args: tuple, kwargs: dict) -> None:
     """The stack's error names the first example that fails, as a batch element."""
     info, name = args[:2]
@@ -180,6 +188,7 @@ register(
         aten.linalg_lstsq.default: _lstsq,
         aten.linalg_pinv.atol_rtol_tensor: _pinv,
         aten.linalg_matrix_exp.default: _matrix_exp,
+        aten._compute_linear_combination.default: _combination,
         aten._linalg_check_errors.default: _check_errors,
     }
 )

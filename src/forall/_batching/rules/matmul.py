@@ -214,6 +214,23 @@ for _call in (torch.matmul, Tensor.matmul, Tensor.__matmul__):
     DIRECT[_call] = (_matmul, _OPS)
 
 
+# --- integers -----------------------------------------------------------------------------------
+
+
+@by_front
+def _int_mm(size, x, w):
+    """int8 (N, K) @ (K, M) -> int32. Batches have no kernel; doubles hold these sums exactly."""
+    if not isinstance(w, Stack):
+        return aten._int_mm.default(x.v.flatten(0, 1), w).unflatten(0, x.v.shape[:2])
+    if not isinstance(x, Stack):
+        out = aten._int_mm.default(x, w.v.movedim(0, 1).flatten(1))
+        return out.unflatten(1, (size, -1)).movedim(1, 0)
+    return torch.bmm(x.v.double(), w.v.double()).to(torch.int32)
+
+
+register({aten._int_mm.default: _int_mm})
+
+
 # --- relatives ---------------------------------------------------------------------------------
 
 

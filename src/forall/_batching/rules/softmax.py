@@ -1,4 +1,4 @@
-"""Softmax along one dim of each example, and back: (B, *S) -> (B, *S)."""
+"""Softmax and gates along one dim of each example, and back: (B, *S) -> (B, *R)."""
 
 from __future__ import annotations
 
@@ -21,6 +21,15 @@ def _masked(size, x, mask, dim=None, mask_type=None):
     )
 
 
+@by_front
+def _masked_backward(size, g, out, mask, dim=None):
+    """What is masked out takes no part: neither in the sum along ``dim``, nor in the result."""
+    g, out = (a.v if isinstance(a, Stack) else a.expand(size, *a.shape) for a in (g, out))
+    dim, mask = stacked_dim(-1 if dim is None else dim, out.dim() - 1), _mask_of(out, mask, 2)
+    out = torch.where(mask, 0, out)
+    return aten._softmax_backward_data.default(g, out, dim, out.dtype)
+
+
 def _mask_of(v, mask, mask_type):
     """The mask for every entry of (B, N, H, L, L); type 0 is (L, L), type 1 is (N, L), 2 is all."""
     m = mask.v if isinstance(mask, Stack) else mask.unsqueeze(0)
@@ -40,5 +49,10 @@ register(
         op: along(op, tensors=2)
         for op in (aten._softmax_backward_data.default, aten._log_softmax_backward_data.default)
     }
-    | {aten._masked_softmax.default: _masked}
+    | {
+        aten._masked_softmax.default: _masked,
+        aten._masked_softmax_backward.default: _masked_backward,
+        aten.glu_jvp.default: along(aten.glu_jvp.default, tensors=3),
+        aten.glu_backward_jvp.default: along(aten.glu_backward_jvp.default, tensors=5),
+    }
 )

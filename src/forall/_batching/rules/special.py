@@ -1,7 +1,8 @@
-"""What is kin to nothing else: counting into bins, segments, quantisation, checks of values."""
+"""What is kin to nothing else: counting into bins, segments, checks of values."""
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import torch
@@ -10,7 +11,6 @@ from forall._batching.batched import wrap
 from forall._batching.families import (
     Stack,
     by_front,
-    is_mapped,
     lower,
     pointwise,
     stacked,
@@ -37,7 +37,18 @@ register(
 
 # Pointwise, though without the tag.
 register(
-    {aten.floor_divide.default: pointwise, aten.floor_divide.Scalar: pointwise}, way="pointwise"
+    dict.fromkeys(
+        (
+            aten.floor_divide.default,
+            aten.floor_divide.Scalar,
+            aten.hardshrink_backward.default,
+            aten.softshrink_backward.default,
+            aten._add_relu.Tensor,
+            aten._add_relu.Scalar,
+        ),
+        pointwise,
+    ),
+    way="pointwise",
 )
 
 
@@ -117,8 +128,64 @@ def _histogram_edges(size, x, bins, *, weight=None, density=False):
     return _histogram(_rows(x, size), _rows(bins, size).contiguous(), weight, density)
 
 
+def _columns(x: Any, size: int) -> Tensor:
+    """(B, N, D): points of D coordinates, whatever the shape of one example."""
+    v = x.v if isinstance(x, Stack) else x.unsqueeze(0).expand(size, *x.shape)
+    return v.reshape(size, -1, v.shape[-1])
+
+
+def _edges(x: Tensor, bins: list[int], limits: list[float] | None) -> list[Tensor]:
+    """(B, N, D) -> (B, bins + 1) for each coordinate."""
+    found = []
+    for d, n in enumerate(bins):
+        least, most = limits[2 * d : 2 * d + 2] if limits else (0, 0 if x.shape[1] else 1)
+        low, high = _outer_edges(x[..., d], least, most, 0.5)
+        ends = [torch.linspace(a, b, n + 1, dtype=x.dtype) for a, b in _pairs(low, high)]
+        found.append(torch.stack(ends).to(x.device))
+    return found
+
+
+def _histogram_of_points(x: Tensor, edges: list[Tensor], weight: Any, density: bool) -> Tensor:
+    """(B, N, D) and (B, bins + 1) for each coordinate -> (B, *bins)."""
+    place, valid = torch.zeros_like(x[..., 0], dtype=torch.long), True
+    for d, e in enumerate(edges):
+        along = x[..., d].contiguous()
+        valid = valid & (along >= e[:, :1]) & (along <= e[:, -1:])
+        at = torch.searchsorted(e.contiguous(), along, right=True) - 1
+        place = place * (e.shape[1] - 1) + at.clamp(0, e.shape[1] - 2)
+    counts = [e.shape[1] - 1 for e in edges]
+    weights = torch.ones_like(x[..., 0]) if weight is None else weight
+    out = _tally(place, weights, valid, prod(counts)).unflatten(1, counts)
+    if density:
+        out = out / out.flatten(1).sum(1).view(-1, *(1,) * len(counts))
+        for d, e in enumerate(edges):
+            shape = [-1, *(counts[d] if d == i else 1 for i in range(len(counts)))]
+            out = out / e.diff(dim=1).view(shape)
+    return out
+
+
+@by_front
+def _edges_of_points(size, x, bins, *, range=None, weight=None, density=False):
+    return _edges(_columns(x, size), bins, range)
+
+
+@by_front
+def _points_by_counts(size, x, bins, *, range=None, weight=None, density=False):
+    x, weight = _columns(x, size), None if weight is None else _rows(weight, size)
+    return _histogram_of_points(x, _edges(x, bins, range), weight, density)
+
+
+@by_front
+def _points_by_edges(size, x, bins, *, weight=None, density=False):
+    weight = None if weight is None else _rows(weight, size)
+    return _histogram_of_points(_columns(x, size), [_rows(e, size) for e in bins], weight, density)
+
+
 register(
     {
+        aten._histogramdd_bin_edges.default: _edges_of_points,
+        aten._histogramdd_from_bin_cts.default: _points_by_counts,
+        aten._histogramdd_from_bin_tensors.default: _points_by_edges,
         aten.histc.default: _histc,
         aten.histogram.bin_ct: _histogram_counts,
         aten.histogram.bins_tensor: _histogram_edges,
@@ -148,46 +215,6 @@ register(
     {
         aten.segment_reduce.default: _segment_reduce,
         aten._segment_reduce_backward.default: _segment_reduce_backward,
-    }
-)
-
-
-# --- fake quantisation -------------------------------------------------------------------------
-
-
-def _by_channel(x: Tensor, scale: Tensor, zero: Tensor, *limits: int) -> list[Tensor]:
-    """(B, C, *S), (B, C), (B, C): the examples' channels are as good as one example's."""
-    out = aten.fake_quantize_per_channel_affine_cachemask.default(
-        x.flatten(0, 1), scale.flatten(), zero.flatten(), 0, *limits
-    )
-    return [o.reshape(x.shape) for o in out]
-
-
-def _fake_quantize_channels(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
-    x, scale, zero = (stacked(a, level) for a in args[:3])
-    dim = wrap_dim(args[3], args[0].dim()) + 1
-    out = _by_channel(x.movedim(dim, 1), scale, zero, *args[4:])
-    return tuple(wrap(o.movedim(1, dim), 0, level) for o in out)
-
-
-def _fake_quantize_tensor(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
-    if not any(is_mapped(a, level) for a in args[1:4]):
-        return pointwise(level, func, args, kwargs)
-    x, *by = (stacked(a, level) for a in args[:4])
-    scale, zero, on = (a.reshape(a.shape[0], 1) for a in by)
-    flat = x.reshape(x.shape[0], 1, args[0].numel())
-    out, mask = (o.reshape(x.shape) for o in _by_channel(flat, scale, zero.int(), *args[4:]))
-    on = on.reshape(-1, *(1,) * args[0].dim()) >= 1
-    return wrap(torch.where(on, out, x), 0, level), wrap(mask | ~on, 0, level)
-
-
-register(
-    {
-        aten.fake_quantize_per_tensor_affine_cachemask.default: pointwise,
-        aten.fake_quantize_per_channel_affine_cachemask.default: _fake_quantize_channels,
-        aten._fake_quantize_per_tensor_affine_cachemask_tensor_qparams.default: (
-            _fake_quantize_tensor
-        ),
     }
 )
 

@@ -1,0 +1,98 @@
+"""Other layouts. Sparse in coordinates: examples are one more sparse dim, in front.
+
+Examples may differ in how many entries they have; a stack does not mind.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from forall._batching.batched import wrap
+from forall._batching.families import front, is_mapped, lower, stacked
+from forall._batching.table import register
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+aten = torch.ops.aten
+Tensor = torch.Tensor
+
+
+def _coordinates(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    """indices (B, D, N), values (B, N, *S) -> (B, *sizes): all examples' entries in one list."""
+    sparse, dense, sizes, indices, values = args
+    i, v = (stacked(a, level) for a in (indices, values))
+    which = torch.arange(len(i), device=i.device).view(-1, 1, 1).expand(-1, 1, i.shape[2])
+    i = torch.cat([which, i], 1).movedim(0, 1).flatten(1)  # (1 + D, B * N)
+    out = func(sparse + 1, dense, [len(v), *sizes], i, v.flatten(0, 1), **kwargs)
+    return wrap(out, 0, level)
+
+
+def _to_sparse(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    """With examples for the first dim that is sparse."""
+    x, how = args[0], {**kwargs}
+    dims = args[1] if len(args) > 1 else x.dim() - (how.pop("dense_dim", None) or 0)
+    if how.get("layout") not in {None, torch.sparse_coo}:
+        raise _no_stack(how["layout"])
+    return wrap(front(x).to_sparse(dims + 1), 0, level)
+
+
+def _on_stack(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    return wrap(func(args[0].value, *args[1:], **kwargs), args[0].axis, level)
+
+
+def _is_coalesced(level: Any, func: Any, args: tuple, kwargs: dict) -> bool:
+    return func(lower(args[0], level))
+
+
+def _mask(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    """The entries of a dense example where a sparse one has some."""
+    x, mask = args
+    if not is_mapped(mask, level) or mask.axis:
+        raise _no_stack("sparse, where the mask is the same for all")
+    return wrap(func(stacked(x, level), mask.value, **kwargs), 0, level)
+
+
+def _values(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    """(B * N, *S), one example's after another's: as many for each, or they have no stack."""
+    x = args[0].value
+    which = x._indices()[0]
+    counts = which.bincount(minlength=level.size)
+    if args[0].axis or bool((which.diff() < 0).any() | (counts != counts[:1]).any()):
+        raise _no_stack("sparse, whose values do not come in equal numbers,")
+    return wrap(func(x).unflatten(0, (level.size, -1)), 0, level)
+
+
+def _no_stack(layout: Any) -> NotImplementedError:
+    return NotImplementedError(
+        f"vmap: the examples of a tensor of layout {layout} have no stack.\n"
+        "Use x.to_sparse(), in coordinates, or convert outside vmap."
+    )
+
+
+def _refused(layout: Any) -> Callable:
+    def handler(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+        raise _no_stack(layout)
+
+    return handler
+
+
+register(
+    {
+        aten.to_mkldnn.default: _refused("torch._mkldnn"),
+        aten._to_sparse_csr.default: _refused("torch.sparse_csr"),
+        aten._to_sparse_csc.default: _refused("torch.sparse_csc"),
+        aten._to_sparse_bsr.default: _refused("torch.sparse_bsr"),
+        aten._to_sparse_bsc.default: _refused("torch.sparse_bsc"),
+        aten._sparse_coo_tensor_with_dims_and_tensors.default: _coordinates,
+        aten._to_sparse.default: _to_sparse,
+        aten._to_sparse.sparse_dim: _to_sparse,
+        aten._to_dense.default: _on_stack,
+        aten._coalesce.default: _on_stack,
+        aten._values.default: _values,
+        aten.is_coalesced.default: _is_coalesced,
+        aten.sparse_mask.default: _mask,
+    }
+)

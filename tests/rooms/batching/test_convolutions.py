@@ -1,0 +1,111 @@
+"""Per-example gradients of convolutions: both forms are the loop's, and so is what they share."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from forall import grad, hessian, vmap
+from forall._batching.rules import conv
+from oracle import difference, loop
+
+CASES = {
+    "1d": (F.conv1d, (2, 3, 9), (4, 3, 3), {}),
+    "1d, strided and padded": (F.conv1d, (2, 3, 9), (4, 3, 3), {"stride": 2, "padding": 2}),
+    "2d": (F.conv2d, (2, 3, 7, 6), (4, 3, 3, 2), {}),
+    "2d, one place": (F.conv2d, (1, 2, 3, 2), (4, 2, 3, 2), {}),
+    "2d, dilated": (F.conv2d, (1, 2, 9, 8), (4, 2, 3, 2), {"dilation": (2, 3), "padding": (1, 2)}),
+    "2d, groups": (F.conv2d, (2, 4, 6, 6), (6, 2, 3, 3), {"groups": 2, "stride": (2, 1)}),
+    "2d, 1x1": (F.conv2d, (3, 4, 5, 5), (2, 4, 1, 1), {}),
+    "2d, depthwise": (F.conv2d, (1, 4, 5, 5), (4, 1, 3, 3), {"groups": 4, "padding": "same"}),
+    "2d, no image": (F.conv2d, (0, 2, 5, 5), (3, 2, 3, 3), {}),
+    "3d": (F.conv3d, (2, 2, 4, 5, 4), (3, 2, 2, 3, 2), {"stride": (1, 2, 1), "padding": 1}),
+    "1d transposed": (F.conv_transpose1d, (2, 3, 5), (3, 4, 3), {"stride": 2}),
+    "2d transposed": (
+        F.conv_transpose2d,
+        (2, 4, 4, 3),
+        (4, 3, 3, 2),
+        {"groups": 2, "stride": 3, "padding": 1, "dilation": 2, "output_padding": 1},
+    ),
+    "2d transposed, more output padding than stride": (
+        F.conv_transpose2d,
+        (1, 2, 3, 3),
+        (2, 3, 2, 2),
+        {"dilation": 3, "output_padding": 2},
+    ),
+}
+
+
+@pytest.fixture(params=["products", "groups"])
+def form(request, monkeypatch):
+    chosen = request.param == "products"
+    monkeypatch.setattr(conv, "product_is_faster", lambda *_, **__: chosen)
+
+
+def _case(name):
+    call, image, weight, how = CASES[name]
+    torch.manual_seed(0)
+    x = torch.randn(3, *image, dtype=torch.float64)
+    w = torch.randn(3, *weight, dtype=torch.float64)
+
+    def f(w, x):
+        return call(x, w, **how).sin().sum()
+
+    return f, w, x
+
+
+def _gradient(f):
+    def plain(w, x):
+        w = w.detach().requires_grad_()
+        return torch.autograd.grad(f(w, x), w)[0]
+
+    return plain
+
+
+@pytest.mark.usefixtures("form")
+@pytest.mark.parametrize("name", CASES)
+def test_weight_gradients(name):
+    f, w, x = _case(name)
+    for in_dims in ((None, 0), (0, 0), (0, None), (-1, 1)):
+        args = [
+            a[0] if d is None else a.movedim(0, d) for a, d in zip((w, x), in_dims, strict=True)
+        ]
+        truth = loop(_gradient(f), in_dims)(*args)
+        assert difference(vmap(grad(f), in_dims)(*args), truth) is None
+    for size in (0, 1):
+        mine = vmap(grad(f), (None, 0))(w[0], x[:size])
+        assert difference(mine, loop(_gradient(f), (None, 0))(w[0], x)[:size]) is None
+
+
+@pytest.mark.usefixtures("form")
+def test_nested_and_second_derivatives():
+    f, w, x = _case("2d, groups")
+    xs = torch.stack([x, 2 * x], 2)
+    mine = vmap(vmap(grad(f), (None, 0)), (None, 2))(w[0], xs)
+    truth = loop(loop(_gradient(f), (None, 0)), (None, 2))(w[0], xs)
+    assert difference(mine, truth) is None
+    f, w, x = _case("2d, one place")
+    mine = vmap(hessian(f), (None, 0))(w[0], x)
+    truth = torch.stack(
+        [torch.autograd.functional.hessian(lambda w, e=e: f(w, e), w[0]) for e in x]
+    )
+    assert difference(mine, truth) is None
+
+
+@pytest.mark.parametrize(
+    ("filters", "image", "products"),
+    [
+        ((8, 1, 3, 3), 28, True),  # no blocks of channels
+        ((16, 8, 3, 3), 14, False),
+        ((64, 64, 1, 1), 8, True),  # nothing is copied
+        ((64, 8, 3, 3), 8, True),  # what is copied is used often
+        ((64, 64, 3, 3), 8, False),
+        ((10, 64, 3, 3), 8, False),
+    ],
+)
+def test_the_choice_is_by_what_was_measured(filters, image, products):
+    g, x = (torch.empty(2, 1, n, image, image) for n in filters[:2])
+    how = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+    assert conv.product_is_faster(g, x, filters, how) is products
+    assert conv.product_is_faster(g.double(), x.double(), filters, how)
