@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forall._core.levels import moves
-from forall._derivatives.fused import BACKWARD, FORWARD
+from forall._derivatives.fused import FORWARD
+from forall._derivatives.pullbacks import BACKWARD
 from forall._torch.dispatch import dispatch_modes
 from forall._torch.names import TorchDispatchMode, pop_mode, push_mode
 from forall._torch.wrapper import Wrapper
@@ -22,8 +23,13 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 
-# Zero, where the product is not.
-_WRONG = frozenset({aten.scatter_reduce.two})
+_WRONG = frozenset(
+    {
+        aten.scatter_reduce.two,  # zero where the product is not
+        aten.triangular_solve.default,  # of the transposed system another triangle
+        aten.normal.Tensor_Tensor,  # of the mean's shape, though the deviation's is larger
+    }
+)
 
 # Right once. Their backwards are right at any order, so the push-forward is taken from these.
 _ONCE = frozenset(
@@ -39,8 +45,9 @@ _ONCE = frozenset(
         aten._batch_norm_with_update.default,
         aten.cudnn_batch_norm.default,
         aten.miopen_batch_norm.default,
-        # have a case of their own for zeros, with other terms missing
+        # give zeros, and rows of minus infinity, a case of their own that lacks terms
         aten.cumprod.default,
+        aten._safe_softmax.default,
         # write over what they use
         aten.linalg_householder_product.default,
         aten._linalg_eigh.default,
@@ -57,7 +64,6 @@ _IN_PLACE = frozenset(
     {
         aten._softmax.default,
         aten._log_softmax.default,
-        aten._safe_softmax.default,
         aten.logsumexp.default,
         aten.logcumsumexp.default,
         aten.linalg_vector_norm.default,

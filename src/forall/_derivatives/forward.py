@@ -45,6 +45,7 @@ from forall._torch.wrapper import READS, Wrapper, shell
 
 aten = torch.ops.aten
 _DETACH = aten.detach.default
+_AS_REAL = aten.view_as_real.default
 _LAZY_ZEROS = aten._efficientzerotensor.default
 # These write running statistics, of which no derivative is taken.
 _STATISTICS = frozenset(
@@ -220,10 +221,15 @@ class JvpLevel(Level, TorchDispatchMode):
             functional = functional_of(func) if fact.out_names else None
             if functional is not None:
                 return self._out(functional, fact, args, kwargs)
-        if func in ODD and grad and self._lacks_formula(func, args, kwargs):
+        if (func in ODD or fact.foreign) and grad and self._lacks_formula(func, args, kwargs):
             from forall._derivatives.reversed import without_formula
 
             return without_formula(func, args, kwargs, self)
+        return self._by_formula(func, fact, args, kwargs)
+
+    def _by_formula(self, func: Any, fact: Any, args: tuple, kwargs: dict) -> Any:
+        """One operator by torch's forward mode, or by its backward where that has no formula."""
+        grad = torch.is_grad_enabled()
         with (
             functions_off(),
             autograd_below(grad=grad and self.outer_grad, forward=grad),
@@ -231,6 +237,8 @@ class JvpLevel(Level, TorchDispatchMode):
             draws = taken_back() if fact.seeded else None
             try:
                 values = [self._below(a) for a in args]
+                if func is _AS_REAL:
+                    values = [v.resolve_conj() for v in values]  # a bit that the wrapper hides
                 with out_of_place(func, values):
                     out = func(*values, **{k: self._below(a) for k, a in kwargs.items()})
             except NotImplementedError:

@@ -15,7 +15,8 @@ import torch
 
 from forall._core.levels import at, deepest, graph_free, lift, outside
 from forall._derivatives import forward
-from forall._derivatives.fused import BACKWARD, FORWARD
+from forall._derivatives.fused import FORWARD, READ, refuse
+from forall._derivatives.pullbacks import BACKWARD
 from forall._derivatives.reverse import closed, gradients, leads_outside, reaching, variable
 from forall._random.scopes import resuming
 from forall._torch import generators, trees
@@ -62,6 +63,7 @@ def without_formula(func: Any, args: tuple, kwargs: dict, level: forward.JvpLeve
     with functions_off():
         if func in FORWARD:
             return _in_steps(func, args, kwargs, level)
+        refuse(func)
         if func not in BACKWARD:
             return transposed(func, args, kwargs, level)
         with autograd_below(grad=True, forward=True):
@@ -70,14 +72,17 @@ def without_formula(func: Any, args: tuple, kwargs: dict, level: forward.JvpLeve
 
 
 def _in_steps(func: Any, args: tuple, kwargs: dict, level: forward.JvpLevel) -> Any:
-    """The first result in small steps; the kernel for the others, and for what it writes."""
-    first = FORWARD[func](*args, **kwargs)
+    """The results that move in small steps; the kernel for the others, and for what it writes."""
     if len(func._schema.returns) == 1:
-        return first
+        return FORWARD[func](*args, **kwargs)
     with outside(level), autograd_below(grad=False, forward=False):
         primals, named = trees.map_tensors(lambda a: forward.unpack(a, level)[0], (args, kwargs))
-        rest = func(*primals, **named)[1:]
-    return (first, *trees.map_tensors(lambda t: forward.wrap(t, level), rest))
+        found = func(*primals, **named)
+    kernel = trees.map_tensors(lambda t: forward.wrap(t, level), found)
+    given = (kernel, *args) if func in READ else args
+    moving = FORWARD[func](*given, **kwargs)
+    moving = moving if isinstance(moving, tuple) else (moving,)
+    return (*moving, *kernel[len(moving) :])
 
 
 class _Lowered(torch.autograd.Function):

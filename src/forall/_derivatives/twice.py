@@ -12,7 +12,7 @@ import torch
 
 from forall._core.levels import graph_free
 from forall._derivatives import reverse
-from forall._derivatives.fused import NODES
+from forall._derivatives.nodes import NODES
 from forall._torch.dispatch import apply_function, functions_off
 
 if TYPE_CHECKING:
