@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from forall._core.levels import deepest, lift
 from forall._derivatives import composites, losses
 from forall._derivatives.losses import largest
 from forall._derivatives.reverse import gradients, variable
@@ -19,7 +20,8 @@ aten = torch.ops.aten
 def pulled(f: Callable, g: torch.Tensor, *xs: torch.Tensor | None) -> tuple:
     """The cotangent ``g`` of ``f``'s result, pulled back to each of ``xs``."""
     there = [i for i, x in enumerate(xs) if x is not None]
-    own = [variable(xs[i]) for i in there]
+    level = deepest((g, *(xs[i] for i in there)))
+    own = [variable(lift(xs[i], level)) for i in there]
     full: list = list(xs)
     for i, x in zip(there, own, strict=True):
         full[i] = x
@@ -47,13 +49,40 @@ def _efficient_backward(
     found = pulled(
         lambda q, k, v, b: composites.attention(q, k, v, p, causal, b, scale), g, q, k, v, bias
     )
-    return tuple(t if wanted else None for t, wanted in zip(found, mask, strict=True))
+    return _asked(found, mask)
 
 
 def _cudnn_backward(
     g, q, k, v, out, lse, seed, offset, bias, cq, ck, mq, mk, p, causal, *, scale=None
 ):
     return attention_backward(g, q, k, v, p, causal, bias, scale)
+
+
+def _layer_norm_backward(g, x, shape, mean, rstd, weight, bias, mask):
+    """What was added to the variance is known by the kernel's result."""
+    dims = list(range(-len(shape), 0))
+    eps = (rstd**-2 - x.var(dims, correction=0, keepdim=True)).detach()
+    found = pulled(
+        lambda *xs: composites.layer_norm(*xs[:1], shape, *xs[1:], eps), g, x, weight, bias
+    )
+    return _asked(found, mask)
+
+
+def _batch_norm_backward(g, x, weight, mean, var, saved, saved_var, train, eps, mask):
+    found = pulled(
+        lambda x, weight, shift: composites.batch_norm(
+            x, weight, shift, mean, var, train, 0.0, eps
+        ),
+        g,
+        x,
+        weight,
+        torch.zeros(x.shape[1], dtype=x.dtype, device=x.device),
+    )
+    return _asked(found, mask)
+
+
+def _asked(found: tuple, mask: list[bool]) -> tuple:
+    return tuple(t if wanted else None for t, wanted in zip(found, mask, strict=True))
 
 
 def _cdist_backward(g, x, y, p, dist):
@@ -132,6 +161,8 @@ BACKWARD: dict[Any, Callable] = {
     aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
     aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
     aten._scaled_dot_product_cudnn_attention_backward.default: _cudnn_backward,
+    aten.native_layer_norm_backward.default: _layer_norm_backward,
+    aten.native_batch_norm_backward.default: _batch_norm_backward,
     aten._cdist_backward.default: _cdist_backward,
     aten._pdist_backward.default: pdist_backward,
     aten.hardsigmoid_backward.default: hardsigmoid_backward,
