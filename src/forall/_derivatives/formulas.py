@@ -52,7 +52,6 @@ _ONCE = frozenset(
         aten._safe_softmax.default,
         # write over what they use
         aten.linalg_householder_product.default,
-        aten._linalg_eigh.default,
         # call what has no derivative
         aten.glu.default,
         aten.hardsigmoid.default,
@@ -61,6 +60,9 @@ _ONCE = frozenset(
         aten.linalg_eig.default,
     }
 )
+# Right at any order of forward mode; in reverse, nan from the diagonal of a quotient.
+_FORWARD = frozenset({aten._linalg_eigh.default})
+
 # Formulas that write over a power or an exponential of theirs unless tensors are of a subclass.
 _IN_PLACE = frozenset(
     {
@@ -77,11 +79,13 @@ _IN_PLACE = frozenset(
     }
 )
 # All for which `is_trusted` need be asked.
-ODD = _WRONG | _ONCE | frozenset(FORWARD) | frozenset(BACKWARD)
+ODD = _WRONG | _ONCE | _FORWARD | frozenset(FORWARD) | frozenset(BACKWARD)
 
 
 def is_trusted(func: Any, values: Iterable[Any]) -> bool:
     """Whether torch has a formula that holds for these values, as they are one level down."""
+    if func in _FORWARD:
+        return not any(isinstance(v, torch.Tensor) and v.requires_grad for v in values)
     return func in _ONCE and not any(map(_is_at_stake, values))
 
 
