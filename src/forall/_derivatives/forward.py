@@ -25,8 +25,8 @@ from forall._core.levels import (
     outside,
     second_name,
 )
+from forall._derivatives.formulas import ODD, is_trusted, out_of_place
 from forall._random.scopes import taken_back
-from forall._torch import trees
 from forall._torch.dispatch import (
     ACCUMULATION,
     AUTOGRAD,
@@ -45,6 +45,7 @@ from forall._torch.wrapper import READS, Wrapper, shell
 
 aten = torch.ops.aten
 _DETACH = aten.detach.default
+_AS_REAL = aten.view_as_real.default
 _LAZY_ZEROS = aten._efficientzerotensor.default
 # These write running statistics, of which no derivative is taken.
 _STATISTICS = frozenset(
@@ -220,25 +221,42 @@ class JvpLevel(Level, TorchDispatchMode):
             functional = functional_of(func) if fact.out_names else None
             if functional is not None:
                 return self._out(functional, fact, args, kwargs)
+        if (func in ODD or fact.foreign) and grad and self._lacks_formula(func, args, kwargs):
+            from forall._derivatives.reversed import without_formula
+
+            return without_formula(func, args, kwargs, self)
+        return self._by_formula(func, fact, args, kwargs)
+
+    def _by_formula(self, func: Any, fact: Any, args: tuple, kwargs: dict) -> Any:
+        """One operator by torch's forward mode, or by its backward where that has no formula."""
+        grad = torch.is_grad_enabled()
         with (
             functions_off(),
             autograd_below(grad=grad and self.outer_grad, forward=grad),
         ):
             draws = taken_back() if fact.seeded else None
             try:
-                out = func(
-                    *[self._below(a) for a in args],
-                    **{k: self._below(a) for k, a in kwargs.items()},
-                )
+                values = [self._below(a) for a in args]
+                if func is _AS_REAL:
+                    values = [v.resolve_conj() for v in values]  # a bit that the wrapper hides
+                with out_of_place(func, values):
+                    out = func(*values, **{k: self._below(a) for k, a in kwargs.items()})
             except NotImplementedError:
                 if not grad or fact.mutates:
                     raise
                 if draws is not None:
                     draws()
-                return self._transposed(func, args, kwargs)
+                from forall._derivatives.reversed import transposed
+
+                return transposed(func, args, kwargs, self)
             if fact.mutates:
                 return self._written(fact, args, kwargs, out)
             return self._above(out)
+
+    def _lacks_formula(self, func: Any, args: tuple, kwargs: dict) -> bool:
+        """Whether something moves for which torch's formula does not hold."""
+        given = (*args, *kwargs.values())
+        return any(map(self.moves, given)) and not is_trusted(func, map(self._below, given))
 
     def _out(self, functional: Any, fact: Any, args: tuple, kwargs: dict) -> Any:
         """Forward mode has no out= forms: compute, then copy."""
@@ -250,26 +268,6 @@ class JvpLevel(Level, TorchDispatchMode):
         for target, result in zip(targets, results, strict=True):
             self.run(aten.copy_.default, (target, result), {})
         return targets[0] if len(targets) == 1 else tuple(targets)
-
-    def _transposed(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        """Where torch has no forward formula, its backward transposed gives the tangent."""
-        from forall._derivatives.reversed import lowered
-
-        flat, spec = trees.flatten((args, kwargs))
-        places = [i for i, a in enumerate(flat) if isinstance(a, torch.Tensor) and type(a) is Dual]
-        shape: list[Any] = []
-
-        def h(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            filled = list(flat)
-            for i, t in zip(places, tensors, strict=True):
-                filled[i] = t
-            a, k = trees.unflatten(filled, spec)
-            outs, out_spec = trees.flatten(func(*a, **k))
-            shape[:] = [out_spec]
-            return tuple(outs)
-
-        outs = lowered(h, tuple(graph_free(flat[i]) for i in places), self)
-        return trees.unflatten(list(outs), shape[0])
 
     def _below(self, a: Any) -> Any:
         if type(a) is Dual:

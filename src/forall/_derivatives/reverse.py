@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -89,20 +90,36 @@ def gradients(
     """Cotangents pulled back to the inputs, zeros where nothing depends on one."""
     if cotangents is None:
         cotangents = tuple(torch.ones_like(y) for y in outputs)
+    found = reaching(
+        outputs, cotangents, inputs, retain_graph=retain_graph, create_graph=create_graph
+    )
+    return [torch.zeros_like(x) if g is None else g for g, x in zip(found, inputs, strict=True)]
+
+
+def reaching(
+    outputs: tuple[torch.Tensor, ...],
+    cotangents: tuple[Any, ...],
+    inputs: list[torch.Tensor],
+    *,
+    retain_graph: bool = True,
+    create_graph: bool = True,
+) -> list[torch.Tensor | None]:
+    """Cotangents pulled back to the inputs, None where nothing depends on one."""
+    from forall._derivatives.twice import differentiable
+
     live = [(y, c) for y, c in zip(outputs, cotangents, strict=True) if y.requires_grad]
     if not live or not inputs:
-        return [torch.zeros_like(x) for x in inputs]
-    found = run_backward(
-        tuple(y for y, _ in live),
-        tuple(c for _, c in live),
-        tuple(inputs),
-        retain_graph=retain_graph,
-        create_graph=create_graph,
-    )
-    return [
-        torch.zeros_like(x) if g is None else complete(g)  # pyright: ignore[reportReturnType]
-        for g, x in zip(found, inputs, strict=True)
-    ]
+        return [None for _ in inputs]
+    ys = tuple(y for y, _ in live)
+    with differentiable(ys) if create_graph else nullcontext():
+        found = run_backward(
+            ys,
+            tuple(c for _, c in live),
+            tuple(inputs),
+            retain_graph=retain_graph,
+            create_graph=create_graph,
+        )
+    return [complete(g) for g in found]
 
 
 def closed(results: Any, own: list[torch.Tensor], outer_grad: bool) -> Any:

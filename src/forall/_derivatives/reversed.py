@@ -9,16 +9,18 @@ Source: Townsend, "A new trick for calculating Jacobian vector products" (2017).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from forall._core.levels import at, deepest, graph_free, lift, outside
 from forall._derivatives import forward
-from forall._derivatives.reverse import closed, gradients, leads_outside, variable
+from forall._derivatives.fused import FORWARD, READ, refuse
+from forall._derivatives.pullbacks import BACKWARD
+from forall._derivatives.reverse import closed, gradients, leads_outside, reaching, variable
 from forall._random.scopes import resuming
-from forall._torch import generators
-from forall._torch.dispatch import apply_users, autograd_below
+from forall._torch import generators, trees
+from forall._torch.dispatch import apply_users, autograd_below, functions_off
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -32,6 +34,55 @@ def lowered(h: Function, args: tuple, level: forward.JvpLevel) -> tuple:
     if torch.is_grad_enabled() and any(a.requires_grad for a in args):
         return apply_users(_Lowered, h, level, *args)
     return _pushed(h, args, level)[0]
+
+
+def transposed(func: Any, args: tuple, kwargs: dict, level: forward.JvpLevel) -> Any:
+    """An operator on values of ``level``, its tangents from the backward that torch has."""
+    flat, spec = trees.flatten((args, kwargs))
+    places = [i for i, a in enumerate(flat) if type(a) is forward.Dual]
+    shape: list[Any] = []
+
+    def h(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        filled = list(flat)
+        for i, t in zip(places, tensors, strict=True):
+            filled[i] = t
+        a, k = trees.unflatten(filled, spec)
+        outs, out_spec = trees.flatten(func(*a, **k))
+        shape[:] = [out_spec]
+        return tuple(outs)
+
+    outs = lowered(h, tuple(graph_free(flat[i]) for i in places), level)
+    return trees.unflatten(list(outs), shape[0])
+
+
+def without_formula(func: Any, args: tuple, kwargs: dict, level: forward.JvpLevel) -> Any:
+    """An operator on values of ``level`` where no formula of torch's holds.
+
+    In small steps if there are any, or `transposed`.
+    """
+    with functions_off():
+        if func in FORWARD:
+            return _in_steps(func, args, kwargs, level)
+        refuse(func)
+        if func not in BACKWARD:
+            return transposed(func, args, kwargs, level)
+        with autograd_below(grad=True, forward=True):
+            found = BACKWARD[func](*args, **kwargs)
+        return trees.map_tensors(graph_free, found)
+
+
+def _in_steps(func: Any, args: tuple, kwargs: dict, level: forward.JvpLevel) -> Any:
+    """The results that move in small steps; the kernel for the others, and for what it writes."""
+    if len(func._schema.returns) == 1:
+        return FORWARD[func](*args, **kwargs)
+    with outside(level), autograd_below(grad=False, forward=False):
+        primals, named = trees.map_tensors(lambda a: forward.unpack(a, level)[0], (args, kwargs))
+        found = func(*primals, **named)
+    kernel = trees.map_tensors(lambda t: forward.wrap(t, level), found)
+    given = (kernel, *args) if func in READ else args
+    moving = FORWARD[func](*given, **kwargs)
+    moving = moving if isinstance(moving, tuple) else (moving,)
+    return (*moving, *kernel[len(moving) :])
 
 
 class _Lowered(torch.autograd.Function):
@@ -99,7 +150,8 @@ def _pushed(
         us = [torch.zeros_like(y).requires_grad_() for y in live]
         found = _transposed(live, us, [own[i] for i in moving], [pairs[i][1] for i in moving])
         # Not by an argument alone: a backward may read what it was not given.
-        keeps = level.outer_grad and leads_outside([*varying, *found], [*own.values(), *us])
+        tangents = [t for t in found if t is not None]
+        keeps = level.outer_grad and leads_outside([*varying, *tangents], [*own.values(), *us])
         pushed = iter(found)
         out, constant = [], []
         for y in ys:
@@ -120,8 +172,8 @@ def _pushed(
 
 
 def _transposed(ys: list, us: list, xs: list, ts: list) -> list:
-    """J t for outputs ``ys`` of variables ``xs``, by a variable u like each output."""
+    """J t for outputs ``ys`` of variables ``xs``, by a variable u like each; None for zeros."""
     if not ys:
         return []
     pulled = gradients(tuple(ys), tuple(us), xs)
-    return gradients(tuple(pulled), tuple(ts), us)
+    return reaching(tuple(pulled), tuple(ts), us)

@@ -18,6 +18,10 @@ class Facts(NamedTuple):
     seeded: bool
     dynamic: bool  # result shape or Python value depends on data
     names: tuple[str, ...]
+    foreign: bool  # a library's; forward mode passes these by, and its tangents come out as zeros
+
+
+_TORCHS = ("aten", "prims", "prim", "forall")
 
 
 @cache
@@ -42,6 +46,7 @@ def facts(func: Any) -> Facts:
         seeded=torch.Tag.nondeterministic_seeded in tags,
         dynamic=torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags,
         names=tuple(a.name for a in schema.arguments),
+        foreign=func.namespace not in _TORCHS and not mutates,
     )
 
 

@@ -1,0 +1,137 @@
+"""Torch's forward formulas that cannot be taken at their word, and what is done instead.
+
+A formula is run one level down, so a second derivative differentiates the formula itself. Some read
+what their operator saved (a mean, a factorisation), which has no derivative of its own: torch does
+not differentiate its forward formulas a second time, and terms would go missing without a word.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from forall._core.levels import moves
+from forall._derivatives.fused import FORWARD
+from forall._derivatives.pullbacks import BACKWARD
+from forall._torch.dispatch import dispatch_modes
+from forall._torch.names import TorchDispatchMode, pop_mode, push_mode
+from forall._torch.wrapper import Wrapper
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+aten = torch.ops.aten
+
+_WRONG = frozenset(
+    {
+        aten.scatter_reduce.two,  # zero where the product is not
+        aten.triangular_solve.default,  # of the transposed system another triangle
+        aten.normal.Tensor_Tensor,  # of the mean's shape, though the deviation's is larger
+    }
+)
+
+# Right once. Their backwards are right at any order, so the push-forward is taken from these.
+_ONCE = frozenset(
+    {
+        # read what was saved
+        aten._linalg_det.default,
+        aten._linalg_slogdet.default,
+        aten._linalg_solve_ex.default,
+        aten.native_layer_norm.default,
+        aten.native_layer_norm_backward.default,
+        aten.native_batch_norm.default,
+        aten.native_batch_norm_backward.default,
+        aten._native_batch_norm_legit.default,
+        aten._native_batch_norm_legit.no_stats,
+        aten._batch_norm_with_update.default,
+        aten.cudnn_batch_norm.default,
+        aten.miopen_batch_norm.default,
+        # give zeros, and rows of minus infinity, a case of their own that lacks terms
+        aten.cumprod.default,
+        aten._safe_softmax.default,
+        # write over what they use
+        aten.linalg_householder_product.default,
+        # call what has no derivative
+        aten.glu.default,
+        aten.hardsigmoid.default,
+        # write into zeros without memory
+        aten.aminmax.default,
+        aten.linalg_eig.default,
+    }
+)
+# Right at any order of forward mode; in reverse, nan from the diagonal of a quotient.
+_FORWARD = frozenset({aten._linalg_eigh.default})
+
+# Formulas that write over a power or an exponential of theirs unless tensors are of a subclass.
+_IN_PLACE = frozenset(
+    {
+        aten._softmax.default,
+        aten._log_softmax.default,
+        aten.logsumexp.default,
+        aten.logcumsumexp.default,
+        aten.linalg_vector_norm.default,
+        aten.norm.Scalar,
+        aten.norm.ScalarOpt_dim,
+        aten.norm.ScalarOpt_dim_dtype,
+        aten.norm.ScalarOpt_dtype,
+        aten.renorm.default,
+    }
+)
+# All for which `is_trusted` need be asked.
+ODD = _WRONG | _ONCE | _FORWARD | frozenset(FORWARD) | frozenset(BACKWARD)
+
+
+def is_trusted(func: Any, values: Iterable[Any]) -> bool:
+    """Whether torch has a formula that holds for these values, as they are one level down."""
+    if func in _FORWARD:
+        return not any(isinstance(v, torch.Tensor) and v.requires_grad for v in values)
+    return func in _ONCE and not any(map(_is_at_stake, values))
+
+
+def _is_at_stake(a: Any) -> bool:
+    """Whether a derivative further out hangs on this value."""
+    if not isinstance(a, torch.Tensor):
+        return False
+    inner = a
+    while isinstance(inner, Wrapper) and not inner.requires_grad:
+        inner = inner.value
+    return inner.requires_grad or moves(a)
+
+
+class _Nothing(TorchDispatchMode):
+    """Torch's formulas keep from writing in place while any mode is there."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+_NOTHING = _Nothing()
+
+
+class out_of_place:
+    """Let a formula keep what it computed, as autograd may have saved it.
+
+    Wrappers are of a subclass anyway, and a mode of the user's is a mode.
+    """
+
+    __slots__ = ("on",)
+
+    def __init__(self, func: Any, values: list) -> None:
+        self.on = (
+            func in _IN_PLACE
+            and not dispatch_modes()
+            and any(isinstance(v, torch.Tensor) and v.requires_grad for v in values)
+        )
+
+    def __enter__(self) -> None:
+        if self.on:
+            push_mode(_NOTHING)
+
+    def __exit__(self, *_: object) -> None:
+        if self.on:
+            pop_mode(None)

@@ -1,0 +1,99 @@
+"""Operators that are computed in small steps, where a derivative is asked for that torch lacks.
+
+Forward mode through an operator takes `FORWARD`; through its backward, `pullbacks.BACKWARD`. A
+second reverse pass through the node of its backward takes `pullbacks.NODES`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from forall._derivatives import composites, losses
+from forall._derivatives.losses import largest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+aten = torch.ops.aten
+
+
+def _efficient(q, k, v, bias, compute_log_sumexp, dropout_p=0.0, is_causal=False, *, scale=None):
+    return composites.attention(q, k, v, dropout_p, is_causal, bias, scale)
+
+
+def _cudnn(q, k, v, bias, compute_log_sumexp, dropout_p=0.0, is_causal=False, debug=False, **kw):
+    return composites.attention(q, k, v, dropout_p, is_causal, bias, **kw)
+
+
+def _flash(q, k, v, dropout_p=0.0, is_causal=False, debug=False, *, scale=None):
+    return composites.attention(q, k, v, dropout_p, is_causal, None, scale)
+
+
+def _for_cpu(q, k, v, dropout_p=0.0, is_causal=False, *, attn_mask=None, scale=None):
+    return composites.attention(q, k, v, dropout_p, is_causal, attn_mask, scale)
+
+
+def _batch_norm_with_update(x, weight, bias, mean, var, momentum, eps):
+    return composites.batch_norm(x, weight, bias, mean, var, True, momentum, eps)
+
+
+def _batch_norm_no_stats(x, weight, bias, training, momentum, eps):
+    return composites.batch_norm(x, weight, bias, None, None, training, momentum, eps)
+
+
+def _embedding_bag(
+    kernel,
+    weight,
+    indices,
+    offsets,
+    scaled=False,
+    mode=0,
+    sparse=False,
+    own=None,
+    last=False,
+    padding=-1,
+):
+    out, _, size, rows = kernel
+    rows = largest(size, rows) if mode == losses.MAX else None
+    return losses.bags(weight, own, indices, offsets, mode, padding, len(out), rows)
+
+
+# These read what the kernel found.
+READ = frozenset({aten._embedding_bag.default, aten._embedding_bag_forward_only.default})
+
+# The first result, or several; what an operator returns beside it comes from its kernel.
+FORWARD: dict[Any, Callable] = {
+    aten._scaled_dot_product_flash_attention_for_cpu.default: _for_cpu,
+    aten._scaled_dot_product_flash_attention.default: _flash,
+    aten._scaled_dot_product_efficient_attention.default: _efficient,
+    aten._scaled_dot_product_cudnn_attention.default: _cudnn,
+    aten.hardsigmoid.default: composites.hardsigmoid,
+    aten.aminmax.default: composites.aminmax,
+    aten._cdist_forward.default: composites.cdist,
+    aten._pdist_forward.default: composites.pdist,
+    aten.multi_margin_loss.default: losses.multi_margin_loss,
+    aten.multilabel_margin_loss_forward.default: losses.multilabel_margin_loss,
+    aten._ctc_loss.default: losses.ctc_loss,
+    aten._ctc_loss.Tensor: losses.ctc_loss,
+    aten.segment_reduce.default: losses.segment_reduce,
+    **dict.fromkeys(READ, _embedding_bag),
+    aten.native_layer_norm.default: composites.layer_norm,
+    aten.native_batch_norm.default: composites.batch_norm,
+    aten._native_batch_norm_legit.default: composites.batch_norm,
+    aten._native_batch_norm_legit.no_stats: _batch_norm_no_stats,
+    aten._batch_norm_with_update.default: _batch_norm_with_update,
+    aten.cudnn_batch_norm.default: composites.batch_norm,
+    aten.miopen_batch_norm.default: composites.batch_norm,
+}
+
+
+def refuse(func: Any) -> None:
+    """What computes its gradients beforehand, and only for tensors that require grad."""
+    if func.namespace == "torch_nn":
+        raise NotImplementedError(
+            f"jvp: {func} has no forward mode: in chunks, the loss finds its gradients "
+            "while it is computed, and only for backward().\n"
+            "Use linear_cross_entropy(..., options=None)."
+        )

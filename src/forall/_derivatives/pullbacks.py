@@ -1,0 +1,176 @@
+"""Backward operators that torch does not differentiate, as pull-backs of the small steps."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from forall._core.levels import deepest, lift
+from forall._derivatives import composites, losses
+from forall._derivatives.losses import largest
+from forall._derivatives.reverse import gradients, variable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+aten = torch.ops.aten
+
+
+def pulled(f: Callable, g: torch.Tensor, *xs: torch.Tensor | None) -> tuple:
+    """The cotangent ``g`` of ``f``'s result, pulled back to each of ``xs``."""
+    there = [i for i, x in enumerate(xs) if x is not None]
+    level = deepest((g, *(xs[i] for i in there)))
+    own = [variable(lift(xs[i], level)) for i in there]
+    full: list = list(xs)
+    for i, x in zip(there, own, strict=True):
+        full[i] = x
+    found = dict(zip(there, gradients((f(*full),), (g,), own), strict=True))
+    return tuple(found.get(i) for i in range(len(xs)))
+
+
+def attention_backward(
+    g, q, k, v, p: float, causal: bool, mask: Any = None, scale: float | None = None
+) -> tuple:
+    return pulled(lambda *qkv: composites.attention(*qkv, p, causal, mask, scale), g, q, k, v)
+
+
+def _for_cpu_backward(g, q, k, v, out, lse, p, causal, *, attn_mask=None, scale=None):
+    return attention_backward(g, q, k, v, p, causal, attn_mask, scale)
+
+
+def _flash_backward(g, q, k, v, out, lse, cq, ck, mq, mk, p, causal, seed, offset, *, scale=None):
+    return attention_backward(g, q, k, v, p, causal, None, scale)
+
+
+def _efficient_backward(
+    g, q, k, v, bias, out, lse, seed, offset, p, mask, causal=False, *, scale=None
+):
+    found = pulled(
+        lambda q, k, v, b: composites.attention(q, k, v, p, causal, b, scale), g, q, k, v, bias
+    )
+    return _asked(found, mask)
+
+
+def _cudnn_backward(
+    g, q, k, v, out, lse, seed, offset, bias, cq, ck, mq, mk, p, causal, *, scale=None
+):
+    return attention_backward(g, q, k, v, p, causal, bias, scale)
+
+
+def _layer_norm_backward(g, x, shape, mean, rstd, weight, bias, mask):
+    """What was added to the variance is known by the kernel's result."""
+    dims = list(range(-len(shape), 0))
+    eps = (rstd**-2 - x.var(dims, correction=0, keepdim=True)).detach()
+    found = pulled(
+        lambda *xs: composites.layer_norm(*xs[:1], shape, *xs[1:], eps), g, x, weight, bias
+    )
+    return _asked(found, mask)
+
+
+def _batch_norm_backward(g, x, weight, mean, var, saved, saved_var, train, eps, mask):
+    found = pulled(
+        lambda x, weight, shift: composites.batch_norm(
+            x, weight, shift, mean, var, train, 0.0, eps
+        ),
+        g,
+        x,
+        weight,
+        torch.zeros(x.shape[1], dtype=x.dtype, device=x.device),
+    )
+    return _asked(found, mask)
+
+
+def _asked(found: tuple, mask: list[bool]) -> tuple:
+    return tuple(t if wanted else None for t, wanted in zip(found, mask, strict=True))
+
+
+def _cdist_backward(g, x, y, p, dist):
+    return pulled(lambda x: composites.cdist(x, y, p), g, x)[0]
+
+
+def pdist_backward(g, x, p, dist):
+    return pulled(lambda x: composites.pdist(x, p), g, x)[0]
+
+
+def hardsigmoid_backward(g, x):
+    return torch.where((x > -3) & (x < 3), g / 6, 0)
+
+
+def multi_margin_backward(g, x, target, p, margin, weight=None, reduction=1):
+    return pulled(
+        lambda x: losses.multi_margin_loss(x, target, p, margin, weight, reduction), g, x
+    )[0]
+
+
+def multilabel_margin_backward(g, x, target, reduction, is_target):
+    return pulled(lambda x: losses.multilabel_margin_loss(x, target, reduction), g, x)[0]
+
+
+def ctc_backward(g, log_probs, targets, times, sizes, nll, alpha, blank, zero_infinity=False):
+    """With what vanishes where ``log_probs`` come from a softmax, as the kernel has it."""
+    (found,) = pulled(
+        lambda x: losses.ctc_loss(x, targets, times, sizes, blank, zero_infinity), g, log_probs
+    )
+    steps = torch.arange(len(log_probs), device=log_probs.device).unsqueeze(1)
+    runs = steps < torch.as_tensor(times, device=log_probs.device)
+    if zero_infinity:
+        runs = runs & (nll != torch.inf)
+    return found + log_probs.exp() * (g * runs).unsqueeze(2)
+
+
+def segment_backward(g, out, data, reduce, *, lengths=None, offsets=None, axis=0, initial=None):
+    return pulled(
+        lambda x: losses.segment_reduce(x, reduce, lengths, None, offsets, axis, initial=initial),
+        g,
+        data,
+    )[0]
+
+
+def bags_of(g, indices, offsets, size, rows, mode, padding) -> Callable:
+    first = largest(size, rows) if mode == losses.MAX else None
+    return lambda weight, own: losses.bags(
+        weight, own, indices, offsets, mode, padding, g.shape[0], first
+    )
+
+
+def refuse_scaled(scaled: bool) -> None:
+    if scaled:
+        raise NotImplementedError(
+            "embedding_bag: scale_grad_by_freq=True makes the gradient another than the "
+            "derivative, which has no derivative of its own.\nUse scale_grad_by_freq=False."
+        )
+
+
+def _embedding_bag_backward(
+    g, indices, offsets, bag, size, rows, n, scaled, mode, sparse, own, padding=-1
+):
+    refuse_scaled(scaled)
+    weight = torch.zeros(n, g.shape[1], dtype=g.dtype, device=g.device)
+    f = bags_of(g, indices, offsets, size, rows, mode, padding)
+    return pulled(lambda w: f(w, own), g, weight)[0]
+
+
+def _own_weights_backward(g, weight, indices, offsets, bag, mode, padding=-1):
+    f = bags_of(g, indices, offsets, None, None, mode, padding)
+    return pulled(lambda own: f(weight, own), g, torch.ones_like(indices, dtype=g.dtype))[0]
+
+
+BACKWARD: dict[Any, Callable] = {
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _for_cpu_backward,
+    aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
+    aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
+    aten._scaled_dot_product_cudnn_attention_backward.default: _cudnn_backward,
+    aten.native_layer_norm_backward.default: _layer_norm_backward,
+    aten.native_batch_norm_backward.default: _batch_norm_backward,
+    aten._cdist_backward.default: _cdist_backward,
+    aten._pdist_backward.default: pdist_backward,
+    aten.hardsigmoid_backward.default: hardsigmoid_backward,
+    aten.multi_margin_loss_backward.default: multi_margin_backward,
+    aten.multilabel_margin_loss_backward.default: multilabel_margin_backward,
+    aten._ctc_loss_backward.default: ctc_backward,
+    aten._ctc_loss_backward.Tensor: ctc_backward,
+    aten._segment_reduce_backward.default: segment_backward,
+    aten._embedding_bag_backward.default: _embedding_bag_backward,
+    aten._embedding_bag_per_sample_weights_backward.default: _own_weights_backward,
+}

@@ -1,0 +1,87 @@
+"""A second reverse pass through a backward whose kernel torch does not differentiate.
+
+The numbers stay the kernel's. The history that torch puts on them says that there is no derivative;
+a hook on the node puts another in its place, the pull-back in small steps, computed if it is asked.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from forall._core.levels import graph_free
+from forall._derivatives import reverse
+from forall._derivatives.nodes import NODES
+from forall._torch.dispatch import apply_function, functions_off
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+
+class differentiable:
+    """While a pass runs that is to be differentiated, nodes of its graph in `NODES` can be."""
+
+    __slots__ = ("handles",)
+
+    def __init__(self, outputs: Iterable[torch.Tensor]) -> None:
+        self.handles = [
+            node.register_hook(_Hook(node))
+            for node in reverse.nodes(outputs)
+            if type(node).__name__ in NODES
+        ]
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+
+class _Hook:
+    __slots__ = ("node",)
+
+    def __init__(self, node: Any) -> None:
+        self.node = node
+
+    def __call__(self, found: tuple, cotangents: tuple) -> tuple | None:
+        if not any(t is not None and t.requires_grad for t in found):
+            return None
+        pull, tensors = NODES[type(self.node).__name__](self.node)
+        wanted = [i for i, t in enumerate(found) if t is not None]
+        numbers = [graph_free(found[i]) for i in wanted]
+        new = apply_function(_Twice, pull, wanted, len(tensors), *numbers, cotangents[0], *tensors)
+        out = list(found)
+        for i, t in zip(wanted, new, strict=True):
+            out[i] = t
+        return tuple(out)
+
+
+class _Twice(torch.autograd.Function):
+    """Gradients that a kernel found, with the history of ``pull`` at the cotangent and tensors."""
+
+    @staticmethod
+    def forward(ctx, pull: Callable, wanted: list[int], n: int, *rest):
+        ctx.pull, ctx.wanted = pull, wanted
+        ctx.save_for_backward(*rest[len(wanted) :])
+        return tuple(map(graph_free, rest[: len(wanted)]))
+
+    @staticmethod
+    def backward(ctx, *cotangents):
+        k = len(ctx.wanted)
+        asked = [i for i, need in enumerate(ctx.needs_input_grad[3 + k :]) if need]
+        again = torch.is_grad_enabled()
+        with torch.enable_grad(), functions_off():
+            given = list(ctx.saved_tensors)
+            own = [reverse.variable(given[i]) for i in asked]
+            for i, x in zip(asked, own, strict=True):
+                given[i] = x
+            pulled = ctx.pull(*given)
+            found = reverse.gradients(
+                tuple(pulled[i] for i in ctx.wanted), cotangents, own, create_graph=again
+            )
+        out: list[Any] = [None] * (len(ctx.needs_input_grad))
+        for i, g in zip(asked, found, strict=True):
+            out[3 + k + i] = g
+        return tuple(out)

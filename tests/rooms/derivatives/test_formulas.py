@@ -1,0 +1,115 @@
+"""Forward mode where torch's formula is missing, or lacks terms once it is differentiated."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from forall import PerformanceWarning, grad, hessian, jvp, linearize, vmap
+
+D = torch.float64
+
+
+@torch.library.custom_op("forall_tests::wave", mutates_args=())
+def wave(x: torch.Tensor) -> torch.Tensor:
+    return x.sin()
+
+
+wave.register_autograd(
+    lambda ctx, g: g * ctx.saved_tensors[0].cos(),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0]),
+)
+
+
+def test_a_librarys_operator_has_the_tangent_of_its_backward():
+    x, u = torch.linspace(-1, 1, 4, dtype=D), torch.linspace(1, 2, 4, dtype=D)
+    torch.testing.assert_close(jvp(wave, (x,), (u,)), (x.sin(), x.cos() * u))
+    twice = jvp(lambda x: jvp(wave, (x,), (u,))[1], (x,), (u,))[1]
+    torch.testing.assert_close(twice, -x.sin() * u * u)
+    with pytest.warns(PerformanceWarning):
+        mapped = vmap(lambda x: jvp(wave, (x,), (u[0],))[1])(x)
+    torch.testing.assert_close(mapped, x.cos() * u[0])
+
+
+def test_a_product_scattered_moves():
+    x, src = torch.tensor([2.0, 3.0], dtype=D), torch.tensor([5.0, 7.0, 11.0], dtype=D)
+    where = torch.tensor([0, 1, 0])
+    t = jvp(lambda s: x.scatter_reduce(0, where, s, "prod"), (src,), (torch.ones(3, dtype=D),))[1]
+    torch.testing.assert_close(t, torch.tensor([2.0 * (5 + 11), 3.0], dtype=D))
+
+
+def by_hand(x):
+    x = x - x.mean(-1, keepdim=True)
+    return x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+
+
+def norms():
+    return {
+        "layer": lambda x: F.layer_norm(x, (3,)),
+        "batch": lambda x: F.batch_norm(x.T, None, None, training=True).T,
+    }
+
+
+THIRD = {
+    "forward, forward, forward": lambda f, x: jvp(
+        lambda x: jvp(lambda x: jvp(f, (x,), (x.sin(),))[1], (x,), (x.cos(),))[1], (x,), (x,)
+    )[1],
+    "forward, forward, reverse": lambda f, x: jvp(
+        lambda x: jvp(grad(f), (x,), (x.cos(),))[1], (x,), (x,)
+    )[1],
+    "reverse, forward, reverse": lambda f, x: grad(lambda x: hessian(f)(x).sin().sum())(x),
+}
+
+
+@pytest.mark.parametrize("way", THIRD)
+@pytest.mark.parametrize("name", norms())
+def test_third_derivatives_of_a_norm(name, way):
+    x = torch.linspace(0, 1, 6, dtype=D).square().reshape(2, 3)
+    norm = norms()[name]
+    found = THIRD[way](lambda x: norm(x).sin().sum(), x)
+    torch.testing.assert_close(found, THIRD[way](lambda x: by_hand(x).sin().sum(), x))
+
+
+def test_running_statistics_are_written_once():
+    x = torch.linspace(0, 1, 8, dtype=D).square().reshape(4, 2)
+    m, truth = (torch.nn.BatchNorm1d(2, dtype=D) for _ in range(2))
+    truth(x)
+    jvp(lambda x: jvp(m, (x,), (x,))[1], (x,), (x,))
+    torch.testing.assert_close(m.state_dict(), truth.state_dict())
+
+
+def test_softmax_in_reverse_over_forward():
+    x, u = torch.linspace(0, 1, 6, dtype=D).reshape(2, 3), torch.ones(2, 3, dtype=D).cumsum(1)
+    for f in (lambda x: x.softmax(1), lambda x: x.log_softmax(1), lambda x: x.logsumexp(1)):
+        found = grad(lambda x, f=f: jvp(f, (x,), (u,))[1].square().sum())(x)
+        hand = grad(lambda x, f=f: linearize(f, x)[1](u).square().sum())(x)
+        torch.testing.assert_close(found, hand)
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_the_gradient_of_a_penalty_goes_through_attention(mapped):
+    x = torch.linspace(-1, 1, 48, dtype=D).reshape(2, 1, 2, 3, 4).sin()
+    w = torch.linspace(0, 1, 16, dtype=D).reshape(4, 4).cos().requires_grad_()
+
+    def penalty(x):
+        def f(x):
+            return F.scaled_dot_product_attention(x @ w, x, x.cos()).sin().sum()
+
+        each = vmap(grad(f))(x) if mapped else torch.stack([grad(f)(one) for one in x])
+        return each.square().sum()
+
+    (found,) = torch.autograd.grad(penalty(x), w)
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        (truth,) = torch.autograd.grad(penalty(x), w)
+    torch.testing.assert_close(found, truth)
+
+
+def test_a_loss_in_chunks_has_no_forward_mode():
+    options = torch.nn.LinearCrossEntropyOptions()
+    x, w = torch.ones(3, 2, dtype=D), torch.ones(4, 2, dtype=D)
+    target = torch.tensor([0, 1, 3])
+
+    def f(x):
+        return F.linear_cross_entropy(x, w, target, options=options)
+
+    with pytest.raises(NotImplementedError, match="options=None"):
+        jvp(f, (x,), (x,))
