@@ -47,6 +47,10 @@ pop_mode = torch._C._pop_torch_dispatch_stack
 attach_tangent = torch._VF._make_dual
 split_tangent = torch._VF._unpack_dual
 
+# What packs sequences of several lengths, and pads them again; both read lengths from memory.
+pack_padded = torch._VF._pack_padded_sequence
+pad_packed = torch._VF._pad_packed_sequence
+
 # The node that full backward hooks of modules hang on.
 BACKWARD_HOOK = torch.nn.modules._functions.BackwardHookFunction
 

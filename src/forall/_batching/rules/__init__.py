@@ -22,6 +22,8 @@ from forall._batching.rules import (
     pool,
     random,
     random_out,
+    recurrent,
+    recurrent_layer,
     reduce,
     reseat,
     scan,
