@@ -303,13 +303,15 @@ class Mapping(NamedTuple):
         leaves, size = self.entering.leaves, self.entering.size
         if chunk == size:
             return self.run()
-        drawn = generators.states(leaves) if self.draws.flag == "same" else None
+        same = self.draws.flag == "same"
+        drawn = generators.states(leaves) if same else {}
         parts = []
         for start in range(0, size, chunk):
-            if drawn is not None and start:
+            if same and start:
                 generators.restore(drawn)  # the same for all examples, not only for a chunk of them
             numbers = range(start, min(start + chunk, size))
-            out = self.some(numbers).run()
+            with generators.noting(drawn):
+                out = self.some(numbers).run()
             parts.append((numbers, *trees.flatten(out)))
         flat, spec = joined(self.places, parts)
         return trees.unflatten(flat, spec)
