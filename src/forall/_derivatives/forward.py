@@ -27,15 +27,18 @@ from forall._core.levels import (
 )
 from forall._random.scopes import taken_back
 from forall._torch import trees
+from forall._torch.custom import has_backward_alone
 from forall._torch.dispatch import (
     ACCUMULATION,
     AUTOGRAD,
     accumulating_on,
     apply_function,
     autograd_below,
+    below_autograd,
     functions_off,
     is_excluded,
     is_forward_enabled,
+    no_dispatch,
     plain_zeros,
     set_forward_enabled,
 )
@@ -213,6 +216,8 @@ class JvpLevel(Level, TorchDispatchMode):
         if func is _LAZY_ZEROS:
             return plain_zeros(*args, **kwargs)
         if func in _ALIASES:
+            if _is_sparse(args[0]) and type(args[0]) is not Dual:
+                return _constant(args[0])
             func, args = aten.alias.default, args[:1]
         grad = torch.is_grad_enabled()
         if fact.mutates:
@@ -220,6 +225,11 @@ class JvpLevel(Level, TorchDispatchMode):
             functional = functional_of(func) if fact.out_names else None
             if functional is not None:
                 return self._out(functional, fact, args, kwargs)
+        elif (
+            grad and has_backward_alone(func) and any(map(self.moves, trees.leaves((args, kwargs))))
+        ):
+            with functions_off():
+                return self._transposed(func, args, kwargs)
         with (
             functions_off(),
             autograd_below(grad=grad and self.outer_grad, forward=grad),
@@ -238,6 +248,8 @@ class JvpLevel(Level, TorchDispatchMode):
                 return self._transposed(func, args, kwargs)
             if fact.mutates:
                 return self._written(fact, args, kwargs, out)
+            if _is_sparse(out) and not any(type(a) is Dual for a in args):
+                return _constant(out)
             return self._above(out)
 
     def _out(self, functional: Any, fact: Any, args: tuple, kwargs: dict) -> Any:
@@ -306,6 +318,21 @@ class JvpLevel(Level, TorchDispatchMode):
         if isinstance(out, (list, tuple)):
             return type(out)(known[id(o)] if id(o) in known else self._above(o) for o in out)
         return known[id(out)] if id(out) in known else self._above(out)
+
+
+_SPARSE = frozenset({torch.sparse_coo, torch.sparse_csr, torch.sparse_csc})
+
+
+def _constant(t: torch.Tensor) -> torch.Tensor:
+    """A second name, which may be a view's, of a tensor that no wrapper can stand for."""
+    if isinstance(t, Wrapper):
+        return second_name(t)
+    with no_dispatch(), below_autograd():
+        return t.detach()
+
+
+def _is_sparse(out: Any) -> bool:
+    return isinstance(out, torch.Tensor) and out.layout in _SPARSE
 
 
 def _look_like_value(target: torch.Tensor) -> None:

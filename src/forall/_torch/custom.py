@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch._library.custom_ops import OPDEFS, CustomOpDef
 
+from forall._torch.names import DispatchKey, has_kernel
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -32,6 +34,21 @@ def overloads(op: Any) -> list | None:
 def definition(func: Any) -> CustomOpDef | None:
     """The custom_op behind an overload, if there is one."""
     return OPDEFS.get(f"{func.namespace}::{func.overloadpacket.__name__}")
+
+
+def has_backward_alone(func: Any) -> bool:
+    """Whether autograd's formula for an operator is a library's, which gives no tangents.
+
+    Where none requires grad, torch then runs the operator below autograd, and a tangent is lost.
+    """
+    return (
+        func.namespace not in _TORCHS
+        and has_kernel(func.name(), DispatchKey.Autograd)
+        and not has_kernel(func.name(), DispatchKey.CompositeImplicitAutograd)
+    )
+
+
+_TORCHS = frozenset({"aten", "prims", "prim", "quantized", "mkldnn"})
 
 
 def vmap_rule(op: CustomOpDef) -> Callable | None:

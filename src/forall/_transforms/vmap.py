@@ -15,6 +15,7 @@ from forall._batching.drawing import Draws
 from forall._batching.interpreter import VmapLevel, running
 from forall._batching.ledger import memory
 from forall._batching.questions import Limit, heard_by
+from forall._batching.sparse import of_coordinates
 from forall._core.errors import Call
 from forall._core.levels import top
 from forall._core.places import Origin, users_line
@@ -277,7 +278,7 @@ class Mapping(NamedTuple):
             if dim is not None:
                 leaf = entering.leaves[i]
                 level.ledger.arguments.append(leaf)
-                entered[i] = border.enter(leaf, dim, level)
+                entered[i] = border.enter(of_coordinates(leaf), dim, level)
                 if type(leaf) is not torch.Tensor:
                     entered[i].of_kind(_kind_of_one(leaf, dim))
         args, kwargs = entering.unflatten(entered)

@@ -31,6 +31,7 @@ from forall._batching.rules import (
     shape,
     softmax,
     sort,
+    sparse,
     special,
     statistics,
     views,
