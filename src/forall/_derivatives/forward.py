@@ -225,32 +225,32 @@ class JvpLevel(Level, TorchDispatchMode):
             functional = functional_of(func) if fact.out_names else None
             if functional is not None:
                 return self._out(functional, fact, args, kwargs)
-        elif (
-            grad and has_backward_alone(func) and any(map(self.moves, trees.leaves((args, kwargs))))
-        ):
+        library = grad and not fact.mutates and has_backward_alone(func)
+        if library and any(map(self.moves, trees.leaves((args, kwargs)))):
             with functions_off():
                 return self._transposed(func, args, kwargs)
-        with (
-            functions_off(),
-            autograd_below(grad=grad and self.outer_grad, forward=grad),
-        ):
-            draws = taken_back() if fact.seeded else None
-            try:
-                out = func(
-                    *[self._below(a) for a in args],
-                    **{k: self._below(a) for k, a in kwargs.items()},
-                )
-            except NotImplementedError:
-                if not grad or fact.mutates:
-                    raise
-                if draws is not None:
-                    draws()
-                return self._transposed(func, args, kwargs)
-            if fact.mutates:
-                return self._written(fact, args, kwargs, out)
-            if _is_sparse(out) and not any(type(a) is Dual for a in args):
-                return _constant(out)
-            return self._above(out)
+        with functions_off(), autograd_below(grad=grad and self.outer_grad, forward=grad):
+            return self._pushed(func, fact, args, kwargs, grad)
+
+    def _pushed(self, func: Any, fact: Any, args: tuple, kwargs: dict, grad: bool) -> Any:
+        """The operator one level down, by torch's forward formula or by its backward."""
+        draws = taken_back() if fact.seeded else None
+        try:
+            out = func(
+                *[self._below(a) for a in args],
+                **{k: self._below(a) for k, a in kwargs.items()},
+            )
+        except NotImplementedError:
+            if not grad or fact.mutates:
+                raise
+            if draws is not None:
+                draws()
+            return self._transposed(func, args, kwargs)
+        if fact.mutates:
+            return self._written(fact, args, kwargs, out)
+        if _is_sparse(out) and not any(type(a) is Dual for a in args):
+            return _constant(out)  # that no wrapper can stand for
+        return self._above(out)
 
     def _out(self, functional: Any, fact: Any, args: tuple, kwargs: dict) -> Any:
         """Forward mode has no out= forms: compute, then copy."""
