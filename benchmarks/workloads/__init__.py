@@ -3,6 +3,7 @@
 from . import pointwise  # noqa: F401, I001
 from . import per_example  # noqa: F401
 from . import attention  # noqa: F401
+from . import recurrent  # noqa: F401
 from . import ensembles  # noqa: F401
 from . import jacobians  # noqa: F401
 from . import hessians  # noqa: F401

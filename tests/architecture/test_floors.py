@@ -9,6 +9,7 @@ FLOORS = {
     "_torch": 0,
     "_source": 0,
     "_core": 1,
+    "_programs": 2,
     "_random": 2,
     "_batching": 3,
     "_derivatives": 3,

@@ -20,6 +20,7 @@ from forall._torch import trees
 from forall._torch.dispatch import functions_off, no_dispatch
 from forall._torch.names import subclass_functions_off
 from forall._torch.wrapper import READS, Wrapper, make_wrapper
+from forall._torch.wrapper import strides as strides_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -136,7 +137,7 @@ def without_ended(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
 
 def wrap(value: torch.Tensor, axis: int | None, level: Level) -> Batched:
     """A new tensor of ``level``, with its value's strides so that autograd's views fit."""
-    shape, strides = value.shape, value.stride()
+    shape, strides = value.shape, strides_of(value)
     if axis is not None:
         if axis == 0:
             shape, strides = shape[1:], strides[1:]

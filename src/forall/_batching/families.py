@@ -348,7 +348,15 @@ def restacked(outs: list) -> Any:
     """The results of all examples as stacks."""
     head = outs[0]
     if isinstance(head, Tensor):
+        if head.layout not in _STACKABLE:
+            raise NotImplementedError(
+                f"vmap: each example has a tensor of layout {head.layout}, which cannot be "
+                "stacked.\nMake it dense (.to_dense()) or of coordinates (.to_sparse_coo())."
+            )
         return torch.stack(outs)
     if isinstance(head, (list, tuple)):
         return type(head)(restacked(list(c)) for c in zip(*outs, strict=True))
     return head
+
+
+_STACKABLE = (torch.strided, torch.sparse_coo)

@@ -11,7 +11,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from forall._batching import border, failing, families, table, writing
+from forall._batching import border, failing, families, sparse, table, writing
 from forall._batching.arrays import by_numpy
 from forall._batching.batched import Batched, without_ended, wrap
 from forall._batching.families import alike, lower, wrapped
@@ -180,7 +180,17 @@ class VmapLevel(Level, TorchDispatchMode):
                     return level.meet(func, args, kwargs or {})
                 return level._run(func, args, kwargs or {}, handler, found)
         except Exception as error:
+            if sparse.can_run_apart(func, args, kwargs or {}):
+                return level._run_apart(func, args, kwargs or {})
             explain(error, level, func, args, kwargs or {})
+            raise
+
+    def _run_apart(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        try:
+            with functions_off():
+                return sparse.apart(self, func, args, kwargs)
+        except Exception as error:
+            explain(error, self, func, args, kwargs)
             raise
 
     def run(self, func: Any, args: tuple, kwargs: dict) -> Any:
@@ -327,6 +337,8 @@ def run_shared(level: VmapLevel, func: Any, args: tuple, kwargs: dict) -> Any:
         out = func(*plain, **{k: lower(a, level) for k, a in kwargs.items()})
     else:
         out = func(*plain)
+    if sparse.stands_for_itself(out, args):
+        return sparse.constant(out)
     if fact.view and isinstance(args[0], Batched) and args[0].level is level:
         return families.views_of(args[0], func, args[1:], kwargs, out)
     out = wrapped(out, None, level)

@@ -152,25 +152,11 @@ def _are_dims(a: Any) -> bool:
 
 
 def _by_rule(rule: Any, func: Any, args: tuple, kwargs: dict, level: Any) -> Any:
-    mapped = False
     met = []
-    for a in (*args, *kwargs.values()) if kwargs else args:
-        kind = type(a)
-        if kind is Batched:
-            v = a.value
-            if a.level is not level or a.requires_grad or type(v) not in _PLAIN or v.requires_grad:
-                return None
-            if a.axis is not None:
-                mapped = True
-            elif a.older:
-                met.append(a)
-        elif kind in _PLAIN:
-            if a.requires_grad:
-                return None
-            met.append(a)
-        elif kind not in _WORDS and not _are_dims(a):
-            return None
-    if not mapped or "out" in kwargs or in_torch_func() or is_autocast() or function_modes():
+    given = (*args, *kwargs.values()) if kwargs else args
+    if not _mapped(given, level, torch.is_grad_enabled(), met):
+        return None
+    if "out" in kwargs or in_torch_func() or is_autocast() or function_modes():
         return None
     try:
         with functions_off(), no_dispatch(), below_autograd():
@@ -180,3 +166,37 @@ def _by_rule(rule: Any, func: Any, args: tuple, kwargs: dict, level: Any) -> Any
     except Exception:  # noqa: BLE001 - the long way tells what is wrong, and for which example
         return None
     return None if out is NotImplemented else out
+
+
+def _mapped(given: Any, level: Any, recording: bool, met: list) -> bool | None:
+    """Whether any differs between the examples; None where a rule cannot take them all.
+
+    The older ones that all examples share are added to ``met``.
+    """
+    mapped = False
+    for a in given:
+        kind = type(a)
+        if kind is Batched:
+            v = a.value
+            if a.level is not level or type(v) not in _PLAIN:
+                return None
+            if recording and (a.requires_grad or v.requires_grad):
+                return None
+            if a.axis is not None:
+                mapped = True
+            elif a.older:
+                met.append(a)
+        elif kind in _PLAIN:
+            if recording and a.requires_grad:
+                return None
+            met.append(a)
+        elif kind in _WORDS or _are_dims(a):
+            continue
+        elif kind is not tuple and kind is not list:
+            return None
+        else:
+            inside = _mapped(a, level, recording, met)
+            if inside is None:
+                return None
+            mapped |= inside
+    return mapped

@@ -33,9 +33,11 @@ from forall._torch.dispatch import (
     accumulating_on,
     apply_function,
     autograd_below,
+    below_autograd,
     functions_off,
     is_excluded,
     is_forward_enabled,
+    no_dispatch,
     plain_zeros,
     set_forward_enabled,
 )
@@ -214,6 +216,8 @@ class JvpLevel(Level, TorchDispatchMode):
         if func is _LAZY_ZEROS:
             return plain_zeros(*args, **kwargs)
         if func in _ALIASES:
+            if _is_sparse(args[0]) and type(args[0]) is not Dual:
+                return _constant(args[0])
             func, args = aten.alias.default, args[:1]
         grad = torch.is_grad_enabled()
         if fact.mutates:
@@ -251,6 +255,8 @@ class JvpLevel(Level, TorchDispatchMode):
                 return transposed(func, args, kwargs, self)
             if fact.mutates:
                 return self._written(fact, args, kwargs, out)
+            if _is_sparse(out) and not any(type(a) is Dual for a in args):
+                return _constant(out)  # that no wrapper can stand for
             return self._above(out)
 
     def _lacks_formula(self, func: Any, args: tuple, kwargs: dict) -> bool:
@@ -304,6 +310,21 @@ class JvpLevel(Level, TorchDispatchMode):
         if isinstance(out, (list, tuple)):
             return type(out)(known[id(o)] if id(o) in known else self._above(o) for o in out)
         return known[id(out)] if id(out) in known else self._above(out)
+
+
+_SPARSE = frozenset({torch.sparse_coo, torch.sparse_csr, torch.sparse_csc})
+
+
+def _constant(t: torch.Tensor) -> torch.Tensor:
+    """A second name, which may be a view's, of a tensor that no wrapper can stand for."""
+    if isinstance(t, Wrapper):
+        return second_name(t)
+    with no_dispatch(), below_autograd():
+        return t.detach()
+
+
+def _is_sparse(out: Any) -> bool:
+    return isinstance(out, torch.Tensor) and out.layout in _SPARSE
 
 
 def _look_like_value(target: torch.Tensor) -> None:

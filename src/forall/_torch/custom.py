@@ -34,6 +34,9 @@ def definition(func: Any) -> CustomOpDef | None:
     return OPDEFS.get(f"{func.namespace}::{func.overloadpacket.__name__}")
 
 
+_TORCHS = frozenset({"aten", "prims", "prim", "quantized", "mkldnn"})
+
+
 def vmap_rule(op: CustomOpDef) -> Callable | None:
     """What torch.library.register_vmap was given for this operator."""
     return op._vmap_fn

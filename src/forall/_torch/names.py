@@ -67,6 +67,10 @@ def fast_operator(op: Any) -> Callable:
     return op._op
 
 
+# What packs sequences of several lengths, and pads them again; both read lengths from memory.
+pack_padded = torch._VF._pack_padded_sequence
+pad_packed = torch._VF._pad_packed_sequence
+
 # The node that full backward hooks of modules hang on.
 BACKWARD_HOOK = torch.nn.modules._functions.BackwardHookFunction
 

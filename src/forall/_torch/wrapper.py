@@ -132,12 +132,22 @@ for _name in (*READS, "data_ptr", "storage", "share_memory_", "__dlpack__", "__r
     setattr(Wrapper, _name, _of_memory(_name))
 
 
+def strides(value: torch.Tensor) -> tuple[int, ...]:
+    try:
+        return value.stride()
+    except RuntimeError as error:
+        raise NotImplementedError(
+            f"A tensor of layout {value.layout} has no strides, so nothing can stand for it here.\n"
+            "Make it dense (.to_dense()) or of coordinates (.to_sparse_coo())."
+        ) from error
+
+
 def shell(kind: type[Wrapper], value: torch.Tensor) -> Any:
     """A wrapper of this kind that looks like ``value`` itself."""
     return make_wrapper(
         kind,
         value.shape,
-        value.stride(),
+        strides(value),
         value.storage_offset(),
         None,
         value.dtype,

@@ -15,6 +15,7 @@ from forall._batching.drawing import Draws
 from forall._batching.interpreter import VmapLevel, running
 from forall._batching.ledger import memory
 from forall._batching.questions import Limit, heard_by
+from forall._batching.sparse import of_coordinates
 from forall._core.errors import Call
 from forall._core.levels import top
 from forall._core.places import Origin, users_line
@@ -277,7 +278,7 @@ class Mapping(NamedTuple):
             if dim is not None:
                 leaf = entering.leaves[i]
                 level.ledger.arguments.append(leaf)
-                entered[i] = border.enter(leaf, dim, level)
+                entered[i] = border.enter(of_coordinates(leaf), dim, level)
                 if type(leaf) is not torch.Tensor:
                     entered[i].of_kind(_kind_of_one(leaf, dim))
         args, kwargs = entering.unflatten(entered)
@@ -303,13 +304,15 @@ class Mapping(NamedTuple):
         leaves, size = self.entering.leaves, self.entering.size
         if chunk == size:
             return self.run()
-        drawn = generators.states(leaves) if self.draws.flag == "same" else None
+        same = self.draws.flag == "same"
+        drawn = generators.states(leaves) if same else {}
         parts = []
         for start in range(0, size, chunk):
-            if drawn is not None and start:
+            if same and start:
                 generators.restore(drawn)  # the same for all examples, not only for a chunk of them
             numbers = range(start, min(start + chunk, size))
-            out = self.some(numbers).run()
+            with generators.noting(drawn):
+                out = self.some(numbers).run()
             parts.append((numbers, *trees.flatten(out)))
         flat, spec = joined(self.places, parts)
         return trees.unflatten(flat, spec)

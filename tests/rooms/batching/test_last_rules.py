@@ -284,8 +284,6 @@ LEFT = {
     "_transform_bias_rescale_qkv.default": "only _native_multi_head_attention calls it",
     "_transformer_encoder_layer_fwd.default": "the fast path of an encoder layer, not taken here",
     "batch_norm_update_stats.default": "only synchronised batch norm calls it",
-    "mkldnn_rnn_layer.default": "a layer of an LSTM",
-    "mkldnn_rnn_layer_backward.default": "a layer of an LSTM",
     "normal.out": "an in-place draw under another name, which nothing calls",
 }
 # What these work on is no dense tensor, or is a weight packed for one kernel.

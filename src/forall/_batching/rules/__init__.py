@@ -22,6 +22,8 @@ from forall._batching.rules import (
     pool,
     quantised,
     random,
+    recurrent,
+    recurrent_layer,
     reduce,
     reseat,
     scan,

@@ -41,6 +41,8 @@ def product(x: Stack | Tensor, w: Stack | Tensor, dtype: torch.dtype | None = No
 
 def _folds(x: Tensor, w: Tensor) -> bool:
     """Whether x (N, K) is best multiplied with all examples' columns of w (B, K, M) at once."""
+    if x.layout is not torch.strided:
+        return True  # it has no expanded form
     return x.shape[0] >= _ROWS and w.stride(0) == w.shape[2] * w.stride(2)  # else that is a copy
 
 

@@ -26,6 +26,7 @@ from forall._batching.writing import writable
 from forall._core.errors import columns
 from forall._random import stateful
 from forall._random.scopes import running
+from forall._torch import generators
 from forall._torch.names import DispatchKey, OpOverload
 from forall._torch.schema import facts
 
@@ -205,12 +206,7 @@ def _normal(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
 
 def _per_example(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     """Each example draws from the same place in the generator's stream."""
-    generator = kwargs.get("generator")
-    device = next(a for a in args if isinstance(a, Tensor)).device
-    if generator is None:
-        generator = torch.default_generator
-        if device.type == "cuda":
-            generator = torch.cuda.default_generators[device.index or 0]
+    generator = generators.of((*args, *kwargs.values()))
     start = generator.get_state()
     outs = []
     for i in range(level.size):
@@ -273,7 +269,8 @@ def _dropout(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
 
 def _leaky(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     """rrelu: the noise is kept, as the slope of each negative entry; evaluation draws nothing."""
-    x, noise, lower_, upper, training = (*args, *(0.125, 1 / 3, False)[len(args) - 2 :])[:5]
+    x, noise, lower_, upper, training, *_ = (*args, *(0.125, 1 / 3, False)[len(args) - 2 :])
+    given = {"generator": args[5]} if len(args) > 5 else kwargs
     in_place = func is aten.rrelu_with_noise_.default
     with level_on(level):
         if not training:
@@ -282,7 +279,7 @@ def _leaky(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
         else:
             if level.randomness == "error":
                 raise refused(func)
-            drawn = aten.uniform_.default(aten.empty_like.default(noise), lower_, upper)
+            drawn = aten.uniform_.default(aten.empty_like.default(noise), lower_, upper, **given)
             slopes = torch.where(x <= 0, drawn, 1.0)
             aten.copy_.default(noise, slopes)
             out = aten.mul.Tensor(x, slopes)
@@ -386,6 +383,7 @@ def keyed(handler: Callable) -> Callable:
             or (level.active and running() is None)
             or not stateful.draws(func, args, kwargs)
         ):
+            generators.note((*args, *kwargs.values()))
             return handler(level, func, args, kwargs)
         with level_on(level):
             return scope.draw(func, args, kwargs)

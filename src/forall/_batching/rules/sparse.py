@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forall._batching.batched import wrap
-from forall._batching.families import front, is_mapped, lower, stacked
+from forall._batching.families import front, is_mapped, level_on, lower, stacked
 from forall._batching.table import register
 
 if TYPE_CHECKING:
@@ -65,6 +65,16 @@ def _values(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     return wrap(func(x).unflatten(0, (level.size, -1)), 0, level)
 
 
+def _addmm(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    """beta * x + alpha * (a @ b), where x is not read for a beta of 0."""
+    x, a, b = args
+    alpha, beta = kwargs.get("alpha", 1), kwargs.get("beta", 1)
+    with level_on(level):
+        out = aten.mm.default(a, b)
+        out = out if alpha == 1 else aten.mul.Tensor(out, alpha)
+        return aten.add.Tensor(out, x, alpha=beta) if beta else out
+
+
 def _no_stack(layout: Any) -> NotImplementedError:
     return NotImplementedError(
         f"vmap: the examples of a tensor of layout {layout} have no stack.\n"
@@ -94,5 +104,6 @@ register(
         aten._values.default: _values,
         aten.is_coalesced.default: _is_coalesced,
         aten.sparse_mask.default: _mask,
+        aten._sparse_addmm.default: _addmm,
     }
 )

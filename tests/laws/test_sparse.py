@@ -1,0 +1,120 @@
+"""Sparse and quantised tensors, captured or mapped, where the loop works."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import forall
+from forall import PerformanceWarning
+from oracle import difference
+
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse CS[RC] tensor support:UserWarning")
+
+B = 3
+LAYOUTS = {
+    "coo": Tensor.to_sparse,
+    "csr": Tensor.to_sparse_csr,
+    "csc": Tensor.to_sparse_csc,
+}
+LAYOUT = pytest.mark.parametrize("layout", LAYOUTS)
+
+# Of a sparse (4, 5) and an example (5,).
+PRODUCTS = {
+    "@": lambda s, x: s @ x,
+    "mv": torch.mv,
+    "mm": lambda s, x: torch.mm(s, x.outer(x)),
+    "sparse.mm": lambda s, x: torch.sparse.mm(s, x[:, None]),
+    "sparse.addmm": lambda s, x: torch.sparse.addmm(x.expand(4, 5), s, x.outer(x), beta=2, alpha=3),
+    "from the right": lambda s, x: x @ s.t(),
+    "to_dense": lambda s, x: s.to_dense() * x,
+    "scaled, to_dense": lambda s, x: (s * 2).to_dense() @ x,
+}
+
+
+def matrix(layout: str) -> Tensor:
+    dense = torch.randn(4, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return LAYOUTS[layout](dense * (dense > -0.5))
+
+
+def examples() -> Tensor:
+    return torch.randn(B, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+@LAYOUT
+def test_a_sparse_matrix_that_is_captured(layout, name):
+    s, xs, f = matrix(layout), examples(), PRODUCTS[name]
+    truth = torch.stack([f(s, x) for x in xs])
+    assert difference(forall.vmap(lambda x: f(s, x))(xs), truth) is None
+    assert difference(forall.vmap(f, in_dims=(None, 1))(s, xs.mT), truth) is None
+    assert difference(forall.vmap(forall.vmap(lambda x: f(s, x)))(xs[None]), truth[None]) is None
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+@LAYOUT
+def test_its_product_has_derivatives(layout, name):
+    s, xs, f = matrix(layout), examples(), PRODUCTS[name]
+    dense = s.to_dense()
+    jacobian = torch.autograd.functional.jacobian(lambda x: PRODUCTS[name](dense, x), xs[0])
+    for found in (forall.jacrev, forall.jacfwd):
+        assert difference(found(lambda x: f(s, x))(xs[0]), jacobian) is None
+    assert difference(forall.vmap(forall.jacrev(lambda x: f(s, x)))(xs)[0], jacobian) is None
+    along = forall.jvp(lambda x: f(s, x), (xs[0],), (xs[1],))[1]
+    assert difference(along, jacobian @ xs[1]) is None
+
+
+def test_a_sparse_result_that_all_examples_share_is_given_as_it_is():
+    for layout in LAYOUTS:
+        s = matrix(layout)
+        out = forall.vmap(lambda x, s=s: s * 2, out_dims=None)(examples())
+        assert out.layout == s.layout
+        assert torch.equal(out.to_dense(), 2 * s.to_dense())
+
+
+@pytest.mark.parametrize("layout", ["coo", "csr"])
+def test_a_sparse_stack_is_mapped_one_example_after_another(layout):
+    s = matrix("coo").to_dense()
+    dense = torch.stack([s, 2 * s, -s])
+    stack, x = LAYOUTS[layout](dense), examples()[0]
+    with pytest.warns(PerformanceWarning):
+        assert torch.equal(forall.vmap(Tensor.to_dense)(stack), dense)
+    with pytest.warns(PerformanceWarning):
+        assert difference(forall.vmap(lambda s: s @ x)(stack), dense @ x) is None
+    with pytest.warns(PerformanceWarning):
+        out = forall.vmap(lambda s: torch.sparse.mm(s, x[:, None]))(stack)
+    assert difference(out, dense @ x[:, None]) is None
+    assert torch.equal(forall.vmap(lambda s: s * 2)(stack).to_dense(), 2 * dense)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
+def test_values_of_each_example_in_places_that_all_share():
+    where, values = torch.tensor([[0, 1], [1, 2]]), examples()[:, :2]
+    made = lambda v: torch.sparse_coo_tensor(where, v, (2, 3)) @ torch.ones(3).double()  # noqa: E731
+    with pytest.warns(PerformanceWarning):
+        found = forall.vmap(made)(values)
+    assert difference(found, torch.stack([made(v) for v in values])) is None
+
+
+def test_compressed_rows_of_each_example_cannot_be_stacked():
+    with (
+        pytest.warns(PerformanceWarning),
+        pytest.raises(NotImplementedError, match=r"layout torch.sparse_csr, which cannot be"),
+    ):
+        forall.vmap(lambda x: x.outer(x).to_sparse_csr())(examples())
+
+
+# --- quantised ----------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
+def test_quantised_tensors_are_the_loop():
+    xs = examples().float()
+    with pytest.warns(PerformanceWarning):
+        found = forall.vmap(
+            lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8).dequantize()
+        )(xs)
+    whole = torch.quantize_per_tensor(xs, 0.1, 0, torch.qint8)
+    assert torch.equal(found, whole.dequantize())
+    assert torch.equal(forall.vmap(lambda x: whole.dequantize()[0] + x)(xs), found[0] + xs)
