@@ -73,7 +73,9 @@ def _order(parts: list, level: Any) -> Tensor:
     if level.order is None or level.order[0] != keys:
         with no_dispatch(), functions_off():
             order = torch.cat([places_in(p, level) for p in parts])
-            level.order = keys, order.argsort() if order.shape[0] == level.size else order
+            if order.shape[0] == level.size:
+                order = torch.empty_like(order).index_copy_(0, order, torch.arange(level.size))
+            level.order = keys, order
     return level.order[1]
 
 
