@@ -83,8 +83,8 @@ class Part(VmapLevel):
         self.born = None
         rows = level.rows
         with no_dispatch(), functions_off():
-            places = (test if holds else ~test).nonzero().squeeze(1)
-            self._rows = places if level is self.of else rows[places]
+            places = (test if holds else ~test).nonzero().view(-1)
+            self._rows = places if level is self.of else rows.index_select(0, places)
         if level is not self.of:
             self._places = WeakKeyDictionary({level: places})
 
@@ -98,7 +98,7 @@ class Part(VmapLevel):
         if found is None:
             flags, rows = self.flags, level.rows
             with no_dispatch(), functions_off():
-                found = self._places[level] = flags[rows].nonzero().squeeze(1)
+                found = self._places[level] = flags.index_select(0, rows).nonzero().view(-1)
         return found
 
     @property

@@ -138,15 +138,16 @@ def _answer(op: Any, asks: frozenset, operands: tuple) -> Any:
 
 def _in_front(values: list, operands: tuple) -> list:
     """Stacks with their examples in front, as many dims in each; numbers as they are."""
-    stacks = [
-        v.movedim(a.axis, 0) if type(a) is Batched else v
-        for v, a in zip(values, operands, strict=True)
-    ]
-    rank = max(v.dim() for v in stacks if type(v) is _T)
-    return [
-        v.reshape(len(v), *[1] * (rank - v.dim()), *v.shape[1:]) if type(v) is _T else v
-        for v in stacks
-    ]
+    rank = max(v.dim() for v in values if type(v) is _T)
+    made = []
+    for v, a in zip(values, operands, strict=True):
+        if type(v) is _T:
+            if a.axis:
+                v = v.movedim(a.axis, 0)
+            if v.dim() < rank:
+                v = v.reshape(len(v), *[1] * (rank - v.dim()), *v.shape[1:])
+        made.append(v)
+    return made
 
 
 def _is_clear() -> bool:

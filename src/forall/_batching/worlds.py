@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forall._batching.batched import Batched
-from forall._batching.merging import Undefined, cut, is_stale, merged, narrow, united
+from forall._batching.merging import Undefined, cut, is_stale, merged, narrow, two_united, united
 from forall._batching.narrowing import for_reading, forget, kept
 from forall._batching.parting import answers, number
 from forall._batching.parts import common, covers, halves, union, without
@@ -105,8 +105,11 @@ def _roots() -> Iterator[Any]:
 
 def now() -> World:
     """The examples that run in this thread."""
+    level: Any = top()
     if not stack.parted:
         return World({})
+    if level is not None and level.parent is None:
+        return World({level.root: level})
     return World({root: root.acting for root in _roots()})
 
 
@@ -249,6 +252,9 @@ def _joined_at_once(parts: list[tuple[World, Tensor]]) -> Tensor | None:
     whole = union(*(own for own, _ in found))
     with no_dispatch():
         values = [(own, t if t.level is own else cut(t, own)) for own, t in found]
+        a, b = values[0][1], values[-1][1]
+        if len(values) == 2 and a.dtype is b.dtype and a.shape == b.shape:
+            return two_united(values, whole)
         return united(values, whole)
 
 
