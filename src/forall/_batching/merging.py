@@ -64,6 +64,15 @@ def united(parts: list[tuple[Any, Tensor]], level: Any) -> Batched:
     return wrap(out.index_copy(0, order, together), 0, level)
 
 
+def two_united(parts: list[tuple[Any, Tensor]], level: Any) -> Batched:
+    """The same of two parts with all examples of ``level``, whose values are plain and alike."""
+    (p, a), (q, b) = [(p, _stack(t, p)) for p, t in parts]
+    out = a.new_empty((level.size, *a.shape[1:]))
+    out.index_copy_(0, places_in(p, level).to(out.device), a)
+    out.index_copy_(0, places_in(q, level).to(out.device), b)
+    return wrap(out, 0, level)
+
+
 def _order(parts: list, level: Any) -> Tensor:
     """Where the examples of parts, one part after another, are in ``level``.
 
@@ -73,7 +82,9 @@ def _order(parts: list, level: Any) -> Tensor:
     if level.order is None or level.order[0] != keys:
         with no_dispatch(), functions_off():
             order = torch.cat([places_in(p, level) for p in parts])
-            level.order = keys, order.argsort() if order.shape[0] == level.size else order
+            if order.shape[0] == level.size:
+                order = torch.empty_like(order).index_copy_(0, order, torch.arange(level.size))
+            level.order = keys, order
     return level.order[1]
 
 

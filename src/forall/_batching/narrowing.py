@@ -23,7 +23,7 @@ from forall._batching.merging import (
     restricted,
     stale,
 )
-from forall._batching.parts import common, without
+from forall._batching.parts import common, covers, without
 from forall._batching.sharing import NARROWED
 from forall._batching.shortcut import is_pointwise
 from forall._core.levels import act
@@ -141,6 +141,19 @@ def _fit(a: Any, stands: dict[int, Tensor], reads: bool) -> Any:
 def for_those_that_run(t: Tensor) -> Tensor:
     """One tensor, for the examples that run."""
     return _fit(t, {}, reads=False)
+
+
+def for_reading(t: Batched, level: Any) -> Tensor | None:
+    """The stack of a value that differs, for the examples of ``level``, which run.
+
+    None where it is a value of another level. Nobody writes into what is returned.
+    """
+    own: Any = t.level
+    if t.axis is None or own.root is not level.root or not own.active:
+        return None
+    if type(t.value) is not Tensor or not covers(own, level):
+        return None
+    return _narrowed(t, reads=True).value
 
 
 def _narrowed(t: Any, reads: bool) -> Tensor:

@@ -26,7 +26,7 @@ from forall._torch.dispatch import (
     functions_off,
     no_dispatch,
 )
-from forall._torch.flags import everyone, to_flags, to_int
+from forall._torch.flags import count_of, everyone, to_flags, to_int
 
 if TYPE_CHECKING:
     pass
@@ -54,7 +54,8 @@ class Part(VmapLevel):
         self.counted, self.met = None, []
         self.parted = None
         self.order = self._flags = self._rows = None
-        self.places: WeakKeyDictionary[Any, Tensor] = WeakKeyDictionary()
+        self.born: tuple[Any, Tensor, bool] | None = None  # of a level, by a test that came out so
+        self._places: WeakKeyDictionary[Any, Tensor] | None = None
 
     @property
     def flags(self) -> Tensor:
@@ -67,11 +68,38 @@ class Part(VmapLevel):
     @property
     def rows(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The numbers in the root of these examples, ascending."""
+        if self.born is not None:
+            self._settle()
         if self._rows is None:
             flags = self.flags
             with no_dispatch(), functions_off():
                 self._rows = flags.nonzero().squeeze(1)
         return self._rows
+
+    def _settle(self) -> None:
+        """Find the rows, and the places in the level that these are of, which is held no longer."""
+        assert self.born is not None  # noqa: S101 - who asks knows
+        level, test, holds = self.born
+        self.born = None
+        rows = level.rows
+        with no_dispatch(), functions_off():
+            places = (test if holds else ~test).nonzero().view(-1)
+            self._rows = places if level is self.of else rows.index_select(0, places)
+        if level is not self.of:
+            self._places = WeakKeyDictionary({level: places})
+
+    def places_in(self, level: Any) -> Tensor:
+        """Which examples of ``level`` these are, which are all among them."""
+        if self.born is not None:
+            self._settle()
+        if self._places is None:
+            self._places = WeakKeyDictionary()
+        found = self._places.get(level)
+        if found is None:
+            flags, rows = self.flags, level.rows
+            with no_dispatch(), functions_off():
+                found = self._places[level] = flags.index_select(0, rows).nonzero().view(-1)
+        return found
 
     @property
     def root(self) -> Any:
@@ -132,21 +160,23 @@ def prepare(root: Any) -> None:
 
 
 def halves(level: Any, test: Tensor) -> tuple[Any, Any]:
-    """The parts of a level's examples (n,) for which a test holds and does not."""
-    prepare(level.root)
-    rows = level.rows
+    """The parts of a level's examples for which a test (n,) holds and does not; None for none."""
+    root = level.root
     with no_dispatch(), functions_off():
         test = flags = test.cpu()
-        if level is not level.root:
-            flags = torch.zeros(level.root.size, dtype=torch.bool)
-            flags[rows] = test
-        members = to_int(flags)
-        yes, no = part(level.root, members), part(level.root, level.members ^ members)
-        if yes is not level.root and yes._rows is None:  # those who go on are asked for most
-            places = test.nonzero().squeeze(1)
-            yes._rows = rows[places]
-            if level is not level.root:
-                yes.places[level] = places
+        count = count_of(test)
+        if not count:
+            return None, level
+        if count == level.size:
+            return level, None
+        prepare(root)
+        if level is not root:
+            flags = torch.zeros(root.size, dtype=torch.bool).index_copy_(0, level.rows, test)
+    members = to_int(flags)
+    yes, no = part(root, members), part(root, level.members ^ members)
+    for some, holds in ((yes, True), (no, False)):
+        if some.born is None and some._rows is None:
+            some.born = level, test, holds
     return yes, no
 
 
@@ -161,14 +191,7 @@ def chosen(level: Any, numbers: list[int]) -> Any:
 
 def places_in(some: Any, level: Any) -> Tensor:
     """Which examples of ``level`` those of ``some`` are, which are all among them."""
-    if level is level.root:
-        return some.rows
-    found = some.places.get(level)
-    if found is None:
-        flags, rows = some.flags, level.rows
-        with no_dispatch(), functions_off():
-            found = some.places[level] = flags[rows].nonzero().squeeze(1)
-    return found
+    return some.rows if level is level.root else some.places_in(level)
 
 
 def covers(level: Any, some: Any) -> bool:
@@ -176,9 +199,14 @@ def covers(level: Any, some: Any) -> bool:
     return level is some or level is level.root or not some.members & ~level.members
 
 
-def union(a: Any, b: Any) -> Any:
-    """The part with the examples of both."""
-    return a if a is b else part(a.root, a.members | b.members)
+def union(first: Any, *others: Any) -> Any:
+    """The part with the examples of all of these."""
+    if all(other is first for other in others):
+        return first
+    members = first.members
+    for other in others:
+        members |= other.members
+    return part(first.root, members)
 
 
 def without(level: Any, some: Any) -> Any | None:

@@ -83,6 +83,11 @@ def overruled(op: Any) -> None:
     _known.clear()
 
 
+def has_own_rule(ops: frozenset) -> bool:
+    """Whether somebody gave one of these operators a rule of their own."""
+    return not _overruled.isdisjoint(ops)
+
+
 def _takes_tensors(op: Any) -> bool:
     """TorchScript's overloads on numbers share the name of the operator."""
     return any("Tensor" in str(a.type) for a in op._schema.arguments)

@@ -8,14 +8,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from forall._batching.merging import Undefined, is_stale, merged, narrow
-from forall._batching.narrowing import forget, kept
+from forall._batching.batched import Batched
+from forall._batching.merging import Undefined, cut, is_stale, merged, narrow, two_united, united
+from forall._batching.narrowing import for_reading, forget, kept
 from forall._batching.parting import answers, number
-from forall._batching.parts import common, halves, union, without
+from forall._batching.parts import common, covers, halves, union, without
 from forall._batching.questions import heard
 from forall._core.errors import data_dependent
 from forall._core.levels import act, stack, top
-from forall._torch.dispatch import functions_off, no_dispatch
+from forall._torch.dispatch import (
+    dispatch_modes,
+    forward_mode_runs,
+    functions_off,
+    no_dispatch,
+)
 from forall._torch.wrapper import Wrapper
 
 if TYPE_CHECKING:
@@ -63,6 +69,14 @@ class World:
             return self
         return World({**self.parts, root: union(self.of(root), other.of(root))})
 
+    def united(self, others: list[World]) -> World:
+        """The examples of all of these."""
+        parts = [world.parts for world in others]
+        if len(self.parts) == 1 and all(p.keys() == self.parts.keys() for p in parts):
+            ((root, mine),) = self.parts.items()
+            return World({root: union(mine, *(p[root] for p in parts))})
+        return functools.reduce(operator.or_, others, self)
+
     def __sub__(self, other: World) -> World | None:
         root = self._one(other)
         if root is None:
@@ -91,8 +105,11 @@ def _roots() -> Iterator[Any]:
 
 def now() -> World:
     """The examples that run in this thread."""
+    level: Any = top()
     if not stack.parted:
         return World({})
+    if level is not None and level.parent is None:
+        return World({level.root: level})
     return World({root: root.acting for root in _roots()})
 
 
@@ -100,17 +117,50 @@ def asked(test: Any) -> bool | tuple[World, World]:
     """bool(test) of the examples that run; where they differ, those that say yes and no."""
     if not isinstance(test, Tensor):
         test = getattr(test, "tensor", test)  # of the Python numbers of all examples
-    if not isinstance(test, Wrapper) or test.numel() != 1:
+    if not isinstance(test, Wrapper):
         return bool(test)
     with functions_off():
-        if stack.parted and is_stale(test):
-            test = narrow(test)
-        if test.dtype is not torch.bool:
-            test = test.detach() != 0
+        if type(test) is Batched:
+            sides = _of_one_level(test)
+            if sides is not None:
+                return _worlds(*sides) if type(sides) is tuple else sides
+        found = _asked(test) if test.numel() == 1 else None
+    return bool(test) if found is None else found
+
+
+def _of_one_level(test: Batched) -> Any:
+    """The common case, and a short way to it: one level, whose examples answer each for itself.
+
+    The two parts of them, or one answer of all; None where it is another case.
+    """
+    level: Any = top()
+    if level is None or level.parent is not None or not level.parts or test.axis is None:
+        return None
+    with no_dispatch():
+        values = test.value if test.level is level else for_reading(test, level)
+        if type(values) is not Tensor or not values.numel() == level.size > 0:
+            return None
+        values = values.detach().reshape(-1)
+        yes, no = halves(level, values if values.dtype is torch.bool else values != 0)
+    return no is None if yes is None or no is None else (yes, no)
+
+
+def _worlds(yes: Any, no: Any) -> tuple[World, World]:
+    """Who says yes, and who says no, of the one level whose examples run."""
+    root = yes.root
+    return World({root: yes}), World({root: no})
+
+
+def _asked(test: Any) -> bool | tuple[World, World] | None:
+    """The same of any tensor; None where it is for the tensor itself to answer, or to complain."""
+    if stack.parted and is_stale(test):
+        test = narrow(test)
+    if test.dtype is not torch.bool:
+        test = test.detach() != 0
     values, levels = answers(test)
     if not values.numel():
-        return bool(test)
-    with no_dispatch(), functions_off():
+        return None
+    with no_dispatch():
         values = values.reshape([level.size for level in levels])
         for axis in reversed(range(len(levels))):
             first = values.select(axis, 0)
@@ -122,7 +172,7 @@ def asked(test: Any) -> bool | tuple[World, World]:
         if not levels:
             return bool(values)
     if not all(level.parts for level in levels):
-        return bool(test)  # which complains
+        return None
     if len(levels) > 1:
         raise Apart
     world, root = now().parts, levels[0].root
@@ -146,12 +196,16 @@ class running:
         self.world = world
 
     def __enter__(self) -> None:
-        self.was = [
-            (root, root.acting) for root in _roots() if self.world.of(root) is not root.acting
-        ]
-        for root, _ in self.was:
+        was = self.was = []
+        level: Any = top()
+        while level is not None:
+            root, level = level.root, level.parent
+            some, acting = self.world.parts.get(root, root), root.acting
+            if some is not acting:
+                was.append((root, acting))
+        for root, _ in was:
             act(root, self.world.of(root))
-        if self.was:
+        if was:
             self.kept, kept.found = kept.found, {}
 
     def __exit__(self, *_: object) -> None:
@@ -164,16 +218,44 @@ class running:
 
 def joined(parts: list[tuple[World, Tensor]]) -> Tensor:
     """One tensor of those of some worlds together, who have one each."""
+    with functions_off():
+        found = _joined_at_once(parts)
+    if found is not None:
+        return found
     while len(parts) > 1:
         alike = _one_level_apart(parts)
         root = alike[0][0]._one(alike[1][0])
-        whole = functools.reduce(operator.or_, [world for world, _ in alike])
+        whole = alike[0][0].united([world for world, _ in alike[1:]])
         with running(whole):
             tensors = [(world.of(root), _for(world, t)) for world, t in alike]
             tensor = merged(tensors, whole.of(root))
         done = {id(world) for world, _ in alike}
         parts = [(whole, tensor), *(p for p in parts if id(p[0]) not in done)]
     return parts[0][1]
+
+
+def _joined_at_once(parts: list[tuple[World, Tensor]]) -> Tensor | None:
+    """The common case: values of one level's examples, without a derivative at stake."""
+    level: Any = top()
+    if level is None or level.parent is not None or dispatch_modes() != 1 or forward_mode_runs():
+        return None
+    root, found = level.root, []
+    for world, t in parts:
+        own = world.parts.get(root)
+        if own is None or len(world.parts) > 1 or type(t) is not Batched or t.requires_grad:
+            return None
+        if t.axis is None or type(t.value) is not Tensor or t.value.requires_grad:
+            return None
+        if t.level.root is not root or not covers(t.level, own):
+            return None
+        found.append((own, t))
+    whole = union(*(own for own, _ in found))
+    with no_dispatch():
+        values = [(own, t if t.level is own else cut(t, own)) for own, t in found]
+        a, b = values[0][1], values[-1][1]
+        if len(values) == 2 and a.dtype is b.dtype and a.shape == b.shape:
+            return two_united(values, whole)
+        return united(values, whole)
 
 
 def _one_level_apart(parts: list[tuple[World, Tensor]]) -> list[tuple[World, Tensor]]:

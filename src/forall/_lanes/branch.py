@@ -77,7 +77,7 @@ class Branch(Region):
         t.back(self.depth)
         self.frame.apart -= 1
         t.parted -= 1
-        together = either(w for w, _, _ in parts)
+        together = either([w for w, _, _ in parts])
         if together is None:
             self.frame.dead = True
             self.close()

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import functools
+import operator
 import types
 from collections.abc import Callable
 from typing import Any
 
+from forall._batching.straight import fused, operators
 from forall._lanes import calls, items
 from forall._lanes.asking import Truth, ask, chosen, is_any
 from forall._lanes.merging import merge
 from forall._lanes.state import thread
 from forall._lanes.varying import Varying, varies
 from forall._lanes.words import words
+
+plus = operators()["add"]
 
 
 def _is_lanes(value: Any) -> bool:
@@ -111,6 +115,20 @@ def _converting(kind: type) -> Callable:
     return convert
 
 
+def _sum(values: Any, /, start: Any = 0) -> Any:
+    """By ``+``, where tensors are among the items of a list."""
+    if _loose((values, start)) or type(values) not in (list, tuple):
+        return calls.opaque(sum, (values, start), {})
+    if not any(isinstance(v, words.Tensor) for v in values):
+        return calls.opaque(sum, (values, start), {})
+    found = fused(_added, (start, *values))
+    return functools.reduce(plus, values, start) if found is None else found
+
+
+def _added(*values: Any) -> Any:
+    return functools.reduce(operator.add, values)
+
+
 def _zip(*args: Any, **kwargs: Any) -> Any:
     if _loose(args):
         return calls.opaque(lambda *a: list(zip(*a, **kwargs)), args, {})  # noqa: B905 - as written
@@ -169,6 +187,7 @@ calls.OVERRIDDEN.update(
         type: _type,
         min: _better("min"),
         max: _better("max"),
+        sum: _sum,
         any: lambda values: is_any(values, stop=True),
         all: lambda values: is_any(values, stop=False),
         zip: _zip,

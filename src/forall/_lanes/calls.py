@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from forall._batching.straight import called
 from forall._core.places import Place
 from forall._core.remembering import Remembered
 from forall._lanes import aliases, items
@@ -255,10 +256,16 @@ def _of_tensor(f: Any, owner: Any, args: tuple, kwargs: dict) -> Any:
     if name in LOOKS or thread.loose:
         result = opaque(f, args, kwargs)
     else:
-        result = f(*args, **kwargs)
+        result = _of_torch(getattr(type(owner), name, None), f, (owner, *args), args, kwargs)
     if name[-1] == "_" and name[-2:] != "__":
         aliases.written(owner)
     return result
+
+
+def _of_torch(func: Any, f: Any, operands: tuple, args: tuple, kwargs: dict) -> Any:
+    """``f(*args)``, which torch's function modes see as ``func(*operands)``."""
+    found = called(func, operands, kwargs)
+    return f(*args, **kwargs) if found is None else found
 
 
 def _object(f: Any, args: tuple, kwargs: dict) -> Any:
@@ -301,7 +308,8 @@ def opaque(f: Any, args: tuple, kwargs: dict, owners: tuple = ()) -> Any:
                 return _apiece(f, args, kwargs, owners, worlds)
     if type(f) is types.BuiltinFunctionType and _is_torchs(f):
         if f.__name__ not in LOOKS:
-            return f(*args, **kwargs)
+            owned = isinstance(getattr(f, "__self__", None), words.Tensor)
+            return f(*args, **kwargs) if owned else _of_torch(f, f, args, args, kwargs)
         return words.apart(lambda: f(*args, **kwargs), merge)
     if any(hasattr(type(v), "__next__") for v in (*owners, *args, *kwargs.values())):
         return f(*args, **kwargs)  # what it has taken is gone: no second time

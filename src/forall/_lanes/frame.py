@@ -11,10 +11,11 @@ NOTE. How a function is rewritten, and who does what (`forall._source` writes th
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from forall._batching.batched import Batched
+from forall._batching.straight import fused, operators
 from forall._lanes import asking, calls, items
 from forall._lanes.asking import Truth, ask
 from forall._lanes.branch import NO, YES, Branch
@@ -24,6 +25,8 @@ from forall._lanes.merging import UNDEFINED, Parts, merge
 from forall._lanes.state import Region, close_down_to, thread
 from forall._lanes.varying import Varying
 from forall._lanes.words import words
+
+straight = operators()
 
 
 class Frame(Region):
@@ -120,7 +123,7 @@ class Frame(Region):
             return self.same(a, b, name == "is_")
         if name in ("in_", "not_in"):
             return self.contains(a, b, name == "in_")
-        return getattr(operator, name)(a, b)
+        return straight[name](a, b)
 
     def same(self, a: Any, b: Any, wanted: bool) -> Any:
         """``a is b``."""
@@ -152,7 +155,7 @@ class Frame(Region):
         """``a + b``."""
         if self.t.mixed and (id(a) in self.t.mixed or id(b) in self.t.mixed):
             return items.apiece((a, b), lambda: items.resolved(a) + items.resolved(b))
-        return a + b
+        return straight["add"](a, b)
 
     def updated(self, name: str, a: Any, b: Any) -> Any:
         """``a += b`` and its kin: what ``a`` is then."""
@@ -163,6 +166,21 @@ class Frame(Region):
     def run(self, function: Callable, iterable: Any) -> Any:
         """A comprehension."""
         return calls.within_scope(function, (iterable,), {})
+
+    def fused(self, fast: Callable, slow: Callable, *operands: Any) -> Any:
+        """An expression of several operators: at once on the stacks, else one after another."""
+        for a in operands:
+            if type(a) is Batched:
+                found = fused(fast, operands)
+                return slow(self, *operands) if found is None else found
+        return slow(self, *operands)
+
+    def grow(self, out: list, value: Any) -> None:
+        """``out.append(value)`` in a comprehension, whose list nobody else has seen."""
+        if self.apart or self.t.loose:
+            self.call(out.append, value)
+        else:
+            out.append(value)
 
     def is_sequence(self, value: Any, count: int, more: bool) -> Any:
         """Whether a pattern of so many items may fit."""
@@ -216,5 +234,8 @@ class Frame(Region):
         if self.t.parted:
             self.t.note(Global(names, name))
 
+
+for _name, _operator in straight.items():
+    setattr(Frame, _name, staticmethod(_operator))
 
 __all__ = ["Frame", "Parts"]

@@ -262,7 +262,7 @@ def _in_step(parts: Parts) -> Callable[[], tuple]:
             else:
                 on.append((world, item, iterator))
         parts = [(w, iterator) for w, _, iterator in on]
-        worlds = either(w for w, _ in parts)
+        worlds = either([w for w, _ in parts])
         answer = (worlds, either(out)) if on and out else bool(on)
         return answer, lambda: merge([(w, item) for w, item, _ in on])
 

@@ -169,7 +169,7 @@ class Loop(Region):
         if not self.frame.dead:
             parts = [*parts, self._part(names)]
         self.t.back(self.depth)
-        together = either(w for w, _, _ in parts)
+        together = either([w for w, _, _ in parts])
         self.frame.dead = together is None
         if together is None:
             values = [UNDEFINED] * len(self.names)

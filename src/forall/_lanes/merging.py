@@ -39,7 +39,7 @@ def merge(parts: Parts) -> Any:
     groups = _grouped(parts)
     if not groups:
         return UNDEFINED
-    covered = either(w for w, _ in groups)
+    covered = either([w for w, _ in groups])
     if words.now() - covered is not None:
         return _make_varying(groups)
     if len(groups) == 1:

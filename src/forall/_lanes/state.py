@@ -124,13 +124,17 @@ class Region:
             self.t.met(slot, [(w, written.get(key, old)) for w, written in parts])
 
     def close(self) -> None:
-        """Who is further out will have to put back what was written here as well."""
+        """Who is further out will have to put back what was written here as well.
+
+        Not into an object that nobody has any more: it would be kept to the end of a loop.
+        """
         up = self.t.top = self.up
         if self.heap and self.t.parted and up is not None:
             if up.heap is None:
                 up.heap = {}
             for key, noted in self.heap.items():
-                up.heap.setdefault(key, noted)
+                if noted[0].is_known_elsewhere():
+                    up.heap.setdefault(key, noted)
 
 
 def close_down_to(t: Thread, top: Region | None) -> None:

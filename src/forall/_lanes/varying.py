@@ -31,7 +31,7 @@ class Varying:
         """The parts for the lanes that run; an error where some of them have none."""
         world = words.now()
         parts = within(self.parts, world)
-        covered = either(w for w, _ in parts)
+        covered = either([w for w, _ in parts])
         if covered is None or world - covered is not None:
             raise UnboundLocalError(
                 "a variable was read for examples that have not assigned it: it has a value for "

@@ -44,9 +44,8 @@ def both(a: Any, b: Any) -> Any:
     return a - rest
 
 
-def either(worlds: Any) -> Any:
+def either(worlds: list) -> Any:
     """The lanes of disjoint worlds together; None where there are no worlds."""
-    union = None
-    for world in worlds:
-        union = world if union is None else union | world
-    return union
+    if len(worlds) < 2:
+        return worlds[0] if worlds else None
+    return worlds[0].united(worlds[1:])

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import copy
 from typing import Any
 
+from forall._source.arithmetic import Arithmetic
 from forall._source.names import COMPREHENSIONS, walrus
-from forall._source.pieces import FRAME, ITERABLE, constant, delayed, expr, stmts
+from forall._source.pieces import FRAME, ITERABLE, constant, delayed, expr, function, stmts
 from forall._source.refused import CannotConvert
 
 # Called from another frame they would mean another frame
@@ -17,6 +19,11 @@ _OF_THE_FRAME = frozenset(
 _CONSUME = frozenset(
     ["sum", "list", "tuple", "set", "frozenset", "dict", "min", "max", "sorted", "any", "all"]
 )
+# Operators that a frame answers itself for tensors (`forall._batching.straight`)
+_OPERATORS = {
+    ast.Sub: "sub", ast.Mult: "mul", ast.Div: "truediv", ast.FloorDiv: "floordiv",
+    ast.Mod: "mod", ast.Pow: "pow",
+}  # fmt: skip
 _COMPARED = {
     ast.Lt: "lt", ast.LtE: "le", ast.Gt: "gt", ast.GtE: "ge", ast.Eq: "eq", ast.NotEq: "ne",
     ast.Is: "is_", ast.IsNot: "is_not", ast.In: "in_", ast.NotIn: "not_in",
@@ -29,6 +36,7 @@ class Expressions(ast.NodeTransformer):
     def __init__(self, scope: Any) -> None:
         self.scope = scope  # the function: its names, its class, how to convert one inside it
         self.hoisted: list[ast.stmt] = []  # functions to be defined before the statement
+        self.whole = True  # whether arithmetic is asked of the frame at once
 
     def test(self, node: ast.expr) -> ast.expr:
         """An expression of which only the truth matters."""
@@ -70,15 +78,43 @@ class Expressions(ast.NodeTransformer):
     def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.expr:
         if isinstance(node.op, ast.Not):
             return expr("F.negated(A)", node, A=self.test(node.operand))
-        return self.generic_visit(node)  # type: ignore[return-value]
+        if (whole := self._fused(node)) is not None:
+            return whole
+        self.generic_visit(node)
+        if isinstance(node.op, ast.USub) and not isinstance(node.operand, ast.Constant):
+            return expr("F.neg(A)", node, A=node.operand)
+        return node
+
+    def _fused(self, node: ast.expr) -> ast.expr | None:
+        """Several operators as one function of their operands; None where it is no such thing."""
+        if not self.whole:
+            return None
+        found = Arithmetic()
+        body = found.of(node)
+        if body is None or found.count < 2:
+            return None
+        self.whole = False
+        slow = self.visit(copy.deepcopy(body))
+        self.whole = True
+        names = [f"__{n}__" for n in range(len(found.operands))]
+        made = expr(
+            "F.fused(A, B)", node, A=function(names, body), B=function([FRAME, *names], slow)
+        )
+        made.args += [self.visit(operand) for operand in found.operands]
+        return made
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.expr:
         """Lists may be added too. Which they cannot be to a number."""
+        if (whole := self._fused(node)) is not None:
+            return whole
         self.generic_visit(node)
-        sides = (node.left, node.right)
-        if isinstance(node.op, ast.Add) and not any(isinstance(s, ast.Constant) for s in sides):
-            return expr("F.added(A, B)", node, A=node.left, B=node.right)
-        return node
+        constants = [isinstance(s, ast.Constant) for s in (node.left, node.right)]
+        name = _OPERATORS.get(type(node.op))
+        if isinstance(node.op, ast.Add):
+            name = "add" if any(constants) else "added"
+        if name is None or all(constants):
+            return node
+        return expr(f"F.{name}(A, B)", node, A=node.left, B=node.right)
 
     def visit_IfExp(self, node: ast.IfExp) -> ast.expr:
         test = self.test(node.test)
@@ -86,6 +122,8 @@ class Expressions(ast.NodeTransformer):
         return expr("F.chosen(TEST, A, B)", node, TEST=test, A=a, B=b)
 
     def visit_Compare(self, node: ast.Compare) -> ast.expr:
+        if (whole := self._fused(node)) is not None:
+            return whole
         names = tuple(_COMPARED[type(op)] for op in node.ops)
         left, right = self.visit(node.left), self.visit(node.comparators[0])
         if len(names) == 1:
@@ -95,8 +133,7 @@ class Expressions(ast.NodeTransformer):
             if names[0] in ("in_", "not_in"):
                 wanted = constant(names[0] == "in_", node)
                 return expr("F.contains(A, B, C)", node, A=left, B=right, C=wanted)
-            made = ast.Compare(left, node.ops, [right])
-            return ast.copy_location(made, node)
+            return expr(f"F.{names[0]}(A, B)", node, A=left, B=right)
         rest = [self._delay(c, self.visit) for c in node.comparators[1:]]
         made = expr("F.chain(N, A, B)", node, N=constant(names, node), A=left, B=right)
         made.args += rest
@@ -105,6 +142,8 @@ class Expressions(ast.NodeTransformer):
     def visit_Call(self, node: ast.Call) -> ast.expr:
         if isinstance(node.func, ast.Attribute) and getattr(node.func.value, "id", "") == FRAME:
             return self.generic_visit(node)  # type: ignore[return-value]  # our own
+        if (whole := self._fused(node)) is not None:
+            return whole
         name = getattr(node.func, "id", None)
         if name in _OF_THE_FRAME and name not in self.scope.names.local:
             return self.generic_visit(node)  # type: ignore[return-value]
@@ -184,7 +223,7 @@ class Expressions(ast.NodeTransformer):
         out = "__out__"
         empty = {"list": "OUT = []", "dict": "OUT = {}", "set": "OUT = F.new_set()"}
         step = {
-            "list": "OUT.append(E)", "set": "OUT.add(E)", "dict": "OUT[K] = E",
+            "list": "F.grow(OUT, E)", "set": "OUT.add(E)", "dict": "OUT[K] = E",
             "any": "if E: return True", "all": "if not E: return False",
         }  # fmt: skip
         last = {"any": "return False", "all": "return True"}.get(kind, "return OUT")

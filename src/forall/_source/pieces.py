@@ -68,8 +68,14 @@ def _header(at: ast.AST) -> dict[str, Any]:
 
 def delayed(value: ast.expr) -> ast.Lambda:
     """``lambda: value``."""
-    nothing = ast.arguments(posonlyargs=[], args=[], kwonlyargs=[], kw_defaults=[], defaults=[])
-    return ast.copy_location(ast.Lambda(nothing, value), value)
+    return function([], value)
+
+
+def function(names: list[str], value: ast.expr) -> ast.Lambda:
+    """``lambda a, b: value``."""
+    args = [ast.copy_location(ast.arg(name), value) for name in names]
+    given = ast.arguments(posonlyargs=[], args=args, kwonlyargs=[], kw_defaults=[], defaults=[])
+    return ast.copy_location(ast.Lambda(given, value), value)
 
 
 def constant(value: Any, at: ast.AST) -> ast.expr:

@@ -265,6 +265,7 @@ no_dispatch = torch._C._DisableTorchDispatch
 functions_off = torch._C.DisableTorchFunction
 functions_are_off = torch._C._is_torch_function_all_disabled
 function_modes = torch._C._len_torch_function_stack
+graph_task = torch._C._current_graph_task_id
 is_autocast = torch._C._is_any_autocast_enabled
 
 
@@ -297,7 +298,7 @@ def run_backward(
 
 def in_backward() -> bool:
     """Whether autograd is running a backward pass in this thread."""
-    return torch._C._current_graph_task_id() != -1
+    return graph_task() != -1
 
 
 # What autograd does with the gradient that it leaves on a leaf.

@@ -13,6 +13,12 @@ def to_int(flags: torch.Tensor) -> int:
     return int.from_bytes(ctypes.string_at(flags.data_ptr(), flags.numel()), "little")
 
 
+def count_of(flags: torch.Tensor) -> int:
+    """How many a bool tensor (n,) marks."""
+    flags = flags.cpu().contiguous()
+    return ctypes.string_at(flags.data_ptr(), flags.numel()).count(1)
+
+
 def to_flags(rows: int, size: int) -> torch.Tensor:
     """(size,) bool: who is in the set."""
     if not size:

@@ -33,6 +33,9 @@ class World:
     def __or__(self, other):
         return World(set(self.ids) | set(other.ids))
 
+    def united(self, others):
+        return World(set(self.ids).union(*(other.ids for other in others)))
+
     def __eq__(self, other) -> bool:
         return self.ids == other.ids
 

@@ -21,6 +21,7 @@ from forall._batching.undoing import grad_of
 from forall._core.errors import data_dependent, shared_write
 from forall._core.levels import lift, moves, outside, top
 from forall._torch.dispatch import no_dispatch
+from forall._torch.flags import count_of
 from forall._torch.wrapper import Wrapper
 
 if TYPE_CHECKING:
@@ -219,7 +220,7 @@ def _truth(x: Tensor) -> Any:
     numbers = plain_numbers(x)
     if numbers is not None:
         with no_dispatch():
-            count = int(numbers.count_nonzero())
+            count = count_of(numbers if numbers.dtype is torch.bool else numbers != 0)
         if count in (0, x.level.size):
             return count > 0
     if not isinstance(x, Wrapper) or x.numel() != 1 or x.dtype is torch.bool or not _is_mapped(x):

@@ -7,6 +7,7 @@ import torch
 from forall._batching.batched import wrap
 from forall._batching.families import stacked
 from forall._batching.table import SHARED, register
+from forall._core.axes import stacked_dim
 from forall._torch.dispatch import plain_zeros
 
 aten = torch.ops.aten
@@ -22,14 +23,14 @@ def _cat(level, func, args, kwargs):
     rank = max(p.dim() for p in parts) - 1
     # An empty rank-1 example fits anything: torch drops it for old times' sake.
     parts = [p for p in parts if not (p.dim() == 2 and p.shape[1] == 0 and rank > 1)]
-    return wrap(torch.cat(parts, dim % rank + 1), 0, level)
+    return wrap(torch.cat(parts, stacked_dim(dim, rank)), 0, level)
 
 
 def _stack(level, func, args, kwargs):
     tensors = args[0]
     dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
     parts = [stacked(t, level) for t in tensors]
-    return wrap(torch.stack(parts, dim % parts[0].dim() + 1), 0, level)
+    return wrap(torch.stack(parts, stacked_dim(dim, parts[0].dim())), 0, level)
 
 
 register({aten.cat.default: _cat, aten.stack.default: _stack})

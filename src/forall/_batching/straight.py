@@ -1,0 +1,207 @@
+"""Operators of converted code, straight on the stacks.
+
+Code of ours stands where the user's has ``a * b``, so it can do at once what the function mode and
+`shortcut` would come to: a pointwise operator on stacks that lie alike, without a derivative at
+stake. Where examples have parted its operands are narrowed on the way. Anything else goes the way
+that a call of the user's goes.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd import forward_ad
+
+from forall._batching import shortcut, standing
+from forall._batching.batched import Batched, wrap
+from forall._batching.narrowing import for_reading
+from forall._batching.shortcut import has_own_rule, is_pointwise
+from forall._batching.table import overloads
+from forall._batching.writing import written
+from forall._core.levels import stack
+from forall._source.arithmetic import METHODS
+from forall._torch.dispatch import (
+    dispatch_modes,
+    function_modes,
+    functions_off,
+    graph_task,
+    no_dispatch,
+    users_tangents,
+)
+from forall._torch.wrapper import kinds
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_NUMBERS = frozenset({int, float})
+_T = torch.Tensor
+
+
+def _asked(names: str) -> frozenset:
+    return frozenset(
+        op for name in names.split() for op in overloads(getattr(torch.ops.aten, name))
+    )
+
+
+# What Python's operators ask of torch, whatever the order of the operands.
+_ASKS: dict[Any, frozenset] = {
+    operator.add: _asked("add"),
+    operator.sub: _asked("sub rsub"),
+    operator.mul: _asked("mul"),
+    operator.truediv: _asked("div reciprocal mul"),
+    operator.floordiv: _asked("floor_divide"),
+    operator.mod: _asked("remainder"),
+    operator.pow: _asked("pow"),
+    operator.neg: _asked("neg"),
+    operator.lt: _asked("lt gt"),
+    operator.le: _asked("le ge"),
+    operator.gt: _asked("gt lt"),
+    operator.ge: _asked("ge le"),
+    operator.eq: _asked("eq"),
+    operator.ne: _asked("ne"),
+}
+
+
+def operators() -> dict[str, Callable]:
+    """Python's operators by their names, each with the straight way before its own."""
+    return {op.__name__: _unary(op) if op is operator.neg else _binary(op) for op in _ASKS}
+
+
+_ALL = _asked(METHODS).union(*_ASKS.values())
+
+
+def fused(expression: Any, operands: tuple) -> Any:
+    """An expression of such operators, and of `METHODS`: the same as one by one, or None."""
+    return _answer(expression, _ALL, operands)
+
+
+def _binary(op: Any) -> Callable:
+    asks = _ASKS[op]
+
+    def operated(a: Any, b: Any) -> Any:
+        if type(a) is Batched or type(b) is Batched:
+            found = _answer(op, asks, (a, b))
+            if found is not None:
+                return found
+        return op(a, b)
+
+    return operated
+
+
+def _unary(op: Any) -> Callable:
+    asks = _ASKS[op]
+
+    def operated(a: Any) -> Any:
+        found = _answer(op, asks, (a,)) if type(a) is Batched else None
+        return op(a) if found is None else found
+
+    return operated
+
+
+def _answer(op: Any, asks: frozenset, operands: tuple) -> Any:
+    """The result, or None where the user's way must be taken."""
+    if not _is_clear() or has_own_rule(asks):
+        return None
+    level: Any = stack.top
+    with functions_off(), no_dispatch():
+        axis = rank = dtype = None
+        alike = True
+        values = []
+        for a in operands:
+            if type(a) is Batched:
+                if a.axis is None or a.requires_grad:
+                    return None
+                v = a.value if a.level is level else for_reading(a, level)
+                if type(v) is not _T or v.requires_grad:
+                    return None
+                if dtype is None:
+                    axis, rank, dtype = a.axis, v.dim(), v.dtype
+                elif v.dtype is not dtype:
+                    return None
+                elif a.axis != axis or v.dim() != rank:
+                    alike = False
+                values.append(v)
+            elif type(a) in _NUMBERS:
+                values.append(a)
+            else:
+                return None
+        if not alike:
+            axis, values = 0, _in_front(values, operands)
+        try:
+            out = op(*values)
+        except Exception:  # noqa: BLE001 - the user's way tells which example failed
+            return None
+        return wrap(out, axis, level)
+
+
+def _in_front(values: list, operands: tuple) -> list:
+    """Stacks with their examples in front, as many dims in each; numbers as they are."""
+    rank = max(v.dim() for v in values if type(v) is _T)
+    made = []
+    for v, a in zip(values, operands, strict=True):
+        if type(v) is _T:
+            if a.axis:
+                v = v.movedim(a.axis, 0)
+            if v.dim() < rank:
+                v = v.reshape(len(v), *[1] * (rank - v.dim()), *v.shape[1:])
+        made.append(v)
+    return made
+
+
+def _is_clear() -> bool:
+    """Whether no other mode, no backward pass and no copy that lags behind has a say."""
+    return (
+        dispatch_modes() == 1
+        and function_modes() == 1
+        and not kinds.used
+        and graph_task() == -1
+        and not (forward_ad._current_level >= 0 and users_tangents())
+        and (standing.copies.found is None or standing.copies.seen == written.times)
+    )
+
+
+def called(func: Any, args: tuple, kwargs: dict) -> Any:
+    """A call of torch's by converted code: the result, or None where it must be made as it is."""
+    if not _is_clear():
+        return None
+    level: Any = stack.top
+    with functions_off():
+        for n, a in enumerate(args):
+            if type(a) is Batched and a.level is not level:
+                if a.requires_grad or not is_pointwise(func):
+                    return None
+                v = for_reading(a, level)
+                if v is None:
+                    return None
+                args = (*args[:n], wrap(v, a.axis, level), *args[n + 1 :])
+        if func is torch.stack:
+            return _stacked(args, kwargs, level)
+        return shortcut.answer(func, args, kwargs, level)
+
+
+_STACK = _asked("stack")
+
+
+def _stacked(args: tuple, kwargs: dict, level: Any) -> Any:
+    """``torch.stack(tensors, dim)`` of tensors that lie alike."""
+    tensors, dim = args if len(args) == 2 else (args[0], 0)
+    if kwargs or type(tensors) not in (list, tuple) or type(dim) is not int or has_own_rule(_STACK):
+        return None
+    with no_dispatch():
+        values = []
+        for a in tensors:
+            if type(a) is not Batched or a.level is not level or a.axis != 0 or a.requires_grad:
+                return None
+            v = a.value
+            if type(v) is not _T or v.requires_grad or (values and v.dtype is not values[0].dtype):
+                return None
+            values.append(v)
+        if not values or not -values[0].dim() <= dim < values[0].dim():
+            return None
+        try:
+            out = torch.stack(values, dim if dim < 0 else dim + 1)
+        except Exception:  # noqa: BLE001 - the user's way tells what is wrong
+            return None
+        return wrap(out, 0, level)

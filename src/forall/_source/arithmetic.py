@@ -1,0 +1,78 @@
+"""Arithmetic: an expression of operators as a function of what stands between them.
+
+What is computed on the stacks of plain tensors needs to be looked at, and wrapped, once for the
+expression and not for each operator. So the operands are evaluated first, as long as Python would
+have come to no operator before.
+"""
+
+from __future__ import annotations
+
+import ast
+
+_OPERATORS = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod, ast.Pow)
+_COMPARED = (ast.Lt, ast.LtE, ast.Gt, ast.GtE, ast.Eq, ast.NotEq)
+# Methods without arguments that are one pointwise operator
+METHODS = """
+    abs sin cos tan exp log log1p expm1 sqrt rsqrt tanh sigmoid square reciprocal
+"""
+_METHODS = frozenset(METHODS.split())
+
+
+class Arithmetic:
+    """The operands of one expression, in the order of their evaluation."""
+
+    def __init__(self) -> None:
+        self.operands: list[ast.expr] = []
+        self.count = 0  # of its operators
+        self.places: dict[str, int] = {}  # of names among the operands
+
+    def of(self, node: ast.expr) -> ast.expr | None:
+        """The expression with its operands by number; None where their order would be another."""
+        match node:
+            case ast.BinOp(op=op) if isinstance(op, _OPERATORS):
+                made = self._both(node.left, node.right)
+                made = made and ast.BinOp(made[0], op, made[1])
+            case ast.UnaryOp(op=ast.USub()) if not isinstance(node.operand, ast.Constant):
+                inner = self.of(node.operand)
+                made = inner and ast.UnaryOp(node.op, inner)
+            case ast.Compare(ops=[op]) if isinstance(op, _COMPARED):
+                made = self._both(node.left, node.comparators[0])
+                made = made and ast.Compare(made[0], node.ops, [made[1]])
+            case ast.Call(func=ast.Attribute(value=value, attr=name), args=[], keywords=[]) if (
+                name in _METHODS and _is_operator(value)
+            ):
+                inner = self.of(value)
+                made = inner and ast.Call(_at(ast.Attribute(inner, name, ast.Load()), node), [], [])
+            case ast.Constant():
+                return node
+            case _:
+                return self._operand(node)
+        if not made:
+            return None
+        self.count += 1
+        return _at(made, node)
+
+    def _both(self, left: ast.expr, right: ast.expr) -> tuple[ast.expr, ast.expr] | None:
+        a = self.of(left)
+        b = None if a is None else self.of(right)
+        return None if a is None or b is None else (a, b)
+
+    def _operand(self, node: ast.expr) -> ast.expr | None:
+        if isinstance(node, ast.Name):
+            place = self.places.setdefault(node.id, len(self.operands))
+        else:
+            if self.count:  # what it does may be seen by an operator that comes first
+                return None
+            self.places.clear()  # a name may have another value afterwards
+            place = len(self.operands)
+        if place == len(self.operands):
+            self.operands.append(node)
+        return _at(ast.Name(f"__{place}__", ast.Load()), node)
+
+
+def _is_operator(node: ast.expr) -> bool:
+    return isinstance(node, (ast.BinOp, ast.UnaryOp))
+
+
+def _at(made: ast.expr, node: ast.expr) -> ast.expr:
+    return ast.copy_location(made, node)

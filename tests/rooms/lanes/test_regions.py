@@ -1,0 +1,21 @@
+"""What a region keeps of what was written in it."""
+
+from __future__ import annotations
+
+from forall._lanes import items
+from forall._lanes.state import Region, thread
+
+
+def test_a_list_that_nobody_has_any_more_is_forgotten():
+    outer = Region(thread)
+    thread.parted += 1
+    try:
+        inner = Region(thread)
+        known = [1]
+        items.note(known)
+        items.note([2])
+        inner.close()
+        assert [*(outer.heap or {})] == [id(known)]
+    finally:
+        thread.parted -= 1
+        outer.close()
