@@ -27,6 +27,7 @@ from forall._core.levels import (
 )
 from forall._derivatives.formulas import ODD, is_trusted, out_of_place
 from forall._random.scopes import taken_back
+from forall._torch import trees
 from forall._torch.dispatch import (
     ACCUMULATION,
     AUTOGRAD,
@@ -261,7 +262,7 @@ class JvpLevel(Level, TorchDispatchMode):
 
     def _lacks_formula(self, func: Any, args: tuple, kwargs: dict) -> bool:
         """Whether something moves for which torch's formula does not hold."""
-        given = (*args, *kwargs.values())
+        given = trees.leaves((args, kwargs))  # a list of tensors among them
         return any(map(self.moves, given)) and not is_trusted(func, map(self._below, given))
 
     def _out(self, functional: Any, fact: Any, args: tuple, kwargs: dict) -> Any:
