@@ -29,6 +29,7 @@ from forall._batching.rules import (
     shape,
     softmax,
     sort,
+    sparse,
     special,
     statistics,
     views,
