@@ -35,6 +35,14 @@ UNINITIALISED = {
 # mapped: the strides an example has on another axis are not the caller's to know.
 STORAGE = {"as_strided", "as_strided_copy", "as_strided_scatter"}
 
+# Torch's forward mode drops a term of these, or all of them, without a word; its backward does not.
+NO_FORWARD_MODE = {
+    "index_reduce",
+    "nn.functional.linear_cross_entropy",
+    "scatter_reduce",
+    "triangular_solve",
+}
+
 
 @dataclass
 class Sample:

@@ -17,10 +17,18 @@ from torch.utils._pytree import tree_leaves
 
 from oracle import difference
 
-from . import plain
 from .cases import Case, cases_of
 from .engines import Engine, worst
-from .entries import EXAMPLES, STORAGE, UNINITIALISED, Sample, samples_of, takes_any_value
+from .entries import (
+    EXAMPLES,
+    ORDER_MATTERS,
+    STORAGE,
+    UNINITIALISED,
+    Sample,
+    samples_of,
+    takes_any_value,
+)
+from .plain import Plain
 from .words import ALONE, DERIVATIVES, WORDS, Task, slopes_of, truth_of
 
 # From best to worst; an entry is as good as its worst case.
@@ -152,7 +160,7 @@ class Entry:
     def _judge(self, word: str, task: Task, engines: list, verdicts: dict, tell: Any) -> None:
         name = self.op.name
         try:
-            truth = truth_of(word, _OWN_STORAGE if name in STORAGE else plain, task)
+            truth = truth_of(word, Plain(name in STORAGE, name in NO_FORWARD_MODE), task)
         except Exception as error:
             for v in verdicts.values():
                 v.add(task.case, "no truth", f"without transforms: {brief(error)}")
@@ -169,14 +177,6 @@ class Entry:
 
     def _draws(self, task: Task) -> bool:
         return any(n.draws for _, s, n in self.samples if s is task.case.sample)
-
-
-class _OWN_STORAGE:  # noqa: N801  # an engine, as the module `plain` is one
-    vjp, jvp = staticmethod(plain.vjp), staticmethod(plain.jvp)
-
-    @staticmethod
-    def vmap(f: Callable, in_dims: Any = 0, randomness: str = "") -> Callable:
-        return plain.loop(f, in_dims, own_storage=True)
 
 
 def _apart(writes: set[int], *dims: tuple) -> bool:
@@ -227,7 +227,7 @@ def _run(
 
 def _depends_on_strides(word: str, task: Task, truth: Any) -> bool:
     """Whether torch itself is wrong about views, as where a kernel takes a weight for dense."""
-    again = truth_of(word, _OWN_STORAGE, task)
+    again = truth_of(word, Plain(own_storage=True), task)
     return difference(again, truth, True, task.case.sample.working) is not None
 
 

@@ -7,5 +7,4 @@ or a Python number. Where there is no example at all, there is none to ask.
 ROWS = "of no examples: as many rows as there are nonzero entries"
 
 # (entry, word) -> why that word is an error, or a loop of which no case is right.
-GAPS: dict[tuple[str, str], str] = {
-}
+GAPS: dict[tuple[str, str], str] = {}

@@ -67,7 +67,7 @@ def chosen(ops: dict[str, Any], options: argparse.Namespace) -> list[str]:
 
 
 def jobs_of(ops: dict[str, Any], options: argparse.Namespace, done: set[tuple]) -> list[Job]:
-    """One dtype after another, so that a run that is cut short has seen every entry in the first."""
+    """One dtype after another: a run that is cut short has seen every entry in the first."""
     wanted = [getattr(torch, d) for d in options.dtypes]
     names = chosen(ops, options)
     taken = {n: [str(d).removeprefix("torch.") for d in dtypes_for(ops[n], wanted)] for n in names}
@@ -78,9 +78,7 @@ def jobs_of(ops: dict[str, Any], options: argparse.Namespace, done: set[tuple]) 
             if dtype not in taken[n]:
                 continue
             words = [w for w in options.words if w in words_of(ops[n], dtype)]
-            parts = {
-                w: [e for e in options.engines if (n, dtype, w, e) not in done] for w in words
-            }
+            parts = {w: [e for e in options.engines if (n, dtype, w, e) not in done] for w in words}
             parts = {w: e for w, e in parts.items() if e}
             if parts:
                 found.append(Job(n, dtype, parts))

@@ -25,6 +25,7 @@ from forall._core.levels import (
     outside,
     second_name,
 )
+from forall._derivatives.silent import loses_tangents
 from forall._random.scopes import taken_back
 from forall._torch import trees
 from forall._torch.dispatch import (
@@ -215,34 +216,40 @@ class JvpLevel(Level, TorchDispatchMode):
         if func in _ALIASES:
             func, args = aten.alias.default, args[:1]
         grad = torch.is_grad_enabled()
+        silent = grad and loses_tangents(func, args)
         if fact.mutates:
             self._check_writes(func, fact, args, kwargs)
-            functional = functional_of(func) if fact.out_names else None
+            functional = functional_of(func) if fact.out_names or silent else None
             if functional is not None:
-                return self._out(functional, fact, args, kwargs)
+                return self._then_written(functional, fact, args, kwargs)
         with (
             functions_off(),
             autograd_below(grad=grad and self.outer_grad, forward=grad),
         ):
-            draws = taken_back() if fact.seeded else None
-            try:
-                out = func(
-                    *[self._below(a) for a in args],
-                    **{k: self._below(a) for k, a in kwargs.items()},
-                )
-            except NotImplementedError:
-                if not grad or fact.mutates:
-                    raise
-                if draws is not None:
-                    draws()
+            if silent and not fact.mutates:
                 return self._transposed(func, args, kwargs)
-            if fact.mutates:
-                return self._written(fact, args, kwargs, out)
-            return self._above(out)
+            return self._forward(func, fact, args, kwargs)
 
-    def _out(self, functional: Any, fact: Any, args: tuple, kwargs: dict) -> Any:
-        """Forward mode has no out= forms: compute, then copy."""
-        targets = [kwargs[n] for n in fact.out_names]
+    def _forward(self, func: Any, fact: Any, args: tuple, kwargs: dict) -> Any:
+        draws = taken_back() if fact.seeded else None
+        try:
+            out = func(
+                *[self._below(a) for a in args],
+                **{k: self._below(a) for k, a in kwargs.items()},
+            )
+        except NotImplementedError:
+            if not is_forward_enabled() or fact.mutates:
+                raise
+            if draws is not None:
+                draws()
+            return self._transposed(func, args, kwargs)
+        if fact.mutates:
+            return self._written(fact, args, kwargs, out)
+        return self._above(out)
+
+    def _then_written(self, functional: Any, fact: Any, args: tuple, kwargs: dict) -> Any:
+        """Forward mode has no out= forms, nor those in place that it is silent about."""
+        targets = [kwargs[n] for n in fact.out_names] or [args[0]]
         rest = {k: a for k, a in kwargs.items() if k not in fact.out_names}
         results = self.run(functional, args, rest)
         if isinstance(results, torch.Tensor):
