@@ -6,7 +6,7 @@ import random
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -21,7 +21,7 @@ from .cases import Case, cases_of
 from .engines import Engine, worst
 from .entries import (
     EXAMPLES,
-    ORDER_MATTERS,
+    NO_FORWARD_MODE,
     STORAGE,
     UNINITIALISED,
     Sample,

@@ -45,8 +45,8 @@ def summary(verdicts: Iterable[Row]) -> list[str]:
     rows = merged(verdicts)
     heads = [s for s in STATUSES if s != "no truth"]
     lines = [
-        f"| transform | engine | entries with a truth | {' | '.join(heads)} | cases |",
-        f"|---|---|{'---:|' * (len(heads) + 2)}",
+        f"| transform | engine | entries with a truth | {' | '.join(heads)} | only size 0 | cases |",
+        f"|---|---|{'---:|' * (len(heads) + 3)}",
     ]
     for word in WORDS:
         for engine in ENGINES:
@@ -56,10 +56,16 @@ def summary(verdicts: Iterable[Row]) -> list[str]:
                 continue
             cases = sum(n for r in ours for s, n in r["cases"].items() if s != "no truth")
             counts = " | ".join(str(by[s]) for s in heads)
+            empty = sum(_only_empty(r) for r in ours)
             lines.append(
-                f"| {word} | {engine} | {len(ours) - by['no truth']} | {counts} | {cases} |"
+                f"| {word} | {engine} | {len(ours) - by['no truth']} | {counts} | {empty} | {cases} |"
             )
     return lines
+
+
+def _only_empty(row: Row) -> bool:
+    """Whether everything else is right, and only a call with no examples goes astray."""
+    return 0 < row["empty"] == sum(row["cases"].get(s, 0) for s in ("wrong", "error"))
 
 
 def markdown(verdicts: list[Row], entries: int) -> str:
@@ -82,20 +88,23 @@ def _head(verdicts: list[Row], rows: list[Row], entries: int) -> list[str]:
     )
     rounded = sum(r["rounded"] for r in rows if r["engine"] == "forall")
     ran = ", ".join(f"{n} in {d}" for d, n in dtypes.items())
-    return [
-        "Written by `make coverage`; do not edit. Every operator in torch's own database, its forms in",
-        "place and with `out=`, under each transform, next to the loop over examples and torch's own",
-        "autograd on plain tensors.",
+    lines = [
+        "Written by `make coverage`; do not edit. Every operator in torch's own database, its forms",
+        "in place and with `out=`, under each transform, next to the loop over examples and torch's",
+        "own autograd on plain tensors.",
         "",
-        f"Entries: {len({r['name'] for r in rows})} of {entries} ({ran}). Cases: {cases}, both engines.",
-        f"Not counted: {none} cases in which plain tensors or torch's own autograd raise. "
-        f"Of forall's equal cases {rounded}",
-        "are equal up to the order of summation (relative to the largest entry), and not within",
-        "`torch.testing.assert_close`'s defaults.",
+        f"Entries: {len({r['name'] for r in rows})} of {entries} ({ran}).",
+        f"Cases: {cases}, both engines together. Not counted: {none} cases in which plain tensors, or",
+        "torch's own autograd, raise, or where torch gives a view another value than its copy. Of",
+        f"forall's equal cases {rounded} are equal up to the order of summation (relative to the",
+        "largest entry), and not within `torch.testing.assert_close`'s defaults.",
         "",
-        "An entry is as good as its worst case. `loops` is equal, but an operator ran once per example.",
+        "An entry is as good as its worst case. `loops` is equal, but an operator ran once per",
+        "example. `only size 0` counts the entries among error and wrong that fail in nothing but a",
+        "call without examples.",
         "",
     ]
+    return lines
 
 
 def _section(status: str, rows: list[Row]) -> list[str]:
@@ -115,8 +124,8 @@ def _table(rows: list[Row]) -> list[str]:
         "## Every entry",
         "",
         "forall / torch.func. `=` equal, `↻` equal by a loop, `E` error, `W` wrong, `T` timeout,",
-        "`C` crash, `·` no truth to compare with. The way is how forall finds the operator's meaning",
-        "under vmap; `shared` met no mapped argument.",
+        "`C` crash, `·` no truth to compare with. The way is how forall finds the operator's",
+        "meaning under vmap; `shared` met no mapped argument.",
         "",
         f"| entry | way | {' | '.join(WORDS)} |",
         f"|---|---|{'---|' * len(WORDS)}",
