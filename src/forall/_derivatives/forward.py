@@ -37,12 +37,12 @@ from forall._torch.dispatch import (
     functions_off,
     is_excluded,
     is_forward_enabled,
-    plain_zeros,
     set_forward_enabled,
 )
 from forall._torch.names import TorchDispatchMode, attach_tangent, functions_pass, split_tangent
 from forall._torch.schema import facts, functional_of
 from forall._torch.wrapper import READS, Wrapper, shell
+from forall._torch.zeros import PRODUCTS, absorbed, plain_zeros
 
 aten = torch.ops.aten
 _DETACH = aten.detach.default
@@ -213,6 +213,8 @@ class JvpLevel(Level, TorchDispatchMode):
             self.left_on.append(leaf)
         if func is _LAZY_ZEROS:
             return plain_zeros(*args, **kwargs)
+        if func in PRODUCTS and (zeros := absorbed(func, args)) is not None:
+            return wrap(zeros, self)
         if func in _ALIASES:
             func, args = aten.alias.default, args[:1]
         grad = torch.is_grad_enabled()

@@ -359,16 +359,6 @@ def plain_alias(tensor: torch.Tensor) -> torch.Tensor:
         return alias
 
 
-def plain_zeros(*args: Any, **kwargs: Any) -> torch.Tensor:
-    """Ordinary zeros for aten._efficientzerotensor, whatever levels are active.
-
-    Zeros without memory rely on a dispatch key that is off inside handlers. Forward formulas ask
-    for them and may mark them a Python number, which torch then reads: a wrapper has no data.
-    """
-    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
-        return torch.zeros(*args, **kwargs)
-
-
 # torch.autograd.Function.apply as torch has it: what it runs is the user's code.
 apply_users = torch.autograd.Function.__dict__["apply"].__func__
 

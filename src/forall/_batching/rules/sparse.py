@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from forall._batching.families import is_mapped, level_on, lower, stacked, wrapped
+from forall._batching.families import is_mapped, lower, stacked, wrapped
 from forall._batching.table import SHARED, register
 
 aten = torch.ops.aten
