@@ -8,6 +8,7 @@ from typing import Any
 
 from .engines import WAYS
 from .judge import STATUSES
+from .known_gaps import EXCEPTIONS, GAPS
 from .words import WORDS
 
 Row = dict[str, Any]
@@ -45,7 +46,7 @@ def summary(verdicts: Iterable[Row]) -> list[str]:
     rows = merged(verdicts)
     heads = [s for s in STATUSES if s != "no truth"]
     lines = [
-        f"| transform | engine | entries with a truth | {' | '.join(heads)} | only size 0 | cases |",
+        f"| transform | engine | with a truth | {' | '.join(heads)} | only size 0 | cases |",
         f"|---|---|{'---:|' * (len(heads) + 3)}",
     ]
     for word in WORDS:
@@ -57,9 +58,8 @@ def summary(verdicts: Iterable[Row]) -> list[str]:
             cases = sum(n for r in ours for s, n in r["cases"].items() if s != "no truth")
             counts = " | ".join(str(by[s]) for s in heads)
             empty = sum(_only_empty(r) for r in ours)
-            lines.append(
-                f"| {word} | {engine} | {len(ours) - by['no truth']} | {counts} | {empty} | {cases} |"
-            )
+            judged = len(ours) - by["no truth"]
+            lines.append(f"| {word} | {engine} | {judged} | {counts} | {empty} | {cases} |")
     return lines
 
 
@@ -89,19 +89,19 @@ def _head(verdicts: list[Row], rows: list[Row], entries: int) -> list[str]:
     rounded = sum(r["rounded"] for r in rows if r["engine"] == "forall")
     ran = ", ".join(f"{n} in {d}" for d, n in dtypes.items())
     lines = [
-        "Written by `make coverage`; do not edit. Every operator in torch's own database, its forms",
-        "in place and with `out=`, under each transform, next to the loop over examples and torch's",
-        "own autograd on plain tensors.",
+        "Written by `make coverage`; do not edit. Every operator in torch's own database, its",
+        "forms in place and with `out=`, under each transform, next to the loop over examples and",
+        "torch's own autograd on plain tensors.",
         "",
         f"Entries: {len({r['name'] for r in rows})} of {entries} ({ran}).",
-        f"Cases: {cases}, both engines together. Not counted: {none} cases in which plain tensors, or",
-        "torch's own autograd, raise, or where torch gives a view another value than its copy. Of",
+        f"Cases: {cases}, both engines together. Not counted: {none} cases in which plain tensors,",
+        "or torch's own autograd, raise, or torch gives a view another value than its copy. Of",
         f"forall's equal cases {rounded} are equal up to the order of summation (relative to the",
         "largest entry), and not within `torch.testing.assert_close`'s defaults.",
         "",
         "An entry is as good as its worst case. `loops` is equal, but an operator ran once per",
-        "example. `only size 0` counts the entries among error and wrong that fail in nothing but a",
-        "call without examples.",
+        "example. `only size 0` counts the entries among error and wrong that fail in nothing but",
+        "a call without examples.",
         "",
     ]
     return lines
@@ -112,7 +112,9 @@ def _section(status: str, rows: list[Row]) -> list[str]:
         return []
     lines = [f"## forall: {status}", ""]
     for r in rows:
-        text = r["first"].get(status, "").replace("|", "\\|")
+        text = r["first"].get(status, "").replace("|", "\\|")[:300]
+        why = {**GAPS, **EXCEPTIONS}.get((r["name"], r["word"]))
+        text = f"{why}. First: {text}" if why else text
         lines.append(f"- `{r['name']}`, {r['word']} ({r['cases'].get(status, 0)}): {text}")
     return [*lines, ""]
 

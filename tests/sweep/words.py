@@ -38,6 +38,11 @@ class Task:
     writes: set[int]
     options: dict[str, Any] = field(default_factory=dict)
     outer: tuple = ()  # in_dims of the outer of two vmaps
+    via: torch.dtype | None = None  # what cotangents and tangents are rounded to first
+
+    def drawn(self, shape: Sequence[int], dtype: torch.dtype, draw: torch.Generator) -> Tensor:
+        wide = torch.complex128 if dtype.is_complex else torch.float64
+        return torch.randn(shape, dtype=wide, generator=draw).to(self.via or dtype).to(dtype)
 
     def values(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The results that have a derivative. What an entry writes into is its own copy."""
@@ -64,7 +69,7 @@ class Task:
     def cotangents(self, size: int | None, draw: torch.Generator) -> list[Tensor]:
         assert self.slopes is not None
         lead = () if size is None else (size,)
-        return [_drawn((*lead, *y.shape), y.dtype, draw) for y in self.slopes.like]
+        return [self.drawn((*lead, *y.shape), y.dtype, draw) for y in self.slopes.like]
 
 
 def _processed(sample: Sample, tensors: Sequence[Tensor]) -> Any:
@@ -74,11 +79,6 @@ def _processed(sample: Sample, tensors: Sequence[Tensor]) -> Any:
 
 def _tensors(tree: Any) -> list[Tensor]:
     return [x for x in tree_leaves(tree) if isinstance(x, Tensor)]
-
-
-def _drawn(shape: Sequence[int], dtype: torch.dtype, draw: torch.Generator) -> Tensor:
-    wide = torch.complex128 if dtype.is_complex else torch.float64
-    return torch.randn(shape, dtype=wide, generator=draw).to(dtype)
 
 
 def _fresh() -> torch.Generator:
@@ -167,7 +167,7 @@ def vmap_jvp(e: Any, t: Task) -> Any:
     args, n = t.case.args(), len(t.case.in_dims)
     draw = _fresh()
     examples = t.picked(t.case.sample.leaves[0])
-    tangents = [_drawn((t.case.size, *x.shape), x.dtype, draw) for x in examples]
+    tangents = [t.drawn((t.case.size, *x.shape), x.dtype, draw) for x in examples]
 
     def one(*both: Tensor) -> Any:
         xs, ts = both[:n], both[n:]
@@ -192,7 +192,7 @@ def vjp_vmap(e: Any, t: Task) -> Any:
 def jvp_vmap(e: Any, t: Task) -> Any:
     args, draw = t.case.args(), _fresh()
     primals = t.picked(args)
-    tangents = tuple(_drawn(x.shape, x.dtype, draw) for x in primals)
+    tangents = tuple(t.drawn(x.shape, x.dtype, draw) for x in primals)
     ys, pushed = e.jvp(_stacked(e, t, args), tuple(primals), tangents)
     return tuple(ys), tuple(pushed)
 
@@ -212,7 +212,7 @@ def _pull(e: Any, t: Task) -> tuple[Callable[..., Any], list[Tensor]]:
 def jvp_vjp(e: Any, t: Task) -> Any:
     pull, at = _pull(e, t)
     draw = _fresh().manual_seed(6)
-    tangents = tuple(_drawn(x.shape, x.dtype, draw) for x in at)
+    tangents = tuple(t.drawn(x.shape, x.dtype, draw) for x in at)
     value, pushed = e.jvp(pull, tuple(at), tangents)
     return tuple(value), tuple(pushed)
 
@@ -221,7 +221,7 @@ def vjp_vjp(e: Any, t: Task) -> Any:
     pull, at = _pull(e, t)
     draw = _fresh().manual_seed(6)
     value, again = e.vjp(pull, *at)
-    cots = tuple(_drawn(x.shape, x.dtype, draw) for x in t.picked(t.case.sample.leaves[0]))
+    cots = tuple(t.drawn(x.shape, x.dtype, draw) for x in t.picked(t.case.sample.leaves[0]))
     return tuple(value), tuple(again(cots))
 
 
@@ -237,6 +237,26 @@ WORDS: dict[str, Callable[[Any, Task], Any]] = {
 }
 DERIVATIVES = set(WORDS) - {"vmap", "vmap∘vmap"}
 ALONE = {"jvp∘vjp", "vjp∘vjp"}  # without a vmap: one example, nothing to place
+
+
+def in_double(t: Task, dtype: torch.dtype) -> Task:
+    """The same numbers in double precision."""
+
+    def wide(x: Tensor) -> Tensor:
+        return x.to(_DOUBLE[x.dtype]) if x.dtype in _DOUBLE else x
+
+    leaves = [[wide(x) for x in values] for values in t.case.sample.leaves]
+    slopes = t.slopes and replace(t.slopes, like=[wide(y) for y in t.slopes.like])
+    sample = replace(t.case.sample, leaves=leaves)
+    return replace(t, case=replace(t.case, sample=sample), slopes=slopes, via=dtype)
+
+
+_DOUBLE = {
+    torch.bfloat16: torch.float64,
+    torch.float16: torch.float64,
+    torch.float32: torch.float64,
+    torch.complex64: torch.complex128,
+}
 
 
 # --- no examples -------------------------------------------------------------------------------
