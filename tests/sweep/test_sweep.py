@@ -15,7 +15,7 @@ from sweep.words import WORDS
 
 SEED = 0
 SAMPLES = 3
-FRACTION = {"vmap": 0.07, **dict.fromkeys([w for w in WORDS if w != "vmap"], 0.03)}
+FRACTION = {"vmap": 0.04, **dict.fromkeys([w for w in WORDS if w != "vmap"], 0.012)}
 PART_FRACTION = 0.01
 
 OPS = entries()
