@@ -3,9 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 PIP := $(RUN) -m pip --disable-pip-version-check install -q -c constraints.txt
-SWEEP ?= tests/sweep/run.py --full --out sweep.md
+# MACHINES=0/1 is the part of the entries that this machine takes: 0/2 and 1/2 are halves.
+MACHINES ?= 0/1
 
-.PHONY: demo test check static doctest limitations bench coverage-sweep fuzz format clean
+.PHONY: demo test check static doctest limitations bench coverage fuzz format clean
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/.installed
@@ -32,9 +33,10 @@ limitations: $(VENV)/.installed
 bench: $(VENV)/.installed
 	$(RUN) benchmarks/run.py
 
-# Every operator in torch's own database, under every transform: long, so not part of `test`.
-coverage-sweep: $(VENV)/.installed
-	$(RUN) $(SWEEP)
+# Every operator in torch's own database, under every transform: long, so not part of `test`. It takes all cores,
+# and goes on where it was cut short; `make clean` makes it begin anew.
+coverage: $(VENV)/.installed
+	$(RUN) tests/sweep/run.py --shard $(MACHINES) --json sweep.jsonl --resume --out docs/coverage.md
 
 # Random programs, others at each run: about an hour on one core. PROGRAMS is for each transform.
 PROGRAMS ?= 40000
@@ -47,7 +49,7 @@ format: $(VENV)/.installed
 
 # .venv stays: making it again takes minutes.
 clean:
-	rm -rf build dist .pytest_cache .ruff_cache .hypothesis digits.png sweep.md
+	rm -rf build dist .pytest_cache .ruff_cache .hypothesis digits.png sweep.jsonl
 	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 # torch goes first, alone: the version in constraints.txt is settled before anything that depends on it is resolved.

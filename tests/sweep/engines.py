@@ -1,4 +1,4 @@
-"""The vmap under test, and how it found the meaning of what it was given."""
+"""The transforms under test, and how vmap found the meaning of what it was given."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ class Engine:
         self.name = name
         module = importlib.import_module(name)
         self.vmap: Callable = module.vmap
+        self.vjp: Callable = module.vjp
+        self.jvp: Callable = module.jvp
         self._warning = getattr(module, "PerformanceWarning", None)
 
     def ways(self, fn: Callable[[], Any]) -> tuple[Any, set[str]]:

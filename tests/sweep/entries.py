@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -35,6 +35,14 @@ UNINITIALISED = {
 # mapped: the strides an example has on another axis are not the caller's to know.
 STORAGE = {"as_strided", "as_strided_copy", "as_strided_scatter"}
 
+# Torch's forward mode drops a term of these, or all of them, without a word; its backward does not.
+NO_FORWARD_MODE = {
+    "index_reduce",
+    "nn.functional.linear_cross_entropy",
+    "scatter_reduce",
+    "triangular_solve",
+}
+
 
 @dataclass
 class Sample:
@@ -45,6 +53,15 @@ class Sample:
     leaves: list[list[Tensor]]
     text: str
     working: torch.dtype | None = None  # the least precise dtype computed in, if not the result's
+    process: Callable[[Any], Any] | None = None  # leaves what has one derivative (no free phases)
+
+
+class Flat(NamedTuple):
+    """A sample's arguments, flat."""
+
+    leaves: list
+    spec: TreeSpec
+    process: Callable[[Any], Any]
 
 
 def all_ops() -> dict[str, Any]:
@@ -66,6 +83,7 @@ def name_of(op: Any) -> str:
 
 def takes_any_value(op: Any) -> bool:
     """Whether NaN and infinity are as good arguments as others, and equal ones worth a look."""
+    op = getattr(op, "info", op)
     from torch.testing._internal.opinfo.core import BinaryUfuncInfo, ReductionOpInfo, UnaryUfuncInfo
 
     return isinstance(op, (BinaryUfuncInfo, ReductionOpInfo, UnaryUfuncInfo))
@@ -100,21 +118,24 @@ def samples_of(op: Any, dtype: torch.dtype, count: int, seed: int = 0) -> list[S
     return made
 
 
-def _generate(op: Any, dtype: torch.dtype, seed: int) -> list[tuple[list, TreeSpec]]:
+def _generate(op: Any, dtype: torch.dtype, seed: int) -> list[Flat]:
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002  # the generators draw from this one
     found = islice(op.sample_inputs("cpu", dtype, requires_grad=False, set_seed=False), SCAN)
-    return [tree_flatten((s.input, tuple(s.args), dict(s.kwargs))) for s in found]
+    return [
+        Flat(*tree_flatten((s.input, tuple(s.args), dict(s.kwargs))), s.output_process_fn_grad)
+        for s in found
+    ]
 
 
-def _elements(flat: tuple[list, TreeSpec]) -> int:
+def _elements(flat: Flat) -> int:
     return sum(x.numel() for x in flat[0] if isinstance(x, Tensor))
 
 
-def _features(flat: tuple[list, TreeSpec]) -> frozenset:
+def _features(flat: Flat) -> frozenset:
     """What a sample has that others may lack. Shapes weigh less than the rest: see _score."""
-    leaves, spec = flat
+    leaves, spec, _ = flat
     found: set = {str(spec)}
     for i, x in enumerate(leaves):
         if isinstance(x, Tensor):
@@ -124,7 +145,7 @@ def _features(flat: tuple[list, TreeSpec]) -> frozenset:
     return frozenset(found)
 
 
-def _most_different(runs: list[tuple[list, TreeSpec]], count: int) -> list[int]:
+def _most_different(runs: list[Flat], count: int) -> list[int]:
     """Greedy: each next sample is the one that adds the most features not seen yet.
 
     Samples without elements have many features of their own and nothing to be wrong in, so that
@@ -153,8 +174,8 @@ def _score(features: frozenset) -> int:
     return sum(1 if f[0] == "shape" else 4 for f in features)
 
 
-def _sample(op: Any, number: int, flat: tuple, others: list[tuple | None]) -> Sample:
-    leaves, spec = flat
+def _sample(op: Any, number: int, flat: Flat, others: list[Flat | None]) -> Sample:
+    leaves, spec, _ = flat
     where = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
 
     def call(*tensors: Tensor) -> Any:
@@ -171,10 +192,10 @@ def _sample(op: Any, number: int, flat: tuple, others: list[tuple | None]) -> Sa
         moved = [_perturb(x, k) if y is None else y for x, y in zip(base, drawn, strict=True)]
         kept = [x if y is None else y for x, y in zip(base, drawn, strict=True)]
         per_example.append(moved if _runs(call, moved) else kept)
-    return Sample(number, call, per_example, _describe(flat))
+    return Sample(number, call, per_example, _describe(flat), process=flat.process)
 
 
-def _drawn(x: Tensor, i: int, other: tuple | None, flat: tuple) -> Tensor | None:
+def _drawn(x: Tensor, i: int, other: Flat | None, flat: Flat) -> Tensor | None:
     """The value under another seed of an argument that is ``x`` under this one, if it differs."""
     if other is None or other[1] != flat[1] or not isinstance(other[0][i], Tensor):
         return None
@@ -213,13 +234,13 @@ def _perturb(x: Tensor, k: int) -> Tensor:
     return x.flatten().roll(k).reshape(x.shape)
 
 
-def _describe(flat: tuple) -> str:
+def _describe(flat: Flat) -> str:
     def show(x: Any) -> str:
         if isinstance(x, Tensor):
             return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
         return repr(x)[:60]
 
-    leaves, spec = flat
+    leaves, spec, _ = flat
     first, args, kwargs = spec.unflatten([_Shown(show(x)) for x in leaves])
     parts = [repr(first), *map(repr, args), *(f"{k}={v!r}" for k, v in kwargs.items())]
     return "(" + ", ".join(parts) + ")"

@@ -8,27 +8,31 @@ from typing import Any
 
 from .engines import WAYS
 from .judge import STATUSES
+from .known_gaps import EXCEPTIONS, GAPS
+from .words import WORDS
 
 Row = dict[str, Any]
-BAD = ("wrong", "error")
+ENGINES = ("forall", "torch.func")
 
 
 def merged(verdicts: Iterable[Row]) -> list[Row]:
-    """One row per entry: the worst over its dtypes."""
-    rows: dict[str, Row] = {}
+    """One row per entry, word and engine: the worst over its dtypes."""
+    rows: dict[tuple, Row] = {}
     for v in verdicts:
         row = rows.setdefault(
-            v["name"],
+            (v["name"], v["word"], v["engine"]),
             {
-                "name": v["name"],
-                "status": "no case",
+                **{k: v[k] for k in ("name", "word", "engine")},
+                "status": "no truth",
                 "way": "",
                 "cases": Counter(),
                 "first": {},
                 "empty": 0,
+                "rounded": 0,
             },
         )
         row["empty"] += v["empty"]
+        row["rounded"] += v["rounded"]
         row["status"] = max(row["status"], v["status"], key=STATUSES.index)
         row["way"] = max(row["way"], v["way"], key=lambda w: WAYS.index(w) if w else -1)
         row["cases"].update(v["cases"])
@@ -37,73 +41,108 @@ def merged(verdicts: Iterable[Row]) -> list[Row]:
     return sorted(rows.values(), key=lambda r: r["name"])
 
 
-def totals(rows: list[Row]) -> dict[str, Any]:
-    by = Counter(r["status"] for r in rows)
-    cases = Counter()
-    for r in rows:
-        cases.update(r["cases"])
-    judged = len(rows) - by["no case"]
-    right = by["equal"] + by["loops"]
-    return {
-        "entries": len(rows),
-        "with a case": judged,
-        "equal": right,
-        "equal %": round(100 * right / judged, 1) if judged else 0.0,
-        **{s: by[s] for s in STATUSES if s not in ("equal", "no case")},
-        "no case": by["no case"],
-        "with a loop": sum(r["cases"].get("loops", 0) > 0 for r in rows),
-        "only at size 0": {s: sum(r["status"] == s and _only_empty(r) for r in rows) for s in BAD},
-        "cases": {s: cases[s] for s in STATUSES if cases[s]},
-        "ways": {w or "shared": n for w, n in Counter(r["way"] for r in rows).items()},
-    }
+def summary(verdicts: Iterable[Row]) -> list[str]:
+    """How many entries have which status, for each word and engine."""
+    rows = merged(verdicts)
+    heads = [s for s in STATUSES if s != "no truth"]
+    lines = [
+        f"| transform | engine | with a truth | {' | '.join(heads)} | only size 0 | cases |",
+        f"|---|---|{'---:|' * (len(heads) + 3)}",
+    ]
+    for word in WORDS:
+        for engine in ENGINES:
+            ours = [r for r in rows if (r["word"], r["engine"]) == (word, engine)]
+            by = Counter(r["status"] for r in ours)
+            if not ours:
+                continue
+            cases = sum(n for r in ours for s, n in r["cases"].items() if s != "no truth")
+            counts = " | ".join(str(by[s]) for s in heads)
+            empty = sum(_only_empty(r) for r in ours)
+            judged = len(ours) - by["no truth"]
+            lines.append(f"| {word} | {engine} | {judged} | {counts} | {empty} | {cases} |")
+    return lines
 
 
 def _only_empty(row: Row) -> bool:
     """Whether everything else is right, and only a call with no examples goes astray."""
-    return 0 < row["empty"] == sum(row["cases"].get(s, 0) for s in BAD)
+    return 0 < row["empty"] == sum(row["cases"].get(s, 0) for s in ("wrong", "error"))
 
 
-def markdown(verdicts: Iterable[Row], title: str) -> str:
+def markdown(verdicts: list[Row], entries: int) -> str:
     rows = merged(verdicts)
-    parts = [f"# {title}", "", *_summary(rows)]
-    for status in ("crash", "timeout", "wrong", "error", "loops", "no case"):
-        parts += _section(
-            status, [r for r in rows if status in r["first"] or r["status"] == status]
-        )
-    parts += ["## every entry", "", "| entry | status | way | cases |", "|---|---|---|---|"]
-    for r in rows:
-        cases = ", ".join(f"{n} {s}" for s, n in r["cases"].items())
-        parts.append(f"| `{r['name']}` | {r['status']} | {r['way'] or '-'} | {cases} |")
-    return "\n".join(parts) + "\n"
+    parts = ["# Coverage", "", *_head(verdicts, rows, entries), *summary(verdicts), ""]
+    for status in ("crash", "timeout", "wrong", "error"):
+        found = [r for r in rows if r["engine"] == "forall" and status in r["first"]]
+        parts += _section(status, found)
+    return "\n".join([*parts, *_table(rows)]) + "\n"
 
 
-def _summary(rows: list[Row]) -> list[str]:
-    t = totals(rows)
+def _head(verdicts: list[Row], rows: list[Row], entries: int) -> list[str]:
+    dtypes = Counter(v["dtype"] for v in verdicts if v["word"] == "vmap" if v["engine"] == "forall")
+    cases = sum(n for v in verdicts for s, n in v["cases"].items() if s != "no truth")
+    none = sum(
+        n
+        for v in verdicts
+        for s, n in v["cases"].items()
+        if s == "no truth" and v["engine"] == "forall"
+    )
+    rounded = sum(r["rounded"] for r in rows if r["engine"] == "forall")
+    ran = ", ".join(f"{n} in {d}" for d, n in dtypes.items())
     lines = [
-        f"- entries: {t['entries']}, of which the loop runs for {t['with a case']}",
-        f"- equal: {t['equal']} ({t['equal %']} %), of which by a loop: {t['loops']}",
-        *(f"- {s}: {t[s]}, of which only at size 0: {t['only at size 0'][s]}" for s in BAD),
-        *(f"- {s}: {t[s]}" for s in ("timeout", "crash")),
-        f"- entries in which an overload was called once per example: {t['with a loop']}",
-        "- cases: " + ", ".join(f"{n} {s}" for s, n in t["cases"].items()),
-        "- ways: " + ", ".join(f"{n} {w}" for w, n in sorted(t["ways"].items())),
+        "Written by `make coverage`; do not edit. Every operator in torch's own database, its",
+        "forms in place and with `out=`, under each transform, next to the loop over examples and",
+        "torch's own autograd on plain tensors.",
         "",
-        "An entry is as good as its worst case. `loops` is equal, but an overload was called once",
-        "per example. `no case` is a case in which the loop over plain tensors itself raises. The",
-        "way `shared` means that no operator met a mapped argument (factories, names).",
+        f"Entries: {len({r['name'] for r in rows})} of {entries} ({ran}).",
+        f"Cases: {cases}, both engines together. Not counted: {none} cases in which plain tensors,",
+        "or torch's own autograd, raise, or torch gives a view another value than its copy. Of",
+        f"forall's equal cases {rounded} are equal up to the order of summation (relative to the",
+        "largest entry), and not within `torch.testing.assert_close`'s defaults.",
+        "",
+        "An entry is as good as its worst case. `loops` is equal, but an operator ran once per",
+        "example. `only size 0` counts the entries among error and wrong that fail in nothing but",
+        "a call without examples.",
         "",
     ]
     return lines
 
 
 def _section(status: str, rows: list[Row]) -> list[str]:
-    # Cases without a truth are many and say nothing of the engine; entries without one do.
-    if status in ("no case", "loops"):
-        rows = [r for r in rows if r["status"] == status]
     if not rows:
         return []
-    lines = [f"## {status}", ""]
+    lines = [f"## forall: {status}", ""]
     for r in rows:
-        text = r["first"].get(status, "").replace("|", "\\|")
-        lines.append(f"- `{r['name']}` ({r['cases'].get(status, 0)}): {text}")
+        text = r["first"].get(status, "").replace("|", "\\|")[:300]
+        why = {**GAPS, **EXCEPTIONS}.get((r["name"], r["word"]))
+        text = f"{why}. First: {text}" if why else text
+        lines.append(f"- `{r['name']}`, {r['word']} ({r['cases'].get(status, 0)}): {text}")
     return [*lines, ""]
+
+
+def _table(rows: list[Row]) -> list[str]:
+    found = {(r["name"], r["word"], r["engine"]): r for r in rows}
+    names = list(dict.fromkeys(r["name"] for r in rows))
+    lines = [
+        "## Every entry",
+        "",
+        "forall / torch.func. `=` equal, `↻` equal by a loop, `E` error, `W` wrong, `T` timeout,",
+        "`C` crash, `·` no truth to compare with. The way is how forall finds the operator's",
+        "meaning under vmap; `shared` met no mapped argument.",
+        "",
+        f"| entry | way | {' | '.join(WORDS)} |",
+        f"|---|---|{'---|' * len(WORDS)}",
+    ]
+    for name in names:
+        way = found.get((name, "vmap", "forall"), {}).get("way", "")
+        cells = " | ".join(
+            " ".join(_mark(found.get((name, word, engine))) for engine in ENGINES) for word in WORDS
+        )
+        lines.append(f"| `{name}` | {way or 'shared'} | {cells} |")
+    return lines
+
+
+_MARKS = dict(zip(STATUSES, "·=↻EWTC", strict=True))
+
+
+def _mark(row: Row | None) -> str:
+    return _MARKS[row["status"]] if row else ""

@@ -1,9 +1,14 @@
-"""Run the sweep: ``python tests/sweep/run.py --engine forall --full --out report.md``."""
+"""Run the sweep: ``python tests/sweep/run.py --json sweep.jsonl --resume --out docs/coverage.md``.
+
+Every verdict is written as it is reached, so a run that was cut short goes on with ``--resume``,
+and machines that each take a ``--shard`` may put their files together.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import sys
 import time
@@ -16,26 +21,31 @@ if __package__ in (None, ""):
 
 import torch
 
-from sweep.entries import all_ops, dtypes_for
-from sweep.report import markdown, merged, totals
-from sweep.workers import Task, judge_all
+from sweep.entries import dtypes_for
+from sweep.forms import Form, entries
+from sweep.report import markdown, summary
+from sweep.words import WORDS
+from sweep.workers import Job, judge_all
+
+FULL = ("float64", "float32")  # under every word
+PART = ("bfloat16", "complex64", "complex128", "int64", "bool")  # under these:
+PART_WORDS = ("vmap", "vmap∘vjp")
+WRITING_WORDS = ("vmap", "vmap∘vmap", "vmap∘vjp")  # forms in place and with out=
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     p = argparse.ArgumentParser(description=__doc__)
-    p.add_argument("--engine", choices=("forall", "torch.func"), default="forall")
-    p.add_argument("--dtypes", nargs="+", default=["float64", "float32"])
-    p.add_argument("--samples", type=int, default=4, help="at most, for each entry and dtype")
-    which = p.add_mutually_exclusive_group()
-    which.add_argument("--full", action="store_true", help="all entries (the default)")
-    which.add_argument("--fraction", type=float, help="this part of the entries, drawn by --seed")
-    which.add_argument(
-        "--only", nargs="+", metavar="NAME", help="entries, with or without :variant"
-    )
+    p.add_argument("--engines", nargs="+", default=["forall", "torch.func"])
+    p.add_argument("--dtypes", nargs="+", default=[*FULL, *PART])
+    p.add_argument("--words", nargs="+", default=list(WORDS))
+    p.add_argument("--samples", type=int, default=6, help="at most, for each entry and dtype")
+    p.add_argument("--fraction", type=float, help="this part of the entries, drawn by --seed")
+    p.add_argument("--only", nargs="+", metavar="NAME", help="entries, all their forms")
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--shard", default="0/1", metavar="I/N", help="entries I, I+N, I+2N, ...")
-    p.add_argument("--jobs", type=int, default=2)
-    p.add_argument("--limit", type=float, default=60.0, help="seconds for one entry and dtype")
+    p.add_argument("--jobs", type=int, default=os.cpu_count())
+    p.add_argument("--limit", type=float, default=60.0, help="seconds for one word of an entry")
+    p.add_argument("--minutes", type=float, default=1e9, help="begin no verdict after so many")
     p.add_argument("--out", type=Path, help="markdown report")
     p.add_argument("--json", type=Path, help="verdicts, one a line, written as they are reached")
     p.add_argument("--resume", action="store_true", help="keep the verdicts --json already has")
@@ -45,7 +55,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 def chosen(ops: dict[str, Any], options: argparse.Namespace) -> list[str]:
     names = list(ops)
     if options.only:
-        names = [n for n in names if {n, n.split(":")[0]} & set(options.only)]
+        names = [n for n in names if {n, n.split(" ")[0], n.split(":")[0]} & set(options.only)]
         if not names:
             raise SystemExit(f"no entry is named {' or '.join(options.only)}")
     elif options.fraction is not None:
@@ -56,35 +66,54 @@ def chosen(ops: dict[str, Any], options: argparse.Namespace) -> list[str]:
     return names[i::n]
 
 
-def tasks_of(ops: dict[str, Any], names: list[str], dtypes: list[str]) -> list[Task]:
-    wanted = [getattr(torch, d) for d in dtypes]
-    return [(n, str(d).removeprefix("torch.")) for n in names for d in dtypes_for(ops[n], wanted)]
+def jobs_of(ops: dict[str, Any], options: argparse.Namespace, done: set[tuple]) -> list[Job]:
+    """One dtype after another: a run that is cut short has seen every entry in the first."""
+    wanted = [getattr(torch, d) for d in options.dtypes]
+    names = chosen(ops, options)
+    taken = {n: [str(d).removeprefix("torch.") for d in dtypes_for(ops[n], wanted)] for n in names}
+    order = dict.fromkeys([*options.dtypes, *(d for ds in taken.values() for d in ds)])
+    found = []
+    for dtype in order:
+        for n in names:
+            if dtype not in taken[n]:
+                continue
+            words = [w for w in options.words if w in words_of(ops[n], dtype)]
+            parts = {w: [e for e in options.engines if (n, dtype, w, e) not in done] for w in words}
+            parts = {w: e for w, e in parts.items() if e}
+            if parts:
+                found.append(Job(n, dtype, parts))
+    return found
+
+
+def words_of(op: Any, dtype: str) -> tuple[str, ...]:
+    if dtype in PART:
+        return PART_WORDS
+    return WRITING_WORDS if isinstance(op, Form) else tuple(WORDS)
 
 
 def main(argv: list[str] | None = None) -> int:
     options = parse(argv)
-    ops = all_ops()
-    tasks = tasks_of(ops, chosen(ops, options), options.dtypes)
+    ops = entries()
     verdicts: list[dict[str, Any]] = []
     if options.resume and options.json and options.json.exists():
         verdicts = [json.loads(line) for line in options.json.read_text().splitlines()]
-        done = {(v["name"], v["dtype"]) for v in verdicts}
-        tasks = [t for t in tasks if t not in done]
-    setting = {"engine": options.engine, "samples": options.samples, "seed": options.seed}
+    done = {(v["name"], v["dtype"], v["word"], v["engine"]) for v in verdicts}
+    setting = {"samples": options.samples, "seed": options.seed}
     started = time.monotonic()
     lines = options.json.open("a" if options.resume else "w") if options.json else None
-    for verdict in judge_all(tasks, setting, options.jobs, options.limit):
+    for verdict in judge_all(jobs_of(ops, options, done), setting, options.jobs, options.limit):
         verdicts.append(verdict.as_dict())
         if lines:
             print(json.dumps(verdicts[-1]), file=lines, flush=True)
-        if verdict.status in ("wrong", "crash", "timeout"):
-            print(f"{verdict.status}: {verdict.name} {verdict.first[verdict.status]}", flush=True)
-    title = f"{options.engine} on torch {torch.__version__}: {', '.join(options.dtypes)}"
+        if verdict.engine == "forall" and verdict.status in ("wrong", "error", "crash", "timeout"):
+            where = f"{verdict.name} {verdict.dtype} {verdict.word}"
+            print(f"{verdict.status}: {where}: {verdict.first[verdict.status]}", flush=True)
+        if time.monotonic() - started > 60 * options.minutes:
+            break
     if options.out:
-        options.out.write_text(markdown(verdicts, title))
-    print(f"{title}, {time.monotonic() - started:.0f} s")
-    for key, value in totals(merged(verdicts)).items():
-        print(f"  {key}: {value}")
+        options.out.write_text(markdown(verdicts, len(ops)))
+    print("\n".join(summary(verdicts)))
+    print(f"{time.monotonic() - started:.0f} s")
     return 0
 
 

@@ -50,6 +50,7 @@ from forall._torch.dispatch import (
 from forall._torch.names import TorchDispatchMode
 from forall._torch.schema import facts
 from forall._torch.wrapper import Wrapper
+from forall._torch.zeros import PRODUCTS, absorbed
 
 aten = torch.ops.aten
 _Tensor = torch.Tensor
@@ -266,6 +267,9 @@ class VmapLevel(Level, TorchDispatchMode):
         if func is _DETACH and not is_excluded(AUTOGRAD):
             self.met.clear()
             return second_name(args[0])
+        if func in PRODUCTS and (zeros := absorbed(func, args)) is not None:
+            self.met.clear()
+            return wrap(zeros, None, self)
         if self.met:
             border.all_shared(self, func, self.met)
             known = writing.older(self, func, args, kwargs, found is _MAPPED)

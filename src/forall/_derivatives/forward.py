@@ -39,12 +39,12 @@ from forall._torch.dispatch import (
     is_excluded,
     is_forward_enabled,
     no_dispatch,
-    plain_zeros,
     set_forward_enabled,
 )
 from forall._torch.names import TorchDispatchMode, attach_tangent, functions_pass, split_tangent
 from forall._torch.schema import facts, functional_of
 from forall._torch.wrapper import READS, Wrapper, shell
+from forall._torch.zeros import PRODUCTS, absorbed, plain_zeros
 
 aten = torch.ops.aten
 _DETACH = aten.detach.default
@@ -216,6 +216,8 @@ class JvpLevel(Level, TorchDispatchMode):
             self.left_on.append(leaf)
         if func is _LAZY_ZEROS:
             return plain_zeros(*args, **kwargs)
+        if func in PRODUCTS and (zeros := absorbed(func, args)) is not None:
+            return wrap(zeros, self)
         if func in _ALIASES:
             if _is_sparse(args[0]) and type(args[0]) is not Dual:
                 return _constant(args[0])
@@ -223,8 +225,8 @@ class JvpLevel(Level, TorchDispatchMode):
         grad = torch.is_grad_enabled()
         if fact.mutates:
             self._check_writes(func, fact, args, kwargs)
-            functional = functional_of(func) if fact.out_names else None
-            if functional is not None:
+            functional = functional_of(func)
+            if functional is not None and (fact.out_names or functional in ODD):
                 return self._out(functional, fact, args, kwargs)
         if (func in ODD or fact.foreign) and grad and self._lacks_formula(func, args, kwargs):
             from forall._derivatives.reversed import without_formula
@@ -266,8 +268,8 @@ class JvpLevel(Level, TorchDispatchMode):
         return any(map(self.moves, given)) and not is_trusted(func, map(self._below, given))
 
     def _out(self, functional: Any, fact: Any, args: tuple, kwargs: dict) -> Any:
-        """Forward mode has no out= forms: compute, then copy."""
-        targets = [kwargs[n] for n in fact.out_names]
+        """Forward mode has no out= forms, nor right ones in place for some: compute, then copy."""
+        targets = [kwargs[n] for n in fact.out_names] or [args[0]]
         rest = {k: a for k, a in kwargs.items() if k not in fact.out_names}
         results = self.run(functional, args, rest)
         if isinstance(results, torch.Tensor):

@@ -230,12 +230,12 @@ def told(t: Tensor) -> Any:
 
 def as_tensor(n: Number) -> Tensor:
     """What ``torch.tensor(n)`` gives."""
+    dtypes = {float: (real := torch.get_default_dtype()), complex: real.to_complex()}
     with functions_off():
-        return n.cast(torch.get_default_dtype()) if n.kind is float else n.tensor
+        return n.cast(dtypes[n.kind]) if n.kind in dtypes else n.tensor
 
 
 table.STRANGERS.add(Number)
-
 # --- operators ----------------------------------------------------------------------------------
 
 

@@ -369,19 +369,6 @@ def plain_alias(tensor: torch.Tensor) -> torch.Tensor:
         return alias
 
 
-def plain_zeros(*args: Any, **kwargs: Any) -> torch.Tensor:
-    """Ordinary zeros for aten._efficientzerotensor, whatever levels are active.
-
-    Zeros without memory rely on a dispatch key that is off inside handlers. Forward formulas ask
-    for them and may mark them a Python number, which torch then reads: a wrapper has no data.
-    """
-    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
-        zeros = torch.zeros(*args, **kwargs)
-        for told in made_aside:
-            told(zeros)
-        return zeros
-
-
 made_aside: list[Callable] = []  # who is told of what no mode sees being made
 
 

@@ -36,8 +36,8 @@ def jit(func: Callable[P, R]) -> Callable[P, R]:
     saw, about a millisecond for each operator. A later call runs the operators. A kind is made of
     the tree of the arguments, the shape, strides, dtype, device and ``requires_grad`` of each
     tensor, the value of everything else, and torch's state: grad mode, autocast, default dtype. The
-    last 64 kinds are kept. Where something outside requires grad, the backward pass is replayed too;
-    a derivative of that pass runs ``func``.
+    last 64 kinds are kept. Where something outside requires grad, the backward pass is replayed as
+    well; a derivative of that pass runs ``func``.
 
     Captured tensors are read anew with each call. What ``func`` can be seen to reach (closure,
     globals, defaults, attributes, modules) is compared with each call by identity, and a change

@@ -369,3 +369,10 @@ def test_math_on_several_numbers():
     ]
     assert of(each(values, lambda n: MATH[math.log](n, 3))) == [math.log(v, 3) for v in values]
     assert of(each([3, 5], lambda n: MATH[math.factorial](n))) == [6, 120]
+
+
+def test_a_number_that_is_returned_has_the_dtype_that_torch_gives_a_python_number():
+    for dtype in (torch.float64, torch.float32, torch.complex128, torch.complex64, torch.int32):
+        x = torch.tensor([1, 2]).to(dtype)
+        found = vmap(lambda x: x.item())(x)
+        torch.testing.assert_close(found, torch.tensor([v.item() for v in x]))

@@ -32,6 +32,7 @@ from forall._batching.rules import (
     softmax,
     sort,
     sparse,
+    sparse_reduce,
     special,
     statistics,
     views,

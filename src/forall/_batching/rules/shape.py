@@ -8,7 +8,7 @@ from forall._batching.batched import wrap
 from forall._batching.families import stacked
 from forall._batching.table import SHARED, register
 from forall._core.axes import stacked_dim
-from forall._torch.dispatch import plain_zeros
+from forall._torch.zeros import plain_zeros
 
 aten = torch.ops.aten
 
