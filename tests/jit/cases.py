@@ -571,7 +571,7 @@ def numbers_as_arguments(jit):
 @case
 def words_as_arguments(jit):
     f = jit(lambda x, mode=None, **more: getattr(x, mode)() * more.get("k", 1))
-    given = [{"mode": "sin"}, {"mode": "cos"}, {"mode": "sin", "k": 2}]
+    given: list[dict] = [{"mode": "sin"}, {"mode": "cos"}, {"mode": "sin", "k": 2}]
     return lambda i: f(xs(i), **given[i % 3])
 
 

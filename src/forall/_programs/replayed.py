@@ -106,7 +106,7 @@ class Differentiated(Recorded):
         self.backward = function(self.program, last, [*self.saved, *self.back.cotangents], found)
         return function(self.program, first, self.given, [*self.outputs, *self.fresh])
 
-    def forward(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    def forward(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         return self._run(*tensors)
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
