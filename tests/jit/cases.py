@@ -10,6 +10,7 @@ import functools
 import math
 import random
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
@@ -343,9 +344,12 @@ def a_hook_of_a_module(jit):
     f = jit(m)
     handles = []
 
+    def doubled(_module, _args, out):
+        return out * 2
+
     def call(i):
         if i == 2:
-            handles.append(m.register_forward_hook(lambda _m, _a, out: out * 2))
+            handles.append(m.register_forward_hook(doubled))
         if i == 4:
             handles.pop().remove()
         return f(xs(i, 2, 3)).detach()
@@ -571,7 +575,7 @@ def numbers_as_arguments(jit):
 @case
 def words_as_arguments(jit):
     f = jit(lambda x, mode=None, **more: getattr(x, mode)() * more.get("k", 1))
-    given: list[dict] = [{"mode": "sin"}, {"mode": "cos"}, {"mode": "sin", "k": 2}]
+    given: list[Any] = [{"mode": "sin"}, {"mode": "cos"}, {"mode": "sin", "k": 2}]
     return lambda i: f(xs(i), **given[i % 3])
 
 

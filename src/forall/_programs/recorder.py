@@ -62,6 +62,7 @@ class Recorder(TorchDispatchMode):
         self.captured: dict[int, torch.Tensor] = {}
         self.constants: dict[int, torch.Tensor] = {}  # made of Python's numbers
         self.why: str | None = None
+        self.makes_leaves = False  # a result's history may end in a tensor of the function's own
         self._numbers: dict[int, tuple[weakref.ref, int]] = {}
         self._tensors: list[weakref.ref] = []
         # The numbers of those that lie in a storage, for as long as it is there.
@@ -82,7 +83,8 @@ class Recorder(TorchDispatchMode):
         if any(issubclass(t, Wrapper) for t in types):
             with self:  # a level that has ended takes its values apart
                 return dispatched(func, args, kwargs)
-        node = None if self.why is not None else self._met(func, args, kwargs)
+        skipped = self.why is not None or func.namespace == "profiler"  # which computes nothing
+        node = None if skipped else self._met(func, args, kwargs)
         out = func(*args, **kwargs)
         if node is not None:
             before = len(self.values)
@@ -126,6 +128,11 @@ class Recorder(TorchDispatchMode):
         """A tensor of our own that comes out the same with each call, and that no mode sees."""
         if self.why is None:
             self.constants[self._new(t, None)] = t.clone()
+
+    def is_from_outside(self, t: torch.Tensor) -> bool:
+        """Whether a tensor was there before the call, as far as is known."""
+        n = self.number(t) if type(t) in _PLAIN else -1
+        return n is None or n in self.inputs or n in self.captured
 
     def program(self, outputs: Iterable[torch.Tensor]) -> Program | None:
         """What was recorded, with these results; None where ``why`` tells why not."""
@@ -248,15 +255,20 @@ _UNSEEN = {
         "__dlpack__",
         "untyped_storage",
         "backward",
-        "register_hook",
-        "requires_grad_",
     ]
 } | {
     torch.autograd.backward,
     torch.from_numpy,
     torch.frombuffer,
-    *(getattr(torch.Tensor, name).__set__ for name in ("grad", "data", "requires_grad")),
+    *(getattr(torch.Tensor, name).__set__ for name in ("grad", "data")),
     torch.Tensor.data.__get__,  # pyright: ignore[reportAttributeAccessIssue]
+}
+
+# Calls that change the tensor itself: of no concern where the function has made it.
+_CHANGES = {
+    torch.Tensor.register_hook,
+    torch.Tensor.requires_grad_,
+    torch.Tensor.requires_grad.__set__,  # pyright: ignore[reportAttributeAccessIssue]
 }
 
 
@@ -268,10 +280,12 @@ class Watch(TorchFunctionMode):
         self.recorder = recorder
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func in _UNSEEN:
+        changes = func in _CHANGES
+        if func in _UNSEEN or (changes and self.recorder.is_from_outside(args[0])):
             self.recorder.fails(f"{getattr(func, '__name__', func)} is seen by no operator")
         elif any(isinstance(a, np.ndarray) for np in _numpy() for a in args):
             self.recorder.fails("the numbers of an array of numpy's may change")
+        self.recorder.makes_leaves |= changes
         return func(*args, **(kwargs or {}))
 
 

@@ -111,6 +111,9 @@ def _pulled_back(
     if any(t._backward_hooks for _, t in wanted):
         recorder.fails("a tensor that it is to be differentiated in has a hook")
         return None
+    if recorder.makes_leaves or not wanted:
+        recorder.fails("a result's history leads to a tensor that the function has made a leaf")
+        return None
     cotangents = [torch.ones_like(ends[i]) for i in places]
     numbers = [recorder.named(c) for c in cotangents]
     first = len(recorder.nodes)
