@@ -16,7 +16,8 @@ from forall._torch.wrapper import Wrapper
 
 aten = torch.ops.aten
 # Torch's zeros without memory have kernels for these; all others see ordinary zeros.
-PRODUCTS = frozenset({aten.mul.Tensor, aten.div.Tensor, aten.dot.default, aten.vdot.default})
+_DOTS = frozenset({aten.dot.default, aten.vdot.default})
+PRODUCTS = _DOTS | {aten.mul.Tensor, aten.div.Tensor}
 
 
 def plain_zeros(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -25,11 +26,11 @@ def plain_zeros(*args: Any, **kwargs: Any) -> torch.Tensor:
     Formulas may mark them a Python number, which torch then reads: a wrapper has no data.
     """
     with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
-        zeros = torch.zeros(*args, **kwargs)
+        zeros: Any = torch.zeros(*args, **kwargs)
+        zeros.never_moves = not zeros.is_inference()
         for told in made_aside:
             told(zeros)
-    zeros.never_moves = not zeros.is_inference()  # pyright: ignore[reportAttributeAccessIssue]
-    return zeros
+        return zeros
 
 
 def absorbed(func: Any, args: tuple) -> torch.Tensor | None:
@@ -38,19 +39,17 @@ def absorbed(func: Any, args: tuple) -> torch.Tensor | None:
     if not (_is_zero(x) or (_is_zero(y) and func is not aten.div.Tensor)):
         return None
     with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
-        like = [
-            torch.empty(a.shape, dtype=a.dtype, device="meta") if _sized(a) else a for a in (x, y)
-        ]
-        out = func(*like)
-    return plain_zeros(out.shape, dtype=out.dtype, device=(x if _is_zero(x) else y).device)
-
-
-def _sized(a: Any) -> bool:
-    return isinstance(a, torch.Tensor)
+        dtype = torch.result_type(x, y)
+        shapes = () if func in _DOTS else (a.shape for a in (x, y) if isinstance(a, torch.Tensor))
+        shape = torch.broadcast_shapes(*shapes)
+    return plain_zeros(shape, dtype=dtype, device=(x if _is_zero(x) else y).device)
 
 
 def _is_zero(a: Any) -> bool:
     """Whether it is marked, at whatever level, and nobody has written into it since."""
     while isinstance(a, Wrapper) and getattr(a, "axis", None) is None:
         a = a.value
-    return type(a) is torch.Tensor and getattr(a, "never_moves", False) and a._version == 0
+    if type(a) is not torch.Tensor or not getattr(a, "never_moves", False):
+        return False
+    with torch._C.DisableTorchFunction():
+        return a._version == 0
