@@ -216,8 +216,11 @@ class JvpLevel(Level, TorchDispatchMode):
             self.left_on.append(leaf)
         if func is _LAZY_ZEROS:
             return plain_zeros(*args, **kwargs)
-        if func in PRODUCTS and (zeros := absorbed(func, args)) is not None:
-            return wrap(zeros, self)
+        if func in PRODUCTS:
+            with functions_off():
+                zeros = absorbed(func, args)
+                if zeros is not None:
+                    return wrap(zeros, self)
         if func in _ALIASES:
             if _is_sparse(args[0]) and type(args[0]) is not Dual:
                 return _constant(args[0])
