@@ -23,12 +23,17 @@ Index
     no example           the function runs once, on a stand-in
     what is identical    a number of each example is not Python's True, whatever it is for each
     prints repeat        a first run that examples part in is undone, but not what it printed
+    jit prints once      jit skips Python: what it prints, draws or counts besides happens once
+    jit and the seed     torch.manual_seed inside is skipped too, so draws go on from where they are
+    jit and slots        an attribute in __slots__, or five objects deep, is not watched
 """
+
+import random
 
 import pytest
 import torch
 
-from forall import grad, vmap
+from forall import grad, jit, vmap
 
 X = torch.arange(6.0).reshape(3, 2)
 
@@ -169,6 +174,37 @@ def test_prints_repeat(capsys):
     first = capsys.readouterr().out.count("once")
     vmap(f)(X)  # converted at once from now on
     assert (first, capsys.readouterr().out.count("once")) == (2, 1)
+
+
+def test_jit_prints_once(capsys):
+    def f(x):
+        print("once")
+        return x + random.random()
+
+    g = jit(f)
+    assert g(X).equal(g(X))
+    assert capsys.readouterr().out == "once\n"
+
+
+def test_jit_and_the_seed():
+    def f(x):
+        torch.manual_seed(0)
+        return x + torch.rand(())
+
+    g = jit(f)
+    assert not g(X).equal(g(X))
+
+
+def test_jit_and_slots():
+    class Scale:
+        __slots__ = ("factor",)
+
+    scale = Scale()
+    scale.factor = 2.0
+    g = jit(lambda x: x * scale.factor)
+    g(X)
+    scale.factor = 3.0
+    assert g(X).equal(X * 2)
 
 
 def test_the_index_names_every_test():

@@ -1,0 +1,87 @@
+"""What passes leave of a program, and what they must not touch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from forall import jit, vmap
+from forall._programs.recording import record
+from forall._torch import trees
+
+aten = torch.ops.aten
+X = torch.tensor([[1.0, -0.0, float("inf")], [float("nan"), 2.0, -3.0]])
+
+
+def program(f, *args):
+    made = record(f, *trees.flatten((args, {})))
+    assert made.recorded is not None, made.why
+    return made.recorded.program
+
+
+def ops(f, *args):
+    return [node.op.overloadpacket.__name__ for node in program(f, *args).nodes]
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x: x + 0,
+        lambda x: x * 1,
+        lambda x: x + torch.zeros(3, dtype=torch.float64),
+        lambda x: torch.eye(2) @ x,
+        lambda x: x @ torch.zeros(3, 3),
+        lambda x: x - x,
+    ],
+)
+def test_what_changes_a_bit_stays(f):
+    assert ops(f, X)
+    g = jit(f)
+    for x in (X, -X, 2 * X):
+        found, wanted = g(x), f(x)
+        assert found.dtype == wanted.dtype
+        assert found.view(torch.uint8).equal(wanted.contiguous().view(torch.uint8))
+
+
+def test_what_is_always_the_same_is_made_once():
+    def f(x):
+        basis = torch.zeros(3, 3)
+        basis[range(3), range(3)] = 2.0
+        return x @ (basis + torch.eye(3))
+
+    assert ops(f, X) == ["mm"]
+
+
+def test_a_constant_that_depends_on_what_varies_is_none():
+    def f(x):
+        buffer = torch.zeros(2, 3)
+        before = buffer.sum()
+        buffer.copy_(x)
+        return buffer + before
+
+    assert "copy_" in ops(f, X)
+    assert jit(f)(X[1:].expand(2, 3).nan_to_num()).equal(X[1:].expand(2, 3).nan_to_num())
+
+
+def test_what_nobody_reads_is_dropped_unless_it_draws_or_writes():
+    assert ops(lambda x: (x.sin(), x * 2)[1], X) == ["mul"]
+    assert "rand" in ops(lambda x: (torch.rand(3), x * 2)[1], X)
+    assert ops(lambda x: (x.mul_(2), x.cos(), None)[2], X.clone()) == ["mul_"]
+
+
+def test_views_that_lead_back_are_none_and_chains_are_one():
+    assert ops(lambda x: (x * 2).t().unsqueeze(0).squeeze(0).t().view(2, 3) + 1, X) == [
+        "mul",
+        "add",
+    ]
+    assert ops(lambda x: (x * 2).t().unsqueeze(1).expand(3, 4, 2), X) == ["mul", "as_strided"]
+
+
+def test_memory_is_given_back_where_it_is_read_last():
+    recorded = record(lambda x: x.sin().cos().exp(), *trees.flatten(((X,), {}))).recorded
+    assert recorded is not None
+    assert recorded._run.source.count("del ") == 2
+
+
+def test_a_level_leaves_nothing_but_operators_on_stacks():
+    assert ops(vmap(lambda x: (x * 2).sum()), X) == ["mul", "sum"]
