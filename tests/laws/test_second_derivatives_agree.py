@@ -15,7 +15,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from forall import grad, jvp, vmap
-from sweep.entries import _most_different, all_ops
+from sweep.entries import Flat, _most_different, all_ops
 
 D = torch.float64
 
@@ -81,9 +81,12 @@ def problems(op, count):
     random.seed(0)
     np.random.seed(0)  # noqa: NPY002
     samples = list(islice(op.sample_inputs("cpu", D, requires_grad=True, set_seed=False), 120))
-    flat = [tree_flatten((s.input, tuple(s.args), dict(s.kwargs))) for s in samples]
+    flat = [
+        Flat(*tree_flatten((s.input, tuple(s.args), dict(s.kwargs))), s.output_process_fn_grad)
+        for s in samples
+    ]
     for i in _most_different(flat, count):
-        leaves, spec = flat[i]
+        leaves, spec, _ = flat[i]
         places = [k for k, x in enumerate(leaves) if _moves(x)]
         elements = sum(x.numel() for x in leaves if isinstance(x, torch.Tensor))
         if places and elements < 2000:
