@@ -85,14 +85,14 @@ def nodes(ends: Iterable[End], stop: tuple[type, ...] = ()) -> Iterator[Any]:
     """Every node of the graphs that lead to ``ends``, none behind one of a type in ``stop``."""
     starts = [e.grad_fn if isinstance(e, torch.Tensor) else e.node for e in ends]
     todo = [node for node in starts if node is not None]
-    seen = set(todo)
+    seen = {None, *todo}
     while todo:
         node = todo.pop()
         yield node
         if stop and isinstance(node, stop):
             continue
         for following, _ in node.next_functions:
-            if following is not None and following not in seen:
+            if following not in seen:
                 seen.add(following)
                 todo.append(following)
 

@@ -25,6 +25,8 @@ set_forward_enabled = torch._C._set_fwd_grad_enabled
 
 AUTOGRAD = DispatchKey.AutogradFunctionality
 CONJUGATE = DispatchKey.Conjugate
+NEGATIVE = DispatchKey.Negative
+ZEROS = DispatchKey.ZeroTensor
 # What the dispatcher switches off on its way into a Python handler and autograd's kernels need.
 _ABOVE_PYTHON = (
     AUTOGRAD,
@@ -35,17 +37,16 @@ _ABOVE_PYTHON = (
 )
 
 
-_LAZY = (DispatchKey.Conjugate, DispatchKey.Negative, DispatchKey.ZeroTensor)
-
-
 def set_lazy_bits(on: bool) -> None:
     """Whether kernels look at the conj, neg and zero bits of their tensors.
 
     Inside a Python handler they do not: for its own tensors that is settled. But many a kernel
     (``pinv``, complex ``lstsq``) calls others with a lazy conjugate it made itself.
     """
-    for key in _LAZY:
-        set_excluded(key, not on)
+    off = not on
+    set_excluded(CONJUGATE, off)
+    set_excluded(NEGATIVE, off)
+    set_excluded(ZEROS, off)
 
 
 class lazy_zeros_pass:

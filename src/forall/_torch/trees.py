@@ -77,6 +77,8 @@ def unflatten(leaves: Iterable[Any], spec: TreeSpec) -> Any:
     given = list(leaves)
     if len(given) != spec.num_leaves:
         raise ValueError(f"unflatten: {len(given)} leaves for a tree of {spec.num_leaves}")
+    if spec.type is None:
+        return given[0]
     return _built(spec, iter(given))
 
 

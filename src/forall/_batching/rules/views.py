@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from forall._batching.batched import Batched, derive, line_up, same, wrap
-from forall._batching.families import view
+from forall._batching.families import VIEWERS, view
 from forall._batching.table import SHARED, VIEW_CALLS, VIEWS, register
 from forall._core.axes import axis_without, past, wrap_dim
 from forall._torch.wrapper import Wrapper
@@ -216,6 +216,7 @@ def _lined_up(rule):
                 x = derive(x, x.value.movedim(x.axis, 0).contiguous(), 0, same)
             return handler(level, func, (x, *args[1:]), kwargs)
 
+    VIEWERS.add(handle)
     return handle
 
 
