@@ -85,7 +85,7 @@ def _squeeze_dims(v, axis, dims):
 
 
 def _expand(v, axis, size, *, implicit=False):
-    v = v.movedim(axis, 0)
+    v = v.movedim(axis, 0) if axis else v
     size = list(size)
     new = len(size) - (v.dim() - 1)
     if new < 0:
@@ -97,7 +97,7 @@ def _expand(v, axis, size, *, implicit=False):
 
 
 def _view(v, axis, size):
-    v = v.movedim(axis, 0)
+    v = v.movedim(axis, 0) if axis else v
     return aten.view.default(v, [v.shape[0], *_sizes(size, v)]), 0
 
 
