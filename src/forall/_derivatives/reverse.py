@@ -10,7 +10,14 @@ from torch.autograd import forward_ad
 
 from forall._core.levels import complete, graph_free, lift, top
 from forall._torch import trees
-from forall._torch.dispatch import functions_off, run_backward, users_tangent, users_tangents
+from forall._torch.dispatch import (
+    ACCUMULATE,
+    functions_off,
+    run_backward,
+    set_grad_enabled,
+    users_tangent,
+    users_tangents,
+)
 from forall._torch.wrapper import Wrapper, has_own_meaning, kind_of
 
 if TYPE_CHECKING:
@@ -19,9 +26,6 @@ if TYPE_CHECKING:
     from torch.autograd.graph import GradientEdge
 
     End = torch.Tensor | GradientEdge
-
-
-_set_grad_enabled = torch._C._set_grad_enabled
 
 
 class recording:
@@ -40,7 +44,7 @@ class recording:
 
     def _set(self, on: bool) -> None:
         with functions_off():
-            _set_grad_enabled(on)
+            set_grad_enabled(on)
 
 
 def variable(x: torch.Tensor) -> torch.Tensor:
@@ -75,10 +79,7 @@ def leads_outside(tensors: Iterable[torch.Tensor], own: Iterable[torch.Tensor]) 
     ours = {id(v) for v in own}
     if any(t.requires_grad and t.grad_fn is None and id(t) not in ours for t in tensors):
         return True
-    return any(type(n) is _ACCUMULATE and id(n.variable) not in ours for n in nodes(tensors))
-
-
-_ACCUMULATE = torch._C._functions.AccumulateGrad
+    return any(type(n) is ACCUMULATE and id(n.variable) not in ours for n in nodes(tensors))
 
 
 def nodes(ends: Iterable[End], stop: tuple[type, ...] = ()) -> Iterator[Any]:

@@ -22,6 +22,8 @@ is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
 set_excluded = torch._C._dispatch_tls_set_dispatch_key_excluded
 is_forward_enabled = torch._C._is_fwd_grad_enabled
 set_forward_enabled = torch._C._set_fwd_grad_enabled
+set_grad_enabled = torch._C._set_grad_enabled
+ACCUMULATE = torch._C._functions.AccumulateGrad  # the node that leaves a gradient on a leaf
 
 AUTOGRAD = DispatchKey.AutogradFunctionality
 CONJUGATE = DispatchKey.Conjugate
