@@ -43,9 +43,10 @@ class Family:
         self.prune_at = 64
 
     def add(self, member: Batched) -> None:
-        self.members.append(weakref.ref(member))
-        if len(self.members) > self.prune_at:
-            self.members = [m for m in self.members if m() is not None]
+        members = self.members
+        members.append(weakref.ref(member))
+        if len(members) > self.prune_at:
+            self.members = [m for m in members if m() is not None]
             self.prune_at = 2 * len(self.members) + 64
 
     def rebase(self, value: torch.Tensor, axis: int | None) -> None:
@@ -137,7 +138,11 @@ def without_ended(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
 
 def wrap(value: torch.Tensor, axis: int | None, level: Level) -> Batched:
     """A new tensor of ``level``, with its value's strides so that autograd's views fit."""
-    shape, strides = value.shape, strides_of(value)
+    shape = value.shape
+    try:
+        strides = value.stride()
+    except RuntimeError:
+        strides = strides_of(value)  # which tells why there are none
     if axis is not None:
         if axis == 0:
             shape, strides = shape[1:], strides[1:]
@@ -168,9 +173,10 @@ def same(value: torch.Tensor, axis: int | None) -> tuple[torch.Tensor, int | Non
 def derive(base: Batched, value: torch.Tensor, axis: int | None, call: ViewCall) -> Batched:
     """A view of ``base``, of its family."""
     view = wrap(value, axis, base.level)
-    family = view.family = family_of(base)
+    family = view.family = base.family or family_of(base)
     view.chain = (*base.chain, call)
-    view.older = base.older
+    if base.older:
+        view.older = True
     family.add(view)
     return view
 

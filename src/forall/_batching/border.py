@@ -130,9 +130,25 @@ def settle(tensor: torch.Tensor, worn: Dress) -> tuple[torch.Tensor, Dress]:
     return tensor, worn
 
 
+def _is_bare(stack: torch.Tensor) -> bool:
+    """Whether a stack is numbers and nothing else: no history, tangent, lazy bit or other level."""
+    return (
+        type(stack) is torch.Tensor
+        and not (stack.requires_grad or stack.is_complex() or stack.is_neg())
+        and not (users_tangents() or torch_funcs(stack))
+    )
+
+
+def _is_ours(example: torch.Tensor, level: VmapLevel) -> bool:
+    """Whether this is a value of the level without history."""
+    return type(example) is Batched and example.level is level and not example.requires_grad
+
+
 def enter(stack: torch.Tensor, axis: int, level: VmapLevel, worn: Dress = ()) -> torch.Tensor:
     """A stack from just outside ``level`` as one example of it."""
     with functions_off():
+        if not worn and _is_bare(stack):
+            return _entered(stack, axis, level, worn)
         refuse_torchs(stack)
         if stack.is_complex() and stack.is_conj():
             stack = stack.resolve_conj()
@@ -151,6 +167,8 @@ def leave(example: torch.Tensor, axis: int, level: VmapLevel, worn: Dress = ()) 
     with functions_off():
         if type(example) is Batched and example.level is not level:
             example = example.level.completed(example, level)
+        if not worn and _is_ours(example, level) and _is_bare(example.value):
+            return _left(example, axis, level)
         refuse_torchs(example)
         # Made here and not in the node: a node's forward runs under no_grad, and there the tangents
         # that a value holds, and its history further out, would be cut.

@@ -10,6 +10,7 @@ import torch
 
 from forall._batching import table
 from forall._batching.batched import Batched, derive, wrap
+from forall._batching.table import ViewCall
 from forall._core.levels import act
 from forall._torch.names import pop_mode, push_mode
 from forall._torch.wrapper import Wrapper
@@ -23,6 +24,11 @@ Tensor = torch.Tensor
 def is_mapped(a: Any, level: Any) -> bool:
     """Whether ``a`` differs between the examples of ``level``."""
     return type(a) is Batched and a.axis is not None and a.level is level
+
+
+def is_bare(a: Any, level: Any) -> bool:
+    """Whether ``a`` is mapped, and its stack has no lazy conj or neg bit."""
+    return is_mapped(a, level) and not (a.value.is_complex() or a.value.is_neg())
 
 
 def front(a: Batched) -> Tensor:
@@ -74,27 +80,21 @@ def alike(level: Any, func: Any, args: tuple) -> Any:
     v, axis = x.value, x.axis
     if v.is_complex() or v.is_neg():  # kernels do not see a lazy conj or neg bit here
         return None
-    if len(args) == 1:
-        out = func._op(v)
-    else:
-        values = [v]
-        for y in args[1:]:
-            if type(y) is Batched:
-                w = y.value
-                if (
-                    y.level is not level
-                    or y.axis != axis
-                    or w.dim() != v.dim()
-                    or w.dtype != v.dtype
-                    or w.is_neg()
-                ):
-                    return None
-                values.append(w)
-            elif isinstance(y, (Tensor, list, tuple)):
+    values = [v]
+    for y in args[1:]:
+        kind = type(y)
+        if kind is Batched:
+            w = y.value
+            if y.level is not level or y.axis != axis or w.dim() != v.dim() or w.dtype != v.dtype:
                 return None
-            else:
-                values.append(y)
-        out = func._op(*values)
+            if w.is_neg():
+                return None
+            values.append(w)
+        elif kind is float or kind is int or not isinstance(y, (Tensor, list, tuple)):
+            values.append(y)
+        else:
+            return None
+    out = func._op(*values)
     return wrap(out, axis, level) if isinstance(out, Tensor) else wrapped(out, axis, level)
 
 
@@ -200,14 +200,17 @@ def view(rule: Callable) -> Callable:
         x = args[0]
         value, axis = rule(x.value, x.axis, *args[1:], **kwargs)
         if isinstance(value, Tensor):
-            call = table.view_call(func, args[1:], kwargs, None, x)
-            return derive(x, value, axis, call)
+            return derive(x, value, axis, ViewCall(rule, func, args[1:], kwargs, None))
         return [
-            derive(x, v, axis, table.view_call(func, args[1:], kwargs, i, x))
+            derive(x, v, axis, ViewCall(rule, func, args[1:], kwargs, i))
             for i, v in enumerate(value)
         ]
 
+    VIEWERS.add(handler)
     return handler
+
+
+VIEWERS: set[Callable] = set()  # the handlers of views
 
 
 def views_of(base: Batched, func: Any, rest: tuple, kwargs: dict, out: Any) -> Any:

@@ -6,6 +6,7 @@ buffers that torch's own code makes. The function mode is in `sharing`.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -14,7 +15,7 @@ import torch
 from forall._batching import border, failing, families, sparse, table, writing
 from forall._batching.arrays import by_numpy
 from forall._batching.batched import Batched, without_ended, wrap
-from forall._batching.families import alike, lower, wrapped
+from forall._batching.families import VIEWERS, alike, is_bare, lower, wrapped
 from forall._batching.ledger import Ledger
 from forall._batching.parting import one_answer
 from forall._batching.resolve import resolve
@@ -56,7 +57,6 @@ aten = torch.ops.aten
 _Tensor = torch.Tensor
 _HANDLERS = table.HANDLERS
 _SHARED = table.SHARED
-_VIEWS = table.VIEWS
 _DETACH = aten.detach.default
 _LIFT_FRESH = aten.lift_fresh.default  # in its schema a view, of the constant it makes a tensor
 _pointwise = families.pointwise
@@ -83,28 +83,28 @@ class VmapLevel(Level, TorchDispatchMode):
         TorchDispatchMode.__init__(self)
         Level.__init__(self, parent)
         self.size = size
-        self.calls: int | None = None  # of the function, where examples are not calls of their own
-        self.notes, self.settles = False, True  # what it does to older memory
         self.randomness = randomness
         self.records_values = self.peels = records_values
         self.shares = not records_values
-        # Parts of its examples, for as long as values have them, and what they are found by.
-        self.made: WeakValueDictionary[int, Any] = WeakValueDictionary()
-        self.members: int | None = None
-        self.rows: torch.Tensor | None = None
-        self.parts = False  # whether its call runs examples that part in groups
-        self.parted: list[list[int]] | None = None  # the groups, once they are known
-        self.parted_at: Any = None  # the place of the question
-        self.limit: Any = None  # how many steps its loops may take, see `questions`
         self.outer_grad = torch.is_grad_enabled()
         self.scope = scopes.running()  # vmap gives each of its examples one of their own
         self.ledger = Ledger()
-        self.counted: torch.Tensor | None = None  # by a BatchNorm that averages over all calls
         self.met: list[torch.Tensor] = []  # older tensors that all examples share, of one operator
 
-    @property
-    def acting(self) -> VmapLevel:
-        return self.part or self  # pyright: ignore[reportReturnType]
+    calls: int | None = None  # of the function, where examples are not calls of their own
+    notes, settles = False, True  # what it does to older memory
+    members: int | None = None
+    rows: torch.Tensor | None = None
+    parts = False  # whether its call runs examples that part in groups
+    parted: list[list[int]] | None = None  # the groups, once they are known
+    parted_at: Any = None  # the place of the question
+    limit: Any = None  # how many steps its loops may take, see `questions`
+    counted: torch.Tensor | None = None  # by a BatchNorm that averages over all calls
+
+    @functools.cached_property
+    def made(self) -> WeakValueDictionary[int, Any]:
+        """Parts of its examples, for as long as values have them, and what they are found by."""
+        return WeakValueDictionary()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -165,7 +165,7 @@ class VmapLevel(Level, TorchDispatchMode):
         return border.leave(example, 0, self)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        level = self.acting if self.root is self else self
+        level: Any = self.part or self
         try:
             with functions_off():
                 handler = _HANDLERS.get(func)
@@ -173,6 +173,10 @@ class VmapLevel(Level, TorchDispatchMode):
                     out = alike(level, func, args)
                     if out is not None:
                         return out
+                elif handler in VIEWERS and not level.records_values and is_bare(args[0], level):
+                    if func is _DETACH and not is_excluded(AUTOGRAD):
+                        return args[0].graph_free()
+                    return handler(level, func, args, kwargs or {})  # pyright: ignore[reportOptionalCall]
                 found = level._meets(args, kwargs.values()) if kwargs else level._meets(args)
                 if found is _INNER:
                     inner = innermost(levels_in(args, kwargs or {}))
@@ -241,6 +245,8 @@ class VmapLevel(Level, TorchDispatchMode):
         """Whether the arguments hold values of an inner level, or else mapped ones of this."""
         found = _SHARED_BY_ALL
         for a in (*args, *more) if more else args:
+            if type(a) in _WORDS:
+                continue
             if isinstance(a, Wrapper):
                 level = a.level
                 if level is self:
@@ -317,6 +323,7 @@ class VmapLevel(Level, TorchDispatchMode):
 
 
 _SEQUENCES = frozenset({list, tuple})
+_WORDS = frozenset({int, float, bool, type(None)})
 
 
 def run_shared(level: VmapLevel, func: Any, args: tuple, kwargs: dict) -> Any:
@@ -332,7 +339,7 @@ def run_shared(level: VmapLevel, func: Any, args: tuple, kwargs: dict) -> Any:
         return (_HANDLERS.get(func) or resolve(func))(level, func, args, kwargs)
     if fact.mutates:
         return writing.shared_data_write(level, func, args, kwargs)
-    if fact.view and func not in _VIEWS and func is not _LIFT_FRESH:
+    if fact.view and func not in table.VIEWS and func is not _LIFT_FRESH:
         handler = _HANDLERS.get(func) or resolve(func)
         if table.WAYS[func] == "decomposed":  # into views that can be derived again
             return handler(level, func, args, kwargs)
@@ -363,20 +370,18 @@ class running:
 
     def __enter__(self) -> VmapLevel:
         level = self.level
+        contexts = [entered(level), level]
+        if not level.records_values:
+            level.notes = True
+            contexts.append(Sharing())
         try:
-            self._enter(entered(level))
-            self._enter(level)
-            if not level.records_values:
-                level.notes = True
-                self._enter(Sharing())
+            for context in contexts:
+                context.__enter__()
+                self.on.append(context)
         except BaseException:
             self._leave()
             raise
         return level
-
-    def _enter(self, context: Any) -> None:
-        context.__enter__()
-        self.on.append(context)
 
     def _leave(self) -> None:
         try:

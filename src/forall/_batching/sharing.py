@@ -159,10 +159,10 @@ class Sharing(TorchFunctionMode):
 def _carries(args: Any, kwargs: dict | None, level: Level | None) -> bool:
     """Whether any argument might need sharing: a cheap look before the careful one."""
     for a in args if not kwargs else (*args, *kwargs.values()):
+        if type(a) is Batched and a.level is level:
+            continue
         if isinstance(a, torch.Tensor):
-            if (a.requires_grad or users_tangents()) and not (
-                type(a) is Batched and a.level is level
-            ):
+            if a.requires_grad or users_tangents():
                 return True
         elif type(a) in _SEQUENCES and _carries(a, None, level):
             return True

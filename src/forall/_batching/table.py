@@ -69,17 +69,28 @@ def view_call(func: Any, rest: tuple, kwargs: dict, index: int | None, base: Any
     maker = VIEW_CALLS.get(func)
     if maker is not None:
         return maker(base, *rest, **kwargs)
-    rule = VIEWS.get(func)
+    return ViewCall(VIEWS.get(func), func, rest, kwargs, index)
 
-    def call(value: Any, axis: int | None) -> tuple[Any, int | None]:
+
+class ViewCall:
+    """A view of a base: by its operator where all examples share the base, else by the rule."""
+
+    __slots__ = ("func", "index", "kwargs", "rest", "rule")
+
+    def __init__(self, rule: Any, func: Any, rest: tuple, kwargs: dict, index: int | None) -> None:
+        self.rule = rule
+        self.func = func
+        self.rest = rest
+        self.kwargs = kwargs
+        self.index = index
+
+    def __call__(self, value: Any, axis: int | None) -> tuple[Any, int | None]:
         if axis is None:
-            out = func(value, *rest, **kwargs)
-        elif rule is None:
+            out = self.func(value, *self.rest, **self.kwargs)
+        elif self.rule is None:
             raise NotImplementedError(
-                f"vmap: a write needs the view {func} of each example, which has no rule yet."
+                f"vmap: a write needs the view {self.func} of each example, which has no rule yet."
             )
         else:
-            out, axis = rule(value, axis, *rest, **kwargs)
-        return (out if index is None else out[index]), axis
-
-    return call
+            out, axis = self.rule(value, axis, *self.rest, **self.kwargs)
+        return (out if self.index is None else out[self.index]), axis

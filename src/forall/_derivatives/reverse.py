@@ -10,7 +10,14 @@ from torch.autograd import forward_ad
 
 from forall._core.levels import complete, graph_free, lift, top
 from forall._torch import trees
-from forall._torch.dispatch import functions_off, run_backward, users_tangent, users_tangents
+from forall._torch.dispatch import (
+    ACCUMULATE,
+    functions_off,
+    run_backward,
+    set_grad_enabled,
+    users_tangent,
+    users_tangents,
+)
 from forall._torch.wrapper import Wrapper, has_own_meaning, kind_of
 
 if TYPE_CHECKING:
@@ -19,6 +26,25 @@ if TYPE_CHECKING:
     from torch.autograd.graph import GradientEdge
 
     End = torch.Tensor | GradientEdge
+
+
+class recording:
+    """`torch.enable_grad` of our own: no function mode is asked about it."""
+
+    __slots__ = ("was",)
+
+    def __enter__(self) -> None:
+        self.was = torch.is_grad_enabled()
+        if not self.was:
+            self._set(True)
+
+    def __exit__(self, *_: object) -> None:
+        if torch.is_grad_enabled() is not self.was:
+            self._set(self.was)
+
+    def _set(self, on: bool) -> None:
+        with functions_off():
+            set_grad_enabled(on)
 
 
 def variable(x: torch.Tensor) -> torch.Tensor:
@@ -53,22 +79,21 @@ def leads_outside(tensors: Iterable[torch.Tensor], own: Iterable[torch.Tensor]) 
     ours = {id(v) for v in own}
     if any(t.requires_grad and t.grad_fn is None and id(t) not in ours for t in tensors):
         return True
-    leaves = (getattr(node, "variable", None) for node in nodes(tensors))
-    return any(leaf is not None and id(leaf) not in ours for leaf in leaves)
+    return any(type(n) is ACCUMULATE and id(n.variable) not in ours for n in nodes(tensors))
 
 
 def nodes(ends: Iterable[End], stop: tuple[type, ...] = ()) -> Iterator[Any]:
     """Every node of the graphs that lead to ``ends``, none behind one of a type in ``stop``."""
     starts = [e.grad_fn if isinstance(e, torch.Tensor) else e.node for e in ends]
     todo = [node for node in starts if node is not None]
-    seen = set(todo)
+    seen = {None, *todo}
     while todo:
         node = todo.pop()
         yield node
-        if isinstance(node, stop):
+        if stop and isinstance(node, stop):
             continue
         for following, _ in node.next_functions:
-            if following is not None and following not in seen:
+            if following not in seen:
                 seen.add(following)
                 todo.append(following)
 
@@ -89,11 +114,19 @@ def gradients(
 ) -> list[torch.Tensor]:
     """Cotangents pulled back to the inputs, zeros where nothing depends on one."""
     if cotangents is None:
-        cotangents = tuple(torch.ones_like(y) for y in outputs)
+        cotangents = tuple(_ones(y) for y in outputs)
     found = reaching(
         outputs, cotangents, inputs, retain_graph=retain_graph, create_graph=create_graph
     )
     return [torch.zeros_like(x) if g is None else g for g, x in zip(found, inputs, strict=True)]
+
+
+def _ones(y: torch.Tensor) -> torch.Tensor:
+    """``ones_like``, by the shortest way: it asks nothing of ``y`` but its looks."""
+    if isinstance(y, Wrapper) and y.level is top():
+        with functions_off():
+            return y.level.under([y], torch.ones_like)
+    return torch.ones_like(y)
 
 
 def reaching(
@@ -107,11 +140,13 @@ def reaching(
     """Cotangents pulled back to the inputs, None where nothing depends on one."""
     from forall._derivatives.twice import differentiable
 
-    live = [(y, c) for y, c in zip(outputs, cotangents, strict=True) if y.requires_grad]
-    if not live or not inputs:
-        return [None for _ in inputs]
-    ys = tuple(y for y, _ in live)
-    with differentiable(ys) if create_graph else nullcontext():
+    with functions_off():
+        live = [(y, c) for y, c in zip(outputs, cotangents, strict=True) if y.requires_grad]
+        if not live or not inputs:
+            return [None for _ in inputs]
+        ys = tuple(y for y, _ in live)
+        twice = differentiable(ys) if create_graph else nullcontext()
+    with twice:
         found = run_backward(
             ys,
             tuple(c for _, c in live),

@@ -25,11 +25,8 @@ class differentiable:
     __slots__ = ("handles",)
 
     def __init__(self, outputs: Iterable[torch.Tensor]) -> None:
-        self.handles = [
-            node.register_hook(_Hook(node))
-            for node in reverse.nodes(outputs)
-            if type(node).__name__ in NODES
-        ]
+        found = [node for node in reverse.nodes(outputs) if type(node).__name__ in NODES]
+        self.handles = [node.register_hook(_Hook(node)) for node in found]
 
     def __enter__(self) -> None:
         pass

@@ -22,9 +22,13 @@ is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
 set_excluded = torch._C._dispatch_tls_set_dispatch_key_excluded
 is_forward_enabled = torch._C._is_fwd_grad_enabled
 set_forward_enabled = torch._C._set_fwd_grad_enabled
+set_grad_enabled = torch._C._set_grad_enabled
+ACCUMULATE = torch._C._functions.AccumulateGrad  # the node that leaves a gradient on a leaf
 
 AUTOGRAD = DispatchKey.AutogradFunctionality
 CONJUGATE = DispatchKey.Conjugate
+NEGATIVE = DispatchKey.Negative
+ZEROS = DispatchKey.ZeroTensor
 # What the dispatcher switches off on its way into a Python handler and autograd's kernels need.
 _ABOVE_PYTHON = (
     AUTOGRAD,
@@ -35,17 +39,16 @@ _ABOVE_PYTHON = (
 )
 
 
-_LAZY = (DispatchKey.Conjugate, DispatchKey.Negative, DispatchKey.ZeroTensor)
-
-
 def set_lazy_bits(on: bool) -> None:
     """Whether kernels look at the conj, neg and zero bits of their tensors.
 
     Inside a Python handler they do not: for its own tensors that is settled. But many a kernel
     (``pinv``, complex ``lstsq``) calls others with a lazy conjugate it made itself.
     """
-    for key in _LAZY:
-        set_excluded(key, not on)
+    off = not on
+    set_excluded(CONJUGATE, off)
+    set_excluded(NEGATIVE, off)
+    set_excluded(ZEROS, off)
 
 
 class lazy_zeros_pass:

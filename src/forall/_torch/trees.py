@@ -77,6 +77,8 @@ def unflatten(leaves: Iterable[Any], spec: TreeSpec) -> Any:
     given = list(leaves)
     if len(given) != spec.num_leaves:
         raise ValueError(f"unflatten: {len(given)} leaves for a tree of {spec.num_leaves}")
+    if spec.type is None:
+        return given[0]
     return _built(spec, iter(given))
 
 
@@ -94,7 +96,14 @@ def _built(spec: TreeSpec, leaves: Iterator[Any]) -> Any:
     return SUPPORTED_NODES[kind].unflatten_fn(children, spec._context)
 
 
-leaves = tree_leaves
+def leaves(tree: Any) -> list[Any]:
+    """The leaves of a tree."""
+    found: list[Any] = []
+    try:
+        _walk(tree, found)
+    except _Unusual:
+        return tree_leaves(tree)
+    return found
 
 
 def prefix(tree: Any, spec: TreeSpec) -> list[Any] | None:
@@ -125,4 +134,11 @@ def text(spec: TreeSpec) -> str:
 
 def map_tensors(f: Callable[[torch.Tensor], Any], tree: Any) -> Any:
     """Apply ``f`` to the tensors of a tree and leave the rest."""
-    return tree_map(lambda a: f(a) if isinstance(a, torch.Tensor) else a, tree)
+    kind = type(tree)
+    if kind is tuple or kind is list:
+        return kind([map_tensors(f, child) for child in tree])
+    if kind is dict:
+        return {key: map_tensors(f, child) for key, child in tree.items()}
+    if kind in SUPPORTED_NODES or issubclass(kind, tuple):
+        return tree_map(lambda a: f(a) if isinstance(a, torch.Tensor) else a, tree)
+    return f(tree) if isinstance(tree, torch.Tensor) else tree

@@ -10,6 +10,7 @@ import torch
 from forall._core.errors import Call, columns, kind, short
 from forall._random.keys import check as check_key
 from forall._torch import trees
+from forall._torch.dispatch import functions_off
 from forall._torch.wrapper import has_own_meaning, kind_of, only_keeps_class
 
 
@@ -318,13 +319,15 @@ def scalar(call: Call, value: Any) -> None:
             f"{columns([('returned', short(value), kind(value))])}\n"
             "Return the scalar to differentiate; has_aux=True lets you return more beside it."
         )
-    if value.dim() != 0:
+    with functions_off():
+        rank, is_complex = value.dim(), value.is_complex()
+    if rank:
         raise RuntimeError(
             f"{call}: the function must return a scalar, a tensor of rank 0.\n"
             f"{columns([('returned', short(value))])}\n"
             "Reduce it (.sum(), .mean()), or use jacrev for the derivative of every entry."
         )
-    if value.is_complex():
+    if is_complex:
         raise RuntimeError(
             f"{call}: the function must return a real number.\n"
             f"{columns([('returned', short(value))])}\n"

@@ -95,14 +95,7 @@ def grad(
         tensor([ 78., 112., 146.])
     """
     checks.callable_("grad", func)
-    both = _grad_and_value("grad", func, argnums, argnames, has_aux)
-
-    @functools.wraps(func, updated=())
-    def gradient(*args: Any, **kwargs: Any) -> Any:
-        g, value = both(*args, **kwargs)
-        return (g, value[1]) if has_aux else g
-
-    return gradient
+    return _grad_and_value("grad", func, argnums, argnames, has_aux, valued=False)
 
 
 @overload
@@ -147,21 +140,26 @@ def grad_and_value(
         (tensor([ 78., 112., 146.]), tensor(185.))
     """
     checks.callable_("grad_and_value", func)
-    return _grad_and_value("grad_and_value", func, argnums, argnames, has_aux)
+    return _grad_and_value("grad_and_value", func, argnums, argnames, has_aux, valued=True)
 
 
 def _grad_and_value(
-    verb: str, func: Callable, argnums: Any, argnames: Any, has_aux: bool
+    verb: str, func: Callable, argnums: Any, argnames: Any, has_aux: bool, *, valued: bool
 ) -> Callable:
+    def given_back(tree: Any, value: Any, aux: Any) -> Any:
+        """What the transform returns."""
+        if valued:
+            return tree, (value, aux) if has_aux else value
+        return (tree, aux) if has_aux else tree
+
     @functools.wraps(func, updated=())
-    def both(*args: Any, **kwargs: Any) -> Any:
+    def derivative(*args: Any, **kwargs: Any) -> Any:
         if handover.needed():
-            return by_torch(
-                "grad_and_value", func, args, kwargs, argnums, argnames, has_aux=has_aux
-            )
+            name = "grad_and_value" if valued else "grad"
+            return by_torch(name, func, args, kwargs, argnums, argnames, has_aux=has_aux)
         call = called(verb, func, argnums, argnames)
         outer = torch.is_grad_enabled()
-        with handover.eagerly(), torch.enable_grad():
+        with handover.eagerly(), reverse.recording():
             given = Arguments(call, args, kwargs, argnums, argnames)
             variables = reverse.variables(given.tensors)
             value = given.call(func, variables)
@@ -170,7 +168,7 @@ def _grad_and_value(
                 value, aux = checks.with_aux(call, value, "value")
             checks.scalar(call, value)
             gradients = reverse.gradients((value,), None, variables)
-        tree, value, aux = reverse.closed((given.shaped(gradients), value, aux), variables, outer)
-        return tree, (value, aux) if has_aux else value
+        found = given_back(given.shaped(gradients), value, aux)
+        return reverse.closed(found, variables, outer)
 
-    return both
+    return derivative

@@ -91,7 +91,7 @@ def pullback(
 ) -> tuple[Pullback, Any, Any]:
     """Run ``func`` on fresh variables; what `vjp` and `jacrev` share."""
     outer = torch.is_grad_enabled()
-    with handover.eagerly(), torch.enable_grad():
+    with handover.eagerly(), reverse.recording():
         moved = Moved(call, primals, primals)
         own = reverse.variables(moved.tensors)
         out = users(func)(*moved.put(own))
@@ -159,7 +159,7 @@ class Pullback:
 
     def _run(self, cots: list, retain_graph: bool) -> list:
         outer = torch.is_grad_enabled()
-        with torch.enable_grad():
+        with reverse.recording():
             found = reverse.gradients(
                 tuple(self.outputs), tuple(cots), self.own, retain_graph=retain_graph
             )
@@ -169,7 +169,7 @@ class Pullback:
 
     def _run_stacked(self, stacks: list) -> list:
         outer = torch.is_grad_enabled()
-        with torch.enable_grad():
+        with reverse.recording():
             found = self._pulled(lambda ys, cots: reverse.gradients(ys, cots, self.own), stacks)
         if any(s.requires_grad for s in stacks) and outer:
             return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from contextlib import nullcontext
 from itertools import islice
+from operator import is_
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -204,6 +205,9 @@ class Entering(NamedTuple):
 
     def unflatten(self, entered: list) -> tuple[tuple, dict]:
         """Args and kwargs of an example; an argument without a mapped leaf is the very object."""
+        old, old_named = self.given
+        if not old_named and len(old) == len(entered) and all(map(is_, old, self.leaves)):
+            return tuple(entered), {}
         args, kwargs = trees.unflatten(entered, self.spec)
         if None not in self.dims:
             return args, kwargs
@@ -213,7 +217,6 @@ class Entering(NamedTuple):
             all(d is None for d in [*islice(left, child.num_leaves)])
             for child in (*by_place, *by_name)
         ]
-        old, old_named = self.given
         n = len(args)
         args = tuple(o if k else a for o, a, k in zip(old, args, kept[:n], strict=True))
         named = {key: old_named[key] for key, k in zip(kwargs, kept[n:], strict=True) if k}

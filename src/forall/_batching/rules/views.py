@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from forall._batching.batched import Batched, derive, line_up, same, wrap
-from forall._batching.families import view
+from forall._batching.families import VIEWERS, view
 from forall._batching.table import SHARED, VIEW_CALLS, VIEWS, register
 from forall._core.axes import axis_without, past, wrap_dim
 from forall._torch.wrapper import Wrapper
@@ -85,7 +85,7 @@ def _squeeze_dims(v, axis, dims):
 
 
 def _expand(v, axis, size, *, implicit=False):
-    v = v.movedim(axis, 0)
+    v = v.movedim(axis, 0) if axis else v
     size = list(size)
     new = len(size) - (v.dim() - 1)
     if new < 0:
@@ -97,7 +97,7 @@ def _expand(v, axis, size, *, implicit=False):
 
 
 def _view(v, axis, size):
-    v = v.movedim(axis, 0)
+    v = v.movedim(axis, 0) if axis else v
     return aten.view.default(v, [v.shape[0], *_sizes(size, v)]), 0
 
 
@@ -216,6 +216,7 @@ def _lined_up(rule):
                 x = derive(x, x.value.movedim(x.axis, 0).contiguous(), 0, same)
             return handler(level, func, (x, *args[1:]), kwargs)
 
+    VIEWERS.add(handle)
     return handle
 
 
