@@ -26,7 +26,7 @@ from forall._torch.dispatch import (
     functions_off,
     no_dispatch,
 )
-from forall._torch.flags import count_of, everyone, to_flags, to_int
+from forall._torch.flags import bytes_of, everyone, to_flags, to_int
 
 if TYPE_CHECKING:
     pass
@@ -40,9 +40,11 @@ class Part(VmapLevel):
     See NOTE [parts].
     """
 
+    root: Any = None  # pyright: ignore[reportIncompatibleMethodOverride]
+
     def __init__(self, root: VmapLevel, members: int) -> None:
         # Never a mode of its own: the root's mode asks who acts.
-        self.of = root
+        self.of = self.root = root
         self.members = members
         self.size = members.bit_count()
         self.number, self.around = root.number, root.around
@@ -115,10 +117,6 @@ class Part(VmapLevel):
         return found
 
     @property
-    def root(self) -> Any:
-        return self.of
-
-    @property
     def acting(self) -> Any:
         return self.of.acting
 
@@ -176,8 +174,10 @@ def halves(level: Any, test: Tensor) -> tuple[Any, Any]:
     """The parts of a level's examples for which a test (n,) holds and does not; None for none."""
     root = level.root
     with no_dispatch(), functions_off():
-        test = flags = test.cpu()
-        count = count_of(test)
+        if not test.is_cpu:
+            test = test.cpu()
+        marks = bytes_of(test)
+        count = marks.count(1)
         if not count:
             return None, level
         if count == level.size:
@@ -185,7 +185,8 @@ def halves(level: Any, test: Tensor) -> tuple[Any, Any]:
         prepare(root)
         if level is not root:
             flags = torch.zeros(root.size, dtype=torch.bool).index_copy_(0, level.rows, test)
-    members = to_int(flags)
+            marks = bytes_of(flags)
+    members = int.from_bytes(marks, "little")
     yes, no = part(root, members), part(root, level.members ^ members)
     for some, holds in ((yes, True), (no, False)):
         if some.born is None and some._near is None and some._rows is None:
