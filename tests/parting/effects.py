@@ -316,3 +316,39 @@ def arguments_returned(x, y):
     if x > 0:
         return x, y
     return y, x
+
+
+@case(array(3), scalars, grads=())
+def read_and_written_in_turns(v, x):
+    """What was narrowed to be read is out of date once something is written, by whatever name."""
+    y = v * 2
+    top = y[:1]
+    fresh = v + x
+    out = y * 0
+    if x > 0:
+        out = out + y * 3 + fresh
+        y += x
+        fresh *= 2
+        out = out - y * fresh
+        if x > 1:
+            out = out + y * fresh
+            top.mul_(3)
+            fresh.sub_(x)
+            out = out * y + fresh
+        out = out + y * fresh
+    return out + y + fresh, top * y
+
+
+@case(array(3), scalars)
+def views_written_where_some_run(v, x):
+    """A view taken in a branch is one of the tensor's memory, and of its history."""
+    y = v * 2
+    a = x
+    if x > 0:
+        column = y.unsqueeze(-1)
+        column.mul_(x)
+        first, _, last = (y * x).unbind(0)
+        z = (y + x).unsqueeze(0).transpose(0, 1)
+        z.add_(column)
+        a = first * last + (z @ z.transpose(0, 1)).amax(-1).sum() + torch.amax(y, 0)
+    return a * x + y.sum(), y.amin(0, True)

@@ -49,15 +49,19 @@ def _stack(t: Tensor, level: Any) -> Tensor:
     value, axis = (t.value, t.axis) if type(t) is Batched and t.level is level else (t, None)
     if axis is None:
         return value.unsqueeze(0).expand(level.size, *value.shape)
-    return value.movedim(axis, 0)
+    return value.movedim(axis, 0) if axis else value
 
 
 def united(parts: list[tuple[Any, Tensor]], level: Any) -> Batched:
     """Values of parts as one of ``level``; zero for who is in none."""
     if not parts:
         raise Undefined(level, level)
-    together = torch.cat([_stack(t, p) for p, t in parts])
-    order = _order([p for p, _ in parts], level).to(together.device)
+    return in_place_of([p for p, _ in parts], torch.cat([_stack(t, p) for p, t in parts]), level)
+
+
+def in_place_of(parts: list, together: Tensor, level: Any) -> Batched:
+    """What parts have, the examples of one after those of another, as one of ``level``."""
+    order = _order(parts, level).to(together.device)
     if together.shape[0] == level.size:
         return wrap(together.index_select(0, order), 0, level)
     out = together.new_zeros((level.size, *together.shape[1:]))
@@ -68,8 +72,9 @@ def two_united(parts: list[tuple[Any, Tensor]], level: Any) -> Batched:
     """The same of two parts with all examples of ``level``, whose values are plain and alike."""
     (p, a), (q, b) = [(p, _stack(t, p)) for p, t in parts]
     out = a.new_empty((level.size, *a.shape[1:]))
-    out.index_copy_(0, places_in(p, level).to(out.device), a)
-    out.index_copy_(0, places_in(q, level).to(out.device), b)
+    for some, values in ((p, a), (q, b)):
+        places = places_in(some, level)
+        out.index_copy_(0, places if out.is_cpu else places.to(out.device), values)
     return wrap(out, 0, level)
 
 

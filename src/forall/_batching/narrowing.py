@@ -23,11 +23,12 @@ from forall._batching.merging import (
     restricted,
     stale,
 )
-from forall._batching.parts import common, covers, without
+from forall._batching.parts import common, covers, places_in, without
 from forall._batching.sharing import NARROWED
 from forall._batching.shortcut import is_pointwise
+from forall._batching.writing import written
 from forall._core.levels import act
-from forall._torch.dispatch import forward_mode_runs, functions_off
+from forall._torch.dispatch import forward_mode_runs, functions_off, no_dispatch
 from forall._torch.wrapper import Wrapper
 
 if TYPE_CHECKING:
@@ -57,16 +58,16 @@ _SEQUENCES = frozenset({list, tuple})
 class _Kept(threading.local):
     """What has been narrowed for the examples that run, with what it was before for others."""
 
-    found: dict[int, tuple[Any, Any]] | None = None
+    found: dict[int, tuple[Any, Any, Any]] | None = None
 
 
 kept = _Kept()
 
 
-def forget(found: dict[int, tuple[Any, Any]]) -> None:
+def forget(found: dict[int, tuple[Any, Any, Any]]) -> None:
     """These examples run no more: a tensor must not hold its copies, which hold it."""
-    for t, was in found.values():
-        t.narrowed = was
+    for t, was, was_read in found.values():
+        t.narrowed, t.read = was, was_read
 
 
 class Fit(NamedTuple):
@@ -148,12 +149,29 @@ def for_reading(t: Batched, level: Any) -> Tensor | None:
 
     None where it is a value of another level. Nobody writes into what is returned.
     """
-    own: Any = t.level
-    if t.axis is None or own.root is not level.root or not own.active:
+    own, value = t.level, t.value
+    if t.axis is None or own.root is not level.root or not own.active or type(value) is not Tensor:
         return None
-    if type(t.value) is not Tensor or not covers(own, level):
+    if t.narrowed is not None:  # what stands for it may have been written into
+        return _narrowed(t, reads=True).value if covers(own, level) else None
+    # A tensor without a family does not count what is written into it.
+    times = t.family.times if t.family is not None else -1 - written.times
+    known = t.read
+    if known is not None and known[2] == times:
+        some, picked, _ = known
+        if some is level:
+            return picked
+        if covers(some, level):  # those of fewer are nearer
+            own, value = some, picked
+    if not covers(own, level):
         return None
-    return _narrowed(t, reads=True).value
+    places = places_in(level, own)
+    with no_dispatch(), functions_off():
+        value = value.index_select(t.axis, places if value.is_cpu else places.to(value.device))
+    if kept.found is not None:
+        kept.found.setdefault(id(t), (t, None, known))
+        t.read = level, value, times
+    return value
 
 
 def _narrowed(t: Any, reads: bool) -> Tensor:
@@ -172,7 +190,7 @@ def _narrowed(t: Any, reads: bool) -> Tensor:
     found = narrow(t)
     of = None if reads else _stand(found, t)
     if kept.found is not None:
-        kept.found.setdefault(id(t), (t, known))
+        kept.found.setdefault(id(t), (t, known, t.read))
         t.narrowed = found, memory.times, records, of
     return found
 

@@ -17,7 +17,7 @@ NOTE [parts]
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 
@@ -26,7 +26,7 @@ from forall._torch.dispatch import (
     functions_off,
     no_dispatch,
 )
-from forall._torch.flags import count_of, everyone, to_flags, to_int
+from forall._torch.flags import bytes_of, everyone, to_flags, to_int
 
 if TYPE_CHECKING:
     pass
@@ -40,9 +40,11 @@ class Part(VmapLevel):
     See NOTE [parts].
     """
 
+    root: Any = None  # pyright: ignore[reportIncompatibleMethodOverride]
+
     def __init__(self, root: VmapLevel, members: int) -> None:
         # Never a mode of its own: the root's mode asks who acts.
-        self.of = root
+        self.of = self.root = root
         self.members = members
         self.size = members.bit_count()
         self.number, self.around = root.number, root.around
@@ -55,6 +57,7 @@ class Part(VmapLevel):
         self.parted = None
         self.order = self._flags = self._rows = None
         self.born: tuple[Any, Tensor, bool] | None = None  # of a level, by a test that came out so
+        self._near: tuple[Any, Tensor] | None = None  # `born`, once somebody has asked
         self._places: WeakKeyDictionary[Any, Tensor] | None = None
 
     @property
@@ -68,30 +71,42 @@ class Part(VmapLevel):
     @property
     def rows(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The numbers in the root of these examples, ascending."""
-        if self.born is not None:
-            self._settle()
         if self._rows is None:
-            flags = self.flags
-            with no_dispatch(), functions_off():
-                self._rows = flags.nonzero().squeeze(1)
+            self._rows = self._found()
         return self._rows
 
-    def _settle(self) -> None:
-        """Find the rows, and the places in the level that these are of, which is held no longer."""
+    def _found(self) -> Tensor:
+        if self.born is not None:
+            level, places = self.born[0], self._settled()
+            if level is self.of:
+                return places
+            rows = level.rows
+            with no_dispatch(), functions_off():
+                return rows.index_select(0, places)
+        near = self._near and self._near[0]()
+        if self._near is not None and near is not None and near._rows is not None:
+            with no_dispatch(), functions_off():
+                return near._rows.index_select(0, self._near[1])
+        flags = self.flags
+        with no_dispatch(), functions_off():
+            return flags.nonzero().view(-1)
+
+    def _settled(self) -> Tensor:
+        """The places in the level that these are of, which is held no longer."""
         assert self.born is not None  # noqa: S101 - who asks knows
         level, test, holds = self.born
         self.born = None
-        rows = level.rows
         with no_dispatch(), functions_off():
             places = (test if holds else ~test).nonzero().view(-1)
-            self._rows = places if level is self.of else rows.index_select(0, places)
-        if level is not self.of:
-            self._places = WeakKeyDictionary({level: places})
+        self._near = ref(level), places
+        return places
 
     def places_in(self, level: Any) -> Tensor:
         """Which examples of ``level`` these are, which are all among them."""
-        if self.born is not None:
-            self._settle()
+        if self.born is not None and self.born[0] is level:
+            return self._settled()
+        if self._near is not None and self._near[0]() is level:
+            return self._near[1]
         if self._places is None:
             self._places = WeakKeyDictionary()
         found = self._places.get(level)
@@ -100,10 +115,6 @@ class Part(VmapLevel):
             with no_dispatch(), functions_off():
                 found = self._places[level] = flags.index_select(0, rows).nonzero().view(-1)
         return found
-
-    @property
-    def root(self) -> Any:
-        return self.of
 
     @property
     def acting(self) -> Any:
@@ -163,8 +174,10 @@ def halves(level: Any, test: Tensor) -> tuple[Any, Any]:
     """The parts of a level's examples for which a test (n,) holds and does not; None for none."""
     root = level.root
     with no_dispatch(), functions_off():
-        test = flags = test.cpu()
-        count = count_of(test)
+        if not test.is_cpu:
+            test = test.cpu()
+        marks = bytes_of(test)
+        count = marks.count(1)
         if not count:
             return None, level
         if count == level.size:
@@ -172,10 +185,11 @@ def halves(level: Any, test: Tensor) -> tuple[Any, Any]:
         prepare(root)
         if level is not root:
             flags = torch.zeros(root.size, dtype=torch.bool).index_copy_(0, level.rows, test)
-    members = to_int(flags)
+            marks = bytes_of(flags)
+    members = int.from_bytes(marks, "little")
     yes, no = part(root, members), part(root, level.members ^ members)
     for some, holds in ((yes, True), (no, False)):
-        if some.born is None and some._rows is None:
+        if some.born is None and some._near is None and some._rows is None:
             some.born = level, test, holds
     return yes, no
 
@@ -196,7 +210,11 @@ def places_in(some: Any, level: Any) -> Tensor:
 
 def covers(level: Any, some: Any) -> bool:
     """Whether all examples of ``some`` are among those of ``level``."""
-    return level is some or level is level.root or not some.members & ~level.members
+    if level is some or level is level.root:
+        return True
+    if some is not some.root and some.born is not None and some.born[0] is level:
+        return True
+    return not some.members & ~level.members
 
 
 def union(first: Any, *others: Any) -> Any:

@@ -93,8 +93,8 @@ def _takes_tensors(op: Any) -> bool:
     return any("Tensor" in str(a.type) for a in op._schema.arguments)
 
 
-def answer(func: Any, args: tuple, kwargs: dict | None, level: Any) -> Any:
-    """The result, or None where the long way must be taken."""
+def answer(func: Any, args: tuple, kwargs: dict | None, level: Any, modes: int = 0) -> Any:
+    """The result, or None where the long way must be taken; ``modes`` is how many are ours."""
     try:
         way = _known[func]
     except KeyError:
@@ -103,7 +103,7 @@ def answer(func: Any, args: tuple, kwargs: dict | None, level: Any) -> Any:
         return None
     if way is _on_the_stacks:
         return _on_the_stacks(func, args, kwargs, level)
-    return _by_rule(way, func, args, kwargs or {}, level)
+    return _by_rule(way, func, args, kwargs or {}, level, modes)
 
 
 def _on_the_stacks(func: Any, args: tuple, kwargs: dict | None, level: Any) -> Any:
@@ -156,12 +156,12 @@ def _are_dims(a: Any) -> bool:
     return type(a) in (tuple, list) and all(type(d) is int for d in a)
 
 
-def _by_rule(rule: Any, func: Any, args: tuple, kwargs: dict, level: Any) -> Any:
+def _by_rule(rule: Any, func: Any, args: tuple, kwargs: dict, level: Any, modes: int) -> Any:
     met = []
     given = (*args, *kwargs.values()) if kwargs else args
     if not _mapped(given, level, torch.is_grad_enabled(), met):
         return None
-    if "out" in kwargs or in_torch_func() or is_autocast() or function_modes():
+    if "out" in kwargs or in_torch_func() or is_autocast() or function_modes() != modes:
         return None
     try:
         with functions_off(), no_dispatch(), below_autograd():

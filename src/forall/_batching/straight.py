@@ -66,7 +66,16 @@ _ASKS: dict[Any, frozenset] = {
 
 def operators() -> dict[str, Callable]:
     """Python's operators by their names, each with the straight way before its own."""
-    return {op.__name__: _unary(op) if op is operator.neg else _binary(op) for op in _ASKS}
+    found = {op.__name__: _unary(op) if op is operator.neg else _binary(op) for op in _ASKS}
+    return {**found, "matmul": _matmul}
+
+
+def _matmul(a: Any, b: Any) -> Any:
+    if type(a) is Batched or type(b) is Batched:
+        found = called(_T.__matmul__, (a, b), {})
+        if found is not None:
+            return found
+    return a @ b
 
 
 _ALL = _asked(METHODS).union(*_ASKS.values())
@@ -168,6 +177,8 @@ def called(func: Any, args: tuple, kwargs: dict) -> Any:
         return None
     level: Any = stack.top
     with functions_off():
+        if func in _VIEWS:
+            return _view(func, args, kwargs, level)
         for n, a in enumerate(args):
             if type(a) is Batched and a.level is not level:
                 if a.requires_grad or not is_pointwise(func):
@@ -178,7 +189,24 @@ def called(func: Any, args: tuple, kwargs: dict) -> Any:
                 args = (*args[:n], wrap(v, a.axis, level), *args[n + 1 :])
         if func is torch.stack:
             return _stacked(args, kwargs, level)
-        return shortcut.answer(func, args, kwargs, level)
+        return shortcut.answer(func, args, kwargs, level, modes=1)
+
+
+# Views, which the function mode has nothing to say about.
+_VIEWS = frozenset(
+    getattr(home, name) for home in (torch, _T) for name in ("unbind", "unsqueeze", "transpose")
+)
+
+
+def _view(func: Any, args: tuple, kwargs: dict, level: Any) -> Any:
+    if not args or type(args[0]) is not Batched or args[0].level is not level:
+        return None
+    if any(type(a) is not int for a in (*args[1:], *kwargs.values())):
+        return None
+    try:
+        return func(*args, **kwargs)
+    except Exception:  # noqa: BLE001 - the user's way tells what is wrong
+        return None
 
 
 _STACK = _asked("stack")

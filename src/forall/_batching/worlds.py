@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forall._batching.batched import Batched
-from forall._batching.merging import Undefined, cut, is_stale, merged, narrow, two_united, united
+from forall._batching.merging import (
+    Undefined,
+    cut,
+    in_place_of,
+    is_stale,
+    merged,
+    narrow,
+    two_united,
+    united,
+)
 from forall._batching.narrowing import for_reading, forget, kept
 from forall._batching.parting import answers, number
 from forall._batching.parts import common, covers, halves, union, without
@@ -28,7 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 Tensor = torch.Tensor
-__all__ = ["Undefined", "World", "asked", "differs", "joined", "now", "one_of", "running"]
+__all__ = ["Undefined", "World", "asked", "differs", "joined", "now", "one_of", "running", "told"]
 
 
 class World:
@@ -38,6 +47,14 @@ class World:
 
     def __init__(self, parts: dict[Any, Any]) -> None:
         self.parts = {root: level for root, level in parts.items() if level is not root}
+
+    @classmethod
+    def alone(cls, level: Any) -> World:
+        """The examples of a level that nobody is inside of."""
+        made = object.__new__(cls)
+        root = level.root
+        made.parts = {} if level is root else {root: level}
+        return made
 
     @property
     def size(self) -> int:
@@ -74,7 +91,7 @@ class World:
         parts = [world.parts for world in others]
         if len(self.parts) == 1 and all(p.keys() == self.parts.keys() for p in parts):
             ((root, mine),) = self.parts.items()
-            return World({root: union(mine, *(p[root] for p in parts))})
+            return World.alone(union(mine, *[p[root] for p in parts]))
         return functools.reduce(operator.or_, others, self)
 
     def __sub__(self, other: World) -> World | None:
@@ -109,7 +126,7 @@ def now() -> World:
     if not stack.parted:
         return World({})
     if level is not None and level.parent is None:
-        return World({level.root: level})
+        return World.alone(level)
     return World({root: root.acting for root in _roots()})
 
 
@@ -140,15 +157,17 @@ def _of_one_level(test: Batched) -> Any:
         values = test.value if test.level is level else for_reading(test, level)
         if type(values) is not Tensor or not values.numel() == level.size > 0:
             return None
-        values = values.detach().reshape(-1)
+        if values.requires_grad:
+            values = values.detach()
+        if values.dim() != 1:
+            values = values.reshape(-1)
         yes, no = halves(level, values if values.dtype is torch.bool else values != 0)
     return no is None if yes is None or no is None else (yes, no)
 
 
 def _worlds(yes: Any, no: Any) -> tuple[World, World]:
     """Who says yes, and who says no, of the one level whose examples run."""
-    root = yes.root
-    return World({root: yes}), World({root: no})
+    return World.alone(yes), World.alone(no)
 
 
 def _asked(test: Any) -> bool | tuple[World, World] | None:
@@ -256,6 +275,22 @@ def _joined_at_once(parts: list[tuple[World, Tensor]]) -> Tensor | None:
         if len(values) == 2 and a.dtype is b.dtype and a.shape == b.shape:
             return two_united(values, whole)
         return united(values, whole)
+
+
+def told(parts: list[tuple[World, Any]], dtype: torch.dtype) -> Tensor:
+    """One tensor (0-d) of the Python numbers that some worlds have."""
+    with functions_off():
+        level: Any = top()
+        alone = level is not None and level.parent is None
+        if not alone or any(len(world.parts) != 1 for world, _ in parts):
+            with no_dispatch():
+                tensors = [torch.tensor(n, dtype=dtype) for _, n in parts]
+            return joined([(w, t) for (w, _), t in zip(parts, tensors, strict=True)])
+        owners = [world.parts[level.root] for world, _ in parts]
+        with no_dispatch():
+            numbers = torch.tensor([n for _, n in parts], dtype=dtype)
+            counts = torch.tensor([some.size for some in owners])
+            return in_place_of(owners, numbers.repeat_interleave(counts), union(*owners))
 
 
 def _one_level_apart(parts: list[tuple[World, Tensor]]) -> list[tuple[World, Tensor]]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
+
 from forall._lanes import aliases
 from forall._lanes.words import both, either, words
 from forall._torch.dispatch import functions_off
@@ -21,6 +23,9 @@ class _Undefined:
 
 UNDEFINED: Any = _Undefined()
 NUMBERS = (bool, int, float, complex)
+_DTYPES: Any = dict(
+    zip(NUMBERS, (torch.bool, torch.int64, torch.float64, torch.complex128), strict=True)
+)
 _make_varying: Any = None  # set by `varying`, which needs this file
 
 
@@ -115,6 +120,8 @@ def _numbers(parts: Parts) -> Any:
         return values[0]
     if kind is int and any(type(v) is int and not -(2**63) <= v < 2**63 for v in values):
         return UNDEFINED
+    if words.told is not None and all(type(v) is kind for v in values):
+        return words.Number(words.told(parts, _DTYPES[kind]))
     return words.Number(words.joined([(w, _tensor(v, kind)) for w, v in parts]))
 
 
@@ -127,12 +134,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _tensor(value: Any, kind: Any) -> Any:
-    import torch
-
-    if type(value) is words.Number:
-        return value.tensor
-    dtypes = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
-    return torch.tensor(value, dtype=dtypes[kind])
+    return value.tensor if type(value) is words.Number else torch.tensor(value, dtype=_DTYPES[kind])
 
 
 def _tuples(parts: Parts) -> Any:

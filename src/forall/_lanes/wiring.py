@@ -40,5 +40,6 @@ use(
     tensor=torch.Tensor,
     number=Number,
     again=worlds.asked,
+    told=worlds.told,
 )
 words.convert = lambda n, kind: BUILTINS[kind](n)

@@ -12,7 +12,8 @@ from typing import Any
 words: Any = SimpleNamespace()
 """``now``, ``asked``, ``running``, ``joined``, ``Undefined`` as in `worlds`; ``apart`` as in
 `rerun`; ``Tensor``, the type of tensors; ``Number``, that of Python numbers of each example;
-``again``, which asks for the rest of a test that was ``asked``."""
+``again``, which asks for the rest of a test that was ``asked``; ``told``, `joined` of the Python
+numbers of worlds, or None."""
 
 
 def use(
@@ -26,12 +27,13 @@ def use(
     tensor: type,
     number: type,
     again: Callable | None = None,
+    told: Callable | None = None,
 ) -> None:
     """Let these be the words."""
     words.now, words.asked, words.running, words.joined = now, asked, running, joined
     words.Undefined, words.apart = undefined, apart
     words.Tensor, words.Number = tensor, number
-    words.again = again or asked
+    words.again, words.told = again or asked, told
 
 
 def both(a: Any, b: Any) -> Any:

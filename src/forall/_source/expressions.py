@@ -22,7 +22,7 @@ _CONSUME = frozenset(
 # Operators that a frame answers itself for tensors (`forall._batching.straight`)
 _OPERATORS = {
     ast.Sub: "sub", ast.Mult: "mul", ast.Div: "truediv", ast.FloorDiv: "floordiv",
-    ast.Mod: "mod", ast.Pow: "pow",
+    ast.Mod: "mod", ast.Pow: "pow", ast.MatMult: "matmul",
 }  # fmt: skip
 _COMPARED = {
     ast.Lt: "lt", ast.LtE: "le", ast.Gt: "gt", ast.GtE: "ge", ast.Eq: "eq", ast.NotEq: "ne",

@@ -7,16 +7,21 @@ import ctypes
 import torch
 
 
+def bytes_of(flags: torch.Tensor) -> bytes:
+    """A bool tensor (n,), one byte for each entry."""
+    if not (flags.is_cpu and flags.is_contiguous()):
+        flags = flags.cpu().contiguous()
+    return ctypes.string_at(flags.data_ptr(), flags.numel())
+
+
 def to_int(flags: torch.Tensor) -> int:
     """The set that a bool tensor (n,) marks."""
-    flags = flags.cpu().contiguous()
-    return int.from_bytes(ctypes.string_at(flags.data_ptr(), flags.numel()), "little")
+    return int.from_bytes(bytes_of(flags), "little")
 
 
 def count_of(flags: torch.Tensor) -> int:
     """How many a bool tensor (n,) marks."""
-    flags = flags.cpu().contiguous()
-    return ctypes.string_at(flags.data_ptr(), flags.numel()).count(1)
+    return bytes_of(flags).count(1)
 
 
 def to_flags(rows: int, size: int) -> torch.Tensor:

@@ -49,6 +49,7 @@ class Wrapper(torch.Tensor):
     level: Any
     value: torch.Tensor
     narrowed: Any = None  # what it is for the examples that run, see `_batching.narrowing`
+    read: Any = None  # the same, of what is only read
 
     def graph_free(self) -> Wrapper:
         """A second name for this value that has no autograd history at this level."""

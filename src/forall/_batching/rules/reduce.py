@@ -110,6 +110,22 @@ for _name, _ops in {
         DIRECT[getattr(_home, _name)] = one_of(*_ops)
 
 
+def extreme(op):
+    """The call ``x.op(dim, keepdim)`` by the rule of its operator, which wants a list of dims."""
+
+    def rule(level, func, args, kwargs):
+        if len(args) not in (2, 3) or kwargs or type(args[1]) is not int:
+            return NotImplemented
+        return HANDLERS[op](level, op, (args[0], [args[1]], *args[2:]), {})
+
+    return rule, {op}
+
+
+for _name, _op in {"amax": aten.amax.default, "amin": aten.amin.default}.items():
+    for _home in (torch, torch.Tensor):
+        DIRECT[getattr(_home, _name)] = extreme(_op)
+
+
 def all_or_one(op):
     """``op(x, dim=None, keepdim=False)``: without a dim, all entries of the example are one row."""
     one = along(op)

@@ -69,7 +69,7 @@ def _narrow(v, axis, dim, start, length):
 
 def _unsqueeze(v, axis, dim):
     dim = wrap_dim(dim, v.dim())
-    return v.unsqueeze(dim if dim <= axis else dim + 1), axis + (dim <= axis)
+    return v.unsqueeze(dim if dim < axis else dim + 1), axis + (dim < axis)
 
 
 def _squeeze(v, axis):
