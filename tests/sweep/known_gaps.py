@@ -41,6 +41,7 @@ GAPS = {(name, word): why for name, words, why in _ERRORS for word in words}
 # (entry, word) -> why another value than torch's is none to mend.
 EXCEPTIONS = {
     ("masked.prod", word): "next to a nan torch's backward divides by it, unless some factor is "
-    "zero; the stack takes the form that never divides if a factor of any example is"
-    for word in ("vmap∘vjp", "vjp∘vmap")
+    "zero; a stack takes the form that never divides if a factor of any example is, a dual always"
+    for word in ("vmap∘vjp", "vjp∘vmap", "jvp∘vjp")
 }
+SHOWN_IN = {("masked.prod", "jvp∘vjp"): "float32"}  # where not in float64

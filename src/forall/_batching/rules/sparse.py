@@ -12,6 +12,7 @@ import torch
 from forall._batching.batched import Batched, wrap
 from forall._batching.families import front, is_mapped, level_on, lower, stacked
 from forall._batching.table import CALLS, register
+from forall._torch.names import SPARSE_SUM
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -114,4 +115,4 @@ register(
         aten._sparse_addmm.default: _addmm,
     }
 )
-CALLS[torch._sparse_sum] = _sum
+CALLS[SPARSE_SUM] = _sum
