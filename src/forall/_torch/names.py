@@ -17,6 +17,7 @@ __all__ = [
     "DispatchKey",
     "OpOverload",
     "OpOverloadPacket",
+    "SPARSE_SUM",
     "StorageWeakRef",
     "TorchDispatchMode",
     "attach_tangent",
