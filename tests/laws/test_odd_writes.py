@@ -1,4 +1,4 @@
-"""Writes in place that torch answers in a way of their own, next to the loop over examples."""
+"""What torch answers in a way of its own, in place above all, next to the loop over examples."""
 
 import pytest
 import torch
@@ -41,6 +41,13 @@ def test_index_fill_of_a_number():
     x, value, index = draw(3), draw(3), torch.zeros(3, 1, dtype=torch.int64)
     found = forall.vjp(lambda v: forall.vmap(f)(x, index, v), value)
     assert difference((found[0], found[1](x)), (value, (x,))) is None
+
+
+def test_baddbmm_of_integers_takes_its_factors_as_integers():
+    x, a, b = torch.arange(72).view(3, 3, 2, 2, 2)
+    f = lambda *one: torch.baddbmm(*one, beta=1.7, alpha=2.6)  # noqa: E731
+    truth = torch.stack([f(*one) for one in zip(x, a, b, strict=True)])
+    assert difference(forall.vmap(f)(x, a, b), truth) is None
 
 
 def test_addbmm_takes_the_shape_of_its_result():
