@@ -87,6 +87,28 @@ def test_a_sparse_stack_is_mapped(layout):
     assert torch.equal(forall.vmap(lambda s: s * 2)(stack).to_dense(), 2 * dense)
 
 
+SUMS = {
+    "all": Tensor.sum,
+    "all, sparse.sum": torch.sparse.sum,
+    "all, in a dtype": lambda s: torch.sparse.sum(s, dtype=torch.float32),
+    "the only dim": lambda s: s[0].sum(0),
+    "a dim": lambda s: torch.sparse.sum(s, dim=1).to_dense(),
+}
+
+
+@pytest.mark.filterwarnings("ignore::forall.PerformanceWarning")
+@pytest.mark.parametrize("name", SUMS)
+def test_a_sum_of_a_sparse_example(name):
+    """Examples have different numbers of entries; a sum of all of them is dense."""
+    s = matrix("coo").to_dense()
+    dense = torch.stack([s, s.clamp_min(0), s.clamp_max(0)])
+    truth = torch.stack([SUMS[name](x.to_sparse()) for x in dense])
+    assert difference(forall.vmap(SUMS[name])(dense.to_sparse()), truth) is None
+    twice = torch.stack([dense, 2 * dense])
+    found = forall.vmap(forall.vmap(SUMS[name]))(twice.to_sparse())
+    assert difference(found, torch.stack([truth, 2 * truth])) is None
+
+
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
 def test_values_of_each_example_in_places_that_all_share():
     where, values = torch.tensor([[0, 1], [1, 2]]), examples()[:, :2]

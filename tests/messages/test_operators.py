@@ -126,10 +126,10 @@ def test_out_that_would_be_resized():
     with refused(
         RuntimeError,
         """
-        vmap: aten.cat.out would resize out=, a tensor from before the call.
-            out      float32[2]
-            result   float32[4]
-        Give it the result's shape, or leave out= away.
+        vmap: aten.cat.out would resize what it writes to, a tensor from before the call.
+            written to   float32[2]
+            result       float32[4]
+        Give it the result's shape, or use the form that returns a new tensor.
         """,
     ):
         vmap(lambda x: torch.cat([x, x], out=buffer))(X)
@@ -207,3 +207,23 @@ def test_jvp_inside_torchs_own_dual_level():
         ),
     ):
         jvp(torch.sin, (X,), (X,))
+
+
+def test_a_sparse_tensor_that_moves():
+    with refused(
+        NotImplementedError,
+        """
+        jvp: forward mode has no tangent of a sparse tensor.
+            value   float32[2]
+        Use reverse mode (vjp, grad, jacrev), or make it sparse outside.
+        """,
+    ):
+        vmap(lambda x: jvp(lambda x: x.to_sparse().to_dense(), (x,), (x,)))(X)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_a_nested_tensor_that_is_mapped(layout):
+    nested = torch.nested.nested_tensor([X, X[:2]], layout=layout)
+    with pytest.raises(NotImplementedError, match=r"args\[0\] +nested, .*\n.*to_padded_tensor"):
+        vmap(torch.sin)(nested)

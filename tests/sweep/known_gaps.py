@@ -7,11 +7,7 @@ _NO_EXAMPLE = "of no examples: there is none to ask "
 _ROWS = _NO_EXAMPLE + "how many entries are nonzero"
 _DISTINCT = _NO_EXAMPLE + "how many values are distinct"
 _PRODUCT = _NO_EXAMPLE + "whether a factor is zero, on which torch's backward depends"
-_BROADCAST = (
-    "torch gives the tensor another shape in place, against its own rule for in-place forms"
-)
 _SEATED = "gives a tensor other memory in place"
-_SPARSE = "derivatives of a stack of sparse tensors"
 _VARIANCE = _NO_EXAMPLE + "whether a variance is negative"
 _CUTS = _NO_EXAMPLE + "where to cut"
 
@@ -33,34 +29,10 @@ _ERRORS = [
     ("scatter_reduce:prod", _PULLED, _PRODUCT),
     ("index_reduce:prod in place", ("vmap∘vjp",), _PRODUCT),
     ("scatter_reduce:prod in place", ("vmap∘vjp",), _PRODUCT),
-    ("index_fill", ("vjp∘vmap",), "after the call no examples part, which index's backward does"),
-    (
-        "nn.functional.linear_cross_entropy:chunked_none",
-        ("vjp∘vmap",),
-        "its backward writes into a buffer of its own, made after the level has ended",
-    ),
-    (
-        "nn.functional.scaled_dot_product_attention",
-        ("vmap∘jvp", "jvp∘vmap"),
-        "the fused kernel has no derivative in a mask that moves",
-    ),
-    (
-        "normal",
-        ("vmap∘jvp", "jvp∘vjp"),
-        "torch's forward formula does not broadcast the mean and the deviation",
-    ),
-    ("fft.hfft", ("jvp∘vjp",), "view_as_real of a conjugate that is only marked"),
-    ("fft.hfftn", ("jvp∘vjp",), "view_as_real of a conjugate that is only marked"),
-    ("to_sparse", ("vmap∘vjp", "vmap∘jvp", "vjp∘vmap", "jvp∘vmap"), _SPARSE),
-    ("addbmm in place", _WRITING, _BROADCAST),
+    ("to_sparse", ("vmap∘jvp", "jvp∘vmap"), "forward mode has no tangent of a sparse tensor"),
+    ("addbmm in place", _BOTH, "torch gives the caller's tensor another shape in place"),
     ("as_strided in place", _WRITING, _SEATED),
     ("as_strided:partial_views in place", _WRITING, _SEATED),
-    ("resize_as_ in place", ("vmap",), _SEATED),
-    (
-        "_native_batch_norm_legit out=",
-        _BOTH,
-        "statistics of each example into running statistics that all share",
-    ),
 ]
 
 # (entry, word) -> why it is an error in some case.
@@ -69,6 +41,7 @@ GAPS = {(name, word): why for name, words, why in _ERRORS for word in words}
 # (entry, word) -> why another value than torch's is none to mend.
 EXCEPTIONS = {
     ("masked.prod", word): "next to a nan torch's backward divides by it, unless some factor is "
-    "zero; the stack takes the form that never divides if a factor of any example is"
-    for word in ("vmap∘vjp", "vjp∘vmap")
+    "zero; a stack takes the form that never divides if a factor of any example is, a dual always"
+    for word in ("vmap∘vjp", "vjp∘vmap", "jvp∘vjp")
 }
+SHOWN_IN = {("masked.prod", "jvp∘vjp"): "float32"}  # where not in float64

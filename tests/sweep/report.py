@@ -78,7 +78,7 @@ def markdown(verdicts: list[Row], entries: int) -> str:
 
 
 def _head(verdicts: list[Row], rows: list[Row], entries: int) -> list[str]:
-    dtypes = Counter(v["dtype"] for v in verdicts if v["word"] == "vmap" if v["engine"] == "forall")
+    ran = {e: _ran([v for v in verdicts if v["engine"] == e]) for e in ENGINES}
     cases = sum(n for v in verdicts for s, n in v["cases"].items() if s != "no truth")
     none = sum(
         n
@@ -87,13 +87,13 @@ def _head(verdicts: list[Row], rows: list[Row], entries: int) -> list[str]:
         if s == "no truth" and v["engine"] == "forall"
     )
     rounded = sum(r["rounded"] for r in rows if r["engine"] == "forall")
-    ran = ", ".join(f"{n} in {d}" for d, n in dtypes.items())
     lines = [
         "Written by `make coverage`; do not edit. Every operator in torch's own database, its",
         "forms in place and with `out=`, under each transform, next to the loop over examples and",
         "torch's own autograd on plain tensors.",
         "",
-        f"Entries: {len({r['name'] for r in rows})} of {entries} ({ran}).",
+        f"Entries: {len({r['name'] for r in rows})} of {entries}.",
+        *(f"{engine}: {dtypes}.  " for engine, dtypes in ran.items()),
         f"Cases: {cases}, both engines together. Not counted: {none} cases in which plain tensors,",
         "or torch's own autograd, raise, or torch gives a view another value than its copy. Of",
         f"forall's equal cases {rounded} are equal up to the order of summation (relative to the",
@@ -105,6 +105,14 @@ def _head(verdicts: list[Row], rows: list[Row], entries: int) -> list[str]:
         "",
     ]
     return lines
+
+
+def _ran(verdicts: list[Row]) -> str:
+    """How many entries ran in which dtype."""
+    dtypes: dict[str, set[str]] = {}
+    for v in verdicts:
+        dtypes.setdefault(v["dtype"], set()).add(v["name"])
+    return ", ".join(f"{len(names)} in {d}" for d, names in dtypes.items()) or "not run"
 
 
 def _section(status: str, rows: list[Row]) -> list[str]:

@@ -9,14 +9,15 @@ from sweep.engines import Engine
 from sweep.entries import dtypes_for
 from sweep.forms import entries
 from sweep.judge import Entry
-from sweep.known_gaps import EXCEPTIONS, GAPS
+from sweep.known_gaps import EXCEPTIONS, GAPS, SHOWN_IN
 from sweep.run import PART, PART_WORDS, words_of
 from sweep.words import WORDS
 
 SEED = 0
 SAMPLES = 3
-FRACTION = {"vmap": 0.04, **dict.fromkeys([w for w in WORDS if w != "vmap"], 0.012)}
-PART_FRACTION = 0.01
+FRACTION = {"vmap": 0.02, **dict.fromkeys([w for w in WORDS if w != "vmap"], 0.006)}
+PART_FRACTION = 0.004
+OPEN = 12  # known gaps that are looked at
 
 OPS = entries()
 
@@ -55,7 +56,7 @@ def test_entry_equals_the_plain_truth_or_is_a_known_gap(name, dtype, word):
         assert (name, word) in GAPS, verdict.first["error"]
 
 
-@pytest.mark.parametrize(("name", "word"), GAPS)
+@pytest.mark.parametrize(("name", "word"), sorted(random.Random(SEED).sample(sorted(GAPS), OPEN)))
 def test_a_known_gap_is_still_open(name, word):
     (verdict,) = Entry(name, OPS[name], torch.float64).judge(word, [Engine("forall")])
     assert verdict.status == "error", f"{name} under {word} is right now: take it off the list"
@@ -63,5 +64,6 @@ def test_a_known_gap_is_still_open(name, word):
 
 @pytest.mark.parametrize(("name", "word"), EXCEPTIONS)
 def test_an_exception_still_is_one(name, word):
-    (verdict,) = Entry(name, OPS[name], torch.float64).judge(word, [Engine("forall")])
+    dtype = getattr(torch, SHOWN_IN.get((name, word), "float64"))
+    (verdict,) = Entry(name, OPS[name], dtype).judge(word, [Engine("forall")])
     assert verdict.status == "wrong"

@@ -44,7 +44,7 @@ def derived(functional: Any, done: tuple = ()) -> Callable:
             results = (results,)
         elif not fact.out_names:
             results = results[-len(targets) :]
-        put = _write_out if fact.out_names else write
+        put = _write_out if fact.out_names or func in _GROWS else write
         for target, result in zip(targets, results, strict=True):
             if isinstance(target, (list, tuple)):
                 for t, r in zip(target, result, strict=True):
@@ -71,9 +71,9 @@ def _resize_out(level: Any, func: Any, target: Any, result: Tensor) -> None:
     """out= takes the size of what is written to it, as long as only this call knows it."""
     if _is_older(target, level):
         raise RuntimeError(
-            f"vmap: {func} would resize out=, a tensor from before the call.\n"
-            f"{columns([('out', short(target)), ('result', short(result))])}\n"
-            "Give it the result's shape, or leave out= away."
+            f"vmap: {func} would resize what it writes to, a tensor from before the call.\n"
+            f"{columns([('written to', short(target)), ('result', short(result))])}\n"
+            "Give it the result's shape, or use the form that returns a new tensor."
         )
     axis = 0 if is_mapped(result, level) else None
     value = lower(result, level) if axis is None else front(result)
@@ -347,6 +347,7 @@ def _tensors(found: list) -> list[Tensor]:
 
 
 _COPY = torch.ops.aten.copy_.default
+_GROWS = frozenset({torch.ops.aten.addbmm_.default})  # in place, to the shape of the result
 _LOOKS = frozenset({"is_same_size", "_has_same_storage_numel", "_new_zeros_with_same_feature_meta"})
 _WHOLE = frozenset({"copy_", "fill_", "zero_"})
 # Of what may be done once: what it leaves depends on what it finds.

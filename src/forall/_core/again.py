@@ -1,7 +1,8 @@
 """Running a user's function once more, later, as checkpoints do in a backward pass.
 
 It runs where it first ran: the levels entered since, a pull-back's among them, have no part in it;
-and a level that has ended since still says what a draw of random numbers is.
+and a level that has ended since still says what a draw of random numbers is, and takes as its own
+what is made anew: examples may be written into it.
 """
 
 from __future__ import annotations
@@ -9,7 +10,10 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from forall._core.levels import Level, act, outside, stack, top
+from forall._torch import trees
 from forall._torch.dispatch import functions_off, users_tangents
 from forall._torch.names import TorchDispatchMode
 from forall._torch.schema import facts
@@ -28,8 +32,7 @@ def where_it_first_ran(function: Callable) -> Callable:
             since = _entered_since(level)
             if since is not None:
                 place.enter_context(outside(since))
-            for ended in reversed([*_ended(level)]):
-                place.enter_context(_Draws(ended))
+            place.enter_context(as_made_by(level))
             if parts:
                 place.enter_context(_Acting(parts))
             return function(*args, **kwargs)
@@ -88,8 +91,17 @@ def _ended(level: Level | None) -> Any:
         level = level.parent
 
 
-class _Draws(TorchDispatchMode):
-    """Operators that draw go to a level that has ended: they may have no argument to tell it by."""
+class as_made_by(ExitStack):
+    """What code of the user's makes is of ``level`` and of those around it, though they ended."""
+
+    def __init__(self, level: Level | None) -> None:
+        super().__init__()
+        for ended in reversed([*_ended(level)]):
+            self.enter_context(_Makes(ended))
+
+
+class _Makes(TorchDispatchMode):
+    """Draws and new tensors of a level that has ended: they may have no argument to tell it by."""
 
     stays = True  # see `outside`
 
@@ -102,7 +114,15 @@ class _Draws(TorchDispatchMode):
         return False  # torch would import its compiler to leave our handler alone
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if not facts(func).seeded:
+        if not (facts(func).seeded or _is_new(func, args, kwargs)):
             return func(*args, **(kwargs or {}))
         with functions_off():
             return self.level.run(func, args, kwargs or {})
+
+
+def _is_new(func: Any, args: tuple, kwargs: dict | None) -> bool:
+    """Whether an operator makes a tensor without reading any."""
+    name = func.overloadpacket.__name__
+    if name.endswith("_like") or name.startswith("new_"):
+        return True
+    return not any(isinstance(a, Tensor) for a in trees.leaves((args, kwargs)))

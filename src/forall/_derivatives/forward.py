@@ -367,6 +367,12 @@ class Share(torch.autograd.Function):
 
 def make_dual(primal: torch.Tensor, tangent: torch.Tensor, level: JvpLevel) -> Dual:
     """A value of ``level`` with this tangent; both are tensors from just outside it."""
+    if _is_sparse(primal):
+        raise NotImplementedError(
+            "jvp: forward mode has no tangent of a sparse tensor.\n"
+            f"{columns([('value', short(primal))])}\n"
+            "Use reverse mode (vjp, grad, jacrev), or make it sparse outside."
+        )
     level.outer_history |= primal.requires_grad or tangent.requires_grad
     with functions_off(), torch.enable_grad(), _forward_on():
         return wrap(attach_tangent(primal, tangent, level=0), level)

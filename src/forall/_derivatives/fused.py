@@ -60,6 +60,16 @@ def _embedding_bag(
     return losses.bags(weight, own, indices, offsets, mode, padding, len(out), rows)
 
 
+def _in_chunks(x, w, target, bias, weight, reduction, ignore_index, label_smoothing, *_):
+    return losses.linear_cross_entropy(
+        x, w, target, bias, weight, reduction, ignore_index, label_smoothing
+    )
+
+
+def _in_chunks_for_each(x, w, target, bias, weight, ignore_index, *_):
+    return losses.linear_cross_entropy(x, w, target, bias, weight, "none", ignore_index)
+
+
 # These read what the kernel found.
 READ = frozenset({aten._embedding_bag.default, aten._embedding_bag_forward_only.default})
 
@@ -87,13 +97,13 @@ FORWARD: dict[Any, Callable] = {
     aten.cudnn_batch_norm.default: composites.batch_norm,
     aten.miopen_batch_norm.default: composites.batch_norm,
 }
+# Torch registers these when it first calls them.
+_LATE: dict[str, Callable] = {
+    "torch_nn::_linear_cross_entropy_batch_chunked": _in_chunks,
+    "torch_nn::_linear_cross_entropy_batch_chunked_no_reduction": _in_chunks_for_each,
+}
 
 
-def refuse(func: Any) -> None:
-    """What computes its gradients beforehand, and only for tensors that require grad."""
-    if func.namespace == "torch_nn":
-        raise NotImplementedError(
-            f"jvp: {func} has no forward mode: in chunks, the loss finds its gradients "
-            "while it is computed, and only for backward().\n"
-            "Use linear_cross_entropy(..., options=None)."
-        )
+def steps(func: Any) -> Callable | None:
+    """What `FORWARD` has for an operator."""
+    return FORWARD.get(func) or _LATE.get(func._schema.name)

@@ -116,6 +116,18 @@ def _segments(x, inside, reduce, axis, initial):
     return sign * (out if initial is None else out.clamp_min(sign * initial))
 
 
+def linear_cross_entropy(x, w, target, bias, weight, reduction, ignore_index, label_smoothing=0.0):
+    """Whole: in chunks, its gradients are found on the way, and only of what requires grad."""
+    return torch.nn.functional.cross_entropy(
+        torch.nn.functional.linear(x, w, bias),
+        target,
+        weight,
+        ignore_index=ignore_index,
+        reduction=reduction,
+        label_smoothing=label_smoothing,
+    )
+
+
 SUM, MEAN, MAX = 0, 1, 2
 
 

@@ -15,7 +15,7 @@ import torch
 
 from forall._core.levels import at, deepest, graph_free, lift, outside
 from forall._derivatives import forward
-from forall._derivatives.fused import FORWARD, READ, refuse
+from forall._derivatives.fused import READ, steps
 from forall._derivatives.pullbacks import BACKWARD
 from forall._derivatives.reverse import closed, gradients, leads_outside, reaching, variable
 from forall._random.scopes import resuming
@@ -61,9 +61,8 @@ def without_formula(func: Any, args: tuple, kwargs: dict, level: forward.JvpLeve
     In small steps if there are any, or `transposed`.
     """
     with functions_off():
-        if func in FORWARD:
-            return _in_steps(func, args, kwargs, level)
-        refuse(func)
+        if (small := steps(func)) is not None:
+            return _in_steps(func, small, args, kwargs, level)
         if func not in BACKWARD:
             return transposed(func, args, kwargs, level)
         with autograd_below(grad=True, forward=True):
@@ -71,16 +70,18 @@ def without_formula(func: Any, args: tuple, kwargs: dict, level: forward.JvpLeve
         return trees.map_tensors(graph_free, found)
 
 
-def _in_steps(func: Any, args: tuple, kwargs: dict, level: forward.JvpLevel) -> Any:
+def _in_steps(
+    func: Any, small: Callable, args: tuple, kwargs: dict, level: forward.JvpLevel
+) -> Any:
     """The results that move in small steps; the kernel for the others, and for what it writes."""
     if len(func._schema.returns) == 1:
-        return FORWARD[func](*args, **kwargs)
+        return small(*args, **kwargs)
     with outside(level), autograd_below(grad=False, forward=False):
         primals, named = trees.map_tensors(lambda a: forward.unpack(a, level)[0], (args, kwargs))
         found = func(*primals, **named)
     kernel = trees.map_tensors(lambda t: forward.wrap(t, level), found)
     given = (kernel, *args) if func in READ else args
-    moving = FORWARD[func](*given, **kwargs)
+    moving = small(*given, **kwargs)
     moving = moving if isinstance(moving, tuple) else (moving,)
     return (*moving, *kernel[len(moving) :])
 

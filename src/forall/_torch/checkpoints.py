@@ -1,7 +1,8 @@
 """Code of the user's that torch runs in a backward pass, told where it belongs.
 
 Checkpoints learn where a function ran, and of draws that are no generator's. Hooks on saved tensors
-unpack where they packed. While a backward pass runs, function modes stay on.
+unpack where they packed. While a backward pass runs, function modes stay on, and what the backward
+of a Function makes belongs to the level of its gradients.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint
 
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 _forward = checkpoint.CheckpointFunction.forward
 _generator = checkpoint._checkpoint_without_reentrant_generator
 _engine = torch.autograd._engine_run_backward
+_backwards = {name: getattr(BackwardCFunction, name) for name in ("apply", "apply_boxed")}
 
 
 def _nothing() -> Iterator[None]:
@@ -32,18 +35,22 @@ def install(
     drawing: Callable,
     tangents: Callable[[], bool],
     modes: Callable[[], AbstractContextManager],
+    making: Callable[[Any], AbstractContextManager | None],
 ) -> None:
     """Put all of this in torch's place, once.
 
     What runs again runs by ``in_place(function)``, made where it is first run; where draws are to
     be repeated, by ``in_place(drawing(function))``. While there may be ``tangents`` nothing is
     recomputed, for what autograd saves loses them on its way through the hooks of a checkpoint: the
-    same numbers for more memory. A backward pass runs in ``modes()``.
+    same numbers for more memory. A backward pass runs in ``modes()``, the user's part of a node in
+    ``making(gradients)``.
     """
     if checkpoint.CheckpointFunction.forward is not _forward:
         return
     _install_checkpoints(in_place, drawing, tangents)
     _install_hooks(in_place, tangents)
+    for name, backward in _backwards.items():
+        setattr(BackwardCFunction, name, _in_its_place(backward, making))
 
     @functools.wraps(_engine)
     def engine(*args: Any, **kwargs: Any) -> Any:
@@ -51,6 +58,20 @@ def install(
             return _engine(*args, **kwargs)
 
     torch.autograd._engine_run_backward = engine
+
+
+def _in_its_place(backward: Callable, making: Callable) -> Callable:
+    @functools.wraps(backward)
+    def run(self: Any, *gradients: Any) -> Any:
+        if self._forward_cls.__module__.startswith("forall."):
+            return backward(self, *gradients)
+        place = making(gradients)
+        if place is None:
+            return backward(self, *gradients)
+        with place:
+            return backward(self, *gradients)
+
+    return run
 
 
 def _install_checkpoints(

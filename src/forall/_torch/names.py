@@ -17,6 +17,7 @@ __all__ = [
     "DispatchKey",
     "OpOverload",
     "OpOverloadPacket",
+    "SPARSE_SUM",
     "StorageWeakRef",
     "TorchDispatchMode",
     "attach_tangent",
@@ -73,6 +74,7 @@ pad_packed = torch._VF._pad_packed_sequence
 
 # The node that full backward hooks of modules hang on.
 BACKWARD_HOOK = torch.nn.modules._functions.BackwardHookFunction
+SPARSE_SUM = torch._sparse_sum
 
 # The code of the module that all of BatchNorm1d, 2d and 3d are.
 BATCH_NORM = torch.nn.modules.batchnorm._BatchNorm.forward.__code__

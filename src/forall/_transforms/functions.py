@@ -13,7 +13,7 @@ import torch
 
 from forall._batching.narrowing import narrowed
 from forall._batching.sharing import Sharing, sharing
-from forall._core.again import may_carry_tangents, where_it_first_ran
+from forall._core.again import as_made_by, may_carry_tangents, where_it_first_ran
 from forall._core.levels import (
     Level,
     at,
@@ -26,7 +26,7 @@ from forall._core.levels import (
     top,
 )
 from forall._random.scopes import resuming
-from forall._torch import checkpoints
+from forall._torch import checkpoints, trees
 from forall._torch.dispatch import (
     apply_users,
     function_modes,
@@ -113,8 +113,14 @@ def _function_mode() -> AbstractContextManager:
     return Sharing()
 
 
+def _making(gradients: Any) -> AbstractContextManager | None:
+    """Where the user's backward runs whose level has ended; None where nothing is to be told."""
+    level = deepest(trees.leaves(gradients))
+    return None if level is None or level.active else as_made_by(level)
+
+
 def install() -> None:
     """Put our apply in torch's place, once."""
     install_forward_level()
-    checkpoints.install(where_it_first_ran, resuming, may_carry_tangents, _function_mode)
+    checkpoints.install(where_it_first_ran, resuming, may_carry_tangents, _function_mode, _making)
     torch.autograd.Function.apply = classmethod(apply)  # pyright: ignore[reportAttributeAccessIssue]

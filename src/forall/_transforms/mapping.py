@@ -109,6 +109,13 @@ def _dim(call: Call, i: int, leaf: Any, dim: Any, args: tuple, kwargs: dict) -> 
             f"{columns([(paths(args, kwargs)[i], short(leaf), f'in_dims {dim}', kind(leaf))])}\n"
             f"{checks.unknown_tree(leaf) or cure}"
         )
+    if leaf.is_nested:
+        row = (paths(args, kwargs)[i], f"nested, {str(leaf.layout).removeprefix('torch.')}")
+        raise NotImplementedError(
+            f"{call}: the examples of a nested tensor have no stack.\n"
+            f"{columns([row])}\n"
+            "Pad it (x.to_padded_tensor(0.)) and map a mask beside it, or loop over x.unbind()."
+        )
     rank = leaf.dim()
     if not -rank <= dim < rank:
         can = f"Give a dim in [{-rank}, {rank})" if rank else "A tensor of rank 0 has none"

@@ -1,10 +1,13 @@
 """Forward mode where torch's formula is missing, or lacks terms once it is differentiated."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from forall import PerformanceWarning, grad, hessian, jvp, linearize, vmap
+from oracle import difference
 
 D = torch.float64
 
@@ -103,13 +106,17 @@ def test_the_gradient_of_a_penalty_goes_through_attention(mapped):
     torch.testing.assert_close(found, truth)
 
 
-def test_a_loss_in_chunks_has_no_forward_mode():
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_a_loss_in_chunks(reduction):
     options = torch.nn.LinearCrossEntropyOptions()
-    x, w = torch.ones(3, 2, dtype=D), torch.ones(4, 2, dtype=D)
-    target = torch.tensor([0, 1, 3])
+    x, w, b = (torch.randn(*s, dtype=D) for s in [(3, 2), (4, 2), (4,)])
+    target = torch.tensor([0, -100, 3])
 
-    def f(x):
-        return F.linear_cross_entropy(x, w, target, options=options)
+    def f(x, w, b, options=options):
+        return F.linear_cross_entropy(
+            x, w, target, linear_bias=b, options=options, reduction=reduction
+        )
 
-    with pytest.raises(NotImplementedError, match="options=None"):
-        jvp(f, (x,), (x,))
+    along = tuple(map(torch.cos, (x, w, b)))
+    found, truth = (jvp(partial(f, options=o), (x, w, b), along) for o in (options, None))
+    assert difference(found, truth) is None

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from forall._batching.batched import wrap
+from forall._batching.batched import Batched, wrap
 from forall._batching.families import Stack, by_front, front, is_mapped, lower
 from forall._batching.indices import (
     Places,
@@ -24,7 +24,7 @@ from forall._batching.indices import (
     order,
     taken,
 )
-from forall._batching.table import register
+from forall._batching.table import CALLS, register
 from forall._core.axes import stacked_dim
 
 aten = torch.ops.aten
@@ -160,3 +160,26 @@ register(
         aten.nonzero_static.default: _nonzero_static,
     }
 )
+
+
+# --- index_fill --------------------------------------------------------------------------------
+
+
+def _filled(x: Tensor, dim: Any, index: Any, value: Any) -> Any:
+    """A value that moves, in places that differ: its derivative would ask how many they are."""
+    if not (isinstance(value, Tensor) and value.requires_grad and type(index) is Batched):
+        return NotImplemented
+    if type(dim) is not int or value.dim() or value.dtype != x.dtype:
+        return NotImplemented
+    size = x.shape[dim] if x.dim() else 1
+    places = torch.zeros(size, dtype=torch.bool, device=x.device).index_fill(0, index, True)
+    shape = [-1 if d == dim % x.dim() else 1 for d in range(x.dim())]
+    return torch.where(places.reshape(shape), value, x)
+
+
+def _fill(x: Tensor, dim: Any, index: Any, value: Any) -> Any:
+    found = _filled(x, dim, index, value)
+    return found if found is NotImplemented else x.copy_(found)
+
+
+CALLS.update({torch.index_fill: _filled, Tensor.index_fill: _filled, Tensor.index_fill_: _fill})

@@ -160,6 +160,8 @@ def _baddbmm(size, bias, x, w, *, beta=1, alpha=1):
         out = product(x, w)
     else:
         out = torch.bmm(x, w)
+    if not (out.is_floating_point() or out.is_complex()):
+        alpha, beta = int(alpha), int(beta)  # torch's kernel takes them in the tensors' dtype
     out = out if alpha == 1 else out * alpha
     return out if beta == 0 else torch.add(out, ranked(bias, 3), alpha=beta)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from forall._batching.along import along, whole
+from forall._batching.batched import wrap
 from forall._batching.families import by_front
 from forall._batching.table import DIRECT, HANDLERS, register
 from forall._core.axes import stacked_dim
@@ -79,6 +80,22 @@ register(
         aten.nanmedian.default: values(aten.nanmedian.dim),
     }
 )
+
+
+def _dense_numbers(rule):
+    """Of a sparse example all entries, added, are a dense number."""
+
+    def handler(level, func, args, kwargs):
+        out = rule(level, func, args, kwargs)
+        if args[0].layout is torch.sparse_coo and not out.dim():
+            return wrap(out.value.to_dense(), out.axis, level)
+        return out
+
+    return handler
+
+
+for _op in (aten.sum.default, aten.sum.dim_IntList):
+    HANDLERS[_op] = _dense_numbers(HANDLERS[_op])
 
 
 def one_of(whole_op, op):

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from forall._batching.batched import Family, refit
-from forall._batching.families import front, is_mapped
+from forall._batching.batched import Batched, Family, refit
+from forall._batching.families import front, is_mapped, lower
 from forall._batching.table import SHARED, register, view_call
 
 if TYPE_CHECKING:
@@ -56,6 +56,9 @@ def _resized(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     target = args[0]
     size = list(args[1].shape if func is aten.resize_as_.default else args[1])
     if list(target.shape) == size:
+        return target
+    if not (type(target) is Batched and target.level is level):  # one size for all examples
+        aten.resize_.default(lower(target, level), size)
         return target
     value = front(target) if is_mapped(target, level) else target.value.unsqueeze(0)
     entries = value.reshape(value.shape[0], target.numel())

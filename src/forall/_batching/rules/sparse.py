@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from forall._batching.batched import wrap
+from forall._batching.batched import Batched, wrap
 from forall._batching.families import front, is_mapped, level_on, lower, stacked
-from forall._batching.table import register
+from forall._batching.table import CALLS, register
+from forall._torch.names import SPARSE_SUM
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -75,6 +76,13 @@ def _addmm(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
         return aten.add.Tensor(out, x, alpha=beta) if beta else out
 
 
+def _sum(x: Any, dim: Any = None, dtype: Any = None) -> Any:
+    """Of all entries, which may be as many as they like."""
+    if type(x) is not Batched or dim is not None or x.layout is not torch.sparse_coo:
+        return NotImplemented
+    return x.to_dense().sum(dtype=dtype)
+
+
 def _no_stack(layout: Any) -> NotImplementedError:
     return NotImplementedError(
         f"vmap: the examples of a tensor of layout {layout} have no stack.\n"
@@ -107,3 +115,4 @@ register(
         aten._sparse_addmm.default: _addmm,
     }
 )
+CALLS[SPARSE_SUM] = _sum

@@ -1,0 +1,65 @@
+"""What torch answers in a way of its own, in place above all, next to the loop over examples."""
+
+import pytest
+import torch
+
+import forall
+from oracle import difference
+
+D = torch.float64
+
+
+def draw(*shape):
+    return torch.randn(*shape, dtype=D)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("dim", [0, -1])
+def test_the_derivative_in_the_value_of_index_fill(dim, in_place):
+    """Examples differ in how many places there are."""
+    x, value = draw(3, 4, 4), draw(3)
+    index = torch.tensor([[0, 1, 2], [3, 3, 0], [1, 1, 1]])
+
+    def f(x, index, value):
+        x = x.clone()
+        return (x.index_fill_ if in_place else x.index_fill)(dim, index, value)
+
+    def each(x, value):
+        return torch.stack([f(*one) for one in zip(x, index, value, strict=True)])
+
+    weights = draw(3, 4, 4)
+    leaves = [t.clone().requires_grad_() for t in (x, value)]
+    truth = torch.autograd.grad((each(*leaves) * weights).sum(), leaves)
+    value_and_pull = forall.vjp(lambda x, v: forall.vmap(f)(x, index, v), x, value)
+    assert difference(value_and_pull[1](weights), truth) is None
+    scalars = forall.vmap(forall.grad(lambda x, i, v, w: (f(x, i, v) * w).sum(), argnums=(0, 2)))
+    assert difference(scalars(x, index, value, weights), truth) is None
+
+
+def test_index_fill_of_a_number():
+    f = lambda x, i, v: x.clone().index_fill(0, i, v)  # noqa: E731
+    x, value, index = draw(3), draw(3), torch.zeros(3, 1, dtype=torch.int64)
+    found = forall.vjp(lambda v: forall.vmap(f)(x, index, v), value)
+    assert difference((found[0], found[1](x)), (value, (x,))) is None
+
+
+def test_baddbmm_of_integers_takes_its_factors_as_integers():
+    x, a, b = torch.arange(72).view(3, 3, 2, 2, 2)
+    f = lambda *one: torch.baddbmm(*one, beta=1.7, alpha=2.6)  # noqa: E731
+    truth = torch.stack([f(*one) for one in zip(x, a, b, strict=True)])
+    assert difference(forall.vmap(f)(x, a, b), truth) is None
+
+
+def test_addbmm_takes_the_shape_of_its_result():
+    x, a, b = draw(3, 1), draw(3, 2, 5, 4), draw(3, 2, 4, 6)
+    found = forall.vmap(lambda x, a, b: x.clone().addbmm_(a, b))(x, a, b)
+    truth = torch.stack([torch.addbmm(*one) for one in zip(x, a, b, strict=True)])
+    assert difference(found, truth) is None
+    with pytest.raises(RuntimeError, match="would resize"):
+        forall.vmap(torch.Tensor.addbmm_)(x, a, b)
+
+
+def test_a_shared_tensor_takes_the_size_that_all_examples_have():
+    x = torch.zeros(2, 2)
+    forall.vmap(lambda y: x.resize_as_(y).sum())(draw(3, 3))
+    assert x.shape == (3,)
