@@ -50,6 +50,12 @@ def test_baddbmm_of_integers_takes_its_factors_as_integers():
     assert difference(forall.vmap(f)(x, a, b), truth) is None
 
 
+def test_baddbmm_of_a_bias_that_is_mapped_and_not_used():
+    x, a, b = draw(3, 2, 2, 2), draw(2, 2, 2), draw(2, 2, 2)
+    found = forall.vmap(lambda x: torch.baddbmm(x, a, b, beta=0))(x)
+    assert difference(found, torch.bmm(a, b).expand(3, 2, 2, 2)) is None
+
+
 def test_addbmm_takes_the_shape_of_its_result():
     x, a, b = draw(3, 1), draw(3, 2, 5, 4), draw(3, 2, 4, 6)
     found = forall.vmap(lambda x, a, b: x.clone().addbmm_(a, b))(x, a, b)

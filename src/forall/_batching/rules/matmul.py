@@ -156,14 +156,14 @@ def _addbmm(size, bias, x, w, *, beta=1, alpha=1):
 
 @by_front
 def _baddbmm(size, bias, x, w, *, beta=1, alpha=1):
-    if isinstance(x, Stack) or isinstance(w, Stack):
-        out = product(x, w)
-    else:
-        out = torch.bmm(x, w)
+    mapped = isinstance(x, Stack) or isinstance(w, Stack)
+    out = product(x, w) if mapped else torch.bmm(x, w)
     if not (out.is_floating_point() or out.is_complex()):
         alpha, beta = int(alpha), int(beta)  # torch's kernel takes them in the tensors' dtype
     out = out if alpha == 1 else out * alpha
-    return out if beta == 0 else torch.add(out, ranked(bias, 3), alpha=beta)
+    if beta == 0:
+        return out if mapped else out.expand(size, *out.shape)
+    return torch.add(out, ranked(bias, 3), alpha=beta)
 
 
 register(
