@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -80,7 +82,8 @@ def test_views_that_lead_back_are_none_and_chains_are_one():
 def test_memory_is_given_back_where_it_is_read_last():
     recorded = record(lambda x: x.sin().cos().exp(), *trees.flatten(((X,), {}))).recorded
     assert recorded is not None
-    assert recorded._run.source.count("del ") == 2
+    run: Any = recorded._run
+    assert run.source.count("del ") == 2
 
 
 def test_a_level_leaves_nothing_but_operators_on_stacks():
