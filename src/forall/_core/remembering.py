@@ -110,13 +110,17 @@ class Remembered:
                 self._object(value, depth - 1)
         elif id(value) not in self.copies and len(value) <= self.left:
             self.left -= len(value)
+            if not value:  # as most that a module has
+                self.copies[id(value)] = (value, ())
+                return
             self.copies[id(value)] = (value, value.copy())
-            if value and kind is not bytearray:
+            if kind is not bytearray:
                 self._all(value.values() if kind is dict else value, depth)
 
     def _all(self, values: Iterable[Any], depth: int) -> None:
         for value in values:
-            if _KINDS.get(type(value)) is not _PLAIN:  # most are, and a call is dear
+            kind = _KINDS.get(type(value))
+            if kind is not _PLAIN and (depth or kind is not object):  # most are; a call is dear
                 self._take(value, depth)
 
     def changed(self) -> bool:
@@ -152,6 +156,8 @@ class Remembered:
 
 def _same(one: Any, other: Any) -> bool:
     """Whether two containers of one kind hold the very same things, in the same order."""
+    if not one or not other:
+        return len(one) == len(other)
     if isinstance(one, dict):
         one, other = [*one, *one.values()], [*other, *other.values()]
     if isinstance(one, set):
