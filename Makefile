@@ -12,8 +12,9 @@ MACHINES ?= 0/1
 demo: $(VENV)/.installed
 	$(RUN) examples/digits.py
 
+# A process for each core, so one thread of torch's for each.
 test: $(VENV)/.installed
-	$(RUN) -m pytest -q
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n auto
 
 check: static test doctest
 
