@@ -121,7 +121,7 @@ def run(calls, seed):
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads Linux's /proc")
 def test_ten_thousand_calls_leave_nothing_behind():
     before = state()
-    run(1_000, 1)  # what is made once is made: caches of rules, of the allocator, of the compiler
+    run(CALLS, 2)  # what these calls make once is made: caches of rules, of the allocator
     gc.collect()
     objects, memory = len(gc.get_objects()), resident()
     raised = run(CALLS, 2)
