@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from forall import jvp, vmap
 
@@ -48,3 +49,13 @@ def test_a_running_product_after_a_running_sum_in_forward_mode():
     x = torch.arange(1.0, 7.0, dtype=D).reshape(2, 3)
     (found,) = torch.autograd.grad(jvp(vmap(f), (x,), (x,))[1].sum(), w)
     assert found.shape == w.shape
+
+
+@pytest.mark.xfail(strict=True, reason="torch puts a list of lengths into memory by its address")
+def test_lengths_in_a_list_in_forward_mode():
+    x = torch.randn(5, 2, 4, dtype=D, generator=torch.Generator().manual_seed(0)).log_softmax(-1)
+    targets = torch.tensor([[1, 2], [2, 3]])
+    found = jvp(lambda x: F.ctc_loss(x, targets, (5, 4), (2, 2)), (x,), (x,))[1]
+    lengths = torch.tensor([5, 4]), torch.tensor([2, 2])
+    expected = jvp(lambda x: F.ctc_loss(x, targets, *lengths), (x,), (x,))[1]
+    torch.testing.assert_close(found, expected)

@@ -6,6 +6,7 @@ function as it is or under `jit`. What it returns is compared, side effects incl
 
 from __future__ import annotations
 
+import collections
 import functools
 import math
 import random
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import forall
 from forall import cond, grad, hessian, jacfwd, jacrev, jvp, scan, vmap, while_loop
@@ -66,6 +68,178 @@ def a_global_tensor_replaced(jit):
 
     def call(i):
         set_global("WEIGHT", xs(100 + i // 2))
+        return f(xs(i))
+
+    return call
+
+
+@case
+def an_attribute_of_a_class(jit):
+    class Scale:
+        factor = 2.0
+
+        def __call__(self, x):
+            return x * self.factor
+
+    f = jit(Scale())
+
+    def call(i):
+        Scale.factor = 2.0 + i // 2
+        return f(xs(i))
+
+    return call
+
+
+@case
+def an_attribute_of_a_class_by_inheritance(jit):
+    class Base:
+        factor = 2.0
+
+    class Scale(Base):
+        pass
+
+    thing = Scale()
+    f = jit(lambda x: x * thing.factor)
+
+    def call(i):
+        if i < 4:
+            Base.factor = 2.0 + i // 2
+        else:
+            Scale.factor = -float(i)
+        return f(xs(i))
+
+    return call
+
+
+class Settings:
+    scale = 3.0
+
+    @staticmethod
+    def shift():
+        return 1.0
+
+
+@case
+def a_class_as_a_global(jit):
+    f = jit(lambda x: x * Settings.scale + Settings.shift())
+
+    def call(i):
+        Settings.scale = 3.0 + i // 2
+        Settings.shift = staticmethod(lambda: 2.0 * (i // 3))
+        return f(xs(i))
+
+    return call
+
+
+@case
+def the_class_of_an_object(jit):
+    class Twice:
+        def of(self, x):
+            return 2 * x
+
+    class Thrice(Twice):
+        def of(self, x):
+            return 3 * x
+
+    thing = Twice()
+    f = jit(lambda x: thing.of(x))
+
+    def call(i):
+        thing.__class__ = Thrice if i in (1, 2, 5) else Twice
+        return f(xs(i))
+
+    return call
+
+
+class Slotted:
+    __slots__ = ("factor",)
+
+
+@case
+def an_attribute_in_a_slot(jit):
+    thing = Slotted()
+    thing.factor = 1.0
+    f = jit(lambda x: x * thing.factor)
+
+    def call(i):
+        thing.factor = 1.0 + i // 2
+        return f(xs(i))
+
+    return call
+
+
+@case
+def bytes_that_change(jit):
+    flags = bytearray(b"\x00\x01")
+    f = jit(lambda x: x * flags[0])
+
+    def call(i):
+        flags[0] = i // 2
+        return f(xs(i))
+
+    return call
+
+
+@case
+def a_queue(jit):
+    class Recent(collections.deque):
+        pass
+
+    recent, plain = Recent([1.0], maxlen=2), collections.deque([1.0], maxlen=2)
+    f = jit(lambda x: x * recent[0] * plain[-1])
+
+    def call(i):
+        recent.append(float(i // 2))
+        plain.append(float(i // 3))
+        return f(xs(i))
+
+    return call
+
+
+@case
+def a_dict_with_defaults(jit):
+    table = collections.defaultdict(float, a=1.0)
+    counts = collections.Counter(a=1)
+    f = jit(lambda x: x * table["a"] + counts["a"])
+
+    def call(i):
+        table["a"], counts["a"] = float(i // 2), i // 3
+        return f(xs(i))
+
+    return call
+
+
+@unrecorded
+def arrays_of_numpy_in_a_list(jit):
+    a = np.ones(3, dtype=np.float32)
+    f = jit(lambda x: x * torch.tensor([a[0], a[1], a[2]]) + torch.tensor([a]).sum())
+
+    def call(i):
+        a[:] = i // 2
+        return f(xs(i))
+
+    return call
+
+
+@unrecorded
+def an_array_of_numpy_by_name(jit):
+    a = np.ones(3, dtype=np.float32)
+    f = jit(lambda x: x * torch.tensor(data=a))
+
+    def call(i):
+        a[:] = i // 2
+        return f(xs(i))
+
+    return call
+
+
+@case
+def a_number_of_an_array_of_numpy(jit):
+    a = np.ones(3)
+    f = jit(lambda x: x * a[0])
+
+    def call(i):
+        a[0] = i // 2
         return f(xs(i))
 
     return call
@@ -553,6 +727,97 @@ def backward_inside(jit):
 
     def call(i):
         return g(xs(i)), w.grad.clone()
+
+    return call
+
+
+@unrecorded
+def a_seed_set_inside(jit):
+    def f(x):
+        torch.manual_seed(7)
+        return x + torch.rand(3)
+
+    g = jit(f)
+    return lambda i: g(xs(i))
+
+
+@unrecorded
+def a_seed_set_between_draws(jit):
+    def f(x):
+        y = x + torch.rand(3)
+        torch.manual_seed(7)
+        return y
+
+    g = jit(f)
+
+    def call(i):
+        torch.manual_seed(i)
+        return g(xs(i)), torch.rand(2)
+
+    return call
+
+
+@unrecorded
+def a_generator_made_inside(jit):
+    g = jit(lambda x: x + torch.rand(3, generator=torch.Generator().manual_seed(3)))
+    return lambda i: g(xs(i))
+
+
+@unrecorded
+def a_generator_seeded_inside(jit):
+    generator = torch.Generator()
+
+    def f(x):
+        generator.manual_seed(3)
+        return x + torch.rand(3, generator=generator)
+
+    g = jit(f)
+    return lambda i: g(xs(i))
+
+
+@case
+def a_generator_captured(jit):
+    generator = torch.Generator().manual_seed(3)
+    g = jit(lambda x: x + torch.rand(3, generator=generator))
+
+    def call(i):
+        if i == 3:
+            generator.manual_seed(3)
+        return g(xs(i))
+
+    return call
+
+
+@unrecorded
+def draws_forked(jit):
+    def f(x):
+        with torch.random.fork_rng(devices=[]):
+            y = x + torch.rand(3)
+        return y * torch.rand(3)
+
+    g = jit(f)
+
+    def call(i):
+        torch.manual_seed(i)
+        return g(xs(i))
+
+    return call
+
+
+@unrecorded
+def draws_made_again_by_a_checkpoint(jit):
+    w = torch.ones(3, requires_grad=True)
+
+    def f(x):
+        y = checkpoint(lambda x: F.dropout(x * w, 0.5), x, use_reentrant=False)
+        return y.square().sum()
+
+    g = jit(f)
+
+    def call(i):
+        torch.manual_seed(i)
+        value = g(xs(i))
+        return value.detach(), torch.autograd.grad(value, w)
 
     return call
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -293,3 +295,21 @@ def test_the_noise_of_rrelu_comes_from_the_generator_that_is_given():
     assert torch.equal(first, second)
     assert are_apart(first)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_draws_from_a_hidden_generator_are_taken_back_all():
+    deep = SimpleNamespace(b=SimpleNamespace(c=SimpleNamespace(d=SimpleNamespace())))
+    deep.b.c.d.generator = generator = torch.Generator().manual_seed(3)
+
+    def f(x):
+        a = torch.rand((), generator=deep.b.c.d.generator)
+        y = x + a + 10 * torch.rand((), generator=deep.b.c.d.generator)
+        return y * 2 if x > 0 else y
+
+    xs = torch.tensor([1.0, -1.0, 2.0])
+    found = forall.vmap(f, randomness="same")(xs)
+    left = generator.get_state()
+    generator.manual_seed(3)
+    y = xs + torch.rand((), generator=generator) + 10 * torch.rand((), generator=generator)
+    torch.testing.assert_close(found, torch.where(xs > 0, y * 2, y))
+    assert left.equal(generator.get_state())

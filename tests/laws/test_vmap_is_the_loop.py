@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from forall import functional_call, grad, stack_module_state, vmap
 from oracle import check_vmap, difference, loop
@@ -463,3 +464,30 @@ def test_a_shared_tensor_takes_no_per_example_data():
 def test_an_argument_with_in_dims_none_takes_no_per_example_data():
     with pytest.raises(RuntimeError, match=r"all examples share"):
         vmap(lambda a, b: b.copy_(a), (0, None))(seeded(3, 2), torch.zeros(2, dtype=D))
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_lengths_in_a_list(reduction):
+    x = seeded(3, 5, 2, 4).log_softmax(-1)
+    targets = torch.tensor([[1, 2], [2, 3]])
+
+    def f(x):
+        return F.ctc_loss(x, targets, (5, 4), target_lengths=(2, 1), reduction=reduction)
+
+    check_vmap(f, (x,))
+    check_vmap(grad(lambda x: f(x).sum()), (x,))
+
+
+@pytest.mark.parametrize("mapped", [(0, 0), (0, None), (None, 0)])
+@pytest.mark.parametrize("shape", [(4, 7, 7, 7), (2, 4, 7, 7, 7)])
+@pytest.mark.parametrize("pool", [F.fractional_max_pool2d, F.fractional_max_pool3d])
+def test_more_random_samples_than_images(pool, shape, mapped):
+    dims = 2 if pool is F.fractional_max_pool2d else 3
+    shape = shape[: len(shape) - 3 + dims]
+    x = seeded(*(3,) * (mapped[0] == 0), *shape)
+    samples = torch.rand(*(3,) * (mapped[1] == 0), 3, 4, dims, dtype=D)
+
+    def f(x, samples):
+        return pool(x, 2, output_size=(4,) * dims, _random_samples=samples)
+
+    check_vmap(f, (x, samples), mapped)

@@ -48,7 +48,7 @@ from forall._torch.dispatch import (
     set_lazy_bits,
     users_tangents,
 )
-from forall._torch.names import TorchDispatchMode
+from forall._torch.names import DispatchMode
 from forall._torch.schema import facts
 from forall._torch.wrapper import Wrapper
 from forall._torch.zeros import PRODUCTS, absorbed
@@ -63,7 +63,7 @@ _pointwise = families.pointwise
 _INNER, _MAPPED, _SHARED_BY_ALL = "inner", "mapped", "shared"
 
 
-class VmapLevel(Level, TorchDispatchMode):
+class VmapLevel(Level, DispatchMode):
     """``size`` examples as one. ``randomness`` is the flag of `vmap`.
 
     With ``records_values`` autograd acts on the stacks, not on the examples, in the grad mode that
@@ -80,7 +80,7 @@ class VmapLevel(Level, TorchDispatchMode):
         *,
         records_values: bool = False,
     ) -> None:
-        TorchDispatchMode.__init__(self)
+        DispatchMode.__init__(self)
         Level.__init__(self, parent)
         self.size = size
         self.randomness = randomness
@@ -105,10 +105,6 @@ class VmapLevel(Level, TorchDispatchMode):
     def made(self) -> WeakValueDictionary[int, Any]:
         """Parts of its examples, for as long as values have them, and what they are found by."""
         return WeakValueDictionary()
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # torch would import its compiler to leave our handler alone
 
     def share(self, tensor: torch.Tensor) -> torch.Tensor:
         if self.records_values:

@@ -15,7 +15,7 @@ from torch import Tensor
 from forall._core.levels import Level, act, outside, stack, top
 from forall._torch import trees
 from forall._torch.dispatch import functions_off, users_tangents
-from forall._torch.names import TorchDispatchMode
+from forall._torch.names import DispatchMode
 from forall._torch.schema import facts
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class as_made_by(ExitStack):
             self.enter_context(_Makes(ended))
 
 
-class _Makes(TorchDispatchMode):
+class _Makes(DispatchMode):
     """Draws and new tensors of a level that has ended: they may have no argument to tell it by."""
 
     stays = True  # see `outside`
@@ -108,10 +108,6 @@ class _Makes(TorchDispatchMode):
     def __init__(self, level: Level) -> None:
         super().__init__()
         self.level = level
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # torch would import its compiler to leave our handler alone
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if not (facts(func).seeded or _is_new(func, args, kwargs)):

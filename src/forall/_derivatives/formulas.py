@@ -15,7 +15,7 @@ from forall._core.levels import moves
 from forall._derivatives.fused import FORWARD
 from forall._derivatives.pullbacks import BACKWARD
 from forall._torch.dispatch import dispatch_modes
-from forall._torch.names import TorchDispatchMode, pop_mode, push_mode
+from forall._torch.names import DispatchMode, pop_mode, push_mode
 from forall._torch.wrapper import Wrapper
 
 if TYPE_CHECKING:
@@ -99,12 +99,8 @@ def _is_at_stake(a: Any) -> bool:
     return inner.requires_grad or moves(a)
 
 
-class _Nothing(TorchDispatchMode):
+class _Nothing(DispatchMode):
     """Torch's formulas keep from writing in place while any mode is there."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return func(*args, **(kwargs or {}))

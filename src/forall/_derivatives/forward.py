@@ -25,6 +25,7 @@ from forall._core.levels import (
     outside,
     second_name,
 )
+from forall._core.sparse import constant, is_sparse
 from forall._derivatives.formulas import ODD, is_trusted, out_of_place
 from forall._random.scopes import taken_back
 from forall._torch import trees
@@ -34,14 +35,12 @@ from forall._torch.dispatch import (
     accumulating_on,
     apply_function,
     autograd_below,
-    below_autograd,
     functions_off,
     is_excluded,
     is_forward_enabled,
-    no_dispatch,
     set_forward_enabled,
 )
-from forall._torch.names import TorchDispatchMode, attach_tangent, functions_pass, split_tangent
+from forall._torch.names import DispatchMode, attach_tangent, functions_pass, split_tangent
 from forall._torch.schema import facts, functional_of
 from forall._torch.wrapper import READS, Wrapper, shell
 from forall._torch.zeros import PRODUCTS, absorbed, plain_zeros
@@ -114,28 +113,24 @@ def wrap(value: torch.Tensor, level: JvpLevel) -> Dual:
     return d
 
 
-class JvpLevel(Level, TorchDispatchMode):
+class JvpLevel(Level, DispatchMode):
     """What runs while `jvp` calls the user's function."""
 
     def __init__(self, parent: Level | None, outer_grad: bool) -> None:
-        TorchDispatchMode.__init__(self)
+        DispatchMode.__init__(self)
         Level.__init__(self, parent)
         self.outer_grad = outer_grad
         self.outer_history = False  # whether an argument had one
         self.left_on: list[torch.Tensor] = []  # leaves that got a gradient of this level
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # torch would import its compiler to leave our handler alone
-
     def __enter__(self):
         self.place = entered(self)
         self.place.__enter__()
-        return TorchDispatchMode.__enter__(self)
+        return DispatchMode.__enter__(self)
 
     def __exit__(self, *error):
         try:
-            return TorchDispatchMode.__exit__(self, *error)
+            return DispatchMode.__exit__(self, *error)
         finally:
             self.place.__exit__()
             while self.left_on:  # by a backward pass inside
@@ -222,8 +217,8 @@ class JvpLevel(Level, TorchDispatchMode):
                 if zeros is not None:
                     return wrap(zeros, self)
         if func in _ALIASES:
-            if _is_sparse(args[0]) and type(args[0]) is not Dual:
-                return _constant(args[0])
+            if is_sparse(args[0]) and type(args[0]) is not Dual:
+                return constant(args[0])
             func, args = aten.alias.default, args[:1]
         grad = torch.is_grad_enabled()
         if fact.mutates:
@@ -261,8 +256,8 @@ class JvpLevel(Level, TorchDispatchMode):
                 return transposed(func, args, kwargs, self)
             if fact.mutates:
                 return self._written(fact, args, kwargs, out)
-            if _is_sparse(out) and not any(type(a) is Dual for a in args):
-                return _constant(out)  # that no wrapper can stand for
+            if is_sparse(out) and not any(type(a) is Dual for a in args):
+                return constant(out)  # that no wrapper can stand for
             return self._above(out)
 
     def _lacks_formula(self, func: Any, args: tuple, kwargs: dict) -> bool:
@@ -318,21 +313,6 @@ class JvpLevel(Level, TorchDispatchMode):
         return known[id(out)] if id(out) in known else self._above(out)
 
 
-_SPARSE = frozenset({torch.sparse_coo, torch.sparse_csr, torch.sparse_csc})
-
-
-def _constant(t: torch.Tensor) -> torch.Tensor:
-    """A second name, which may be a view's, of a tensor that no wrapper can stand for."""
-    if isinstance(t, Wrapper):
-        return second_name(t)
-    with no_dispatch(), below_autograd():
-        return t.detach()
-
-
-def _is_sparse(out: Any) -> bool:
-    return isinstance(out, torch.Tensor) and out.layout in _SPARSE
-
-
 def _look_like_value(target: torch.Tensor) -> None:
     """After squeeze_, t_ or resize_ the value has another shape than its wrapper shows."""
     if isinstance(target, Dual) and (target.shape, target.stride()) != (
@@ -367,7 +347,7 @@ class Share(torch.autograd.Function):
 
 def make_dual(primal: torch.Tensor, tangent: torch.Tensor, level: JvpLevel) -> Dual:
     """A value of ``level`` with this tangent; both are tensors from just outside it."""
-    if _is_sparse(primal):
+    if is_sparse(primal):
         raise NotImplementedError(
             "jvp: forward mode has no tangent of a sparse tensor.\n"
             f"{columns([('value', short(primal))])}\n"

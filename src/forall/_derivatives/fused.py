@@ -1,7 +1,7 @@
 """Operators that are computed in small steps, where a derivative is asked for that torch lacks.
 
 Forward mode through an operator takes `FORWARD`; through its backward, `pullbacks.BACKWARD`. A
-second reverse pass through the node of its backward takes `pullbacks.NODES`.
+second reverse pass through the node of its backward takes `nodes.NODES`.
 """
 
 from __future__ import annotations

@@ -18,94 +18,79 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
+def _saved(node: Any, names: str) -> tuple:
+    """What a node keeps under these names."""
+    return tuple(getattr(node, f"_saved_{name}") for name in names.split())
+
+
 def _attention_node(node: Any) -> tuple[Callable, tuple]:
-    p, causal, scale = node._saved_dropout_p, node._saved_is_causal, node._saved_scale
+    p, causal, scale = _saved(node, "dropout_p is_causal scale")
     mask = getattr(node, "_saved_attn_mask", None)
 
     def pull(g, q, k, v):
         return back.attention_backward(g, q, k, v, p, causal, mask, scale)
 
-    return pull, (node._saved_query, node._saved_key, node._saved_value)
+    return pull, _saved(node, "query key value")
 
 
 def _biased_attention_node(node: Any) -> tuple[Callable, tuple]:
-    p, causal, scale = node._saved_dropout_p, node._saved_is_causal, node._saved_scale
+    p, causal, scale = _saved(node, "dropout_p is_causal scale")
 
     def pull(g, q, k, v, bias):
         return pulled(
             lambda q, k, v, b: composites.attention(q, k, v, p, causal, b, scale), g, q, k, v, bias
         )
 
-    return pull, (
-        node._saved_query,
-        node._saved_key,
-        node._saved_value,
-        node._saved_attn_bias,
-    )
+    return pull, _saved(node, "query key value attn_bias")
 
 
 def _cdist_node(node: Any) -> tuple[Callable, tuple]:
-    p = node._saved_p
-    return (
-        lambda g, x, y: pulled(lambda x, y: composites.cdist(x, y, p), g, x, y),
-        (node._saved_x1, node._saved_x2),
-    )
+    (p,) = _saved(node, "p")
+
+    def pull(g, x, y):
+        return pulled(lambda x, y: composites.cdist(x, y, p), g, x, y)
+
+    return pull, _saved(node, "x1 x2")
 
 
 def _pdist_node(node: Any) -> tuple[Callable, tuple]:
-    p = node._saved_p
-    return lambda g, x: (back.pdist_backward(g, x, p, None),), (node._saved_self,)
+    (p,) = _saved(node, "p")
+    return lambda g, x: (back.pdist_backward(g, x, p, None),), _saved(node, "self")
 
 
 def _hardsigmoid_node(node: Any) -> tuple[Callable, tuple]:
-    return lambda g, x: (back.hardsigmoid_backward(g, x),), (node._saved_self,)
+    return lambda g, x: (back.hardsigmoid_backward(g, x),), _saved(node, "self")
 
 
 def _multi_margin_node(node: Any) -> tuple[Callable, tuple]:
-    rest = (
-        node._saved_target,
-        node._saved_p,
-        node._saved_margin,
-        node._saved_weight,
-        node._saved_reduction,
-    )
-    return lambda g, x: (back.multi_margin_backward(g, x, *rest),), (node._saved_self,)
+    rest = _saved(node, "target p margin weight reduction")
+    return lambda g, x: (back.multi_margin_backward(g, x, *rest),), _saved(node, "self")
 
 
 def _multilabel_margin_node(node: Any) -> tuple[Callable, tuple]:
-    rest = node._saved_target, node._saved_reduction, None
-    return lambda g, x: (back.multilabel_margin_backward(g, x, *rest),), (node._saved_self,)
+    rest = *_saved(node, "target reduction"), None
+    return lambda g, x: (back.multilabel_margin_backward(g, x, *rest),), _saved(node, "self")
 
 
 def _ctc_node(node: Any) -> tuple[Callable, tuple]:
     rest = (
-        node._saved_targets,
-        node._saved_input_lengths,
-        node._saved_target_lengths,
-        node._saved_result0,
+        *_saved(node, "targets input_lengths target_lengths result0"),
         None,
-        node._saved_blank,
-        node._saved_zero_infinity,
+        *_saved(node, "blank zero_infinity"),
     )
-    return lambda g, x: (back.ctc_backward(g, x, *rest),), (node._saved_log_probs,)
+    return lambda g, x: (back.ctc_backward(g, x, *rest),), _saved(node, "log_probs")
 
 
 def _segment_node(node: Any) -> tuple[Callable, tuple]:
-    named = {n: getattr(node, f"_saved_{n}") for n in ("lengths", "offsets", "axis", "initial")}
-    reduce = node._saved_reduce
-    return lambda g, x: (back.segment_backward(g, None, x, reduce, **named),), (node._saved_data,)
+    names = "lengths", "offsets", "axis", "initial"
+    named = dict(zip(names, _saved(node, " ".join(names)), strict=True))
+    (reduce,) = _saved(node, "reduce")
+    return lambda g, x: (back.segment_backward(g, None, x, reduce, **named),), _saved(node, "data")
 
 
 def _embedding_bag_node(node: Any) -> tuple[Callable, tuple]:
-    rest = (
-        node._saved_indices,
-        node._saved_offsets,
-        node._saved_result2,
-        node._saved_result3,
-        node._saved_mode,
-        node._saved_padding_idx,
-    )
-    scaled, n = node._saved_scale_grad_by_freq, node._saved_weight_sym_argsize_0
+    rest = _saved(node, "indices offsets result2 result3 mode padding_idx")
+    scaled, n = _saved(node, "scale_grad_by_freq weight_sym_argsize_0")
 
     def pull(g, weight, own):
         back.refuse_scaled(scaled)
@@ -113,7 +98,7 @@ def _embedding_bag_node(node: Any) -> tuple[Callable, tuple]:
             weight = torch.zeros(n, g.shape[1], dtype=g.dtype, device=g.device)
         return pulled(back.bags_of(g, *rest), g, weight, own)
 
-    return pull, (node._saved_weight, node._saved_per_sample_weights)
+    return pull, _saved(node, "weight per_sample_weights")
 
 
 NODES: dict[str, Callable[[Any], tuple[Callable, tuple]]] = {

@@ -13,7 +13,7 @@ import torch
 
 from forall._programs.program import Node, Program, with_refs
 from forall._torch.dispatch import without_history
-from forall._torch.names import TorchDispatchMode, fast_operator, function_homes
+from forall._torch.names import DispatchMode, fast_operator, function_homes
 from forall._torch.schema import facts
 
 if TYPE_CHECKING:
@@ -55,16 +55,12 @@ def _reaches(program: Program, node: Node, func: Callable, args: tuple, kwargs: 
     return len(asked.calls) == 1 and _same(asked.calls[0], (node.op, *wanted))
 
 
-class _Asked(TorchDispatchMode):
+class _Asked(DispatchMode):
     """Notes which operators are called."""
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[tuple] = []
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # torch would import its compiler to leave our handler alone
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.calls.append((func, args, kwargs or {}))

@@ -2,14 +2,26 @@
 
 A program knows nothing of Python. So what the function can be seen to reach (its closure, its
 defaults, the object it is bound to, the globals that it or a function it calls names, and modules,
-containers and objects in these) is compared with each call, by identity.
+classes, containers and objects in these) is compared with each call, by identity.
 """
 
 from __future__ import annotations
 
+import array
 import functools
+import sys
+from collections import deque
+from collections.abc import Iterator
 from operator import is_
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from types import (
+    BuiltinFunctionType,
+    CodeType,
+    FunctionType,
+    MappingProxyType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+)
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,8 +33,8 @@ if TYPE_CHECKING:
     from types import CellType
 
 _UNSET = object()
-_DEEP = 4  # objects in objects
 _MOST = 10_000  # things that are watched
+_MOST_BYTES = 4096  # that are compared with each call
 _LEAVES = (
     CodeType,
     int,
@@ -37,32 +49,40 @@ _LEAVES = (
 )
 
 
+class Unwatched:
+    """What is kept from call to call without a say in what a call gives."""
+
+
 class Guards:
     """The state that a function can be seen to reach, as it is now."""
 
     def __init__(self, func: Callable, given: Iterable[Any] = ()) -> None:
         self.tensors: dict[int, torch.Tensor] = {}
+        self.generators: list[torch.Generator] = []
+        self.why: str | None = None  # what of it cannot be watched
         self._cells: list[tuple[CellType, Any]] = []
-        self._attributes: list[tuple[FunctionType, str, Any]] = []
+        self._attributes: list[tuple[Any, str, Any]] = []
         self._names: list[tuple[dict[str, Any], str, Any]] = []
-        self._dicts: list[tuple[dict, tuple, tuple]] = []
+        self._dicts: list[tuple[Any, tuple, tuple]] = []
         self._lists: list[tuple[Any, tuple]] = []
         self._sets: list[tuple[Any, Any]] = []
+        self._data: list[tuple[Any, bytes]] = []
         self._layouts: list[tuple[torch.Tensor, tuple]] = []
-        self.too_many = False  # to be watched with each call
-        self._seen: set[int] = set()
-        self._held: list[Any] = []  # so that no other object takes one's identity
-        self._take(func, _DEEP)
-        for value in given:
-            self._take(value, _DEEP)
+        self._held: dict[int, Any] = {}  # all that was met: no other takes its identity
+        self._left = [func, *given]  # to be looked at: objects hang in each other without end
+        while self._left and self.why is None:
+            value = self._left.pop()
+            if not isinstance(value, _LEAVES) and id(value) not in self._held:
+                self._held[id(value)] = value
+                self._look(value)
 
     def hold(self) -> bool:
         """Whether everything is as it was."""
         for cell, value in self._cells:
             if contents(cell) is not value:
                 return False
-        for func, name, value in self._attributes:
-            if getattr(func, name) is not value:
+        for thing, name, value in self._attributes:
+            if getattr(thing, name, _UNSET) is not value:
                 return False
         for names, name, value in self._names:
             if names.get(name, _UNSET) is not value:
@@ -78,60 +98,66 @@ class Guards:
         for known, copy in self._sets:
             if known != copy:
                 return False
+        for known, data in self._data:
+            if _bytes(known) != data:
+                return False
         return all(_layout(t) == layout for t, layout in self._layouts)
 
     def watch(self, tensors: Iterable[torch.Tensor]) -> None:
         """These are read by the program: they must stay what they are, but for their numbers."""
         self._layouts = [(t, _layout(t)) for t in tensors]
 
-    def _take(self, value: Any, depth: int) -> None:
-        if isinstance(value, _LEAVES) or id(value) in self._seen or self.too_many:
-            return
-        self.too_many = len(self._held) >= _MOST
-        self._seen.add(id(value))
-        self._held.append(value)
-        if isinstance(value, torch.Tensor):
+    def _look(self, value: Any) -> None:
+        if len(self._held) > _MOST:
+            self.why = "the function reaches too much of Python's state to watch"
+        elif isinstance(value, torch.Tensor):
             self.tensors[id(value)] = value
-        elif isinstance(value, dict):
+        elif isinstance(value, torch.Generator):
+            self.generators.append(value)
+        elif isinstance(value, (dict, MappingProxyType)):
             self._dicts.append((value, tuple(value), tuple(value.values())))
-            self._all(value.values(), depth)
-        elif isinstance(value, (list, tuple)) or type(value).__name__ == "deque":
+            self._left += value.values()
+        elif isinstance(value, (list, tuple, deque)):
             if not isinstance(value, tuple):
                 self._lists.append((value, tuple(value)))
-            self._all(value, depth)
+            self._left += value
         elif isinstance(value, (set, frozenset)):
             self._sets.append((value, value.copy()))
-            self._all(value, depth)
-        elif isinstance(value, functools.partial):
-            self._all((value.func, value.args, value.keywords), depth)
-        elif isinstance(value, MethodType):
-            self._all((value.__func__, value.__self__), depth)
+            self._left += value
+        elif isinstance(value, (bytearray, memoryview, array.array)) or _is_array(value):
+            self._numbers(value)
         elif isinstance(value, FunctionType):
-            self._function(value, depth)
+            self._function(value)
+        elif isinstance(value, (MethodType, staticmethod, classmethod)):
+            self._left += [value.__func__, getattr(value, "__self__", None)]
+        elif isinstance(value, functools.partial):
+            self._left += [value.func, value.args, value.keywords]
+        elif isinstance(value, property):
+            self._left.append(value.fget)
+        elif isinstance(value, BuiltinFunctionType):
+            self._left.append(value.__self__)
         elif isinstance(value, type):
-            if not is_a_library(value):
-                self._all((dict(vars(value)).values()), depth)
-        elif not isinstance(value, (ModuleType, BuiltinFunctionType)):
-            self._object(value, depth)
+            self._class(value)
+        elif isinstance(value, Iterator) and type(value).__module__ in ("builtins", "itertools"):
+            self.why = "the function reaches an iterator, and nothing tells how far that has come"
+        elif not isinstance(value, (ModuleType, Unwatched)):
+            self._object(value)
 
-    def _all(self, values: Iterable[Any], depth: int) -> None:
-        for value in values:
-            self._take(value, depth)
-
-    def _function(self, func: FunctionType, depth: int) -> None:
-        for name in ("__code__", "__defaults__", "__kwdefaults__"):
+    def _function(self, func: FunctionType) -> None:
+        for name in ("__code__", "__defaults__", "__kwdefaults__", "__dict__"):
             value = getattr(func, name)
             self._attributes.append((func, name, value))
-            self._take(value, depth)
+            self._left.append(value)
         for cell in func.__closure__ or ():
             value = contents(cell)
             self._cells.append((cell, value))
-            self._take(value, depth)
-        if is_a_library(func):
-            return
-        self._named(func.__globals__, names_of(func.__code__)[0], depth)
+            self._left.append(value)
+        if not is_a_library(func):
+            names, wanted = func.__globals__, names_of(func.__code__)[0]
+            self._names += [(names, n, _UNSET) for n in wanted if n not in names]
+            self._named(names, wanted)
 
-    def _named(self, names: dict[str, Any], wanted: Iterable[str], depth: int) -> None:
+    def _named(self, names: dict[str, Any], wanted: Iterable[str]) -> None:
         """What these names stand for; of a module of the user's, its names among them too."""
         for name in wanted:
             value = names.get(name, _UNSET)
@@ -139,21 +165,47 @@ class Guards:
                 continue
             self._names.append((names, name, value))
             if isinstance(value, ModuleType) and not is_library(value.__name__):
-                if id(value) not in self._seen:
-                    self._seen.add(id(value))
-                    self._named(vars(value), wanted, depth)
+                if id(value) not in self._held:
+                    self._held[id(value)] = value
+                    self._named(vars(value), wanted)
             else:
-                self._take(value, depth)
+                self._left.append(value)
 
-    def _object(self, thing: Any, depth: int) -> None:
-        """A module with all modules in it; of other objects so many, one in another."""
-        if not isinstance(thing, torch.nn.Module):
-            depth -= 1
-        if depth:
-            self._take(type(thing), depth)
-            state = getattr(thing, "__dict__", None)
-            if type(state) is dict:
-                self._take(state, depth)
+    def _class(self, kind: type) -> None:
+        if not is_a_library(kind):
+            self._attributes.append((kind, "__mro__", kind.__mro__))
+            self._left += [*kind.__mro__, vars(kind)]
+
+    def _object(self, thing: Any) -> None:
+        state = getattr(thing, "__dict__", None)
+        if state is None and is_a_library(type(thing)):
+            return
+        self._attributes.append((thing, "__class__", type(thing)))
+        self._left.append(type(thing))
+        for kind in type(thing).__mro__:
+            for name, found in () if is_a_library(kind) else vars(kind).items():
+                if type(found) is MemberDescriptorType:
+                    value = getattr(thing, name, _UNSET)
+                    self._attributes.append((thing, name, value))
+                    self._left.append(value)
+        if type(state) is dict:
+            self._attributes.append((thing, "__dict__", state))
+            self._left.append(state)
+
+    def _numbers(self, value: Any) -> None:
+        """Numbers in memory, of numpy's or of Python's own."""
+        data = _bytes(value)
+        self._data.append((value, data))
+        if len(data) > _MOST_BYTES or (_is_array(value) and value.dtype.hasobject):
+            self.why = "the function reaches an array whose numbers may change, too large to watch"
+
+
+def _bytes(value: Any) -> bytes:
+    return bytes(value) if isinstance(value, bytearray) else value.tobytes()
+
+
+def _is_array(value: Any) -> bool:
+    return "numpy" in sys.modules and isinstance(value, sys.modules["numpy"].ndarray)
 
 
 def _layout(t: torch.Tensor) -> tuple:

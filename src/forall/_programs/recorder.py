@@ -21,18 +21,22 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from forall._core.levels import dispatched
+from forall._programs.draws import Draws
 from forall._programs.program import Layout, Node, Program, Ref, Value
-from forall._torch.names import StorageWeakRef, TorchDispatchMode
+from forall._torch import trees
+from forall._torch.names import DispatchMode, StorageWeakRef
 from forall._torch.schema import facts
 from forall._torch.wrapper import Wrapper
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Sequence
 
 aten = torch.ops.aten
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _INDEX = aten.index.Tensor
 _FRESH = (aten.lift_fresh.default, aten.lift_fresh_copy.default)
+
+_SEED = "it sets the state of a random generator"
 
 # Operators that tell Python about numbers, or change what a tensor is, without a tag that says so.
 _UNFIT = {
@@ -51,19 +55,25 @@ _UNFIT = {
 }
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(DispatchMode):
     """Nodes and values of one call. ``why`` tells what of it cannot be recorded."""
 
-    def __init__(self, inputs: Iterable[torch.Tensor], known: dict[int, torch.Tensor]) -> None:
+    def __init__(
+        self,
+        inputs: Sequence[torch.Tensor],
+        known: dict[int, torch.Tensor],
+        generators: Sequence[torch.Generator],
+    ) -> None:
         super().__init__()
         self.known = known  # what the function can be seen to capture
+        self._draws = Draws(inputs, generators)
         self.nodes: list[Node] = []
         self.values: list[Value] = []
         self.captured: dict[int, torch.Tensor] = {}
         self.constants: dict[int, torch.Tensor] = {}  # made of Python's numbers
         self.why: str | None = None
         self.makes_leaves = False  # a result's history may end in a tensor of the function's own
-        self._numbers: dict[int, tuple[weakref.ref, int]] = {}
+        self._numbers: dict[int, int] = {}  # of each tensor's identity, as long as it lives
         self._tensors: list[weakref.ref] = []
         # The numbers of those that lie in a storage, for as long as it is there.
         self._in_memory: dict[int, tuple[Any, list[int]]] = {}
@@ -74,10 +84,6 @@ class Recorder(TorchDispatchMode):
         self._lazies: list[tuple[bool, bool]] = []
         self.inputs = [self._new(t, None) for t in inputs]
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # torch would import its compiler to leave our handler alone
-
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if any(issubclass(t, Wrapper) for t in types):
@@ -87,6 +93,8 @@ class Recorder(TorchDispatchMode):
         node = None if skipped else self._met(func, args, kwargs)
         out = func(*args, **kwargs)
         if node is not None:
+            if facts(func).seeded:
+                self._draws.made()
             before = len(self.values)
             node.outs = self._outs(node, args, out)
             if len(self.values) > before or node.writes():  # else another name for what there was
@@ -100,9 +108,9 @@ class Recorder(TorchDispatchMode):
 
     def number(self, t: torch.Tensor) -> int | None:
         """The value that a tensor is, if it is known where it comes from."""
-        found = self._numbers.get(id(t))
-        if found is not None and found[0]() is t:
-            return found[1]
+        n = self._numbers.get(id(t))
+        if n is not None and self._tensors[n]() is t:
+            return n
         if id(t) in self.known:
             n = self._new(t, None)
             self.captured[n] = t
@@ -117,7 +125,6 @@ class Recorder(TorchDispatchMode):
             layout, lazy = Layout.of(t), _lazy(t)
             for n in numbers:
                 if self.values[n].layout == layout and self._lazies[n] == lazy:
-                    self._numbers[id(t)] = weakref.ref(t), n
                     return n
         for known in self._known_at.get(storage._cdata, ()):
             if Layout.of(known) == Layout.of(t) and _lazy(known) == _lazy(t):
@@ -136,6 +143,8 @@ class Recorder(TorchDispatchMode):
 
     def program(self, outputs: Iterable[torch.Tensor]) -> Program | None:
         """What was recorded, with these results; None where ``why`` tells why not."""
+        if self._draws.stray():
+            self.fails(_SEED)
         numbers = [self.result(t) for t in outputs]
         if self.why is not None:
             return None
@@ -169,29 +178,23 @@ class Recorder(TorchDispatchMode):
         if func in _UNFIT or looks or torch.Tag.inplace_view in func.tags:
             self.fails(f"{func} looks at numbers, or changes what a tensor is")
             return None
-        given = self._given((args, kwargs), func in _FRESH)
-        return None if self.why is not None else Node(func, given[0], given[1], None)
+        if fact.seeded and (self._draws.stray() or self._draws.of_a_stranger((args, kwargs))):
+            self.fails(_SEED)
+        if func in _FRESH and self.number(args[0]) is None:  # made of Python's numbers just now
+            self.constants[self._new(args[0], None)] = args[0].clone()
+        args, kwargs = trees.map_tensors(self._given, (args, kwargs))
+        return None if self.why is not None else Node(func, args, kwargs, None)
 
-    def _given(self, a: Any, fresh: bool) -> Any:
-        """Arguments, with a `Ref` for each tensor."""
-        if isinstance(a, torch.Tensor):
-            n = self.number(a) if type(a) in _PLAIN else None
-            if n is None and fresh:  # made of Python's numbers just now
-                n = self._new(a, None)
-                self.constants[n] = a.clone()
-            if n is None:
-                self.fails(
-                    f"a tensor of class {type(a).__name__}"
-                    if type(a) not in _PLAIN
-                    else f"a tensor {a.dtype} {[*a.shape]} that is captured where it is not seen"
-                )
-                return None
-            return Ref(n)
-        if isinstance(a, (tuple, list)):
-            return type(a)([self._given(b, fresh) for b in a])
-        if isinstance(a, dict):
-            return {k: self._given(b, fresh) for k, b in a.items()}
-        return a
+    def _given(self, t: torch.Tensor) -> Ref | None:
+        """What stands for an argument."""
+        n = self.number(t) if type(t) in _PLAIN else None
+        if n is None:
+            self.fails(
+                f"a tensor of class {type(t).__name__}"
+                if type(t) not in _PLAIN
+                else f"a tensor {t.dtype} {[*t.shape]} that is captured where it is not seen"
+            )
+        return None if n is None else Ref(n)
 
     def _outs(self, node: Node, args: tuple, out: Any) -> Any:
         if isinstance(out, torch.Tensor):
@@ -206,16 +209,17 @@ class Recorder(TorchDispatchMode):
     def _root(self, node: Node, args: tuple, out: torch.Tensor) -> int | None:
         """The root of the argument that a result shares memory with."""
         memory = out.untyped_storage()
-        for n, a in zip(node.reads(), _tensors((args, node.kwargs)), strict=False):
-            if a is not None and a.untyped_storage()._cdata == memory._cdata:
+        tensors = [a for a in trees.leaves((args, node.kwargs)) if isinstance(a, torch.Tensor)]
+        for n, a in zip(node.reads(), tensors, strict=False):
+            if a.untyped_storage()._cdata == memory._cdata:
                 return self.values[n].root
         return None
 
     def _new(self, t: torch.Tensor, root: int | None) -> int:
         n = len(self.values)
         self.values.append(Value(Layout.of(t), n if root is None else root))
-        self._numbers[id(t)] = reference = weakref.ref(t), n
-        self._tensors.append(reference[0])
+        self._numbers[id(t)] = n
+        self._tensors.append(weakref.ref(t))
         self._lazies.append(_lazy(t))
         storage = t.untyped_storage()
         held, numbers = self._in_memory.get(storage._cdata, (None, []))
@@ -231,17 +235,6 @@ def _has_mask(indices: Any) -> bool:
 
 def _lazy(t: torch.Tensor) -> tuple[bool, bool]:
     return t.is_conj(), t.is_neg()
-
-
-def _tensors(a: Any) -> Iterator[torch.Tensor]:
-    """The tensors of a tree of arguments, in the order in which `refs` tells their numbers."""
-    if isinstance(a, torch.Tensor):
-        yield a
-    elif isinstance(a, (tuple, list)):
-        for b in a:
-            yield from _tensors(b)
-    elif isinstance(a, dict):
-        yield from _tensors([*a.values()])
 
 
 # Calls of the user's that read memory or change tensors where no operator tells.
@@ -283,11 +276,9 @@ class Watch(TorchFunctionMode):
         changes = func in _CHANGES
         if func in _UNSEEN or (changes and self.recorder.is_from_outside(args[0])):
             self.recorder.fails(f"{getattr(func, '__name__', func)} is seen by no operator")
-        elif any(isinstance(a, np.ndarray) for np in _numpy() for a in args):
-            self.recorder.fails("the numbers of an array of numpy's may change")
+        elif "numpy" in sys.modules:
+            arrays = sys.modules["numpy"].ndarray
+            if any(isinstance(a, arrays) for a in trees.leaves((args, kwargs))):
+                self.recorder.fails("the numbers of an array of numpy's may change")
         self.recorder.makes_leaves |= changes
         return func(*args, **(kwargs or {}))
-
-
-def _numpy() -> list[Any]:
-    return [sys.modules["numpy"]] if "numpy" in sys.modules else []

@@ -13,7 +13,7 @@ from forall._programs.passes import clean
 from forall._programs.recorder import Recorder, Watch
 from forall._programs.replayed import Differentiated, Pullback, Recorded, Results
 from forall._torch import trees
-from forall._torch.dispatch import made_aside
+from forall._torch.dispatch import aside
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -42,9 +42,9 @@ def record(func: Callable, leaves: list, spec: Any) -> Recording:
 
     guards = Guards(func, [x for x in leaves if not _is_tensor(x)])
     tensors = [_variable(x) for x in leaves if _is_tensor(x)]
-    recorder = Recorder(tensors, guards.tensors)
-    if guards.too_many:
-        recorder.fails("the function reaches too much of Python's state to watch")
+    recorder = Recorder(tensors, guards.tensors, guards.generators)
+    if guards.why is not None:
+        recorder.fails(guards.why)
     with _seen_by(recorder), Watch(recorder):
         result = _called(func, leaves, spec, tensors)
     found, tree = trees.flatten(result)
@@ -87,15 +87,14 @@ def _called(func: Callable, leaves: list, spec: Any, tensors: Sequence[Tensor]) 
 
 @contextmanager
 def _seen_by(recorder: Recorder) -> Iterator[None]:
-    before = stack.listening
-    stack.listening = (*before, _Questions(recorder))
-    made_aside.append(recorder.made_aside)
+    before = stack.listening, aside.told
+    stack.listening = (*stack.listening, _Questions(recorder))
+    aside.told = (*aside.told, recorder.made_aside)
     try:
         with recorder:
             yield
     finally:
-        made_aside.remove(recorder.made_aside)
-        stack.listening = before
+        stack.listening, aside.told = before
 
 
 def _pulled_back(

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from forall._core.errors import columns
 from forall._random import keys, stateful
 from forall._torch.dispatch import functions_off
-from forall._torch.names import TorchDispatchMode
+from forall._torch.names import DispatchMode
 from forall._torch.schema import facts
 
 if TYPE_CHECKING:
@@ -103,14 +103,10 @@ class entered:
         _state.running = self.previous
 
 
-class _Drawing(TorchDispatchMode):
+class _Drawing(DispatchMode):
     """Operators that draw, drawn by the scope that runs."""
 
     stays = True  # where a derivative is taken further out, its function draws as it did
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # torch would import its compiler to leave our handler alone
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}

@@ -372,7 +372,11 @@ def plain_alias(tensor: torch.Tensor) -> torch.Tensor:
         return alias
 
 
-made_aside: list[Callable] = []  # who is told of what no mode sees being made
+class _Aside(threading.local):
+    told: tuple[Callable, ...] = ()  # who is told of what no mode sees being made
+
+
+aside = _Aside()
 
 
 # torch.autograd.Function.apply as torch has it: what it runs is the user's code.

@@ -60,8 +60,13 @@ def note(args: Iterable[Any]) -> None:
         for a in args:
             if isinstance(a, torch.Generator):
                 for saved in _noting.states:
-                    if a not in saved:
+                    if not is_among(a, saved):
                         saved[a] = a.get_state()
+
+
+def is_among(generator: torch.Generator, others: Iterable[Any]) -> bool:
+    """Whether it is one of these. An operator gets a Python object of its own for a generator."""
+    return any(isinstance(g, torch.Generator) and g._cdata == generator._cdata for g in others)
 
 
 def of(args: Iterable[Any]) -> torch.Generator:

@@ -15,11 +15,11 @@ __all__ = [
     "BACKWARD_HOOK",
     "BATCH_NORM",
     "DispatchKey",
+    "DispatchMode",
     "OpOverload",
     "OpOverloadPacket",
     "SPARSE_SUM",
     "StorageWeakRef",
-    "TorchDispatchMode",
     "attach_tangent",
     "decompositions",
     "fast_operator",
@@ -38,6 +38,15 @@ __all__ = [
 DispatchKey = torch._C.DispatchKey
 OpOverload = torch._ops.OpOverload
 OpOverloadPacket = torch._ops.OpOverloadPacket
+
+
+class DispatchMode(TorchDispatchMode):
+    """A mode of ours: torch need not import its compiler to leave the handler alone."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
 
 # A tensor subclass whose __torch_function__ this is has none, at no cost.
 functions_pass = torch._C._disabled_torch_function_impl

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from forall._torch.dispatch import made_aside
+from forall._torch.dispatch import aside
 from forall._torch.wrapper import Wrapper
 
 aten = torch.ops.aten
@@ -28,7 +28,7 @@ def plain_zeros(*args: Any, **kwargs: Any) -> torch.Tensor:
     with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
         zeros: Any = torch.zeros(*args, **kwargs)
         zeros.never_moves = not zeros.is_inference()
-        for told in made_aside:
+        for told in aside.told:
             told(zeros)
         return zeros
 

@@ -26,6 +26,7 @@ from forall._transforms.ragged import Ragged, together
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from contextlib import AbstractContextManager
 
     from forall._batching.interpreter import VmapLevel
     from forall._batching.ledger import Ledger
@@ -72,6 +73,10 @@ class State:
         for ledger, mark in self.marks:
             ledger.back_to(mark)
 
+    def noting(self) -> AbstractContextManager[None]:
+        """Generators that nobody has seen so far are put back, too, once a draw names them."""
+        return nullcontext() if self.drawn is None else generators.noting(self.drawn)
+
     def draw_again(self) -> None:
         if self.drawn is not None:
             generators.restore(self.drawn)
@@ -93,20 +98,22 @@ class Watched:
 class once_more:
     """A run that can be undone: where its examples part, all is as it was before it began."""
 
-    __slots__ = ("call", "level", "state", "watched")
+    __slots__ = ("call", "level", "noting", "state", "watched")
 
     def __init__(self, call: Mapping, level: VmapLevel) -> None:
         self.call, self.level = call, level
         self.state = State(call) if level.parts and level.size > 1 else None
+        self.noting = nullcontext() if self.state is None else self.state.noting()
         level.ledger.undoable = level.parts
         self.watched = isinstance(call.options, Watched)
         if self.watched:
             call.options.ledgers.append(level.ledger)
 
     def __enter__(self) -> None:
-        pass
+        self.noting.__enter__()
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        self.noting.__exit__(None, None, None)
         parted, ledger = self.level.parted, self.level.ledger
         why = self.level.parted_at
         if parted is None and self.call.options.gave_up(self.level, error):
@@ -124,6 +131,11 @@ class once_more:
 def in_groups(call: Mapping, groups: list[list[int]]) -> tuple[list, Any]:
     """The results of all examples; the error is the loop's, that of the first example to fail."""
     before = State(call)
+    with before.noting():
+        return _in_groups(call, groups, before)
+
+
+def _in_groups(call: Mapping, groups: list[list[int]], before: State) -> tuple[list, Any]:
     run = Run(call, before)
     try:
         if not run.all(groups):

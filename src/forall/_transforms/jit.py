@@ -10,6 +10,7 @@ import torch
 
 from forall._core.errors import Call, slow
 from forall._core.levels import top
+from forall._programs.guards import Unwatched
 from forall._programs.recording import record
 from forall._programs.signature import Unfit, ambient, of_leaf, shared
 from forall._torch import handover, trees
@@ -81,7 +82,7 @@ def jit(func: Callable[P, R]) -> Callable[P, R]:
     return jitted
 
 
-class Kinds:
+class Kinds(Unwatched):
     """The kinds of calls that were recorded of one function."""
 
     def __init__(self, func: Callable) -> None:
@@ -108,13 +109,15 @@ class Kinds:
         tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
         if len(tensors) > 1:
             kind = (kind, shared(tensors))
-        recorded = self.known.get(kind, self)
+        if kind not in self.known:
+            return self._first(kind, leaves, spec)
+        recorded = self.known[kind]
         if recorded is None:
             return self.func(*args, **kwargs)
-        if recorded is not self and recorded.guards.hold():
-            self.known.move_to_end(kind)
-            return recorded(tensors)
-        return self._first(kind, leaves, spec)
+        if not recorded.guards.hold():
+            return self._first(kind, leaves, spec)
+        self.known.move_to_end(kind)
+        return recorded(tensors)
 
     def _first(self, kind: Any, leaves: list, spec: Any) -> Any:
         made = record(self.func, leaves, spec)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 
 from forall._batching.families import Stack, by_front
-from forall._batching.table import register
+from forall._batching.table import CALLS, register
 
 aten = torch.ops.aten
 Tensor = torch.Tensor
@@ -289,3 +290,19 @@ register(
         for op in (aten._ctc_loss_backward.default, aten._ctc_loss_backward.Tensor)
     }
 )
+
+
+def _with_tensors_of_lengths(call: Any):
+    """Torch puts a list of lengths into new memory by its address, which no wrapper has."""
+
+    def handle(log_probs, targets, input_lengths, target_lengths, *rest, **named):
+        lengths = (input_lengths, target_lengths)
+        if all(isinstance(n, torch.Tensor) for n in lengths):
+            return NotImplemented
+        inputs, lengths = (torch.as_tensor(n, dtype=torch.int64) for n in lengths)
+        return call(log_probs, targets, inputs, lengths, *rest, **named)
+
+    return handle
+
+
+CALLS.update({call: _with_tensors_of_lengths(call) for call in (F.ctc_loss, torch.ctc_loss)})

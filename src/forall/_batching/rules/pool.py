@@ -145,12 +145,13 @@ register(
 
 
 def _fractional(func: Any, rank: int):
-    """The random samples (N, C, D) have an N of 1 where the image (C, *) has none."""
+    """Of the random samples (M, C, D) the first N are used: one, where the image has no N."""
 
     def rule(size, x, kernel, output, samples):
         join = rank_of(x) == rank + 1
         x = _joined(x, size, join)
-        outs = func(x, kernel, output, _joined(samples, size, True))
+        samples = _joined(samples, size, False)[:, : x.shape[0] // size if join else 1]
+        outs = func(x, kernel, output, samples.flatten(0, 1))
         return tuple(o.unflatten(0, (size, -1)) for o in outs) if join else outs
 
     return by_front(rule)

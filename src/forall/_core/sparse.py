@@ -1,0 +1,26 @@
+"""Sparse tensors, which no wrapper can stand for: those that do not differ go on as they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from forall._core.levels import second_name
+from forall._torch.dispatch import below_autograd, no_dispatch
+from forall._torch.wrapper import Wrapper
+
+COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+_LAYOUTS = frozenset({*COMPRESSED, torch.sparse_coo})
+
+
+def is_sparse(a: Any) -> bool:
+    return isinstance(a, torch.Tensor) and a.layout in _LAYOUTS
+
+
+def constant(t: torch.Tensor) -> torch.Tensor:
+    """A second name, which may be that of a view."""
+    if isinstance(t, Wrapper):
+        return second_name(t)
+    with no_dispatch(), below_autograd():
+        return t.detach()

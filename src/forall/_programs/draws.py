@@ -1,0 +1,34 @@
+"""Random draws of a recorded call: all that moves the generators has to be in the program."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from forall._torch import generators, trees
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+class Draws:
+    """The generators' states after the last recorded draw. No mode sees a seed being set."""
+
+    def __init__(self, given: Sequence[torch.Tensor], known: Sequence[torch.Generator]) -> None:
+        self._known = [*given, *known]
+        self._states = generators.states(self._known)
+
+    def made(self) -> None:
+        """A recorded draw was made."""
+        self._states = generators.states(self._known)
+
+    def stray(self) -> bool:
+        """Whether anything else has moved a generator."""
+        now = generators.states(self._known)
+        return any(not torch.equal(state, self._states[key]) for key, state in now.items())
+
+    def of_a_stranger(self, args: Any) -> bool:
+        """Whether an operator draws from a generator that the function has made itself."""
+        drawn = [a for a in trees.leaves(args) if isinstance(a, torch.Generator)]
+        return not all(generators.is_among(g, self._known) for g in drawn)
