@@ -129,7 +129,7 @@ class Guards:
             self._take(value, depth)
         if is_a_library(func):
             return
-        self._named(func.__globals__, names_of(func.__code__)[0], depth)
+        self._named(func.__globals__, names_of(func.__code__), depth)
 
     def _named(self, names: dict[str, Any], wanted: Iterable[str], depth: int) -> None:
         """What these names stand for; of a module of the user's, its names among them too."""

@@ -25,6 +25,7 @@ __all__ = [
     "keystr",
     "leaves",
     "map_tensors",
+    "of_call",
     "prefix",
     "text",
     "tree_flatten_with_path",
@@ -56,9 +57,25 @@ def flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
     return found, spec
 
 
+def of_call(args: tuple, kwargs: dict) -> tuple[list[Any], TreeSpec]:
+    """`flatten` of ``(args, kwargs)``; most calls pass tensors and nothing else."""
+    for a in args:
+        if type(a) is not torch.Tensor:
+            return flatten((args, kwargs))
+    if kwargs:
+        return flatten((args, kwargs))
+    spec = _specs.get(len(args))
+    if spec is None:
+        spec = _specs[len(args)] = flatten((args, kwargs))[1]
+    return [*args], spec
+
+
 def _walk(node: Any, found: list[Any]) -> Any:
     """Add the leaves and say how they hang together, in a form that hashes: None for a leaf."""
     kind = type(node)
+    if kind is torch.Tensor:
+        found.append(node)
+        return None
     if kind is dict:
         for key in node:
             if type(key) is not str:  # True and 1 are one key, but not one name

@@ -107,10 +107,10 @@ class once_more:
         pass
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        parted, ledger = self.level.parted, self.level.ledger
-        why = self.level.parted_at
-        if parted is None and self.call.options.gave_up(self.level, error):
-            parted, why = [[*range(self.level.size)]], error
+        level = self.level
+        parted, ledger, why = level.parted, level.ledger, level.parted_at
+        if parted is None and error is not None and self.call.options.gave_up(level, error):
+            parted, why = [[*range(level.size)]], error
         if parted is not None and self.state is not None:
             # Whatever became of it on its way: a bare `except:` of the user's may have taken it.
             ledger.before.undo()
