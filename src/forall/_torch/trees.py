@@ -25,7 +25,6 @@ __all__ = [
     "keystr",
     "leaves",
     "map_tensors",
-    "of_call",
     "prefix",
     "text",
     "tree_flatten_with_path",
@@ -55,19 +54,6 @@ def flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
             _specs.clear()
         spec = _specs[outline] = tree_flatten(tree)[1]
     return found, spec
-
-
-def of_call(args: tuple, kwargs: dict) -> tuple[list[Any], TreeSpec]:
-    """`flatten` of ``(args, kwargs)``; most calls pass tensors and nothing else."""
-    for a in args:
-        if type(a) is not torch.Tensor:
-            return flatten((args, kwargs))
-    if kwargs:
-        return flatten((args, kwargs))
-    spec = _specs.get(len(args))
-    if spec is None:
-        spec = _specs[len(args)] = flatten((args, kwargs))[1]
-    return [*args], spec
 
 
 def _walk(node: Any, found: list[Any]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
@@ -77,7 +78,7 @@ def inputs(
             f"{call}: called without arguments.\n"
             "There is nothing to map over. Pass at least one tensor."
         )
-    leaves, spec = trees.of_call(args, kwargs)
+    leaves, spec = _flat(args, kwargs)
     by_position = tuple(in_dims) if isinstance(in_dims, list) else in_dims
     dims = trees.prefix(by_position, spec.child(0))
     rest = trees.prefix(named_dims, spec.child(1)) if kwargs else []
@@ -94,6 +95,19 @@ def inputs(
     if len(sizes) > 1:
         raise _sizes_differ(call, args, kwargs, leaves, dims)
     return leaves, spec, dims, sizes.pop()
+
+
+def _flat(args: tuple, kwargs: dict) -> tuple[list, Any]:
+    """Leaves and tree of ``(args, kwargs)``; most calls pass tensors and nothing else."""
+    for a in args:
+        if type(a) is not torch.Tensor:
+            return trees.flatten((args, kwargs))
+    return trees.flatten((args, kwargs)) if kwargs else ([*args], _tree_of_leaves(len(args)))
+
+
+@functools.lru_cache(maxsize=64)
+def _tree_of_leaves(n: int) -> Any:
+    return trees.flatten(((0,) * n, {}))[1]
 
 
 def _dim(
