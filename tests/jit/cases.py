@@ -10,6 +10,7 @@ import collections
 import functools
 import math
 import random
+import types
 from types import SimpleNamespace
 from typing import Any
 
@@ -240,6 +241,24 @@ def a_number_of_an_array_of_numpy(jit):
 
     def call(i):
         a[0] = i // 2
+        return f(xs(i))
+
+    return call
+
+
+MODULE = types.ModuleType("settings")
+
+
+def factor_of_the_module():
+    return MODULE.factor
+
+
+@case
+def two_names_in_a_module(jit):
+    f = jit(lambda x: x * factor_of_the_module() + MODULE.shift)
+
+    def call(i):
+        MODULE.factor, MODULE.shift = float(i // 2), float(i // 3)
         return f(xs(i))
 
     return call

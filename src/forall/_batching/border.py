@@ -148,7 +148,9 @@ def enter(stack: torch.Tensor, axis: int, level: VmapLevel, worn: Dress = ()) ->
     """A stack from just outside ``level`` as one example of it."""
     with functions_off():
         if not worn and _is_bare(stack):
-            return _entered(stack, axis, level, worn)
+            b = wrap(stack, axis, level)
+            b.older = True
+            return b
         refuse_torchs(stack)
         if stack.is_complex() and stack.is_conj():
             stack = stack.resolve_conj()
@@ -168,6 +170,8 @@ def leave(example: torch.Tensor, axis: int, level: VmapLevel, worn: Dress = ()) 
         if type(example) is Batched and example.level is not level:
             example = example.level.completed(example, level)
         if not worn and _is_ours(example, level) and _is_bare(example.value):
+            if example.axis is not None:
+                return _own(example, example.value, axis)
             return _left(example, axis, level)
         refuse_torchs(example)
         # Made here and not in the node: a node's forward runs under no_grad, and there the tangents
@@ -232,9 +236,14 @@ def _left(example: torch.Tensor, axis: int, level: VmapLevel) -> torch.Tensor:
             .expand(*value.shape[:axis], level.size, *value.shape[axis:])
             .clone(memory_format=torch.contiguous_format)
         )
+    return _own(example, value, axis)
+
+
+def _own(example: Batched, value: torch.Tensor, axis: int) -> torch.Tensor:
+    """A mapped value as a stack that is nobody else's."""
     if example.older:
         value = value.clone()
-    return value if now == axis else value.movedim(now, axis)
+    return value if example.axis == axis else value.movedim(example.axis, axis)
 
 
 class Enter(torch.autograd.Function):

@@ -19,7 +19,7 @@ from forall._batching.families import VIEWERS, alike, is_bare, lower, wrapped
 from forall._batching.ledger import Ledger
 from forall._batching.parting import one_answer
 from forall._batching.resolve import resolve
-from forall._batching.sharing import Sharing
+from forall._batching.sharing import SHARING
 from forall._core.errors import explain, note_missing_axis
 from forall._core.levels import (
     Level,
@@ -35,6 +35,7 @@ from forall._core.levels import (
     top,
 )
 from forall._random import scopes
+from forall._torch import handover
 from forall._torch.dispatch import (
     ACCUMULATION,
     AUTOGRAD,
@@ -48,7 +49,7 @@ from forall._torch.dispatch import (
     set_lazy_bits,
     users_tangents,
 )
-from forall._torch.names import DispatchMode
+from forall._torch.names import DispatchMode, pop_functions, push_functions
 from forall._torch.schema import facts
 from forall._torch.wrapper import Wrapper
 from forall._torch.zeros import PRODUCTS, absorbed
@@ -80,8 +81,7 @@ class VmapLevel(Level, DispatchMode):
         *,
         records_values: bool = False,
     ) -> None:
-        DispatchMode.__init__(self)
-        Level.__init__(self, parent)
+        Level.__init__(self, parent)  # and none of the mode's: its entry makes what it needs
         self.size = size
         self.randomness = randomness
         self.records_values = self.peels = records_values
@@ -358,39 +358,31 @@ def run_shared(level: VmapLevel, func: Any, args: tuple, kwargs: dict) -> Any:
 class running:
     """Push a level with its modes, and take all of it back however the body ends."""
 
-    __slots__ = ("level", "on")
+    __slots__ = ("level", "place", "told")
 
     def __init__(self, level: VmapLevel) -> None:
         self.level = level
-        self.on: list[Any] = []  # what has been entered; an ExitStack takes twice the time
+        self.place = entered(level)
 
     def __enter__(self) -> VmapLevel:
         level = self.level
-        contexts = [entered(level), level]
+        self.place.__enter__()
+        self.told = handover.push(level)
         if not level.records_values:
             level.notes = True
-            contexts.append(Sharing())
-        try:
-            for context in contexts:
-                context.__enter__()
-                self.on.append(context)
-        except BaseException:
-            self._leave()
-            raise
+            push_functions(SHARING)
         return level
 
-    def _leave(self) -> None:
-        try:
-            while self.on:
-                self.on.pop().__exit__(None, None, None)
-        finally:
-            if self.on:
-                self._leave()
-
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        self._leave()
-        self.level.notes = False
+        level = self.level
+        try:
+            if not level.records_values:
+                pop_functions()
+            handover.pop(level, self.told)
+        finally:
+            self.place.__exit__()
+            level.notes = False
         if error is not None:
             note_missing_axis(error)
-        elif self.level.settles:
-            self.level.ledger.settle(self.level.size)
+        elif level.settles:
+            level.ledger.settle(level.size)

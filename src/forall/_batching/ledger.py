@@ -173,7 +173,9 @@ class Ledger:
 
     def forget(self) -> None:
         """The call will not be made again."""
-        self.before, self.undoable = Before(), False
+        self.undoable = False
+        if self.before.has_kept():
+            self.before = Before()
 
     def mark(self) -> tuple:
         """What is noted so far, for `back_to`."""

@@ -156,6 +156,9 @@ class Sharing(TorchFunctionMode):
         return args[:written] + rest, kwargs
 
 
+SHARING = Sharing()  # it has no state, so one does for all
+
+
 def _carries(args: Any, kwargs: dict | None, level: Level | None) -> bool:
     """Whether any argument might need sharing: a cheap look before the careful one."""
     for a in args if not kwargs else (*args, *kwargs.values()):

@@ -36,6 +36,9 @@ class Before:
         self.histories: dict[int, tuple[Tensor, int, Any, Tensor | None]] = {}
         self.walked: set[Any] = set()  # nodes of history from before the call
 
+    def has_kept(self) -> bool:
+        return bool(self.kept or self.grads or self.histories or self.walked)
+
     def keep(self, at: Hashable, value: Tensor) -> None:
         if at not in self.kept:
             self.kept.add(at)
@@ -62,6 +65,8 @@ class Before:
 
     def settle_grads(self) -> None:
         """What is the same for all examples of a level that is over, as an ordinary tensor."""
+        if not self.grads:
+            return
         with functions_off():
             for leaf, *_ in self.grads.values():
                 grad = leaf.grad

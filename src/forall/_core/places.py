@@ -51,7 +51,7 @@ class Origin(NamedTuple):
     """The call of a transform that a level serves, for messages to name it."""
 
     call: Call
-    place: Place
+    at: tuple[CodeType, int]  # the user's code, and the instruction that it is at
     numbers: Sequence[int]  # of the level's examples, among all of the call
     size: int  # how many examples the call has
 
@@ -60,12 +60,24 @@ class Origin(NamedTuple):
         """Whether the user wrote the call, not another transform of ours."""
         return not (getattr(self.call.func, "__module__", None) or "").startswith("forall._")
 
+    @property
+    def place(self) -> Place:
+        code, at = self.at
+        lines = (line for start, end, line in code.co_lines() if start <= at < end)
+        return Place(code.co_filename, next(lines, None) or code.co_firstlineno)
+
 
 def users_frame(frame: FrameType, others: tuple[str, ...] = _NOT_THE_USERS) -> FrameType:
     """The innermost frame, from this one outwards, whose code is none of ``others``'."""
     while frame.f_back is not None and frame.f_code.co_filename.startswith(others):
         frame = frame.f_back
     return frame
+
+
+def users_instruction() -> tuple[CodeType, int]:
+    """The innermost instruction that is neither ours nor torch's: to find its line takes longer."""
+    frame = users_frame(sys._getframe(1))
+    return frame.f_code, frame.f_lasti
 
 
 def users_line() -> Place:

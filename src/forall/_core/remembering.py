@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 _CONTAINERS = (list, dict, set, bytearray, deque)
+_EMPTIED = frozenset(_CONTAINERS)
 _MOST = 10_000  # entries in all: what is longer is data, not a record of calls
 _UNSET = object()
 _HERE = __file__.rsplit("_core", 1)[0]
@@ -43,6 +44,9 @@ class Remembered:
         self._callable(func)
 
     def _callable(self, func: Any) -> None:
+        if type(func) is FunctionType and not func.__dict__:  # as most are: it wraps nothing
+            self._function(func, 2)
+            return
         while isinstance(func, functools.partial):
             self._take((func.args, func.keywords), 1)
             func = func.func
@@ -62,29 +66,31 @@ class Remembered:
         """What a function, and those of the user's that it names, can rebind or change."""
         if not isinstance(func, FunctionType) or func in self.functions or is_a_library(func):
             return
-        if func.__code__.co_filename.startswith(_HERE):
+        code = func.__code__
+        if code.co_filename.startswith(_HERE):
             return  # a transform's own, under the name of the user's function that it wraps
         self.functions.add(func)
-        self._object(func, 0)
+        self._take(func.__dict__, 0)
         for cell in func.__closure__ or ():
             value = contents(cell)
             self.cells.append((cell, value))
             self._reached(value, depth)
-        read, written = names_of(func.__code__)
-        for name in read:
-            value = func.__globals__.get(name, _UNSET)
-            if name in written:
-                self.names.append((func.__globals__, name, value))
-            if value is not _UNSET:  # else an attribute's name, or a builtin's
+        names = func.__globals__
+        for name, written in globals_of(code):
+            value = names.get(name, _UNSET)
+            if written:
+                self.names.append((names, name, value))
+            if value is not _UNSET:  # else a builtin's name
                 self._reached(value, depth)
 
     def _reached(self, value: Any, depth: int) -> None:
-        if isinstance(value, FunctionType):
+        kind = type(value)
+        if kind is FunctionType:
             if depth:
                 self._function(value, depth - 1)
         elif isinstance(value, type):
             self._class(value)
-        else:
+        elif _KINDS.get(kind) is not _PLAIN:
             self._take(value, 1)
 
     def _class(self, kind: type) -> None:
@@ -110,9 +116,6 @@ class Remembered:
                 self._object(value, depth - 1)
         elif id(value) not in self.copies and len(value) <= self.left:
             self.left -= len(value)
-            if not value:  # as most that a module has
-                self.copies[id(value)] = (value, ())
-                return
             self.copies[id(value)] = (value, value.copy())
             if kind is not bytearray:
                 self._all(value.values() if kind is dict else value, depth)
@@ -120,7 +123,11 @@ class Remembered:
     def _all(self, values: Iterable[Any], depth: int) -> None:
         for value in values:
             kind = _KINDS.get(type(value))
-            if kind is not _PLAIN and (depth or kind is not object):  # most are; a call is dear
+            if kind is _PLAIN or (kind is object and not depth):  # as most are; a call is dear
+                continue
+            if kind in _EMPTIED and not value:  # as most that a module has
+                self.copies[id(value)] = (value, ())
+            else:
                 self._take(value, depth)
 
     def changed(self) -> bool:
@@ -213,14 +220,26 @@ def contents(cell: CellType) -> Any:
         return _UNSET
 
 
+_GLOBALS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"})
+_REBINDS = frozenset({"STORE_GLOBAL", "DELETE_GLOBAL"})
+
+
 @functools.lru_cache(maxsize=4096)
-def names_of(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
-    """The globals that a function, or one written inside it, names and rebinds."""
-    written = {i.argval for i in dis.get_instructions(code) if i.opname == "STORE_GLOBAL"}
-    read = set(code.co_names)
+def globals_of(code: CodeType) -> tuple[tuple[str, bool], ...]:
+    """The globals that a function, or one written inside it, names, and whether it rebinds them."""
+    found: dict[str, bool] = {}
+    for i in dis.get_instructions(code):
+        if i.opname in _GLOBALS:
+            found[i.argval] = found.get(i.argval, False) or i.opname in _REBINDS
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            more, rebound = names_of(constant)
-            read |= more
-            written |= rebound
-    return frozenset(read | written), frozenset(written)
+            for name, rebound in globals_of(constant):
+                found[name] = found.get(name, False) or rebound
+    return tuple(found.items())
+
+
+@functools.lru_cache(maxsize=4096)
+def names_of(code: CodeType) -> frozenset[str]:
+    """All names of globals and attributes in a function, or in one written inside it."""
+    inner = [names_of(c) for c in code.co_consts if isinstance(c, CodeType)]
+    return frozenset(code.co_names).union(*inner)

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd import forward_ad
 
+from forall._core.again import may_carry_tangents
 from forall._core.levels import complete, graph_free, lift, top
 from forall._torch import trees
 from forall._torch.dispatch import (
     ACCUMULATE,
     functions_off,
+    in_torch_func,
     run_backward,
     set_grad_enabled,
     users_tangent,
@@ -82,6 +84,24 @@ def leads_outside(tensors: Iterable[torch.Tensor], own: Iterable[torch.Tensor]) 
     return any(type(n) is ACCUMULATE and id(n.variable) not in ours for n in nodes(tensors))
 
 
+def is_closed(outputs: tuple[torch.Tensor, ...], own: list[torch.Tensor]) -> bool:
+    """Whether nobody can ask for the derivative of a backward pass, so that it need not record.
+
+    A tangent would be lost in a pass that does not, and a Function's own backward may be told.
+    """
+    if in_torch_func() or may_carry_tangents():
+        return False
+    ours = {id(v) for v in own}
+    with functions_off():
+        return all(
+            id(n.variable) in ours if type(n) is ACCUMULATE else not isinstance(n, _WRITTEN)
+            for n in nodes(outputs)
+        )
+
+
+_WRITTEN = torch.autograd.function.BackwardCFunction  # in Python
+
+
 def nodes(ends: Iterable[End], stop: tuple[type, ...] = ()) -> Iterator[Any]:
     """Every node of the graphs that lead to ``ends``, none behind one of a type in ``stop``."""
     starts = [e.grad_fn if isinstance(e, torch.Tensor) else e.node for e in ends]
@@ -111,12 +131,20 @@ def gradients(
     *,
     retain_graph: bool = True,
     create_graph: bool = True,
+    closes: bool = False,
 ) -> list[torch.Tensor]:
-    """Cotangents pulled back to the inputs, zeros where nothing depends on one."""
+    """Cotangents pulled back to the inputs, zeros where nothing depends on one.
+
+    With ``closes`` the pass belongs to the call that runs now, whose results will be `closed`.
+    """
     if cotangents is None:
         cotangents = tuple(_ones(y) for y in outputs)
     found = reaching(
-        outputs, cotangents, inputs, retain_graph=retain_graph, create_graph=create_graph
+        outputs,
+        cotangents,
+        inputs,
+        retain_graph=retain_graph,
+        create_graph=create_graph and not (closes and is_closed(outputs, inputs)),
     )
     return [torch.zeros_like(x) if g is None else g for g, x in zip(found, inputs, strict=True)]
 

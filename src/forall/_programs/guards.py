@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from forall._core.remembering import contents, is_a_library, is_library, names_of
+from forall._core.remembering import contents, globals_of, is_a_library, is_library, names_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -68,6 +68,7 @@ class Guards:
         self._sets: list[tuple[Any, Any]] = []
         self._data: list[tuple[Any, bytes]] = []
         self._layouts: list[tuple[torch.Tensor, tuple]] = []
+        self._modules: set[tuple[int, frozenset[str]]] = set()
         self._held: dict[int, Any] = {}  # all that was met: no other takes its identity
         self._left = [func, *given]  # to be looked at: objects hang in each other without end
         while self._left and self.why is None:
@@ -153,21 +154,21 @@ class Guards:
             self._cells.append((cell, value))
             self._left.append(value)
         if not is_a_library(func):
-            names, wanted = func.__globals__, names_of(func.__code__)[0]
+            names, wanted = func.__globals__, [n for n, _ in globals_of(func.__code__)]
             self._names += [(names, n, _UNSET) for n in wanted if n not in names]
-            self._named(names, wanted)
+            self._named(names, wanted, names_of(func.__code__))
 
-    def _named(self, names: dict[str, Any], wanted: Iterable[str]) -> None:
-        """What these names stand for; of a module of the user's, its names among them too."""
+    def _named(self, names: dict[str, Any], wanted: Iterable[str], inner: frozenset[str]) -> None:
+        """What these names stand for; of a module of the user's, the ``inner`` names in it too."""
         for name in wanted:
             value = names.get(name, _UNSET)
             if value is _UNSET:
                 continue
             self._names.append((names, name, value))
             if isinstance(value, ModuleType) and not is_library(value.__name__):
-                if id(value) not in self._held:
-                    self._held[id(value)] = value
-                    self._named(vars(value), wanted)
+                if (id(value), inner) not in self._modules:
+                    self._modules.add((id(value), inner))
+                    self._named(vars(value), inner, inner)
             else:
                 self._left.append(value)
 

@@ -14,9 +14,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forall._torch.dispatch import dynamo_loaded, in_torch_func, refuse_inside_linearize
+from forall._torch.names import pop_mode, push_mode
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from forall._torch.names import TorchDispatchMode
 
 
 def needed() -> bool:
@@ -97,6 +100,23 @@ class eagerly:
             sys.modules["torch._dynamo.eval_frame"].set_fullgraph_compiled_frame_count(-1)
         if self.callback is not None:
             sys.modules["torch._dynamo.eval_frame"].set_eval_frame(self.callback)
+
+
+def push(mode: TorchDispatchMode) -> bool:
+    """Push a mode; its own entry, which takes longer, also tells the compiler, where it may run."""
+    tells = dynamo_loaded() and not runs_eagerly()
+    if tells:
+        mode.__enter__()
+    else:
+        push_mode(mode)
+    return tells
+
+
+def pop(mode: TorchDispatchMode, told: bool) -> None:
+    if told:
+        mode.__exit__(None, None, None)
+    else:
+        pop_mode(None)
 
 
 _torchs: list[Any] = []

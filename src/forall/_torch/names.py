@@ -26,7 +26,9 @@ __all__ = [
     "function_homes",
     "functions_pass",
     "has_kernel",
+    "pop_functions",
     "pop_mode",
+    "push_functions",
     "push_mode",
     "set_version",
     "split_tangent",
@@ -56,6 +58,8 @@ subclass_functions_are_on = torch._C._is_torch_function_enabled
 
 push_mode = torch._C._push_on_torch_dispatch_stack
 pop_mode = torch._C._pop_torch_dispatch_stack
+push_functions = torch._C._push_on_torch_function_stack
+pop_functions = torch._C._pop_torch_function_stack
 
 # Forward mode without the checks of torch.autograd.forward_ad, which ask for a level of its own.
 attach_tangent = torch._VF._make_dual

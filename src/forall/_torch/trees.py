@@ -59,6 +59,9 @@ def flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
 def _walk(node: Any, found: list[Any]) -> Any:
     """Add the leaves and say how they hang together, in a form that hashes: None for a leaf."""
     kind = type(node)
+    if kind is torch.Tensor:
+        found.append(node)
+        return None
     if kind is dict:
         for key in node:
             if type(key) is not str:  # True and 1 are one key, but not one name

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from forall._batching.narrowing import narrowed
-from forall._batching.sharing import Sharing, sharing
+from forall._batching.sharing import SHARING, sharing
 from forall._core.again import as_made_by, may_carry_tangents, where_it_first_ran
 from forall._core.levels import (
     Level,
@@ -110,7 +110,7 @@ def _function_mode() -> AbstractContextManager:
     """Our function mode, where it waits for a call of torch's that runs code of the user's."""
     if sharing(top()) is None or function_modes() or functions_are_off():
         return nullcontext()
-    return Sharing()
+    return SHARING
 
 
 def _making(gradients: Any) -> AbstractContextManager | None:

@@ -37,6 +37,9 @@ if TYPE_CHECKING:
     Part = tuple[Sequence[int], list, Any]  # numbers of examples, the results' leaves, their tree
 
 
+_NOTHING = nullcontext()
+
+
 class Groups(BaseException):
     """A run ended because its examples part into these groups, at a place or with an error."""
 
@@ -75,7 +78,7 @@ class State:
 
     def noting(self) -> AbstractContextManager[None]:
         """Generators that nobody has seen so far are put back, too, once a draw names them."""
-        return nullcontext() if self.drawn is None else generators.noting(self.drawn)
+        return _NOTHING if self.drawn is None else generators.noting(self.drawn)
 
     def draw_again(self) -> None:
         if self.drawn is not None:
@@ -103,7 +106,7 @@ class once_more:
     def __init__(self, call: Mapping, level: VmapLevel) -> None:
         self.call, self.level = call, level
         self.state = State(call) if level.parts and level.size > 1 else None
-        self.noting = nullcontext() if self.state is None else self.state.noting()
+        self.noting = _NOTHING if self.state is None else self.state.noting()
         level.ledger.undoable = level.parts
         self.watched = isinstance(call.options, Watched)
         if self.watched:
@@ -114,10 +117,10 @@ class once_more:
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         self.noting.__exit__(None, None, None)
-        parted, ledger = self.level.parted, self.level.ledger
-        why = self.level.parted_at
-        if parted is None and self.call.options.gave_up(self.level, error):
-            parted, why = [[*range(self.level.size)]], error
+        level = self.level
+        parted, ledger, why = level.parted, level.ledger, level.parted_at
+        if parted is None and error is not None and self.call.options.gave_up(level, error):
+            parted, why = [[*range(level.size)]], error
         if parted is not None and self.state is not None:
             # Whatever became of it on its way: a bare `except:` of the user's may have taken it.
             ledger.before.undo()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ from forall._batching import border
 from forall._batching.batched import Batched
 from forall._core.errors import Call, columns, kind, short
 from forall._torch import trees
+from forall._torch.dispatch import functions_off
 from forall._transforms import checks
 from forall._transforms.arguments import signature
 
@@ -76,17 +78,18 @@ def inputs(
             f"{call}: called without arguments.\n"
             "There is nothing to map over. Pass at least one tensor."
         )
-    leaves, spec = trees.flatten((args, kwargs))
+    leaves, spec = _flat(args, kwargs)
     by_position = tuple(in_dims) if isinstance(in_dims, list) else in_dims
     dims = trees.prefix(by_position, spec.child(0))
-    rest = trees.prefix(named_dims, spec.child(1))
+    rest = trees.prefix(named_dims, spec.child(1)) if kwargs else []
     if dims is None or rest is None:
         raise _misfit(call, args, kwargs, in_dims, named_dims)
-    dims = [
-        None if d is None else _dim(call, i, leaf, d, args, kwargs)
-        for i, (leaf, d) in enumerate(zip(leaves, dims + rest, strict=True))
-    ]
-    sizes = {leaf.shape[d] for leaf, d in zip(leaves, dims, strict=True) if d is not None}
+    sizes: set[int] = set()
+    with functions_off():
+        dims = [
+            None if d is None else _dim(call, i, leaf, d, args, kwargs, sizes)
+            for i, (leaf, d) in enumerate(zip(leaves, dims + rest, strict=True))
+        ]
     if not sizes:
         raise _nothing_mapped(call, args, in_dims)
     if len(sizes) > 1:
@@ -94,8 +97,23 @@ def inputs(
     return leaves, spec, dims, sizes.pop()
 
 
-def _dim(call: Call, i: int, leaf: Any, dim: Any, args: tuple, kwargs: dict) -> int:
-    """The dim of leaf ``i``, from the front."""
+def _flat(args: tuple, kwargs: dict) -> tuple[list, Any]:
+    """Leaves and tree of ``(args, kwargs)``; most calls pass tensors and nothing else."""
+    for a in args:
+        if type(a) is not torch.Tensor:
+            return trees.flatten((args, kwargs))
+    return trees.flatten((args, kwargs)) if kwargs else ([*args], _tree_of_leaves(len(args)))
+
+
+@functools.lru_cache(maxsize=64)
+def _tree_of_leaves(n: int) -> Any:
+    return trees.flatten(((0,) * n, {}))[1]
+
+
+def _dim(
+    call: Call, i: int, leaf: Any, dim: Any, args: tuple, kwargs: dict, sizes: set[int]
+) -> int:
+    """The dim of leaf ``i``, from the front; how many examples it has is added to ``sizes``."""
     if type(dim) is not int:
         raise ValueError(
             f"{call}: a dim of in_dims must be an int or None.\n"
@@ -124,7 +142,9 @@ def _dim(call: Call, i: int, leaf: Any, dim: Any, args: tuple, kwargs: dict) -> 
             f"{call}: in_dims names a dim that the argument does not have.\n"
             f"{columns([row])}\n{can}; to share the argument between examples, give it None."
         )
-    return dim % rank
+    dim %= rank
+    sizes.add(leaf.shape[dim])
+    return dim
 
 
 def paths(args: tuple, kwargs: dict) -> list[str]:

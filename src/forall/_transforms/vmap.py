@@ -19,7 +19,7 @@ from forall._batching.questions import Limit, heard_by
 from forall._batching.sparse import of_coordinates
 from forall._core.errors import Call
 from forall._core.levels import top
-from forall._core.places import Origin, users_line
+from forall._core.places import Origin, users_instruction
 from forall._lanes.numbers import Number, as_tensor
 from forall._random.scopes import entered as drawing_in
 from forall._torch import generators, handover, trees
@@ -163,7 +163,7 @@ class Verb(NamedTuple):
                 )(*args, **kwargs)
         places = Places(Call("vmap", func, out_dims=out_dims), out_dims)
         entering = Entering(*mapping.inputs(call, args, kwargs, *dims), (args, kwargs))
-        origin = Origin(call, users_line(), range(entering.size), entering.size)
+        origin = Origin(call, users_instruction(), range(entering.size), entering.size)
         whole = Mapping(func, entering, places, Draws(randomness), origin, options)
         result = whole.in_chunks(min(chunk_size or entering.size, entering.size))
         return nested(places.call, result) if options.ragged else result
@@ -352,19 +352,21 @@ def _hand_back(entering: Entering, entered: list, level: VmapLevel, origin: Orig
 def _leave(r: Any, place: int | None, level: VmapLevel, call: Call, seen: set[int]) -> Any:
     if not isinstance(r, torch.Tensor):
         return mapping.as_it_is(call, r, level)
-    if isinstance(r, Wrapper) and r.level.root is level and r.level is not level:
-        r = r.level.completed(r, level)  # a derivative of some of the examples
+    if isinstance(r, Wrapper) and r.level is not level:
+        if r.level.root is level:
+            r = r.level.completed(r, level)  # a derivative of some of the examples
+        elif place is not None:
+            ((r,), _) = without_ended(f"the result of {call}", (r,), {})
     if place is None:
         return mapping.unmapped(call, r, level)
-    if isinstance(r, Wrapper) and r.level is not level:
-        ((r,), _) = without_ended(f"the result of {call}", (r,), {})
     with functions_off():
         rank = r.dim() + 1
     if not -rank <= place < rank:
         raise mapping.place_outside(call, r, place)
     stack = border.leave(r, place % rank, level)
-    if type(r) is not torch.Tensor and has_own_meaning(kind_of(r)):
-        stack = stack.as_subclass(kind_of(r))
+    kind = kind_of(r)
+    if kind is not torch.Tensor and has_own_meaning(kind):
+        stack = stack.as_subclass(kind)
     memory = id(getattr(r, "family", None) or r)
     if memory in seen:  # a tensor returned twice, or with a view of it: the loop would copy both
         stack = stack.clone()

@@ -55,8 +55,9 @@ def _both(x: Tensor, w: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 def _times(x: Tensor, w: Tensor, dtype: torch.dtype | None) -> Tensor:
-    op = aten.mm if x.dim() == 2 else aten.bmm
-    return op.default(x, w) if dtype is None else op.dtype(x, w, dtype)
+    if dtype is None:  # torch's function takes half of what its operator does
+        return torch.mm(x, w) if x.dim() == 2 else torch.bmm(x, w)
+    return (aten.mm if x.dim() == 2 else aten.bmm).dtype(x, w, dtype)
 
 
 def on(x: Stack | Tensor, f) -> Stack | Tensor:
@@ -121,11 +122,13 @@ def affine(size, bias, x, w, *, beta=1, alpha=1) -> Tensor:
             rows = torch.addmm(bias, x.v.flatten(0, 1), w, beta=beta, alpha=alpha)
             return rows.view(size, x.v.shape[1], w.shape[1])
         if not isinstance(x, Stack) and isinstance(w, Stack) and _folds(x, w.v):
-            v = w.v.movedim(0, 1)
+            n, m = w.v.shape[0], w.v.shape[2]
             bias = bias.v if mapped else bias
-            bias = (bias.unsqueeze(1) if mapped and bias.dim() == 1 else bias).expand(v.shape[1:])
-            out = torch.addmm(bias.flatten(), x, v.flatten(1), beta=beta, alpha=alpha)
-            return out.view(x.shape[0], *v.shape[1:]).movedim(1, 0)
+            if bias.shape != (n, m):
+                bias = (bias.unsqueeze(1) if mapped and bias.dim() == 1 else bias).expand(n, m)
+            columns = w.v.transpose(1, 2).flatten(0, 1).t()
+            out = torch.addmm(bias.flatten(), x, columns, beta=beta, alpha=alpha)
+            return out.view(x.shape[0], n, m).transpose(0, 1)
     x, w = (a.v if isinstance(a, Stack) else a.expand(size, *a.shape) for a in (x, w))
     return torch.baddbmm(ranked(bias, 2), x, w, beta=beta, alpha=alpha)
 
@@ -135,7 +138,10 @@ def ranked(x: Stack | Tensor, rank: int) -> Tensor:
     if not isinstance(x, Stack):
         return x
     v = x.v
-    return v.reshape(v.shape[0], *(1,) * (rank + 1 - v.dim()), *v.shape[1:])
+    missing = rank + 1 - v.dim()
+    if missing == 1:
+        return v.unsqueeze(1)
+    return v.reshape(v.shape[0], *(1,) * missing, *v.shape[1:]) if missing else v
 
 
 _addmm = by_front(affine)

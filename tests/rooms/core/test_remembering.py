@@ -1,0 +1,61 @@
+"""What is put back before a function runs once more."""
+
+from forall._core.remembering import Remembered, globals_of, names_of
+
+COUNT = 0
+LOG = []
+
+
+def rebinds():
+    global COUNT  # noqa: PLW0603 - what is tested
+    COUNT += 1
+
+
+def forgets():
+    global COUNT  # noqa: PLW0603 - what is tested
+    del COUNT
+
+
+def keeps():
+    LOG.append(1)
+
+
+def outer():
+    def inner():
+        return LOG
+
+    return inner
+
+
+def test_globals_are_found_where_they_are_named_and_not_where_an_attribute_is():
+    assert dict(globals_of(rebinds.__code__)) == {"COUNT": True}
+    assert dict(globals_of(keeps.__code__)) == {"LOG": False}
+    assert dict(globals_of(outer.__code__)) == {"LOG": False}
+    assert names_of(keeps.__code__) == {"LOG", "append"}
+
+
+def test_a_global_is_bound_again():
+    for change in (rebinds, forgets):
+        before = Remembered(change, ())
+        change()
+        assert before.changed()
+        before.restore()
+        assert COUNT == 0
+        assert not before.changed()
+
+
+def test_empty_containers_of_an_object_are_emptied_again():
+    class Thing:
+        def __init__(self):
+            self.seen, self.names = [], {}
+
+        def __call__(self):
+            self.seen.append(1)
+            self.names["a"] = 2
+
+    thing = Thing()
+    before = Remembered(thing, ())
+    thing()
+    before.restore()
+    assert thing.seen == []
+    assert thing.names == {}

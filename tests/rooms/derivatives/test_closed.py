@@ -1,0 +1,67 @@
+"""A backward pass records itself only where somebody can ask for its derivative."""
+
+import torch
+from torch.testing import assert_close
+
+import forall
+from forall._derivatives import reverse
+
+
+def variable(value=2.0):
+    return torch.tensor(value, requires_grad=True)
+
+
+def test_a_graph_of_own_variables_alone_is_closed():
+    x = variable()
+    assert reverse.is_closed((x.sin() * x,), [x])
+    assert not reverse.is_closed((x * variable(),), [x])
+
+
+def test_a_function_written_in_python_runs_as_in_a_pass_that_records():
+    seen = []
+
+    class Cube(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x**3
+
+        @staticmethod
+        def backward(ctx, g):
+            (x,) = ctx.saved_tensors
+            seen.append(torch.is_grad_enabled())
+            return g * 3 * x**2
+
+    xs = torch.tensor([1.0, 2.0])
+    assert_close(forall.vmap(forall.grad(Cube.apply))(xs), 3 * xs**2)
+    assert_close(forall.grad(Cube.apply)(xs[1]), torch.tensor(12.0))
+    assert seen == [True, True]
+
+
+def test_what_can_be_asked_for_from_outside_has_its_derivative():
+    xs, w = torch.tensor([1.0, 2.0]), variable()
+    found = forall.vmap(forall.grad(lambda x: (w * x).sin()))(xs)
+    found.sum().backward()
+    other = variable()
+    (other * (other * xs).cos()).sum().backward()
+    assert_close(w.grad, other.grad)
+
+
+def test_tangents_pass_through_a_closed_pass():
+    x, t = torch.tensor(0.5), torch.tensor(2.0)
+    assert_close(forall.jvp(forall.grad(torch.sin), (x,), (t,))[1], -x.sin() * t)
+    together = forall.vmap(lambda x: forall.jvp(forall.grad(torch.sin), (x,), (t,))[1])
+    assert_close(together(x.expand(3)), (-x.sin() * t).expand(3))
+
+
+def test_a_gradient_that_a_hook_keeps_has_the_numbers_of_the_loop():
+    kept = []
+
+    def f(x):
+        y = x.sin()
+        y.register_hook(lambda g: kept.append(forall.stacked(g)))
+        return y * y
+
+    xs = torch.tensor([1.0, 2.0])
+    assert_close(forall.vmap(forall.grad(f))(xs), 2 * xs.sin() * xs.cos())
+    assert_close(kept[0].detach(), 2 * xs.sin())
