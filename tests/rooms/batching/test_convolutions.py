@@ -108,3 +108,4 @@ def test_the_choice_is_by_what_was_measured(filters, image, form):
     how = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
     assert conv.fastest(g, x, filters, *how) is form
     assert conv.fastest(g.double(), x.double(), filters, *how) is not conv.by_groups
+    assert conv.fastest(g.half(), x.half(), filters, *how) is not conv.channels_last

@@ -175,9 +175,10 @@ def fastest(g: Tensor, x: Tensor, filters: Sequence[int], *how: Any) -> Callable
     copied = x.shape[1] * prod(places) * groups * prod(filters[1:])
     if not x.is_cpu or (blocks and copied >= _LONG):
         return by_groups
-    # 1x1 needs no copy at all.
-    across = prod(filters[2:]) > 1 and filters[-1] * filters[1] >= places[-1]
-    return channels_last if across else places_last
+    # 1x1 needs no copy at all, and float16 has no fast product of matrices that lie in rows.
+    if prod(filters[2:]) == 1 or x.dtype is torch.float16:
+        return places_last
+    return channels_last if filters[-1] * filters[1] >= places[-1] else places_last
 
 
 def by_groups(g, x, filters, *how):
