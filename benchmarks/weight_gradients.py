@@ -1,4 +1,4 @@
-"""What per-example weight gradients of convolutions cost in either form, over many shapes.
+"""What per-example weight gradients of convolutions cost in each form, over many shapes.
 
     python benchmarks/weight_gradients.py [seconds] [seed]
 
@@ -12,6 +12,7 @@ import random
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -37,19 +38,19 @@ def drawn(rng: random.Random) -> Shape:
             return examples, images, channels, filters, image, kernel, stride, padding
 
 
-def forms(shape: Shape) -> tuple[Callable, Callable, bool]:
-    """By groups, by a product, and whether the rule would take the product."""
+FORMS = (conv.by_groups, conv.places_last, conv.channels_last)
+
+
+def costs(shape: Shape) -> tuple[dict[str, float], str]:
+    """Seconds of each form, and which one the rule would take."""
     examples, images, channels, filters, image, kernel, stride, padding = shape
     places = (image + 2 * padding - kernel) // stride + 1
     x = torch.randn(examples, images, channels, image, image)
     g = torch.randn(examples, images, filters, places, places)
-    weight = (filters, channels, kernel, kernel)
+    given = (g, x, (filters, channels, kernel, kernel))
     how = ([stride] * 2, [padding] * 2, [1, 1], False, [0, 0], 1)
-    return (
-        lambda: conv.weights_by_groups(g, x, weight, *how),
-        lambda: conv.weights_by_product(g, x, weight, *how),
-        conv.product_is_faster(g, x, weight, how),
-    )
+    cost = {form.__name__: seconds(partial(form, *given, *how)) for form in FORMS}
+    return cost, conv.fastest(*given, *how).__name__
 
 
 def seconds(program: Callable, rounds: int = 5, target: float = 0.004) -> float:
@@ -69,20 +70,18 @@ def seconds(program: Callable, rounds: int = 5, target: float = 0.004) -> float:
 def main(limit: float = 120, seed: int = 0) -> None:
     torch.set_num_threads(1)
     rng, stop = random.Random(seed), time.monotonic() + limit
-    over: dict[str, list[float]] = {"the rule": [], "groups": [], "products": []}
+    names = [form.__name__ for form in FORMS]
+    over: dict[str, list[float]] = {name: [] for name in ("the rule", *names)}
     while time.monotonic() < stop:
         shape = drawn(rng)
-        groups, product, chosen = forms(shape)
-        cost = {"groups": seconds(groups), "products": seconds(product)}
-        cost["the rule"] = cost["products" if chosen else "groups"]
+        cost, chosen = costs(shape)
+        cost["the rule"] = cost[chosen]
         for name, values in over.items():
             values.append(cost[name] / min(cost.values()))
-        print(
-            *shape, *(f"{cost[n] * 1e6:.0f}" for n in ("groups", "products")), sep="\t", flush=True
-        )
+        print(*shape, *(f"{cost[n] * 1e6:.0f}" for n in names), sep="\t", flush=True)
     for name, values in over.items():
         mean = math.exp(sum(map(math.log, values)) / len(values))
-        print(f"{name}: {mean:.3f} of the better form in the mean over {len(values)} shapes")
+        print(f"{name}: {mean:.3f} of the best form in the mean over {len(values)} shapes")
 
 
 if __name__ == "__main__":

@@ -138,11 +138,7 @@ def without_ended(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
 
 def wrap(value: torch.Tensor, axis: int | None, level: Level) -> Batched:
     """A new tensor of ``level``, with its value's strides so that autograd's views fit."""
-    shape = value.shape
-    try:
-        strides = value.stride()
-    except RuntimeError:
-        strides = strides_of(value)  # which tells why there are none
+    shape, strides = value.shape, strides_of(value)
     if axis is not None:
         if axis == 0:
             shape, strides = shape[1:], strides[1:]
@@ -173,7 +169,7 @@ def same(value: torch.Tensor, axis: int | None) -> tuple[torch.Tensor, int | Non
 def derive(base: Batched, value: torch.Tensor, axis: int | None, call: ViewCall) -> Batched:
     """A view of ``base``, of its family."""
     view = wrap(value, axis, base.level)
-    family = view.family = base.family or family_of(base)
+    family = view.family = family_of(base)
     view.chain = (*base.chain, call)
     if base.older:
         view.older = True

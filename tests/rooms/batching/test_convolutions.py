@@ -37,10 +37,9 @@ CASES = {
 }
 
 
-@pytest.fixture(params=["products", "groups"])
+@pytest.fixture(params=[conv.by_groups, conv.places_last, conv.channels_last])
 def form(request, monkeypatch):
-    chosen = request.param == "products"
-    monkeypatch.setattr(conv, "product_is_faster", lambda *_, **__: chosen)
+    monkeypatch.setattr(conv, "fastest", lambda *_: request.param)
 
 
 def _case(name):
@@ -94,18 +93,19 @@ def test_nested_and_second_derivatives():
 
 
 @pytest.mark.parametrize(
-    ("filters", "image", "products"),
+    ("filters", "image", "form"),
     [
-        ((8, 1, 3, 3), 28, True),  # no blocks of channels
-        ((16, 8, 3, 3), 14, False),
-        ((64, 64, 1, 1), 8, True),  # nothing is copied
-        ((64, 8, 3, 3), 8, True),  # what is copied is used often
-        ((64, 64, 3, 3), 8, False),
-        ((10, 64, 3, 3), 8, False),
+        ((8, 1, 3, 3), 28, conv.places_last),  # no blocks of channels
+        ((10, 64, 3, 3), 8, conv.channels_last),
+        ((64, 64, 1, 1), 8, conv.places_last),  # nothing is copied
+        ((16, 8, 3, 3), 14, conv.channels_last),  # the copy is short
+        ((64, 64, 3, 3), 14, conv.by_groups),
+        ((32, 16, 3, 3), 32, conv.by_groups),
     ],
 )
-def test_the_choice_is_by_what_was_measured(filters, image, products):
-    g, x = (torch.empty(2, 1, n, image, image) for n in filters[:2])
+def test_the_choice_is_by_what_was_measured(filters, image, form):
+    x, g = (torch.empty(2, 1, n, image, image) for n in (filters[1], filters[0]))
     how = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
-    assert conv.product_is_faster(g, x, filters, how) is products
-    assert conv.product_is_faster(g.double(), x.double(), filters, how)
+    assert conv.fastest(g, x, filters, *how) is form
+    assert conv.fastest(g.double(), x.double(), filters, *how) is not conv.by_groups
+    assert conv.fastest(g.half(), x.half(), filters, *how) is not conv.channels_last

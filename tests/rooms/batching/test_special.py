@@ -41,6 +41,14 @@ def test_bincount_of_one_length():
     check_vmap(torch.bincount, (i, torch.rand(3)), (0, None))
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16])
+def test_bincount_of_more_than_fits_the_dtype(dtype):
+    i = torch.arange(300).remainder(8).expand(300, 300).tril().to(dtype)
+    check_vmap(lambda i: torch.bincount(i, minlength=8), (i,))
+    most = torch.full((2, 3), torch.iinfo(dtype).max, dtype=dtype)
+    check_vmap(torch.bincount, (most,))
+
+
 def test_bincount_of_several_lengths_has_no_stack():
     x = torch.tensor([[0, 1], [1, 2]])
     with pytest.raises(DataDependentError, match="minlength"):

@@ -15,7 +15,7 @@ NOTE [where the examples go]
 from __future__ import annotations
 
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,14 +23,14 @@ from forall._batching.families import Stack, by_front
 from forall._batching.table import register
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 aten = torch.ops.aten
 Tensor = torch.Tensor
 
 
 class Images:
-    """The examples join N."""
+    """The examples join N. What differs comes as (B, *S), what is shared as it is."""
 
     def __init__(self, size: int, groups: int, transposed: bool) -> None:
         self.size, self.groups, self.transposed = size, groups, transposed
@@ -42,7 +42,7 @@ class Images:
         return v.unflatten(0, (self.size, -1))
 
     def w(self, v: Tensor) -> Tensor:
-        return v[0]
+        return v
 
     y, y_back = x, x_back
 
@@ -51,7 +51,7 @@ class Filters(Images):
     """The examples join the output channels of each group."""
 
     def x(self, v: Tensor) -> Tensor:
-        return v[0]
+        return v
 
     def y(self, v: Tensor) -> Tensor:
         v = v.unflatten(2, (self.groups, -1))  # (B, N, g, O, *)
@@ -97,10 +97,13 @@ def _all(a: Stack | Tensor, size: int) -> Tensor:
     return a.v if isinstance(a, Stack) else a.expand(size, *a.shape)
 
 
-def _shape_of(a: Stack | Tensor, size: int) -> Tensor:
-    """A stand-in of the shape of ``a``'s stack, for kernels that ask for no more."""
-    v, shape = (a.v, a.v.shape) if isinstance(a, Stack) else (a, (size, *a.shape))
-    return v.new_empty(shape)  # without an entry to copy, as an expanded one would be
+def _value(a: Stack | Tensor) -> Tensor:
+    return a.v if isinstance(a, Stack) else a
+
+
+def _shape(a: Stack | Tensor) -> Sequence[int]:
+    """Of one example."""
+    return a.v.shape[1:] if isinstance(a, Stack) else a.shape
 
 
 def convolution(size, x, w, bias, *how):
@@ -112,7 +115,7 @@ def convolution(size, x, w, bias, *how):
     place = (Groups if isinstance(w, Stack) else Images) if isinstance(x, Stack) else Filters
     p = place(size, groups, transposed=geometry[3])
     within = bias if place is Images and not isinstance(bias, Stack) else None
-    x, w = p.x(_all(x, size)), p.w(_all(w, size))
+    x, w = p.x(_value(x)), p.w(_value(w))
     y = p.y_back(torch.convolution(x, w, within, *geometry, p.groups))
     if bias is None or within is not None:
         return y
@@ -125,83 +128,108 @@ def _per_channel(bias: Tensor, y: Tensor) -> Tensor:
 
 
 def _convolution_backward(size, g, x, w, _bias_sizes, *how):
-    geometry, groups, (for_x, for_w, for_bias) = how[:5], how[5], how[6]
-    g = _all(g, size)
-
-    def pull(place, x, w, mask):
-        p = place(size, groups, transposed=geometry[3])
-        gx, gw, _ = aten.convolution_backward.default(
-            p.y(g), p.x(x), p.w(w), None, *geometry, p.groups, [*mask, False]
-        )
-        return p.x_back(gx) if mask[0] else None, p.w_back(gw) if mask[1] else None
-
+    for_x, for_w, for_bias = how[6]
+    g, how = _all(g, size), how[:6]
     gx = gw = None
     if for_x:
-        to = Groups if isinstance(w, Stack) else Images
-        gx, _ = pull(to, _shape_of(x, size), _all(w, size), [True, False])
+        place = Groups if isinstance(w, Stack) else Images
+        # Kernels ask a stand-in for its shape, and copy it if its entries lie in one place.
+        gx = _pulled(place, g, g.new_empty((size, *_shape(x))), _value(w), 0, how)
     if for_w and isinstance(x, Stack):
-        filters = _shape_of(w, size).shape[1:]
-        form = weights_by_product if product_is_faster(g, x.v, filters, how) else weights_by_groups
-        gw = form(g, x.v, filters, *geometry, groups)
+        gw = fastest(g, x.v, _shape(w), *how)(g, x.v, _shape(w), *how)
     elif for_w:
-        _, gw = pull(Filters, _all(x, size), _shape_of(w, size), [False, True])
+        gw = _pulled(Filters, g, x, g.new_empty((size, *_shape(w))), 1, how)
     return gx, gw, g.sum([1, *range(3, g.dim())]) if for_bias else None
 
 
-# --- per-example weights by products -------------------------------------------------------------
+def _pulled(place, g, x, w, which, how):
+    """The derivative in x (0) or w (1), of which only the shape matters."""
+    p = place(len(g), how[5], transposed=how[3])
+    out = aten.convolution_backward.default(
+        p.y(g), p.x(x), p.w(w), None, *how[:5], p.groups, [which == 0, which == 1, False]
+    )[which]
+    return p.w_back(out) if which else p.x_back(out)
+
+
+# --- per-example weights --------------------------------------------------------------------------
 
 # NOTE [products or groups]
-#     A grouped convolution is fast where its kernel finds blocks of channels. A product pays for a
-#     copy of the images, of each entry as often as the filter meets it. Which costs less was
-#     measured on CPU (benchmarks/weight_gradients.py): this choice costs 5 % more than the better
-#     of the two, in the mean over 842 shapes; groups alone 59 %, products alone 18 %. Float64 has
-#     no fast convolution; elsewhere than on CPU nothing was measured, and groups stay.
+#     A grouped convolution is fast where its kernel finds blocks of channels and the images are
+#     large. A product pays for a copy of the images, of each entry as often as the filter meets it.
+#     The copy is fast where its runs are long: a row of the result, places last, or a row of the
+#     filter with all channels, channels last. With channels last the product itself is faster too,
+#     but each weight has to be put in order. What costs least was measured on CPU
+#     (benchmarks/weight_gradients.py): this choice costs 11 % more than the best of the three, in
+#     the mean over 647 shapes; groups alone 125 %, places last 59 %, channels last 33 %. Float64
+#     has no fast convolution; elsewhere than on CPU nothing was measured, and groups stay.
 _BLOCK = 8  # channels
-_FEW_COPIES = 1.7  # of an entry: copying costs less than what it saves
-_SMALL_FILTER = 400  # entries, where channels make no blocks
-_MORE_FILTERS = 8  # for each channel of the images: the copy is used often
-_MANY_FILTERS, _SMALL_ROW = 128, 15000  # or so many, of a copy that is not long
+_LONG = 100_000  # entries of one example's copy
 
 
-def product_is_faster(g: Tensor, x: Tensor, filters: Sequence[int], how: Sequence) -> bool:
+def fastest(g: Tensor, x: Tensor, filters: Sequence[int], *how: Any) -> Callable[..., Tensor]:
     """``filters`` (g*O, I, *) is the shape of one example's weight, ``how`` as in `convolution`."""
-    if x.dtype is torch.float64 or not x.is_cpu:
-        return x.is_cpu
-    met, places = (g, x) if how[3] else (x, g)
-    copies = prod(filters[2:]) * prod(places.shape[3:]) / max(prod(met.shape[3:]), 1)
-    if copies < _FEW_COPIES:
-        return True
-    outputs, inputs = filters[0] // how[5], filters[1]
-    if outputs % _BLOCK or inputs % _BLOCK:
-        return prod(filters[1:]) < _SMALL_FILTER
-    row = x.shape[1] * prod(places.shape[3:]) * prod(filters[2:])
-    return outputs >= _MORE_FILTERS * inputs or (outputs >= _MANY_FILTERS and row < _SMALL_ROW)
-
-
-def weights_by_groups(g, x, filters, *how):
-    """(B, N, g*O, *), (B, N, g*I, *) -> (B, g*O, I, *): each example has groups of its own."""
-    p = Groups(len(x), how[5], transposed=how[3])
-    w = p.w(x.new_empty((len(x), *filters)))
-    _, gw, _ = aten.convolution_backward.default(
-        p.y(g), p.x(x), w, None, *how[:5], p.groups, [False, True, False]
+    places, groups = (x if how[3] else g).shape[3:], how[5]
+    blocks = x.dtype is not torch.float64 and not (
+        filters[0] // groups % _BLOCK or filters[1] % _BLOCK
     )
-    return p.w_back(gw)
+    copied = x.shape[1] * prod(places) * groups * prod(filters[1:])
+    if not x.is_cpu or (blocks and copied >= _LONG):
+        return by_groups
+    # 1x1 needs no copy at all, and float16 has no fast product of matrices that lie in rows.
+    if prod(filters[2:]) == 1 or x.dtype is torch.float16:
+        return places_last
+    return channels_last if filters[-1] * filters[1] >= places[-1] else places_last
 
 
-def weights_by_product(g, x, filters, stride, padding, dilation, transposed, _, groups):
-    """(B, N, g*O, *), (B, N, g*I, *) -> (B, g*O, I, *); where transposed, they change places."""
+def by_groups(g, x, filters, *how):
+    """(B, N, g*O, *), (B, N, g*I, *) -> (B, g*O, I, *): each example has groups of its own."""
+    return _pulled(Groups, g, x, x.new_empty((len(x), *filters)), 1, how)
+
+
+def places_last(g, x, filters, *how):
+    """The same by one product per example, of cotangents and of what the filter meets."""
+    g, x, r = _operands(g, x, 4, filters, *how)  # (B*g, O, N*places), (B, N, g, I, *, *kernel)
+    met = x.permute(0, 2, 3, *range(4 + r, 4 + 2 * r), 1, *range(4, 4 + r))
+    met = met.reshape(len(g), prod(filters[1:]), -1)
+    return torch.bmm(g, met.mT).view(len(x), *filters)
+
+
+def channels_last(g, x, filters, *how):
+    """The same; of what the filter meets in a row, all channels lie one after another."""
+    g, x, r = _operands(g, x, 3, filters, *how)  # (B*g, O, N*places), (B, N, g, *, I, *kernel)
+    met = x.permute(0, 2, 1, *range(3, 3 + r), *range(4 + r, 4 + 2 * r), 3 + r)
+    met = met.reshape(len(g), -1, prod(filters[1:]))  # (B*g, N*places, kernel*I)
+    out = torch.bmm(g, met).view(len(x), filters[0], -1, filters[1])
+    return out.mT.reshape(len(x), *filters)
+
+
+def _operands(g, x, dim, filters, stride, padding, dilation, transposed, _, groups):
+    """Cotangents as rows, windows into the images, whose places begin at ``dim``, and their rank.
+
+    Where the convolution is transposed, they change places.
+    """
     if transposed:
         g, x = x, g
     r = g.dim() - 3
     if any(padding):  # to pad by nothing would be a copy
         x = torch.constant_pad_nd(x, [p for p in reversed(_of_rank(padding, r)) for _ in range(2)])
-    for i, (s, d) in enumerate(zip(_of_rank(stride, r), _of_rank(dilation, r), strict=True)):
-        x = x.unfold(3 + i, d * (filters[2 + i] - 1) + 1, s)[..., ::d]
-        x = x.narrow(3 + i, 0, g.shape[3 + i])
-    met = x.permute(0, 2, *range(3 + r, 3 + 2 * r), 1, *range(3, 3 + r))
-    met = met.reshape(len(x) * groups, prod(filters[1:]), -1)  # (B*g, I*kernel, N*places)
+    x = x.unflatten(2, (groups, -1))
+    if dim == 3:
+        x = x.movedim(3, -1).contiguous()
+    met = _windows(x, dim, g.shape[3:], filters[2:], _of_rank(stride, r), _of_rank(dilation, r))
     g = g.movedim(1, 2).reshape(len(g) * groups, filters[0] // groups, -1)
-    return torch.bmm(g, met.mT).view(len(x), *filters)
+    return g, met, r
+
+
+def _windows(x, dim, places, kernel, stride, dilation):
+    """What the filter meets: dims from ``dim`` on become places, and dims of the filter follow."""
+    for i, (n, k, s, d) in enumerate(zip(places, kernel, stride, dilation, strict=True), dim):
+        x = x.unfold(i, d * (k - 1) + 1, s)
+        if d > 1:
+            x = x[..., ::d]
+        if x.shape[i] > n:
+            x = x.narrow(i, 0, n)
+    return x
 
 
 def _of_rank(numbers: Sequence[int], rank: int) -> Sequence[int]:

@@ -51,13 +51,13 @@ _FIXED = "torch.where(mask, x, other) and torch.nonzero_static(x, size=n) have o
 
 
 def _nonzero(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
-    x = args[0]
-    found = front(x) != 0
+    """The stack's own places are in order, one example after another."""
+    found = front(args[0]) != 0
     counts = found.flatten(1).sum(1) if found.dim() > 1 else found.long()
     what = "nonzero, argwhere or a boolean mask as an index"
     n = one_size(level, counts, what, _FIXED)
-    with level_on(level):
-        return aten.nonzero_static.default(x, size=n)
+    places = aten.nonzero.default(found)[:, 1:]
+    return wrap(places.reshape(found.shape[0], n, found.dim() - 1), 0, level)
 
 
 def _masked_select(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
@@ -114,7 +114,7 @@ def _bincount(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     least = args[2] if len(args) > 2 else 0
     v = stacked(x, level)
     size, numel = v.shape
-    needs = v.amax(1) + 1 if numel and size else v.new_full((size,), least)
+    needs = v.amax(1).long() + 1 if numel and size else v.new_full((size,), least)
     if numel and size:
         aten._assert_async.msg(
             (v >= 0).all(), "bincount only supports 1-d non-negative integral inputs."
@@ -123,10 +123,10 @@ def _bincount(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     longest = least
     if size:
         longest = one_size(level, needs.clamp(min=least), "bincount", cure)
-    flat = v + longest * torch.arange(size, device=v.device, dtype=v.dtype).unsqueeze(1)
+    flat = v + longest * torch.arange(size, device=v.device).unsqueeze(1)
     if weights is not None:
         weights = stacked(weights, level).reshape(-1)
-    counts = torch.bincount(flat.long().reshape(-1), weights, minlength=size * longest)
+    counts = torch.bincount(flat.reshape(-1), weights, minlength=size * longest)
     return wrap(counts.reshape(size, longest), 0, level)
 
 

@@ -142,14 +142,12 @@ def _nonzero_static(level, func, args, kwargs):
         numbered <= n, numbered, 0
     )  # those too many go into entry 0, with the zeros
     numbers = torch.arange(numbered.shape[1], device=v.device).expand(numbered.shape)
-    found = numbered.new_zeros(v.shape[0], n + 1).scatter(1, numbered, numbers)[:, 1:]
-    there = torch.zeros_like(found, dtype=torch.bool)
-    there = aten.constant_pad_nd.default(there, [1, 0]).scatter(1, numbered, True)[:, 1:]
+    found = numbered.new_full((v.shape[0], n + 1), -1).scatter(1, numbered, numbers)[:, 1:]
     shape = v.shape[1:]
     steps = [torch.Size(shape[d + 1 :]).numel() for d in range(len(shape))]
     places = [found // max(s, 1) % max(m, 1) for s, m in zip(steps, shape, strict=True)]
     places = torch.stack(places, -1) if places else found.new_zeros(*found.shape, 0)
-    return wrap(torch.where(there.unsqueeze(-1), places, fill), 0, level)
+    return wrap(torch.where(found.unsqueeze(-1) < 0, fill, places), 0, level)
 
 
 register(

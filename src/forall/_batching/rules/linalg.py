@@ -25,9 +25,10 @@ Tensor = torch.Tensor
 def _stacks(operands: Sequence[Tensor], cores: Sequence[int], level: Any) -> list[Tensor]:
     """(B, *batch, *core) each, with 1s where an example has fewer batch dims than another's."""
     ranks = [x.dim() - core for x, core in zip(operands, cores, strict=True)]
+    most = max(ranks)
     values = [stacked(x, level) for x in operands]
     return [
-        v.reshape(v.shape[0], *(1,) * (max(ranks) - rank), *v.shape[1:])
+        v if rank == most else v.reshape(v.shape[0], *(1,) * (most - rank), *v.shape[1:])
         for v, rank in zip(values, ranks, strict=True)
     ]
 

@@ -61,10 +61,11 @@ def _rows(a: Any, size: int) -> Tensor:
     return v.reshape(size, -1)
 
 
-def _tally(bins: Tensor, weights: Tensor, valid: Tensor, count: int) -> Tensor:
-    """(B, N) places and weights -> (B, count) sums."""
+def _tally(bins: Tensor, weights: Any, valid: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+    """(B, N) places and weights, where there are any -> (B, count) sums."""
+    weights = valid.to(dtype) if weights is None else torch.where(valid, weights, 0)
     out = weights.new_zeros((bins.shape[0], count))
-    return out.scatter_add(1, torch.where(valid, bins, 0), torch.where(valid, weights, 0))
+    return out.scatter_add(1, torch.where(valid, bins, 0), weights)
 
 
 def _outer_edges(x: Tensor, lo: float, hi: float, room: float) -> tuple[Any, Any]:
@@ -72,8 +73,7 @@ def _outer_edges(x: Tensor, lo: float, hi: float, room: float) -> tuple[Any, Any
     if lo == hi == 0 and x.shape[1]:
         low, high = x.amin(1, keepdim=True), x.amax(1, keepdim=True)
     else:
-        low = torch.full_like(x[:, :1] if x.shape[1] else x.new_empty((x.shape[0], 1)), lo)
-        high = torch.full_like(low, hi)
+        low, high = (x.new_full((x.shape[0], 1), limit) for limit in (lo, hi))
     aten._assert_async.msg(
         (low.isfinite() & high.isfinite()).all(), "histogram: the range of values is not finite"
     )
@@ -88,7 +88,7 @@ def _histc(size, x, bins=100, min=0, max=0):
     valid = (x >= low) & (x <= high)
     # In the kernel's own order of operations: entries lie on the edges more often than not.
     place = torch.where(valid, (x - low) * bins / (high - low), 0).long().clamp(max=bins - 1)
-    return _tally(place, torch.ones_like(x), valid, bins)
+    return _tally(place, None, valid, bins, x.dtype)
 
 
 def _histogram(x: Tensor, edges: Tensor, weight: Any, density: bool) -> tuple[Tensor, Tensor]:
@@ -96,8 +96,7 @@ def _histogram(x: Tensor, edges: Tensor, weight: Any, density: bool) -> tuple[Te
     count = edges.shape[1] - 1
     valid = (x >= edges[:, :1]) & (x <= edges[:, -1:])
     place = torch.searchsorted(edges, x.contiguous(), right=True) - 1
-    weights = torch.ones_like(x) if weight is None else weight
-    out = _tally(place.clamp(0, count - 1), weights, valid, count)
+    out = _tally(place.clamp(0, count - 1), weight, valid, count, x.dtype)
     if density:
         out = out / out.sum(1, keepdim=True) / edges.diff(dim=1)
     return out, edges
@@ -154,8 +153,7 @@ def _histogram_of_points(x: Tensor, edges: list[Tensor], weight: Any, density: b
         at = torch.searchsorted(e.contiguous(), along, right=True) - 1
         place = place * (e.shape[1] - 1) + at.clamp(0, e.shape[1] - 2)
     counts = [e.shape[1] - 1 for e in edges]
-    weights = torch.ones_like(x[..., 0]) if weight is None else weight
-    out = _tally(place, weights, valid, prod(counts)).unflatten(1, counts)
+    out = _tally(place, weight, valid, prod(counts), x.dtype).unflatten(1, counts)
     if density:
         out = out / out.flatten(1).sum(1).view(-1, *(1,) * len(counts))
         for d, e in enumerate(edges):
