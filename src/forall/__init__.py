@@ -25,6 +25,7 @@ from forall._transforms.jit import jit
 from forall._transforms.jvp import jvp
 from forall._transforms.linearize import linearize
 from forall._transforms.modules import stack_module_state
+from forall._transforms.norms import per_example_grad_norm
 from forall._transforms.second import hessian_diag, hvp, laplacian
 from forall._transforms.stacked import stacked
 from forall._transforms.unwrap import debug_unwrap
@@ -57,6 +58,7 @@ __all__ = [
     "laplacian",
     "linearize",
     "map",
+    "per_example_grad_norm",
     "rearrange",
     "replace_all_batch_norm_modules_",
     "scan",

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from forall import jvp, vmap
+from forall import grad, jvp, vmap
 
 D = torch.float64
 
@@ -48,3 +49,16 @@ def test_a_running_product_after_a_running_sum_in_forward_mode():
     x = torch.arange(1.0, 7.0, dtype=D).reshape(2, 3)
     (found,) = torch.autograd.grad(jvp(vmap(f), (x,), (x,))[1].sum(), w)
     assert found.shape == w.shape
+
+
+@pytest.mark.xfail(strict=True, reason="the tangent of the fused backward is lost under vmap")
+def test_the_tangent_of_gradients_through_fused_attention():
+    xs = torch.linspace(-1, 2, 48, dtype=D).reshape(3, 1, 2, 2, 4).sin()
+    w = xs[0].cos()
+
+    def f(w, x):
+        return F.scaled_dot_product_attention(w, x, x.cos()).sin().sum()
+
+    found = jvp(lambda w: vmap(grad(f), (None, 0))(w, xs), (w,), (w.cos(),))
+    expected = [jvp(lambda w, x=x: grad(f)(w, x), (w,), (w.cos(),)) for x in xs]
+    torch.testing.assert_close(found[1], torch.stack([t for _, t in expected]))
