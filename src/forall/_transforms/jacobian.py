@@ -116,7 +116,7 @@ def jacrev(
 
     which = (argnums, argnames)
     options = {"error": RuntimeError, "chunk_size": chunk_size}
-    return _jacobian("jacrev", func, which, has_aux, return_value, rows, **options)
+    return derived("jacrev", func, which, has_aux, return_value, rows, **options)
 
 
 @overload
@@ -221,7 +221,7 @@ def jacfwd(
 
     which = (argnums, argnames)
     options = {"error": ValueError, "randomness": randomness}
-    return _jacobian("jacfwd", func, which, has_aux, return_value, columns, **options)
+    return derived("jacfwd", func, which, has_aux, return_value, columns, **options)
 
 
 @overload
@@ -338,7 +338,7 @@ def hessian(
     return second
 
 
-def _jacobian(
+def derived(
     verb: str,
     func: Callable,
     which: tuple[Any, Any],  # argnums, argnames
@@ -346,6 +346,7 @@ def _jacobian(
     return_value: bool,
     sweep: Callable[..., Blocks],
     error: type[Exception],
+    torchs: str | None = None,  # the transform of torch.func that does the same
     **options: Any,
 ) -> Callable:
     """What ``sweep`` finds as a tree, and beside it what was asked for."""
@@ -355,7 +356,7 @@ def _jacobian(
     @functools.wraps(func, updated=())
     def jacobian(*args: Any, **kwargs: Any) -> Any:
         if handover.needed():
-            return by_torch(verb, f, args, kwargs, *which, has_aux=beside, **options)
+            return by_torch(torchs or verb, f, args, kwargs, *which, has_aux=beside, **options)
         call = called(verb, func, *which)
         given = Arguments(call, args, kwargs, *which, error)
         found = sweep(call, lambda *xs: given.call(f, xs), given.tensors, beside)

@@ -108,13 +108,18 @@ def by_rows(
     """Reverse mode: pull back every number of the outputs."""
     pull, _, aux = pullback(call, func, tuple(moved(call, xs)), has_aux)
     checks.real(call, "outputs", pull.outputs)
+    return Blocks(blocks_of(pull, chunk), pull.out_spec, aux)
+
+
+def blocks_of(pull: Pullback, chunk: int | None) -> list[list[torch.Tensor]]:
+    """``[o][i]`` of shape (*O, *I), by rows."""
     stacks = _rows(pull, chunk)
     first, blocks = 0, []
     for y in pull.outputs:
         n = y.numel()
         blocks.append([s[first : first + n].reshape((*y.shape, *s.shape[1:])) for s in stacks])
         first += n
-    return Blocks(blocks, pull.out_spec, aux)
+    return blocks
 
 
 def _rows(pull: Pullback, chunk: int | None) -> list[torch.Tensor]:
