@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from forall._core.errors import Call
+    from forall._transforms.types import Chunk
 
 
 class Hooks(TorchFunctionMode):
@@ -33,7 +34,7 @@ class Hooks(TorchFunctionMode):
 
 
 def by_fewer(
-    call: Call, func: Callable, xs: list[torch.Tensor], has_aux: bool, chunk: int | None
+    call: Call, func: Callable, xs: list[torch.Tensor], has_aux: bool, chunk: Chunk
 ) -> Blocks:
     """Pull back every number of the outputs, or push those of the inputs, where they are few.
 
@@ -71,7 +72,7 @@ def _is_torchs(pull: Pullback) -> bool:
         return all(_TORCHS.fullmatch(type(n).__name__) for n in reverse.nodes(pull.outputs))
 
 
-def _pushed(call: Call, pull: Pullback, xs: list, chunk: int | None) -> list | None:
+def _pushed(call: Call, pull: Pullback, xs: list, chunk: Chunk) -> list | None:
     """``[o][i]`` of shape (*O, *I), by columns; None where torch has no second backward."""
     cots = tuple(map(torch.zeros_like, pull.outputs))
     try:

@@ -13,6 +13,7 @@ from forall._torch import handover, trees
 from forall._torch.dispatch import functions_off
 from forall._transforms import checks
 from forall._transforms.arguments import Arguments, by_torch, called, places
+from forall._transforms.types import Chunk
 from forall._transforms.vmap import vmap
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ def per_example_grad_norm(
     return_value: bool = False,
     in_dims: Any = 0,
     randomness: str | torch.Tensor = "error",
-    chunk_size: int | None = None,
+    chunk_size: Chunk = None,
 ) -> Callable:
     """The norm of each example's gradient.
 
@@ -52,7 +53,7 @@ def per_example_grad_norm(
         in_dims: as `vmap`'s. One int is for the arguments that are not differentiated; those that
             are, a model's parameters, are shared between the examples.
         randomness: as `vmap`'s.
-        chunk_size: run at most so many examples at once. Changes memory, not values.
+        chunk_size: as `vmap`'s.
 
     Raises:
         RuntimeError, ValueError: as `grad` and `vmap`.
@@ -73,7 +74,7 @@ def per_example_grad_norm(
     verb = "per_example_grad_norm"
     checks.callable_(verb, func)
     checks.randomness(verb, randomness, keys=True)
-    checks.chunk_size(verb, chunk_size)
+    checks.chunk_size(verb, chunk_size, auto=True)
 
     @functools.wraps(func, updated=())
     def of_one(*args: Any, **kwargs: Any) -> tuple:

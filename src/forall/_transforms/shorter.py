@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 from forall._transforms import checks
 from forall._transforms.fewer import by_fewer
 from forall._transforms.jacobian import derived
-from forall._transforms.types import P, R, X
+from forall._transforms.types import Chunk, P, R, X
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,7 +24,7 @@ def jacobian(
     argnames: str | tuple[str, ...] | None = None,
     has_aux: Literal[False] = False,
     return_value: Literal[False] = False,
-    chunk_size: int | None = None,
+    chunk_size: Chunk = None,
 ) -> Callable[P, Any]: ...
 @overload
 def jacobian(
@@ -34,7 +34,7 @@ def jacobian(
     argnames: str | tuple[str, ...] | None = None,
     has_aux: Literal[True],
     return_value: Literal[False] = False,
-    chunk_size: int | None = None,
+    chunk_size: Chunk = None,
 ) -> Callable[P, tuple[Any, X]]: ...
 @overload
 def jacobian(
@@ -44,7 +44,7 @@ def jacobian(
     argnames: str | tuple[str, ...] | None = None,
     has_aux: Literal[False] = False,
     return_value: Literal[True],
-    chunk_size: int | None = None,
+    chunk_size: Chunk = None,
 ) -> Callable[P, tuple[Any, R]]: ...
 @overload
 def jacobian(
@@ -54,7 +54,7 @@ def jacobian(
     argnames: str | tuple[str, ...] | None = None,
     has_aux: Literal[True],
     return_value: Literal[True],
-    chunk_size: int | None = None,
+    chunk_size: Chunk = None,
 ) -> Callable[P, tuple[Any, tuple[R, X]]]: ...
 def jacobian(
     func: Callable,
@@ -63,7 +63,7 @@ def jacobian(
     argnames: str | tuple[str, ...] | None = None,
     has_aux: bool = False,
     return_value: bool = False,
-    chunk_size: int | None = None,
+    chunk_size: Chunk = None,
 ) -> Callable:
     """The Jacobian of ``func`` at a point, by the mode that has less to do.
 
@@ -84,7 +84,8 @@ def jacobian(
         has_aux: ``f`` returns ``(y, aux)``; the result is then ``(jacobian, aux)``.
         return_value: the result is ``(jacobian, y)``, with has_aux ``(jacobian, (y, aux))``; ``f``
             is not called again for it.
-        chunk_size: at most so many directions at once. Changes memory, not values.
+        chunk_size: at most so many directions at once, or ``"auto"`` (see `vmap`). Changes memory,
+            not values.
 
     Trees, and what is raised, are those of `jacrev`.
 
@@ -101,11 +102,15 @@ def jacobian(
                 [3., 2.]])
     """
     checks.callable_("jacobian", func)
-    checks.chunk_size("jacobian", chunk_size)
+    checks.chunk_size("jacobian", chunk_size, auto=True)
 
     def fewer(call: Call, f: Callable, xs: list, has_aux: bool) -> Blocks:
         return by_fewer(call, f, xs, has_aux, chunk_size)
 
-    options = {"error": RuntimeError, "torchs": "jacrev", "chunk_size": chunk_size}
+    options = {
+        "error": RuntimeError,
+        "torchs": "jacrev",
+        "chunk_size": None if chunk_size == "auto" else chunk_size,
+    }
     which = (argnums, argnames)
     return derived("jacobian", func, which, has_aux, return_value, fewer, **options)
