@@ -2,7 +2,8 @@
 
 import torch
 
-from registry import Contestants, contest, workload
+import forall
+from registry import Contestants, assert_agree, contest, workload
 
 WIDTH, TANGENTS = 64, 16
 
@@ -70,3 +71,20 @@ def linearize(device: torch.device) -> Contestants:
         return torch.addmv(f.bias2, f.second, hidden), pushed
 
     return contest(transformed, handwritten)
+
+
+@workload(
+    "jacobian-tall",
+    "`jacobian` of 32 numbers to 2048, with rows and with columns",
+    names=("forall", "jacrev", "jacfwd"),
+    limits={(0, 1): 0.5},
+)
+def jacobian_tall(device: torch.device) -> Contestants:
+    weight, x = torch.randn(2048, 32, device=device), torch.randn(32, device=device)
+
+    def function(x):
+        return torch.tanh(weight @ x)
+
+    verbs = [verb(function) for verb in (forall.jacobian, forall.jacrev, forall.jacfwd)]
+    programs = (lambda: verbs[0](x), lambda: verbs[1](x), lambda: verbs[2](x))
+    return Contestants(programs, lambda actual, expected: assert_agree(actual, expected, 1e-5))

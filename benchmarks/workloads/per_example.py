@@ -9,7 +9,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.grad import conv2d_weight
 
-from registry import Contestants, contest, workload
+import forall
+from registry import Contestants, assert_agree, contest, workload
 
 
 def per_example_gradients(api, model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor):
@@ -119,3 +120,75 @@ def memory_mlp(device: torch.device) -> Contestants:
 @workload("memory-cnn", "per-example gradients of the CNN, 128 images", "peak memory")
 def memory_cnn(device: torch.device) -> Contestants:
     return convolutional(device, 128)
+
+
+# The norms alone: wanted in a quarter of the time of the gradients, and a tenth of their memory.
+NORMS = ("forall", "vmap(grad)", "hand-written")
+
+
+def norms(model: nn.Module, inputs: torch.Tensor, handwritten) -> Contestants:
+    """`per_example_grad_norm`, the norms of gradients that are made, and a program by hand."""
+    parameters = {name: value.detach() for name, value in model.named_parameters()}
+
+    def loss(parameters, example):
+        return forall.functional_call(model, parameters, (example,)).square().mean()
+
+    direct = forall.per_example_grad_norm(loss)
+    gradients = forall.vmap(forall.grad(loss), in_dims=(None, 0))
+
+    def made():
+        found = gradients(parameters, inputs).values()
+        return torch.stack([torch.linalg.vector_norm(g.flatten(1), dim=1) for g in found]).norm(
+            dim=0
+        )
+
+    return Contestants(
+        (lambda: direct(parameters, inputs), made, handwritten),
+        lambda actual, expected: assert_agree(actual, expected, 1e-5),
+    )
+
+
+def wide(device: torch.device, examples: int, width: int = 1024) -> Contestants:
+    layers = [layer for _ in range(4) for layer in (nn.Linear(width, width), nn.ReLU())]
+    model = nn.Sequential(*layers[:-1]).to(device)
+    inputs = torch.randn(examples, width, device=device)
+
+    def handwritten():
+        entering, leaving, value = [], [], inputs
+        for layer in model:
+            if isinstance(layer, nn.Linear):
+                entering.append(value)
+                value = F.linear(value, layer.weight.detach(), layer.bias.detach())
+                value = value if value.requires_grad else value.requires_grad_()
+                leaving.append(value)
+            else:
+                value = layer(value)
+        found = torch.autograd.grad(value.square().mean(1).sum(), leaving)
+        squares = [
+            g.square().sum(1) * (1 + x.detach().square().sum(1))
+            for x, g in zip(entering, found, strict=True)
+        ]
+        return torch.stack(squares).sum(0).sqrt()
+
+    return norms(model, inputs, handwritten)
+
+
+@workload(
+    "norms-mlp",
+    "norms of the gradients of four layers of width 1024, 64 examples",
+    names=NORMS,
+    limits={(0, 1): 0.25},
+)
+def norms_mlp(device: torch.device) -> Contestants:
+    return wide(device, 64)
+
+
+@workload(
+    "norms-mlp-memory",
+    "norms of the gradients of four layers of width 1024, 64 examples",
+    "peak memory",
+    names=NORMS,
+    limits={(0, 1): 0.1},
+)
+def norms_mlp_memory(device: torch.device) -> Contestants:
+    return wide(device, 64)

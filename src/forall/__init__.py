@@ -25,7 +25,9 @@ from forall._transforms.jit import jit
 from forall._transforms.jvp import jvp
 from forall._transforms.linearize import linearize
 from forall._transforms.modules import stack_module_state
+from forall._transforms.norms import per_example_grad_norm
 from forall._transforms.second import hessian_diag, hvp, laplacian
+from forall._transforms.shorter import jacobian
 from forall._transforms.stacked import stacked
 from forall._transforms.unwrap import debug_unwrap
 from forall._transforms.vjp import vjp
@@ -51,12 +53,14 @@ __all__ = [
     "hessian_diag",
     "hvp",
     "jacfwd",
+    "jacobian",
     "jacrev",
     "jit",
     "jvp",
     "laplacian",
     "linearize",
     "map",
+    "per_example_grad_norm",
     "rearrange",
     "replace_all_batch_norm_modules_",
     "scan",

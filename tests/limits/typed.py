@@ -70,6 +70,7 @@ assert_type(
     jacrev(with_aux, has_aux=True, return_value=True)(*aux), tuple[Any, tuple[Tensor, list[str]]]
 )
 assert_type(jacfwd(with_aux, has_aux=True)(*aux), tuple[Any, list[str]])
+assert_type(forall.jacobian(one, return_value=True)(x), tuple[Any, Tensor])
 assert_type(jacfwd(one, return_value=True)(x), tuple[Any, Tensor])
 assert_type(hessian(with_aux, has_aux=True)(*aux), tuple[Any, list[str]])
 assert_type(hessian(one, return_value=True)(x), tuple[Any, tuple[Any, Tensor]])

@@ -323,7 +323,7 @@ def test_chunk_size_below_one():
         ValueError,
         """
         jacrev(chunk_size=-1): a chunk holds at least one example.
-        Pass an int above 0, or None to run all examples at once.
+        Pass an int above 0, 'auto' for as many as fit, or None to run all examples at once.
         """,
     ):
         jacrev(same, chunk_size=-1)

@@ -42,7 +42,7 @@ def test_chunk_size_below_one():
         ValueError,
         """
         vmap(chunk_size=0): a chunk holds at least one example.
-        Pass an int above 0, or None to run all examples at once.
+        Pass an int above 0, 'auto' for as many as fit, or None to run all examples at once.
         """,
     ):
         vmap(total, chunk_size=0)

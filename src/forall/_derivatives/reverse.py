@@ -138,7 +138,7 @@ def gradients(
     With ``closes`` the pass belongs to the call that runs now, whose results will be `closed`.
     """
     if cotangents is None:
-        cotangents = tuple(_ones(y) for y in outputs)
+        cotangents = tuple(ones(y) for y in outputs)
     found = reaching(
         outputs,
         cotangents,
@@ -149,7 +149,7 @@ def gradients(
     return [torch.zeros_like(x) if g is None else g for g, x in zip(found, inputs, strict=True)]
 
 
-def _ones(y: torch.Tensor) -> torch.Tensor:
+def ones(y: torch.Tensor) -> torch.Tensor:
     """``ones_like``, by the shortest way: it asks nothing of ``y`` but its looks."""
     if isinstance(y, Wrapper) and y.level is top():
         with functions_off():
@@ -166,23 +166,37 @@ def reaching(
     create_graph: bool = True,
 ) -> list[torch.Tensor | None]:
     """Cotangents pulled back to the inputs, None where nothing depends on one."""
+    found = pulled(
+        outputs, cotangents, inputs, retain_graph=retain_graph, create_graph=create_graph
+    )
+    return [complete(g) for g in found]
+
+
+def pulled(
+    outputs: tuple[torch.Tensor, ...],
+    cotangents: tuple[Any, ...],
+    inputs: list[torch.Tensor],
+    *,
+    retain_graph: bool,
+    create_graph: bool,
+) -> tuple[torch.Tensor | None, ...]:
+    """The same, each as the pass left it: where examples have parted, perhaps of some of them."""
     from forall._derivatives.twice import differentiable
 
     with functions_off():
         live = [(y, c) for y, c in zip(outputs, cotangents, strict=True) if y.requires_grad]
         if not live or not inputs:
-            return [None for _ in inputs]
+            return (None,) * len(inputs)
         ys = tuple(y for y, _ in live)
         twice = differentiable(ys) if create_graph else nullcontext()
     with twice:
-        found = run_backward(
+        return run_backward(
             ys,
             tuple(c for _, c in live),
             tuple(inputs),
             retain_graph=retain_graph,
             create_graph=create_graph,
         )
-    return [complete(g) for g in found]
 
 
 def closed(results: Any, own: list[torch.Tensor], outer_grad: bool) -> Any:

@@ -23,7 +23,7 @@ from forall._lanes.heap import Unsplittable
 from forall._lanes.varying import Varying
 from forall._torch import trees
 from forall._torch.wrapper import Wrapper
-from forall._transforms.groups import Groups, in_groups
+from forall._transforms.groups import Groups, in_groups, is_out_of_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -119,6 +119,8 @@ class Converted:
         is for the function itself to say.
         """
         if level.limit is not None and error is level.limit.reached:
+            return False
+        if self.options.spares and is_out_of_memory(error):
             return False
         if isinstance(error, Parted):  # of some of its examples, in code that cannot run again
             return error.level.root is level

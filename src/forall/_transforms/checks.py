@@ -63,12 +63,14 @@ def max_steps(verb: str, steps: Any) -> None:
         )
 
 
-def chunk_size(verb: str, size: Any) -> None:
-    if size is not None and (not isinstance(size, int) or size <= 0):
-        raise ValueError(
-            f"{verb}(chunk_size={short(size)}): a chunk holds at least one example.\n"
-            "Pass an int above 0, or None to run all examples at once."
-        )
+def chunk_size(verb: str, size: Any, *, auto: bool = False) -> None:
+    if size is None or (isinstance(size, int) and size > 0) or (auto and size == "auto"):
+        return
+    fitting = ", 'auto' for as many as fit," if auto else ","
+    raise ValueError(
+        f"{verb}(chunk_size={short(size)}): a chunk holds at least one example.\n"
+        f"Pass an int above 0{fitting} or None to run all examples at once."
+    )
 
 
 # --- where a derivative is taken ---------------------------------------------------------------

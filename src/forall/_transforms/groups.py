@@ -105,9 +105,10 @@ class once_more:
 
     def __init__(self, call: Mapping, level: VmapLevel) -> None:
         self.call, self.level = call, level
-        self.state = State(call) if level.parts and level.size > 1 else None
+        undoable = level.parts or call.options.spares
+        self.state = State(call) if undoable and level.size > 1 else None
         self.noting = _NOTHING if self.state is None else self.state.noting()
-        level.ledger.undoable = level.parts
+        level.ledger.undoable = undoable
         self.watched = isinstance(call.options, Watched)
         if self.watched:
             call.options.ledgers.append(level.ledger)
@@ -126,6 +127,10 @@ class once_more:
             ledger.before.undo()
             self.state.restore()
             raise Groups(parted, why) from None
+        if self.state is not None and _spared(self.call, error):
+            ledger.before.undo()
+            self.state.restore()
+            return
         ledger.before.settle_grads()
         if not self.watched:
             ledger.forget()
@@ -150,13 +155,24 @@ def _in_groups(call: Mapping, groups: list[list[int]], before: State) -> tuple[l
             raise run.failed[1]
         else:
             run.put_back()
-    except BaseException:
+    except BaseException as error:
         run.touched.undo()
-        before.forget()
+        (before.restore if _spared(call, error) else before.forget)()
         raise
     for ledger in run.touched.ledgers:
         ledger.forget()
     return joined(call.places, sorted(run.parts, key=lambda p: p[0][0]))
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether an allocation failed, on whatever device."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+
+
+def _spared(call: Mapping, error: BaseException | None) -> bool:
+    return call.options.spares and is_out_of_memory(error)
 
 
 class Run:

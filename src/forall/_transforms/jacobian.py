@@ -10,7 +10,7 @@ from forall._torch import handover
 from forall._transforms import checks
 from forall._transforms.arguments import Arguments, by_torch, called, valued
 from forall._transforms.sweeps import Blocks, First, answered, by_columns, by_rows
-from forall._transforms.types import P, R, X
+from forall._transforms.types import Chunk, P, R, X
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,7 +24,7 @@ def jacrev(
     argnames: str | tuple[str, ...] | None = None,
     has_aux: Literal[False] = False,
     return_value: Literal[False] = False,
-    chunk_size: int | None = None,
+    chunk_size: Chunk = None,
     _preallocate_and_copy: bool = False,
 ) -> Callable[P, Any]: ...
 @overload
@@ -35,7 +35,7 @@ def jacrev(
     argnames: str | tuple[str, ...] | None = None,
     has_aux: Literal[True],
     return_value: Literal[False] = False,
-    chunk_size: int | None = None,
+    chunk_size: Chunk = None,
     _preallocate_and_copy: bool = False,
 ) -> Callable[P, tuple[Any, X]]: ...
 @overload
@@ -46,7 +46,7 @@ def jacrev(
     argnames: str | tuple[str, ...] | None = None,
     has_aux: Literal[False] = False,
     return_value: Literal[True],
-    chunk_size: int | None = None,
+    chunk_size: Chunk = None,
     _preallocate_and_copy: bool = False,
 ) -> Callable[P, tuple[Any, R]]: ...
 @overload
@@ -57,7 +57,7 @@ def jacrev(
     argnames: str | tuple[str, ...] | None = None,
     has_aux: Literal[True],
     return_value: Literal[True],
-    chunk_size: int | None = None,
+    chunk_size: Chunk = None,
     _preallocate_and_copy: bool = False,
 ) -> Callable[P, tuple[Any, tuple[R, X]]]: ...
 def jacrev(
@@ -67,7 +67,7 @@ def jacrev(
     argnames: str | tuple[str, ...] | None = None,
     has_aux: bool = False,
     return_value: bool = False,
-    chunk_size: int | None = None,
+    chunk_size: Chunk = None,
     _preallocate_and_copy: bool = False,
 ) -> Callable:
     """The Jacobian of ``func`` at a point, by reverse mode.
@@ -88,7 +88,8 @@ def jacrev(
         has_aux: ``f`` returns ``(y, aux)``; the result is then ``(jacobian, aux)``.
         return_value: the result is ``(jacobian, y)``, with has_aux ``(jacobian, (y, aux))``; ``f``
             is not called again for it.
-        chunk_size: pull back at most so many rows at once. Changes memory, not values.
+        chunk_size: pull back at most so many rows at once, or ``"auto"`` (see `vmap`).
+            Changes memory, not values.
         _preallocate_and_copy: torch.func's, for memory alone; it changes nothing here.
 
     Raises:
@@ -109,14 +110,14 @@ def jacrev(
     """
     del _preallocate_and_copy
     checks.callable_("jacrev", func)
-    checks.chunk_size("jacrev", chunk_size)
+    checks.chunk_size("jacrev", chunk_size, auto=True)
 
     def rows(call: Call, f: Callable, xs: list, has_aux: bool) -> Blocks:
         return by_rows(call, f, xs, has_aux, chunk_size)
 
     which = (argnums, argnames)
-    options = {"error": RuntimeError, "chunk_size": chunk_size}
-    return _jacobian("jacrev", func, which, has_aux, return_value, rows, **options)
+    options = {"error": RuntimeError, "chunk_size": None if chunk_size == "auto" else chunk_size}
+    return derived("jacrev", func, which, has_aux, return_value, rows, **options)
 
 
 @overload
@@ -128,7 +129,7 @@ def jacfwd(
     has_aux: Literal[False] = False,
     return_value: Literal[False] = False,
     randomness: str = "error",
-    chunk_size: int | None = None,
+    chunk_size: Chunk = None,
 ) -> Callable[P, Any]: ...
 @overload
 def jacfwd(
@@ -139,7 +140,7 @@ def jacfwd(
     has_aux: Literal[True],
     return_value: Literal[False] = False,
     randomness: str = "error",
-    chunk_size: int | None = None,
+    chunk_size: Chunk = None,
 ) -> Callable[P, tuple[Any, X]]: ...
 @overload
 def jacfwd(
@@ -150,7 +151,7 @@ def jacfwd(
     has_aux: Literal[False] = False,
     return_value: Literal[True],
     randomness: str = "error",
-    chunk_size: int | None = None,
+    chunk_size: Chunk = None,
 ) -> Callable[P, tuple[Any, R]]: ...
 @overload
 def jacfwd(
@@ -161,7 +162,7 @@ def jacfwd(
     has_aux: Literal[True],
     return_value: Literal[True],
     randomness: str = "error",
-    chunk_size: int | None = None,
+    chunk_size: Chunk = None,
 ) -> Callable[P, tuple[Any, tuple[R, X]]]: ...
 def jacfwd(
     func: Callable,
@@ -171,7 +172,7 @@ def jacfwd(
     argnames: str | tuple[str, ...] | None = None,
     return_value: bool = False,
     randomness: str = "error",
-    chunk_size: int | None = None,
+    chunk_size: Chunk = None,
 ) -> Callable:
     """The Jacobian of ``func`` at a point, by forward mode.
 
@@ -193,7 +194,8 @@ def jacfwd(
             is not called again for it.
         randomness: what `vmap` does with random numbers drawn inside ``f``. ``"same"`` gives the
             derivative of one draw.
-        chunk_size: push at most so many columns at once. Changes memory, not values.
+        chunk_size: push at most so many columns at once, or ``"auto"`` (see `vmap`).
+            Changes memory, not values.
 
     Raises:
         RuntimeError: for an argument at ``argnums`` or an output that is complex, for an output
@@ -214,14 +216,14 @@ def jacfwd(
     """
     checks.callable_("jacfwd", func)
     checks.randomness("jacfwd", randomness)
-    checks.chunk_size("jacfwd", chunk_size)
+    checks.chunk_size("jacfwd", chunk_size, auto=True)
 
     def columns(call: Call, f: Callable, xs: list, has_aux: bool) -> Blocks:
         return by_columns(call, f, xs, has_aux, randomness, chunk_size)
 
     which = (argnums, argnames)
     options = {"error": ValueError, "randomness": randomness}
-    return _jacobian("jacfwd", func, which, has_aux, return_value, columns, **options)
+    return derived("jacfwd", func, which, has_aux, return_value, columns, **options)
 
 
 @overload
@@ -232,7 +234,7 @@ def hessian(
     argnames: str | tuple[str, ...] | None = None,
     has_aux: Literal[False] = False,
     return_value: Literal[False] = False,
-    chunk_size: int | None = None,
+    chunk_size: Chunk = None,
 ) -> Callable[P, Any]: ...
 @overload
 def hessian(
@@ -242,7 +244,7 @@ def hessian(
     argnames: str | tuple[str, ...] | None = None,
     has_aux: Literal[True],
     return_value: Literal[False] = False,
-    chunk_size: int | None = None,
+    chunk_size: Chunk = None,
 ) -> Callable[P, tuple[Any, X]]: ...
 @overload
 def hessian(
@@ -252,7 +254,7 @@ def hessian(
     argnames: str | tuple[str, ...] | None = None,
     has_aux: Literal[False] = False,
     return_value: Literal[True],
-    chunk_size: int | None = None,
+    chunk_size: Chunk = None,
 ) -> Callable[P, tuple[Any, tuple[Any, R]]]: ...
 @overload
 def hessian(
@@ -262,7 +264,7 @@ def hessian(
     argnames: str | tuple[str, ...] | None = None,
     has_aux: Literal[True],
     return_value: Literal[True],
-    chunk_size: int | None = None,
+    chunk_size: Chunk = None,
 ) -> Callable[P, tuple[Any, tuple[Any, R, X]]]: ...
 def hessian(
     func: Callable,
@@ -271,7 +273,7 @@ def hessian(
     argnames: str | tuple[str, ...] | None = None,
     has_aux: bool = False,
     return_value: bool = False,
-    chunk_size: int | None = None,
+    chunk_size: Chunk = None,
 ) -> Callable:
     """All second derivatives of ``func`` at a point: forward mode over reverse mode.
 
@@ -293,7 +295,8 @@ def hessian(
         return_value: the result is ``(hessian, (jacobian, y))``, with has_aux
             ``(hessian, (jacobian, y, aux))``; the Jacobian of a scalar function is its gradient.
             Nothing is computed again for it.
-        chunk_size: push at most so many columns, and pull back at most so many rows, at once.
+        chunk_size: push at most so many columns, and pull back at most so many rows, at once;
+            or ``"auto"`` (see `vmap`).
 
     Raises:
         RuntimeError, ValueError: as `jacfwd`.
@@ -315,7 +318,7 @@ def hessian(
                  [0., 0.]]])
     """
     checks.callable_("hessian", func)
-    checks.chunk_size("hessian", chunk_size)
+    checks.chunk_size("hessian", chunk_size, auto=True)
 
     @functools.wraps(func, updated=())
     def second(*args: Any, **kwargs: Any) -> Any:
@@ -338,7 +341,7 @@ def hessian(
     return second
 
 
-def _jacobian(
+def derived(
     verb: str,
     func: Callable,
     which: tuple[Any, Any],  # argnums, argnames
@@ -346,6 +349,7 @@ def _jacobian(
     return_value: bool,
     sweep: Callable[..., Blocks],
     error: type[Exception],
+    torchs: str | None = None,  # the transform of torch.func that does the same
     **options: Any,
 ) -> Callable:
     """What ``sweep`` finds as a tree, and beside it what was asked for."""
@@ -355,7 +359,7 @@ def _jacobian(
     @functools.wraps(func, updated=())
     def jacobian(*args: Any, **kwargs: Any) -> Any:
         if handover.needed():
-            return by_torch(verb, f, args, kwargs, *which, has_aux=beside, **options)
+            return by_torch(torchs or verb, f, args, kwargs, *which, has_aux=beside, **options)
         call = called(verb, func, *which)
         given = Arguments(call, args, kwargs, *which, error)
         found = sweep(call, lambda *xs: given.call(f, xs), given.tensors, beside)

@@ -17,12 +17,15 @@ from forall._derivatives import basis
 from forall._torch import handover, trees
 from forall._transforms import checks
 from forall._transforms.arguments import Arguments, valued
+from forall._transforms.chunks import each
 from forall._transforms.jvp import push
 from forall._transforms.vjp import Pullback, pullback
 from forall._transforms.vmap import vmap
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from forall._transforms.types import Chunk
 
 
 class Blocks(NamedTuple):
@@ -51,7 +54,7 @@ class First:
         kwargs: dict,
         which: tuple[Any, Any],  # argnums, argnames
         has_aux: bool,
-        chunk: int | None = None,
+        chunk: Chunk = None,
     ) -> None:
         self.call = call
         self.func = valued(call.verb, func, has_aux)
@@ -103,21 +106,26 @@ def moved(call: Call, xs: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def by_rows(
-    call: Call, func: Callable, xs: list[torch.Tensor], has_aux: bool, chunk: int | None
+    call: Call, func: Callable, xs: list[torch.Tensor], has_aux: bool, chunk: Chunk
 ) -> Blocks:
     """Reverse mode: pull back every number of the outputs."""
     pull, _, aux = pullback(call, func, tuple(moved(call, xs)), has_aux)
     checks.real(call, "outputs", pull.outputs)
+    return Blocks(blocks_of(pull, chunk), pull.out_spec, aux)
+
+
+def blocks_of(pull: Pullback, chunk: Chunk) -> list[list[torch.Tensor]]:
+    """``[o][i]`` of shape (*O, *I), by rows."""
     stacks = _rows(pull, chunk)
     first, blocks = 0, []
     for y in pull.outputs:
         n = y.numel()
         blocks.append([s[first : first + n].reshape((*y.shape, *s.shape[1:])) for s in stacks])
         first += n
-    return Blocks(blocks, pull.out_spec, aux)
+    return blocks
 
 
-def _rows(pull: Pullback, chunk: int | None) -> list[torch.Tensor]:
+def _rows(pull: Pullback, chunk: Chunk) -> list[torch.Tensor]:
     """(N, *I) for each input: the pull-backs of all N directions of the outputs together."""
     total = sum(y.numel() for y in pull.outputs)
     if not total:
@@ -125,11 +133,11 @@ def _rows(pull: Pullback, chunk: int | None) -> list[torch.Tensor]:
     if total == 1:  # a scalar function's only row is its gradient
         cots = [c.squeeze(0) for c in basis.rows(pull.outputs, 0, 1)]
         return [g.unsqueeze(0) for g in pull.at(top(), cots)]
-    step = chunk or total
-    parts = [
-        pull.stacked(basis.rows(pull.outputs, i, min(i + step, total)), top())
-        for i in range(0, total, step)
-    ]
+
+    def some(numbers: range) -> list[torch.Tensor]:
+        return pull.stacked(basis.rows(pull.outputs, numbers.start, numbers.stop), top())
+
+    parts = [*each(some, total, chunk)]
     return parts[0] if len(parts) == 1 else [torch.cat(p) for p in zip(*parts, strict=True)]
 
 
@@ -139,7 +147,7 @@ def by_columns(
     xs: list[torch.Tensor],
     has_aux: bool,
     randomness: str,
-    chunk: int | None,
+    chunk: Chunk,
 ) -> Blocks:
     """Forward mode: push every number of the inputs."""
     xs = moved(call, xs)

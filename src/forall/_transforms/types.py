@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ParamSpec, TypeVar, TypeVarTuple
+from typing import Any, Literal, ParamSpec, TypeVar, TypeVarTuple
 
 P = ParamSpec("P")
 R = TypeVar("R")  # what the function returns
@@ -10,3 +10,6 @@ R = TypeVar("R")  # what the function returns
 A = TypeVar("A", bound=Any)
 X = TypeVar("X")  # the aux
 Ts = TypeVarTuple("Ts")  # primals
+
+# How many at once: so many, as many as memory takes, or all.
+Chunk = int | Literal["auto"] | None

@@ -22,13 +22,14 @@ from forall._core.levels import top
 from forall._core.places import Origin, users_instruction
 from forall._lanes.numbers import Number, as_tensor
 from forall._random.scopes import entered as drawing_in
-from forall._torch import generators, handover, trees
+from forall._torch import handover, trees
 from forall._torch.dispatch import functions_off
 from forall._torch.wrapper import Wrapper, has_own_meaning, kind_of
 from forall._transforms import apart, checks, mapping
-from forall._transforms.groups import joined, once_more, rows
+from forall._transforms.chunks import in_chunks
+from forall._transforms.groups import once_more, rows
 from forall._transforms.ragged import apiece, nested
-from forall._transforms.types import P, R
+from forall._transforms.types import Chunk, P, R
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -45,7 +46,7 @@ def vmap(
     out_dims: Any = 0,
     randomness: str | torch.Tensor = "error",
     *,
-    chunk_size: int | None = None,
+    chunk_size: Chunk = None,
     divergence: str = "split",
     ragged: bool = False,
     max_steps: int | None = None,
@@ -77,7 +78,9 @@ def vmap(
             numbers for any number of examples and any chunk_size, those that
             ``forall.random.scope(key, i)`` gives example i alone. A vmap inside one with a key
             needs no flag: its examples draw from the keys of the one around.
-        chunk_size: run at most so many examples at once. Changes memory, not values.
+        chunk_size: run at most so many examples at once. Changes memory, not values. ``"auto"``
+            runs all, and half as many from where an allocation fails: that chunk is undone and
+            begun again, those before it are kept.
         divergence: ``"split"`` runs any Python: where examples want to go different ways (``if x >
             0``, ``while``, ``x.item()``, ``x[mask]``, an operator that fails for some), they
             part, and meet again. `explain` tells where. ``"error"`` refuses that.
@@ -119,7 +122,7 @@ def vmap(
     """
     checks.callable_("vmap", func)
     checks.randomness("vmap", randomness, keys=True)
-    checks.chunk_size("vmap", chunk_size)
+    checks.chunk_size("vmap", chunk_size, auto=True)
     checks.divergence("vmap", divergence)
     checks.max_steps("vmap", max_steps)
 
@@ -141,17 +144,18 @@ class Verb(NamedTuple):
     in_dims: Any
     out_dims: Any
     randomness: Any
-    chunk_size: int | None
+    chunk_size: Chunk
 
     def run(self, options: Options, args: tuple, kwargs: dict) -> Any:
         """One call of the mapped function."""
         func, in_dims, out_dims, randomness, chunk_size = self
+        torchs = None if chunk_size == "auto" else chunk_size
         call = Call("vmap", func, in_dims=in_dims)
         if isinstance(in_dims, dict):
             args, kwargs, *dims = mapping.named(call, func, in_dims, args, kwargs)
             if handover.needed():
                 checks.no_key(call, randomness)
-                return handover.call_named(func, tuple(dims), out_dims, randomness, chunk_size)(
+                return handover.call_named(func, tuple(dims), out_dims, randomness, torchs)(
                     *args, **kwargs
                 )
         else:
@@ -159,13 +163,13 @@ class Verb(NamedTuple):
             if handover.needed():
                 checks.no_key(call, randomness)
                 return handover.call(
-                    "vmap", func, in_dims, out_dims, randomness, chunk_size=chunk_size
+                    "vmap", func, in_dims, out_dims, randomness, chunk_size=torchs
                 )(*args, **kwargs)
         places = Places(Call("vmap", func, out_dims=out_dims), out_dims)
         entering = Entering(*mapping.inputs(call, args, kwargs, *dims), (args, kwargs))
         origin = Origin(call, users_instruction(), range(entering.size), entering.size)
         whole = Mapping(func, entering, places, Draws(randomness), origin, options)
-        result = whole.in_chunks(min(chunk_size or entering.size, entering.size))
+        result = in_chunks(whole, chunk_size)
         return nested(places.call, result) if options.ragged else result
 
 
@@ -176,6 +180,8 @@ class Options(NamedTuple):
     ragged: bool
     max_steps: int | None
     report: Report | None
+
+    spares = False  # whether a run is undone where memory does not suffice
 
     def listening(self, func: Callable, level: VmapLevel) -> Any:
         """A context in which Python's questions are heard, by whom they are counted for."""
@@ -302,23 +308,6 @@ class Mapping(NamedTuple):
                 stack = apiece(self.places.call, stack, place)
             left.append(stack)
         return left, spec
-
-    def in_chunks(self, chunk: int) -> Any:
-        leaves, size = self.entering.leaves, self.entering.size
-        if chunk == size:
-            return self.run()
-        same = self.draws.flag == "same"
-        drawn = generators.states(leaves) if same else {}
-        parts = []
-        for start in range(0, size, chunk):
-            if same and start:
-                generators.restore(drawn)  # the same for all examples, not only for a chunk of them
-            numbers = range(start, min(start + chunk, size))
-            with generators.noting(drawn):
-                out = self.some(numbers).run()
-            parts.append((numbers, *trees.flatten(out)))
-        flat, spec = joined(self.places, parts)
-        return trees.unflatten(flat, spec)
 
 
 def _some(leaf: torch.Tensor, dim: int, numbers: Sequence[int]) -> torch.Tensor:

@@ -1,0 +1,74 @@
+"""A call in chunks of its examples: of a size that is given, or as many at once as memory takes."""
+
+from __future__ import annotations
+
+import gc
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from forall._torch import generators, trees
+from forall._transforms.groups import is_out_of_memory, joined
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from forall._transforms.types import Chunk
+    from forall._transforms.vmap import Mapping
+
+
+class Sparing:
+    """The options of a call whose runs are undone where memory does not suffice."""
+
+    spares = True
+
+    def __init__(self, options: Any) -> None:
+        self.options = options
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.options, name)
+
+
+def in_chunks(call: Mapping, chunk: Chunk) -> Any:
+    """The results of all examples."""
+    size = call.entering.size
+    if size <= 1 or chunk is None or (chunk != "auto" and chunk >= size):
+        return call.run()
+    if chunk == "auto":
+        call = call._replace(options=Sparing(call.options))
+    same = call.draws.flag == "same"
+    drawn = generators.states(call.entering.leaves) if same else {}
+
+    def one(numbers: range) -> tuple:
+        if same and numbers.start:
+            generators.restore(drawn)  # the same for all examples, not only for a chunk of them
+        with generators.noting(drawn):
+            part = call if len(numbers) == size else call.some(numbers)
+            return numbers, *trees.flatten(part.run())
+
+    flat, spec = joined(call.places, [*each(one, size, chunk)])
+    return trees.unflatten(flat, spec)
+
+
+def each(run: Callable[[range], Any], size: int, chunk: Chunk) -> Iterator[Any]:
+    """What ``run`` finds for chunks of ``size`` things, which cover them in order.
+
+    With "auto" a chunk for which memory does not suffice is halved, and so are those after it; the
+    ones before it are kept. ``run`` leaves nothing behind of a chunk that failed so.
+    """
+    start, step = 0, size if chunk == "auto" else chunk or size
+    while start < size:
+        numbers = range(start, min(start + step, size))
+        try:
+            found = run(numbers)
+        except (RuntimeError, MemoryError) as error:
+            if chunk != "auto" or len(numbers) == 1 or not is_out_of_memory(error):
+                raise
+            found, step = None, (len(numbers) + 1) // 2
+        if found is None:  # out here nothing holds the frames that failed, nor their tensors
+            gc.collect()
+            if torch.cuda.is_initialized():
+                torch.cuda.empty_cache()
+            continue
+        yield found
+        start = numbers.stop

@@ -1,0 +1,116 @@
+"""`jacobian`: by reverse or forward mode, whichever has fewer directions."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+from forall._transforms import checks
+from forall._transforms.fewer import by_fewer
+from forall._transforms.jacobian import derived
+from forall._transforms.types import Chunk, P, R, X
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from forall._core.errors import Call
+    from forall._transforms.sweeps import Blocks
+
+
+@overload
+def jacobian(
+    func: Callable[P, Any],
+    argnums: int | tuple[int, ...] = 0,
+    *,
+    argnames: str | tuple[str, ...] | None = None,
+    has_aux: Literal[False] = False,
+    return_value: Literal[False] = False,
+    chunk_size: Chunk = None,
+) -> Callable[P, Any]: ...
+@overload
+def jacobian(
+    func: Callable[P, tuple[Any, X]],
+    argnums: int | tuple[int, ...] = 0,
+    *,
+    argnames: str | tuple[str, ...] | None = None,
+    has_aux: Literal[True],
+    return_value: Literal[False] = False,
+    chunk_size: Chunk = None,
+) -> Callable[P, tuple[Any, X]]: ...
+@overload
+def jacobian(
+    func: Callable[P, R],
+    argnums: int | tuple[int, ...] = 0,
+    *,
+    argnames: str | tuple[str, ...] | None = None,
+    has_aux: Literal[False] = False,
+    return_value: Literal[True],
+    chunk_size: Chunk = None,
+) -> Callable[P, tuple[Any, R]]: ...
+@overload
+def jacobian(
+    func: Callable[P, tuple[R, X]],
+    argnums: int | tuple[int, ...] = 0,
+    *,
+    argnames: str | tuple[str, ...] | None = None,
+    has_aux: Literal[True],
+    return_value: Literal[True],
+    chunk_size: Chunk = None,
+) -> Callable[P, tuple[Any, tuple[R, X]]]: ...
+def jacobian(
+    func: Callable,
+    argnums: int | tuple[int, ...] = 0,
+    *,
+    argnames: str | tuple[str, ...] | None = None,
+    has_aux: bool = False,
+    return_value: bool = False,
+    chunk_size: Chunk = None,
+) -> Callable:
+    """The Jacobian of ``func`` at a point, by the mode that has less to do.
+
+    The law: ``jacobian(f)(x)`` equals ``jacrev(f)(x)`` and ``jacfwd(f)(x)``. For
+    ``f: (*I) -> (*O)`` it has shape ``(*O, *I)`` and holds
+
+        jacobian(f)(x)[o, i] = d f(x)[o] / d x[i].
+
+    Cost: ``f`` is called once and recorded. Then one pull-back per number in the output; or, where
+    the input has fewer than half as many, one push per number in it, as the pull-back of the
+    recorded pull-back. That needs a record of torch's own operators alone, and nothing outside that
+    differentiates the Jacobian; else it is `jacrev`. `jacfwd` records nothing, so it needs less
+    memory.
+
+    Args:
+        argnums: one position, or several; several give a tuple in the order asked.
+        argnames: the same by name, for arguments that are passed by position or by keyword.
+        has_aux: ``f`` returns ``(y, aux)``; the result is then ``(jacobian, aux)``.
+        return_value: the result is ``(jacobian, y)``, with has_aux ``(jacobian, (y, aux))``; ``f``
+            is not called again for it.
+        chunk_size: at most so many directions at once, or ``"auto"`` (see `vmap`). Changes memory,
+            not values.
+
+    Trees, and what is raised, are those of `jacrev`.
+
+    Source: Griewank and Walther, "Evaluating derivatives" (2008), chapter 3.
+
+    Example:
+        >>> def f(x):                                  # (2,) -> (5,): two columns are fewer
+        ...     return torch.outer(x, x).flatten()[:3].repeat(2)[:5]
+        >>> forall.jacobian(f)(torch.tensor([2.0, 3.0]))             # (5, 2)
+        tensor([[4., 0.],
+                [3., 2.],
+                [3., 2.],
+                [4., 0.],
+                [3., 2.]])
+    """
+    checks.callable_("jacobian", func)
+    checks.chunk_size("jacobian", chunk_size, auto=True)
+
+    def fewer(call: Call, f: Callable, xs: list, has_aux: bool) -> Blocks:
+        return by_fewer(call, f, xs, has_aux, chunk_size)
+
+    options = {
+        "error": RuntimeError,
+        "torchs": "jacrev",
+        "chunk_size": None if chunk_size == "auto" else chunk_size,
+    }
+    which = (argnums, argnames)
+    return derived("jacobian", func, which, has_aux, return_value, fewer, **options)
