@@ -9,11 +9,12 @@ Source: Townsend, "A new trick for calculating Jacobian vector products" (2017).
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from forall._core.levels import at, deepest, graph_free, lift, outside
+from forall._core.levels import at, deepest, graph_free, lift, outside, stack
 from forall._derivatives import forward
 from forall._derivatives.fused import READ, steps
 from forall._derivatives.pullbacks import BACKWARD
@@ -23,7 +24,7 @@ from forall._torch import generators, trees
 from forall._torch.dispatch import apply_users, autograd_below, functions_off
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     Function = Callable[..., tuple[torch.Tensor, ...]]
 
@@ -65,9 +66,21 @@ def without_formula(func: Any, args: tuple, kwargs: dict, level: forward.JvpLeve
             return _in_steps(func, small, args, kwargs, level)
         if func not in BACKWARD:
             return transposed(func, args, kwargs, level)
-        with autograd_below(grad=True, forward=True):
+        with _as_innermost(level), autograd_below(grad=True, forward=True):
             found = BACKWARD[func](*args, **kwargs)
         return trees.map_tensors(graph_free, found)
+
+
+@contextmanager
+def _as_innermost(level: forward.JvpLevel) -> Iterator[None]:
+    """Variables made here are of this level: one further in has handed its operator on."""
+    was = stack.top
+    if level.active:
+        stack.top = level
+    try:
+        yield
+    finally:
+        stack.top = was
 
 
 def _in_steps(

@@ -19,7 +19,7 @@ from forall._torch.names import pop_mode, push_mode
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from forall._torch.names import TorchDispatchMode
+    from forall._torch.names import DispatchMode
 
 
 def needed() -> bool:
@@ -102,7 +102,7 @@ class eagerly:
             sys.modules["torch._dynamo.eval_frame"].set_eval_frame(self.callback)
 
 
-def push(mode: TorchDispatchMode) -> bool:
+def push(mode: DispatchMode) -> bool:
     """Push a mode; its own entry, which takes longer, also tells the compiler, where it may run."""
     tells = dynamo_loaded() and not runs_eagerly()
     if tells:
@@ -112,7 +112,7 @@ def push(mode: TorchDispatchMode) -> bool:
     return tells
 
 
-def pop(mode: TorchDispatchMode, told: bool) -> None:
+def pop(mode: DispatchMode, told: bool) -> None:
     if told:
         mode.__exit__(None, None, None)
     else:
