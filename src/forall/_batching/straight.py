@@ -39,34 +39,34 @@ _NUMBERS = frozenset({int, float})
 _T = torch.Tensor
 
 
-def _asked(names: str) -> frozenset:
+def asked_of(names: str) -> frozenset:
     return frozenset(
         op for name in names.split() for op in overloads(getattr(torch.ops.aten, name))
     )
 
 
 # What Python's operators ask of torch, whatever the order of the operands.
-_ASKS: dict[Any, frozenset] = {
-    operator.add: _asked("add"),
-    operator.sub: _asked("sub rsub"),
-    operator.mul: _asked("mul"),
-    operator.truediv: _asked("div reciprocal mul"),
-    operator.floordiv: _asked("floor_divide"),
-    operator.mod: _asked("remainder"),
-    operator.pow: _asked("pow"),
-    operator.neg: _asked("neg"),
-    operator.lt: _asked("lt gt"),
-    operator.le: _asked("le ge"),
-    operator.gt: _asked("gt lt"),
-    operator.ge: _asked("ge le"),
-    operator.eq: _asked("eq"),
-    operator.ne: _asked("ne"),
+BY_OPERATORS: dict[Any, frozenset] = {
+    operator.add: asked_of("add"),
+    operator.sub: asked_of("sub rsub"),
+    operator.mul: asked_of("mul"),
+    operator.truediv: asked_of("div reciprocal mul"),
+    operator.floordiv: asked_of("floor_divide"),
+    operator.mod: asked_of("remainder"),
+    operator.pow: asked_of("pow"),
+    operator.neg: asked_of("neg"),
+    operator.lt: asked_of("lt gt"),
+    operator.le: asked_of("le ge"),
+    operator.gt: asked_of("gt lt"),
+    operator.ge: asked_of("ge le"),
+    operator.eq: asked_of("eq"),
+    operator.ne: asked_of("ne"),
 }
 
 
 def operators() -> dict[str, Callable]:
     """Python's operators by their names, each with the straight way before its own."""
-    found = {op.__name__: _unary(op) if op is operator.neg else _binary(op) for op in _ASKS}
+    found = {op.__name__: _unary(op) if op is operator.neg else _binary(op) for op in BY_OPERATORS}
     return {**found, "matmul": _matmul}
 
 
@@ -78,7 +78,7 @@ def _matmul(a: Any, b: Any) -> Any:
     return a @ b
 
 
-_ALL = _asked(METHODS).union(*_ASKS.values())
+_ALL = asked_of(METHODS).union(*BY_OPERATORS.values())
 
 
 def fused(expression: Any, operands: tuple) -> Any:
@@ -87,7 +87,7 @@ def fused(expression: Any, operands: tuple) -> Any:
 
 
 def _binary(op: Any) -> Callable:
-    asks = _ASKS[op]
+    asks = BY_OPERATORS[op]
 
     def operated(a: Any, b: Any) -> Any:
         if type(a) is Batched or type(b) is Batched:
@@ -100,7 +100,7 @@ def _binary(op: Any) -> Callable:
 
 
 def _unary(op: Any) -> Callable:
-    asks = _ASKS[op]
+    asks = BY_OPERATORS[op]
 
     def operated(a: Any) -> Any:
         found = _answer(op, asks, (a,)) if type(a) is Batched else None
@@ -111,7 +111,7 @@ def _unary(op: Any) -> Callable:
 
 def _answer(op: Any, asks: frozenset, operands: tuple) -> Any:
     """The result, or None where the user's way must be taken."""
-    if not _is_clear() or has_own_rule(asks):
+    if not is_clear() or has_own_rule(asks):
         return None
     level: Any = stack.top
     with functions_off(), no_dispatch():
@@ -159,7 +159,7 @@ def _in_front(values: list, operands: tuple) -> list:
     return made
 
 
-def _is_clear() -> bool:
+def is_clear() -> bool:
     """Whether no other mode, no backward pass and no copy that lags behind has a say."""
     return (
         dispatch_modes() == 1
@@ -173,7 +173,7 @@ def _is_clear() -> bool:
 
 def called(func: Any, args: tuple, kwargs: dict) -> Any:
     """A call of torch's by converted code: the result, or None where it must be made as it is."""
-    if not _is_clear():
+    if not is_clear():
         return None
     level: Any = stack.top
     with functions_off():
@@ -209,7 +209,7 @@ def _view(func: Any, args: tuple, kwargs: dict, level: Any) -> Any:
         return None
 
 
-_STACK = _asked("stack")
+_STACK = asked_of("stack")
 
 
 def _stacked(args: tuple, kwargs: dict, level: Any) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 from forall._batching.straight import called
 from forall._core.places import Place
 from forall._core.remembering import Remembered
-from forall._lanes import aliases, items
+from forall._lanes import aliases, items, straightly
 from forall._lanes.heap import CONTAINERS, Unsplittable, slot_of
 from forall._lanes.merging import merge
 from forall._lanes.report import Report
@@ -97,6 +97,10 @@ def call(f: Any, /, *args: Any, **kwargs: Any) -> Any:
         plan = _plans.get(f.__code__) or _plan(f)
         if plan is OPAQUE:
             return opaque(f, args, kwargs)
+        if plan.straight is not None:
+            found = straightly.called(plan, f, args, kwargs)
+            if found is not straightly.NOTHING:
+                return found
         return within_scope(plan.function(f), args, kwargs)
     if kind is types.MethodType:
         return call(f.__func__, f.__self__, *args, **kwargs)
@@ -158,6 +162,12 @@ def _plan(f: types.FunctionType) -> Any:
             thread.report.converted[code] = Function(f.__name__, Place.of(code).near())
     _plans[f.__code__] = plan
     return plan
+
+
+def plan_of(f: types.FunctionType) -> Any:
+    """The converted template of a function; None where it is run as it is."""
+    plan = _plans.get(f.__code__) or _plan(f)
+    return None if plan is OPAQUE else plan
 
 
 def tell(f: types.FunctionType, refused: Refused) -> None:
