@@ -78,6 +78,7 @@ def _matmul(a: Any, b: Any) -> Any:
     return a @ b
 
 
+_NONE: frozenset = frozenset()
 _ALL = asked_of(METHODS).union(*BY_OPERATORS.values())
 
 
@@ -176,6 +177,8 @@ def called(func: Any, args: tuple, kwargs: dict) -> Any:
     if not is_clear():
         return None
     level: Any = stack.top
+    if not kwargs and is_pointwise(func):
+        return _answer(func, _NONE, args)
     with functions_off():
         if func in _VIEWS:
             return _view(func, args, kwargs, level)

@@ -88,6 +88,7 @@ _CONSTANT = (
     re.Pattern, re.Match, types.FunctionType,
 )  # fmt: skip
 _plans: dict[types.CodeType, Any] = {}
+_of_torch_alone: set[Any] = set()  # functions of torch's that mean nothing else here
 
 
 def call(f: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -105,6 +106,8 @@ def call(f: Any, /, *args: Any, **kwargs: Any) -> Any:
     if kind is types.MethodType:
         return call(f.__func__, f.__self__, *args, **kwargs)
     if kind is types.BuiltinFunctionType or kind is type:
+        if f in _of_torch_alone and not thread.loose:
+            return _of_torch(f, f, args, args, kwargs)
         if thread.parted:
             _refuse_kept(args)
         override = OVERRIDDEN.get(f)
@@ -318,8 +321,11 @@ def opaque(f: Any, args: tuple, kwargs: dict, owners: tuple = ()) -> Any:
                 return _apiece(f, args, kwargs, owners, worlds)
     if type(f) is types.BuiltinFunctionType and _is_torchs(f):
         if f.__name__ not in LOOKS:
-            owned = isinstance(getattr(f, "__self__", None), words.Tensor)
-            return f(*args, **kwargs) if owned else _of_torch(f, f, args, args, kwargs)
+            if isinstance(getattr(f, "__self__", None), words.Tensor):
+                return f(*args, **kwargs)
+            if f not in OVERRIDDEN and f not in PASSED_ON:
+                _of_torch_alone.add(f)
+            return _of_torch(f, f, args, args, kwargs)
         return words.apart(lambda: f(*args, **kwargs), merge)
     if any(hasattr(type(v), "__next__") for v in (*owners, *args, *kwargs.values())):
         return f(*args, **kwargs)  # what it has taken is gone: no second time

@@ -55,8 +55,9 @@ def _both(x: Tensor, w: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 def _times(x: Tensor, w: Tensor, dtype: torch.dtype | None) -> Tensor:
-    op = aten.mm if x.dim() == 2 else aten.bmm
-    return op.default(x, w) if dtype is None else op.dtype(x, w, dtype)
+    if dtype is None:
+        return torch.mm(x, w) if x.dim() == 2 else torch.bmm(x, w)
+    return (aten.mm if x.dim() == 2 else aten.bmm).dtype(x, w, dtype)
 
 
 def on(x: Stack | Tensor, f) -> Stack | Tensor:
@@ -81,7 +82,7 @@ def _mm(size, x, w, out_dtype=None):
 def _mv(size, w, x):
     if isinstance(w, Stack):
         return product(w, column(x)).squeeze(-1)
-    return product(row(x), w.t()).squeeze(-2)
+    return _times(x.v, w.t(), None)
 
 
 def _inner(x: Stack | Tensor, y: Stack | Tensor) -> Tensor:
