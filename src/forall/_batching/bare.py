@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 Tensor = torch.Tensor
 _NUMBERS = frozenset({int, float})
-_VIEW: Any = object()  # in the place of a wrapper: of what is a view of another stack
+VIEW: Any = object()  # in the place of a wrapper: of what is a view of another stack
 
 
 class Aside(Exception):
@@ -61,7 +61,7 @@ class Bare:
             parts = (k.start, k.stop, k.step) if type(k) is slice else (k,)
             if not all(p is None or p is Ellipsis or type(p) is int for p in parts):
                 raise Aside
-        return Bare(self.v[(slice(None), *keys)], _VIEW)
+        return Bare(self.v[(slice(None), *keys)], VIEW)
 
 
 def _aside(*_: Any) -> Any:
@@ -124,9 +124,7 @@ for _op in _OPERATORS:
         continue
     setattr(Bare, f"__{_name}__", _forward(_op))
     if _name not in ("lt", "le", "gt", "ge", "eq", "ne"):
-        setattr(
-            Bare, f"__r{_name}__", _reflected(_minus if _op is operator.sub else _op)
-        )
+        setattr(Bare, f"__r{_name}__", _reflected(_minus if _op is operator.sub else _op))
         setattr(Bare, f"__i{_name}__", _aside)  # writes into what others may see
 
 
@@ -148,18 +146,18 @@ def _stack_of(a: Any) -> Tensor:
 
 def _unbind(a: Bare, dim: int = 0) -> tuple[Bare, ...]:
     v = _stack_of(a)
-    return tuple([Bare(w, _VIEW) for w in v.unbind(_dim(dim, v.dim() - 1))])
+    return tuple([Bare(w, VIEW) for w in v.unbind(_dim(dim, v.dim() - 1))])
 
 
 def _unsqueeze(a: Bare, dim: int) -> Bare:
     v = _stack_of(a)
-    return Bare(v.unsqueeze(_dim(dim, v.dim())), _VIEW)
+    return Bare(v.unsqueeze(_dim(dim, v.dim())), VIEW)
 
 
 def _transpose(a: Bare, dim0: int, dim1: int) -> Bare:
     v = _stack_of(a)
     rank = v.dim() - 1
-    return Bare(v.transpose(_dim(dim0, rank), _dim(dim1, rank)), _VIEW)
+    return Bare(v.transpose(_dim(dim0, rank), _dim(dim1, rank)), VIEW)
 
 
 def _together(op: Callable, more: int) -> Callable:
@@ -259,7 +257,7 @@ def bared(a: Batched, level: Any) -> Bare:
 
 def wrapped(b: Bare, level: Any) -> Batched:
     """The value with its wrapper, the same one whoever asks."""
-    if b.of is _VIEW:
+    if b.of is VIEW:
         raise Aside  # a write into it has to reach what it is a view of
     if b.of is None:
         b.of = wrap(b.v, 0, level)

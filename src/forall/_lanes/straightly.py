@@ -95,22 +95,22 @@ def called(plan: Any, f: types.FunctionType, args: tuple, kwargs: dict) -> Any:
             return NOTHING
         try:
             computes = straight(f)
-            return _given_back(computes(*given, **named)) if computes else NOTHING
+            return given_back(computes(*given, **named)) if computes else NOTHING
         except Exception:  # noqa: BLE001 - the call with wrappers tells what is wrong
             plan.tries -= 1
             return NOTHING
 
 
-def _given_back(out: Any) -> Any:
+def given_back(out: Any) -> Any:
     """What the user receives."""
     kind = type(out)
     if kind is Bare:
         return wrapped(out, stack.top)
     if kind is tuple:
-        items = [_given_back(v) for v in out]
+        items = [given_back(v) for v in out]
         return out if all(a is b for a, b in zip(items, out, strict=True)) else tuple(items)
     if kind is list:
-        out[:] = map(_given_back, out)
+        out[:] = map(given_back, out)
         return out
     if kind not in _CONSTANTS:
         raise Aside

@@ -8,8 +8,10 @@ again otherwise. What it takes from elsewhere, and each call, is asked of the ru
 from __future__ import annotations
 
 import ast
+import copy
+from typing import NamedTuple
 
-from forall._source.names import COMPREHENSIONS, bound
+from forall._source.names import COMPREHENSIONS, Names, bound
 from forall._source.pieces import RUNTIME, constant, expr
 from forall._source.refused import CannotConvert
 
@@ -27,7 +29,9 @@ def straight(f: ast.FunctionDef) -> ast.FunctionDef | None:
     if f.args.kwarg is not None:
         return None
     try:
-        rewriter = _Straight(f)
+        a = f.args
+        given = (*a.posonlyargs, *a.args, *a.kwonlyargs, *filter(None, (a.vararg,)))
+        rewriter = _Straight(bound(f.body) | {x.arg for x in given})
         f.body = [rewriter.visit(s) for s in f.body]
     except CannotConvert:
         return None
@@ -37,10 +41,8 @@ def straight(f: ast.FunctionDef) -> ast.FunctionDef | None:
 class _Straight(ast.NodeTransformer):
     """Refuses all that might be seen to act, or act later."""
 
-    def __init__(self, f: ast.FunctionDef) -> None:
-        a = f.args
-        given = (*a.posonlyargs, *a.args, *a.kwonlyargs, *filter(None, (a.vararg,)))
-        self.own = bound(f.body) | {x.arg for x in given}
+    def __init__(self, own: set[str]) -> None:
+        self.own = own  # the names of the function's
 
     def generic_visit(self, node: ast.AST) -> ast.AST:
         if not isinstance(node, _AS_THEY_ARE):
@@ -61,6 +63,8 @@ class _Straight(ast.NodeTransformer):
         return self._part(node) if isinstance(node, ast.Attribute) else self.visit(node)
 
     def _part(self, node: ast.Attribute) -> ast.expr:
+        if isinstance(node.value, ast.Name) and node.value.id in self.own:
+            raise CannotConvert("what belongs to an object", node)
         name = constant(node.attr, node)
         return expr("R.part(A, N)", node, R=RUNTIME, A=self._owner(node.value), N=name)
 
@@ -140,3 +144,56 @@ class _Straight(ast.NodeTransformer):
         return node
 
     visit_ListComp = visit_GeneratorExp = _loop  # noqa: N815 - ast's names
+
+
+class Side(NamedTuple):
+    """One side of an ``if`` that binds names and does nothing else."""
+
+    body: list[ast.stmt]
+    reads: list[str]  # names of the function's
+    binds: list[str]  # of those that are read afterwards
+
+
+def sides(node: ast.If, joins: list[str], names: Names) -> tuple[ast.expr, list[str], list] | None:
+    """The test of an ``if`` on bare stacks, what it reads, and both sides; None for any other."""
+    if not joins or any(isinstance(n, _CHOOSES) for n in ast.walk(node.test)):
+        return None
+    node = copy.deepcopy(node)
+    try:
+        rewriter = _Straight(names.local)
+        test, *both = (
+            ([node.test], []),
+            (node.body, bound(node.body)),
+            (node.orelse, bound(node.orelse)),
+        )
+        if not all(_binds_only(body, names) for body, _ in both):
+            return None
+        found = [
+            Side(
+                [rewriter.visit(s) for s in body],
+                sorted(_read(body) & names.local),
+                [j for j in joins if j in binds],
+            )
+            for body, binds in (test, *both)
+        ]
+    except CannotConvert:
+        return None
+    return found[0].body[0], found[0].reads, found[1:]  # type: ignore[return-value]
+
+
+_CHOOSES = (ast.BoolOp, ast.Not, ast.IfExp, ast.comprehension)
+
+
+def _binds_only(body: list[ast.stmt], names: Names) -> bool:
+    return all(isinstance(s, (ast.Assign, ast.Pass)) for s in body) and not bound(body) & (
+        names.noted | names.globals
+    )
+
+
+def _read(body: list) -> set[str]:
+    return {
+        n.id
+        for node in body
+        for n in ast.walk(node)
+        if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)
+    }
