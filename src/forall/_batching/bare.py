@@ -25,7 +25,7 @@ _NUMBERS = frozenset({int, float})
 VIEW: Any = object()  # in the place of a wrapper: of what is a view of another stack
 
 
-class Aside(Exception):
+class Aside(Exception):  # noqa: N818 - nobody sees it
     """What was asked needs wrappers."""
 
 

@@ -40,7 +40,7 @@ def _is_constant(values: tuple) -> bool:
 
 
 def part(module: Any, name: str) -> Any:
-    """``module.name``"""
+    """``module.name``, of a module."""
     if type(module) is not types.ModuleType:
         raise Aside
     return getattr(module, name)

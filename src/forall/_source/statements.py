@@ -28,7 +28,6 @@ from forall._source.templates import (
     WHILE,
 )
 
-
 _sites = itertools.count()  # a number for each place
 
 
