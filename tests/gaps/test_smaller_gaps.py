@@ -48,3 +48,20 @@ def test_a_running_product_after_a_running_sum_in_forward_mode():
     x = torch.arange(1.0, 7.0, dtype=D).reshape(2, 3)
     (found,) = torch.autograd.grad(jvp(vmap(f), (x,), (x,))[1].sum(), w)
     assert found.shape == w.shape
+
+
+@pytest.mark.xfail(strict=True, reason="where examples meet, a view of some becomes a copy")
+def test_a_view_that_some_examples_have_under_a_name():
+    def f(m, x):
+        m = m.clone()
+        if x > 0:
+            row = m[0]
+        else:
+            row = m[1] * 1
+        row += 1
+        return m
+
+    m = torch.zeros(3, 2, 2, dtype=D)
+    x = torch.tensor([1.0, -1.0, 2.0], dtype=D)
+    found = vmap(f)(m, x)
+    torch.testing.assert_close(found[:, 0, 0], torch.tensor([1.0, 0.0, 1.0], dtype=D))

@@ -1,7 +1,5 @@
 """Acceptance functions: functions, and sides of an `if`, that do nothing but compute; or nearly."""
 
-
-
 from __future__ import annotations
 
 import torch

@@ -27,6 +27,8 @@ from forall._torch.dispatch import (
     function_modes,
     functions_off,
     graph_task,
+    in_torch_func,
+    is_autocast,
     no_dispatch,
     users_tangents,
 )
@@ -70,9 +72,18 @@ def operators() -> dict[str, Callable]:
     return {**found, "matmul": _matmul}
 
 
+_PRODUCTS = asked_of("matmul mv mm t transpose")
+_OUTSIDE = (_T, torch.nn.Parameter)
+
+
 def _matmul(a: Any, b: Any) -> Any:
     if type(a) is Batched or type(b) is Batched:
-        found = called(_T.__matmul__, (a, b), {})
+        if type(a) in _OUTSIDE:
+            found = _with_matrix(b, a, on_the_left=True)
+        else:
+            found = _with_matrix(a, b, on_the_left=False) if type(b) in _OUTSIDE else None
+        if found is None:
+            found = called(_T.__matmul__, (a, b), {})
         if found is not None:
             return found
     return a @ b
@@ -158,6 +169,29 @@ def _in_front(values: list, operands: tuple) -> list:
                 v = v.reshape(len(v), *[1] * (rank - v.dim()), *v.shape[1:])
         made.append(v)
     return made
+
+
+def _with_matrix(x: Batched, w: _T, *, on_the_left: bool) -> Any:
+    """``w @ x`` or ``x @ w`` of a vector of each example and one matrix, or None."""
+    if not is_clear() or has_own_rule(_PRODUCTS) or in_torch_func() or is_autocast():
+        return None
+    level: Any = stack.top
+    with functions_off():
+        if x.axis != 0 or x.requires_grad or w.dim() != 2 or x.dim() != 1:
+            return None
+        v = x.value if x.level is level else for_reading(x, level)
+        if type(v) is not _T or v.requires_grad or v.dtype is not w.dtype:
+            return None
+        if w.requires_grad and torch.is_grad_enabled():
+            return None
+        with no_dispatch():
+            try:
+                if level.notes:
+                    level.ledger.read_by(_T.__matmul__, [w])
+                out = torch.mm(v, w.t() if on_the_left else w)
+            except Exception:  # noqa: BLE001 - the user's way tells what is wrong
+                return None
+            return wrap(out, 0, level)
 
 
 def is_clear() -> bool:
