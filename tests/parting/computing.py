@@ -221,7 +221,7 @@ def a_name_that_one_side_binds(x):
         y = x * 2
     z = x
     if x > 0:
-        z = y + 1
+        z = y + 1  # pyright: ignore[reportPossiblyUnboundVariable]
     return z
 
 
