@@ -19,9 +19,10 @@ def layer():
     return made.eval().requires_grad_(requires_grad=False)
 
 
+LAYER = layer()
 FUSED = {
     "attention": lambda w, x: F.scaled_dot_product_attention(w, x, x.cos()),
-    "a transformer's layer": lambda w, x, m=layer(): m((w + x)[0]),
+    "a transformer's layer": lambda w, x: LAYER((w + x)[0]),
     "layer_norm": lambda w, x: F.layer_norm(w * x, (4,)),
     "cdist": lambda w, x: torch.cdist(w * x, x.cos() + w),
     "ctc_loss": lambda w, x: F.ctc_loss(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from parting import branches, effects, failures, loops, objects, reads, shapes
+from parting import branches, computing, effects, failures, loops, objects, reads, shapes
 from parting.cases import CASES, Case
 
-GROUPS = (branches, loops, reads, shapes, objects, failures, effects)
+GROUPS = (branches, loops, reads, shapes, objects, failures, effects, computing)
 
 __all__ = ["CASES", "GROUPS", "Case"]

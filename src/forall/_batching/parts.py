@@ -26,7 +26,7 @@ from forall._torch.dispatch import (
     functions_off,
     no_dispatch,
 )
-from forall._torch.flags import bytes_of, everyone, to_flags, to_int
+from forall._torch.flags import everyone, to_flags, to_int
 
 if TYPE_CHECKING:
     pass
@@ -35,18 +35,18 @@ Tensor = torch.Tensor
 
 
 class Part(VmapLevel):
-    """Some of a level's examples: ``members`` has a byte for each of the root's (`flags`).
+    """Some of a level's examples: ``members`` has a bit for each of the root's (`flags`).
 
     See NOTE [parts].
     """
 
     root: Any = None  # pyright: ignore[reportIncompatibleMethodOverride]
 
-    def __init__(self, root: VmapLevel, members: int) -> None:
+    def __init__(self, root: VmapLevel, members: int, size: int) -> None:
         # Never a mode of its own: the root's mode asks who acts.
         self.of = self.root = root
         self.members = members
-        self.size = members.bit_count()
+        self.size = size
         self.number, self.around = root.number, root.around
         self.calls, self.settles = root.calls, False
         self.randomness, self.scope, self.ledger = root.randomness, root.scope, root.ledger
@@ -56,7 +56,8 @@ class Part(VmapLevel):
         self.counted, self.met = None, []
         self.parted = None
         self.order = self._flags = self._rows = None
-        self.born: tuple[Any, Tensor, bool] | None = None  # of a level, by a test that came out so
+        self.born: tuple[Any, Tensor] | None = None  # of a level, by a test that did not hold
+        self.half: Any = None  # of which level, in a tuple that is one of the other half's
         self._near: tuple[Any, Tensor] | None = None  # `born`, once somebody has asked
         self._places: WeakKeyDictionary[Any, Tensor] | None = None
 
@@ -84,9 +85,13 @@ class Part(VmapLevel):
             with no_dispatch(), functions_off():
                 return rows.index_select(0, places)
         near = self._near and self._near[0]()
-        if self._near is not None and near is not None and near._rows is not None:
+        if self._near is not None and near is not None:
+            places = self._near[1]
+            if near is self.of:
+                return places
+            rows = near.rows
             with no_dispatch(), functions_off():
-                return near._rows.index_select(0, self._near[1])
+                return rows.index_select(0, places)
         flags = self.flags
         with no_dispatch(), functions_off():
             return flags.nonzero().view(-1)
@@ -94,12 +99,16 @@ class Part(VmapLevel):
     def _settled(self) -> Tensor:
         """The places in the level that these are of, which is held no longer."""
         assert self.born is not None  # noqa: S101 - who asks knows
-        level, test, holds = self.born
+        level, test = self.born
         self.born = None
         with no_dispatch(), functions_off():
-            places = (test if holds else ~test).nonzero().view(-1)
+            places = (~test).nonzero().view(-1)
         self._near = ref(level), places
         return places
+
+    def is_unknown(self) -> bool:
+        """Whether nobody has said yet where its examples are."""
+        return self.born is None and self._near is None and self._rows is None
 
     def places_in(self, level: Any) -> Tensor:
         """Which examples of ``level`` these are, which are all among them."""
@@ -150,7 +159,7 @@ class Part(VmapLevel):
         return whole._replace(numbers=[numbers[n] for n in self.rows.tolist()])
 
 
-def part(root: Any, members: int) -> Any:
+def part(root: Any, members: int, size: int | None = None) -> Any:
     """The level of these examples: the root itself for all, None for none, else their part."""
     if members == root.members:
         return root
@@ -158,7 +167,8 @@ def part(root: Any, members: int) -> Any:
         return None
     found = root.made.get(members)
     if found is None:
-        found = root.made[members] = Part(root, members)
+        size = members.bit_count() if size is None else size
+        found = root.made[members] = Part(root, members, size)
     return found
 
 
@@ -176,21 +186,24 @@ def halves(level: Any, test: Tensor) -> tuple[Any, Any]:
     with no_dispatch(), functions_off():
         if not test.is_cpu:
             test = test.cpu()
-        marks = bytes_of(test)
-        count = marks.count(1)
+        places = test.nonzero().view(-1)
+        count = len(places)
         if not count:
             return None, level
         if count == level.size:
             return level, None
         prepare(root)
+        flags = test
         if level is not root:
             flags = torch.zeros(root.size, dtype=torch.bool).index_copy_(0, level.rows, test)
-            marks = bytes_of(flags)
-    members = int.from_bytes(marks, "little")
-    yes, no = part(root, members), part(root, level.members ^ members)
-    for some, holds in ((yes, True), (no, False)):
-        if some.born is None and some._near is None and some._rows is None:
-            some.born = level, test, holds
+        members = to_int(flags)
+    yes = part(root, members, count)
+    no = part(root, level.members ^ members, level.size - count)
+    yes.half = no.half = (ref(level),)
+    if yes.is_unknown():
+        yes._near = ref(level), places
+    if no.is_unknown():
+        no.born = level, test
     return yes, no
 
 
@@ -221,6 +234,10 @@ def union(first: Any, *others: Any) -> Any:
     """The part with the examples of all of these."""
     if all(other is first for other in others):
         return first
+    if len(others) == 1 and first is not first.root and first.half is not None:
+        whole = first.half[0]()
+        if whole is not None and getattr(others[0], "half", None) is first.half:
+            return whole
     members = first.members
     for other in others:
         members |= other.members

@@ -128,7 +128,7 @@ def _on_the_stacks(func: Any, args: tuple, kwargs: dict | None, level: Any) -> A
             values.append(a)
         else:
             return None
-    if axis is None or (kwargs and not _are_words(kwargs)):
+    if axis is None or (kwargs and not are_words(kwargs)):
         return None
     try:
         with no_dispatch():
@@ -147,7 +147,7 @@ def _of_rank(v: Any, rank: int) -> Any:
     return v.reshape(v.shape[0], *[1] * (rank - v.dim()), *v.shape[1:])
 
 
-def _are_words(kwargs: dict) -> bool:
+def are_words(kwargs: dict) -> bool:
     """Whether these say how, and neither on what nor where to."""
     return not kwargs.get("inplace") and all(type(a) in _WORDS for a in kwargs.values())
 

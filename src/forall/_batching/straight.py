@@ -27,6 +27,8 @@ from forall._torch.dispatch import (
     function_modes,
     functions_off,
     graph_task,
+    in_torch_func,
+    is_autocast,
     no_dispatch,
     users_tangents,
 )
@@ -39,46 +41,56 @@ _NUMBERS = frozenset({int, float})
 _T = torch.Tensor
 
 
-def _asked(names: str) -> frozenset:
+def asked_of(names: str) -> frozenset:
     return frozenset(
         op for name in names.split() for op in overloads(getattr(torch.ops.aten, name))
     )
 
 
 # What Python's operators ask of torch, whatever the order of the operands.
-_ASKS: dict[Any, frozenset] = {
-    operator.add: _asked("add"),
-    operator.sub: _asked("sub rsub"),
-    operator.mul: _asked("mul"),
-    operator.truediv: _asked("div reciprocal mul"),
-    operator.floordiv: _asked("floor_divide"),
-    operator.mod: _asked("remainder"),
-    operator.pow: _asked("pow"),
-    operator.neg: _asked("neg"),
-    operator.lt: _asked("lt gt"),
-    operator.le: _asked("le ge"),
-    operator.gt: _asked("gt lt"),
-    operator.ge: _asked("ge le"),
-    operator.eq: _asked("eq"),
-    operator.ne: _asked("ne"),
+BY_OPERATORS: dict[Any, frozenset] = {
+    operator.add: asked_of("add"),
+    operator.sub: asked_of("sub rsub"),
+    operator.mul: asked_of("mul"),
+    operator.truediv: asked_of("div reciprocal mul"),
+    operator.floordiv: asked_of("floor_divide"),
+    operator.mod: asked_of("remainder"),
+    operator.pow: asked_of("pow"),
+    operator.neg: asked_of("neg"),
+    operator.lt: asked_of("lt gt"),
+    operator.le: asked_of("le ge"),
+    operator.gt: asked_of("gt lt"),
+    operator.ge: asked_of("ge le"),
+    operator.eq: asked_of("eq"),
+    operator.ne: asked_of("ne"),
 }
 
 
 def operators() -> dict[str, Callable]:
     """Python's operators by their names, each with the straight way before its own."""
-    found = {op.__name__: _unary(op) if op is operator.neg else _binary(op) for op in _ASKS}
+    found = {op.__name__: _unary(op) if op is operator.neg else _binary(op) for op in BY_OPERATORS}
     return {**found, "matmul": _matmul}
+
+
+_PRODUCTS = asked_of("matmul mv mm t transpose")
+_OUTSIDE = (_T, torch.nn.Parameter)
 
 
 def _matmul(a: Any, b: Any) -> Any:
     if type(a) is Batched or type(b) is Batched:
-        found = called(_T.__matmul__, (a, b), {})
+        if type(a) in _OUTSIDE:
+            found = _with_matrix(b, a, on_the_left=True)
+        else:
+            found = _with_matrix(a, b, on_the_left=False) if type(b) in _OUTSIDE else None
+        if found is None:
+            found = called(_T.__matmul__, (a, b), {})
         if found is not None:
             return found
     return a @ b
 
 
-_ALL = _asked(METHODS).union(*_ASKS.values())
+_NONE: frozenset = frozenset()
+_ALL = asked_of(METHODS).union(*BY_OPERATORS.values())
 
 
 def fused(expression: Any, operands: tuple) -> Any:
@@ -87,7 +99,7 @@ def fused(expression: Any, operands: tuple) -> Any:
 
 
 def _binary(op: Any) -> Callable:
-    asks = _ASKS[op]
+    asks = BY_OPERATORS[op]
 
     def operated(a: Any, b: Any) -> Any:
         if type(a) is Batched or type(b) is Batched:
@@ -100,7 +112,7 @@ def _binary(op: Any) -> Callable:
 
 
 def _unary(op: Any) -> Callable:
-    asks = _ASKS[op]
+    asks = BY_OPERATORS[op]
 
     def operated(a: Any) -> Any:
         found = _answer(op, asks, (a,)) if type(a) is Batched else None
@@ -111,7 +123,7 @@ def _unary(op: Any) -> Callable:
 
 def _answer(op: Any, asks: frozenset, operands: tuple) -> Any:
     """The result, or None where the user's way must be taken."""
-    if not _is_clear() or has_own_rule(asks):
+    if not is_clear() or has_own_rule(asks):
         return None
     level: Any = stack.top
     with functions_off(), no_dispatch():
@@ -159,7 +171,30 @@ def _in_front(values: list, operands: tuple) -> list:
     return made
 
 
-def _is_clear() -> bool:
+def _with_matrix(x: Batched, w: _T, *, on_the_left: bool) -> Any:
+    """``w @ x`` or ``x @ w`` of a vector of each example and one matrix, or None."""
+    if not is_clear() or has_own_rule(_PRODUCTS) or in_torch_func() or is_autocast():
+        return None
+    level: Any = stack.top
+    with functions_off():
+        if x.axis != 0 or x.requires_grad or w.dim() != 2 or x.dim() != 1:
+            return None
+        v = x.value if x.level is level else for_reading(x, level)
+        if type(v) is not _T or v.requires_grad or v.dtype is not w.dtype:
+            return None
+        if w.requires_grad and torch.is_grad_enabled():
+            return None
+        with no_dispatch():
+            try:
+                if level.notes:
+                    level.ledger.read_by(_T.__matmul__, [w])
+                out = torch.mm(v, w.t() if on_the_left else w)
+            except Exception:  # noqa: BLE001 - the user's way tells what is wrong
+                return None
+            return wrap(out, 0, level)
+
+
+def is_clear() -> bool:
     """Whether no other mode, no backward pass and no copy that lags behind has a say."""
     return (
         dispatch_modes() == 1
@@ -173,9 +208,11 @@ def _is_clear() -> bool:
 
 def called(func: Any, args: tuple, kwargs: dict) -> Any:
     """A call of torch's by converted code: the result, or None where it must be made as it is."""
-    if not _is_clear():
+    if not is_clear():
         return None
     level: Any = stack.top
+    if not kwargs and is_pointwise(func):
+        return _answer(func, _NONE, args)
     with functions_off():
         if func in _VIEWS:
             return _view(func, args, kwargs, level)
@@ -209,7 +246,7 @@ def _view(func: Any, args: tuple, kwargs: dict, level: Any) -> Any:
         return None
 
 
-_STACK = _asked("stack")
+_STACK = asked_of("stack")
 
 
 def _stacked(args: tuple, kwargs: dict, level: Any) -> Any:

@@ -159,6 +159,8 @@ def _of_one_level(test: Batched) -> Any:
             return None
         if values.requires_grad:
             values = values.detach()
+        if level.size == 1:
+            return bool(values)
         if values.dim() != 1:
             values = values.reshape(-1)
         yes, no = halves(level, values if values.dtype is torch.bool else values != 0)

@@ -31,10 +31,10 @@ _PIECES: dict[int, tuple[weakref.ref, _Pieces]] = {}
 
 
 def remember(copy: Any, parts: list[tuple[Any, Any]]) -> None:
-    """``copy`` was joined from these."""
+    """``copy`` was joined from these; None is what nobody has under another name."""
     ref, mine = _known(copy)
     for world, tensor in parts:
-        _, theirs = _known(tensor)
+        theirs = [(None, _Identity())] if tensor is None else _known(tensor)[1]
         if not theirs:
             theirs.append((None, identity := _Identity()))
             identity.holders.append((None, _PIECES[id(tensor)][0]))

@@ -14,7 +14,7 @@ from typing import Any
 from forall._batching.straight import called
 from forall._core.places import Place
 from forall._core.remembering import Remembered
-from forall._lanes import aliases, items
+from forall._lanes import aliases, items, straightly
 from forall._lanes.heap import CONTAINERS, Unsplittable, slot_of
 from forall._lanes.merging import merge
 from forall._lanes.report import Report
@@ -88,6 +88,7 @@ _CONSTANT = (
     re.Pattern, re.Match, types.FunctionType,
 )  # fmt: skip
 _plans: dict[types.CodeType, Any] = {}
+_of_torch_alone: set[Any] = set()  # functions of torch's that mean nothing else here
 
 
 def call(f: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -97,10 +98,16 @@ def call(f: Any, /, *args: Any, **kwargs: Any) -> Any:
         plan = _plans.get(f.__code__) or _plan(f)
         if plan is OPAQUE:
             return opaque(f, args, kwargs)
+        if plan.straight is not None:
+            found = straightly.called(plan, f, args, kwargs)
+            if found is not straightly.NOTHING:
+                return found
         return within_scope(plan.function(f), args, kwargs)
     if kind is types.MethodType:
         return call(f.__func__, f.__self__, *args, **kwargs)
     if kind is types.BuiltinFunctionType or kind is type:
+        if f in _of_torch_alone and not thread.loose:
+            return _of_torch(f, f, args, args, kwargs)
         if thread.parted:
             _refuse_kept(args)
         override = OVERRIDDEN.get(f)
@@ -158,6 +165,12 @@ def _plan(f: types.FunctionType) -> Any:
             thread.report.converted[code] = Function(f.__name__, Place.of(code).near())
     _plans[f.__code__] = plan
     return plan
+
+
+def plan_of(f: types.FunctionType) -> Any:
+    """The converted template of a function; None where it is run as it is."""
+    plan = _plans.get(f.__code__) or _plan(f)
+    return None if plan is OPAQUE else plan
 
 
 def tell(f: types.FunctionType, refused: Refused) -> None:
@@ -308,8 +321,11 @@ def opaque(f: Any, args: tuple, kwargs: dict, owners: tuple = ()) -> Any:
                 return _apiece(f, args, kwargs, owners, worlds)
     if type(f) is types.BuiltinFunctionType and _is_torchs(f):
         if f.__name__ not in LOOKS:
-            owned = isinstance(getattr(f, "__self__", None), words.Tensor)
-            return f(*args, **kwargs) if owned else _of_torch(f, f, args, args, kwargs)
+            if isinstance(getattr(f, "__self__", None), words.Tensor):
+                return f(*args, **kwargs)
+            if f not in OVERRIDDEN and f not in PASSED_ON:
+                _of_torch_alone.add(f)
+            return _of_torch(f, f, args, args, kwargs)
         return words.apart(lambda: f(*args, **kwargs), merge)
     if any(hasattr(type(v), "__next__") for v in (*owners, *args, *kwargs.values())):
         return f(*args, **kwargs)  # what it has taken is gone: no second time

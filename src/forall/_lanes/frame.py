@@ -18,6 +18,7 @@ from forall._batching.batched import Batched
 from forall._batching.straight import fused, operators
 from forall._lanes import asking, calls, items
 from forall._lanes.asking import Truth, ask
+from forall._lanes.at_once import at_once
 from forall._lanes.branch import NO, YES, Branch
 from forall._lanes.heap import CONTAINERS, Cell, Global, Unsplittable
 from forall._lanes.loop import Loop
@@ -143,6 +144,7 @@ class Frame(Region):
         return found if wanted else self.negated(found)
 
     call = staticmethod(calls.call)
+    at_once = staticmethod(at_once)
     item = staticmethod(items.get)
     store_item = staticmethod(items.store)
     delete_item = staticmethod(items.delete)

@@ -13,6 +13,7 @@ from forall._lanes.heap import Mixed, Unsplittable
 from forall._lanes.merging import UNDEFINED, merge, settled
 from forall._lanes.report import Report
 from forall._lanes.state import converted_run, thread
+from forall._lanes.straightly import does, known, method, part
 from forall._lanes.varying import Varying
 from forall._lanes.words import use, words
 from forall._source import Refused, runs_with, template
@@ -21,6 +22,7 @@ from forall._torch import trees
 
 class _Runtime:
     Frame = Frame
+    known, part, does, method = map(staticmethod, (known, part, does, method))
 
 
 runs_with(_Runtime)

@@ -10,11 +10,12 @@ from typing import Any
 from forall._source.desugar import Desugar
 from forall._source.find import find, whole
 from forall._source.names import Names, own
-from forall._source.pieces import FRAME, stmts
+from forall._source.pieces import FRAME, RUNTIME, stmts
 from forall._source.refused import CannotConvert, Refused
 from forall._source.statements import Statements
+from forall._source.straight import straight
 
-RUNTIME = "__forall__"  # the free name by which converted code finds its runtime
+TRIES = 4  # a function that needs its wrappers after all has cost little until it is known
 _FUTURE = 0x1FF0000  # the flags of `from __future__ import ..`, as in Python's code.h
 _runtime = types.CellType()
 _templates: dict[types.CodeType, Template | Refused] = {}
@@ -28,10 +29,12 @@ def runs_with(runtime: Any) -> None:
 class Template:
     """The converted code of all functions that one ``def`` makes."""
 
-    __slots__ = ("code",)
+    __slots__ = ("code", "straight", "tries")
 
-    def __init__(self, code: types.CodeType) -> None:
+    def __init__(self, code: types.CodeType, straight: Template | None = None) -> None:
         self.code = code
+        self.straight = straight  # the same on bare stacks, where it does nothing but compute
+        self.tries = TRIES  # how often that may be left in the middle
 
     def function(self, f: types.FunctionType) -> Callable:
         """f, converted: with its very cells, defaults and globals."""
@@ -128,7 +131,11 @@ def _template(f: types.FunctionType) -> Template | Refused:
             raise CannotConvert("a generator or a coroutine")
         node, inside = find(f)
         made = rewrite(whole(node), Scope(inside, {}))
-        return Template(_compiled(made, inside, f))
+        computes = straight(whole(node))
+        return Template(
+            _compiled(made, inside, f),
+            None if computes is None else Template(_compiled(computes, inside, f)),
+        )
     except CannotConvert as cannot:
         reason, line = cannot.reason, cannot.line
     except (SyntaxError, RecursionError) as error:  # too many loops inside each other

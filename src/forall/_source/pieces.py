@@ -6,6 +6,7 @@ import ast
 import functools
 from typing import Any
 
+RUNTIME = "__forall__"  # the free name by which converted code finds its runtime
 FRAME = "__frame__"
 TRIP = "__trip__"
 ITERABLE = "__iterable__"  # what a comprehension goes through

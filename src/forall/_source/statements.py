@@ -6,14 +6,17 @@ What the generated code asks of its frame is described in `forall._lanes.frame`.
 from __future__ import annotations
 
 import ast
+import itertools
 from typing import Any
 
 from forall._source.expressions import Expressions
 from forall._source.names import Liveness, Names, bound
-from forall._source.pieces import FRAME, ITERABLE, constant, delayed, expr, stmts
+from forall._source.pieces import FRAME, ITERABLE, constant, delayed, expr, function, stmts
 from forall._source.refused import CannotConvert
+from forall._source.straight import sides
 from forall._source.templates import (
     AGAIN,
+    AT_ONCE,
     FINISH,
     FINISH_ELSE,
     FOR,
@@ -21,8 +24,11 @@ from forall._source.templates import (
     IF_ELSE,
     IN_PLACE,
     LEAVE,
+    SIDE,
     WHILE,
 )
+
+_sites = itertools.count()  # a number for each place
 
 
 class Statements:
@@ -89,6 +95,7 @@ class Statements:
         first = bound(node.body)
         joins = self._kept((first | bound(node.orelse)) & after)
         kept = self._kept(first & self.live.start(node.orelse, node) | set(joins))
+        found = sides(node, joins, self.names)
         test = e.test(node.test)
         parts: dict[str, Any] = {
             "IF": record,
@@ -103,7 +110,34 @@ class Statements:
             parts["MEET"] = self._restored(record, "join", joins, node)
         else:
             parts["MEET"] = self._restored(record, "skip", joins, node)
-        return stmts(IF_ELSE if node.orelse else IF, node, **parts) + self._dead(node)
+        apart = stmts(IF_ELSE if node.orelse else IF, node, **parts)
+        if found is not None:
+            return self._at_once(node, joins, found, apart)
+        return apart + self._dead(node)
+
+    def _at_once(self, node: ast.If, joins: list[str], found: Any, apart: list) -> list[ast.stmt]:
+        """An ``if`` whose sides only compute: at once on the stacks, else by lanes that part."""
+        test, reads, both = found
+        made: list[ast.stmt] = []
+        given = []
+        for side in both:
+            names = self._strings(side.reads, node), self._strings(side.binds, node)
+            name = self.scope.fresh("side")
+            values = ast.Tuple([ast.Name(n, ast.Load()) for n in side.binds], ast.Load())
+            (f,) = stmts(SIDE, node, BODY=side.body, VALUES=values)
+            f.name, f.args = name, function(side.reads, values).args  # type: ignore[attr-defined]
+            made.append(f)
+            given.append(expr("(A, B, C)", node, A=name, B=names[0], C=names[1]))
+        asked = expr("(A, B)", node, A=function(reads, test), B=self._strings(reads, node))
+        target = ast.Tuple([ast.Name(n, ast.Store()) for n in joins], ast.Store())
+        made += stmts(
+            AT_ONCE, node, DONE=self.scope.fresh("done"), SITE=constant(next(_sites), node),
+            TEST=asked, YES=given[0], NO=given[1], JOINS=self._strings(joins, node),
+            APART=apart, TARGET=target,
+        )  # fmt: skip
+        for s in made:
+            ast.fix_missing_locations(s)
+        return made
 
     def _loop_names(self, node: ast.While | ast.For) -> list[str]:
         written = bound(node.body) | bound(node.orelse)

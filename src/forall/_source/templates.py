@@ -46,6 +46,18 @@ for TARGET in ITEMS:
         LOOP.note(F.locals())
 FINISH
 """
+AT_ONCE = """
+DONE = F.at_once(SITE, TEST, YES, NO, JOINS, F.locals())
+if DONE is None:
+    APART
+else:
+    TARGET = DONE
+"""
+SIDE = """
+def NAME():
+    BODY
+    return VALUES
+"""
 AGAIN = """
 if LOOP.waiting:
     REJOIN

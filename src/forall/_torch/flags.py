@@ -1,36 +1,44 @@
-"""Sets of row numbers as Python integers, one byte for each row: what is asked of them is cheap."""
+"""Sets of row numbers as Python integers, one bit for each row: what is asked of them is cheap."""
 
 from __future__ import annotations
 
 import ctypes
+import sys
 
 import torch
 
-
-def bytes_of(flags: torch.Tensor) -> bytes:
-    """A bool tensor (n,), one byte for each entry."""
-    if not (flags.is_cpu and flags.is_contiguous()):
-        flags = flags.cpu().contiguous()
-    return ctypes.string_at(flags.data_ptr(), flags.numel())
+# Times this, the first bits of the 8 bytes of a word come to lie side by side in its last byte.
+_GATHER = 0x0102040810204080
+_LITTLE = sys.byteorder == "little"
 
 
 def to_int(flags: torch.Tensor) -> int:
     """The set that a bool tensor (n,) marks."""
-    return int.from_bytes(bytes_of(flags), "little")
+    size = flags.numel()
+    if size % 8 or flags.storage_offset() or not (flags.is_cpu and flags.is_contiguous()):
+        padded = torch.zeros(-(-size // 8) * 8, dtype=torch.bool)
+        padded[:size] = flags
+        flags = padded
+    if not _LITTLE:
+        flags = flags.view(-1, 8).flip(1).reshape(-1)
+    words = flags.view(torch.int64) * _GATHER
+    last = ctypes.string_at(words.data_ptr(), flags.numel())[7 if _LITTLE else 0 :: 8]
+    return int.from_bytes(last, "little")
 
 
 def count_of(flags: torch.Tensor) -> int:
     """How many a bool tensor (n,) marks."""
-    return bytes_of(flags).count(1)
+    return int(flags.count_nonzero())
 
 
 def to_flags(rows: int, size: int) -> torch.Tensor:
     """(size,) bool: who is in the set."""
     if not size:
         return torch.zeros(0, dtype=torch.bool)
-    return torch.frombuffer(bytearray(rows.to_bytes(size, "little")), dtype=torch.bool)
+    packed = torch.frombuffer(bytearray(rows.to_bytes(-(-size // 8), "little")), dtype=torch.uint8)
+    return (packed.unsqueeze(1) >> torch.arange(8) & 1).view(-1)[:size].bool()
 
 
 def everyone(size: int) -> int:
     """The set of all of so many rows."""
-    return int.from_bytes(b"\1" * size, "little")
+    return (1 << size) - 1

@@ -82,7 +82,7 @@ def _mm(size, x, w, out_dtype=None):
 def _mv(size, w, x):
     if isinstance(w, Stack):
         return product(w, column(x)).squeeze(-1)
-    return product(row(x), w.t()).squeeze(-2)
+    return _times(x.v, w.t(), None)
 
 
 def _inner(x: Stack | Tensor, y: Stack | Tensor) -> Tensor:
