@@ -127,9 +127,10 @@ def call(f: Any, /, *args: Any, **kwargs: Any) -> Any:
 
 def _refuse_kept(args: tuple) -> None:
     """An iterator that some lanes alone use up would be used up for the others."""
-    for a in args:
-        # The tuple, the name here and the question refer to it; and somebody else does?
-        if hasattr(type(a), "__next__") and sys.getrefcount(a) > 3:
+    for n in range(len(args)):
+        # The tuple and the question refer to it; and somebody else does? A name here would be
+        # counted once more on some versions of Python.
+        if hasattr(type(args[n]), "__next__") and sys.getrefcount(args[n]) > 2:
             raise Unsplittable("an iterator that is kept, used by some examples alone")
 
 

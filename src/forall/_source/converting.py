@@ -158,9 +158,6 @@ def _compiled(node: ast.FunctionDef, inside: str | None, f: types.FunctionType) 
     module = ast.Module([ast.copy_location(outer, node)], [])
     for new in (body, *given.args):
         ast.copy_location(new, node)
-    for new in (outer, body, module):
-        if hasattr(new, "_fields") and "type_params" in new._fields:
-            new.type_params = getattr(new, "type_params", None) or []  # type: ignore[attr-defined]
     ast.fix_missing_locations(module)
     made = compile(module, code.co_filename, "exec", code.co_flags & _FUTURE, dont_inherit=True)
     for _ in range(3 if inside is not None else 2):

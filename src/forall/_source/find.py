@@ -6,7 +6,7 @@ import ast
 import functools
 import linecache
 import types
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from forall._source.refused import CannotConvert
 
@@ -51,8 +51,7 @@ def find(f: types.FunctionType) -> Found:
         raise CannotConvert("its file is no longer Python") from None
     found = [p for p in places.get(code.co_firstlineno, []) if _is(p.node, code)]
     if len(found) > 1:
-        at = set(code.co_positions())
-        found = [p for p in found if _returns_at(p.node, at)]
+        found = _innermost(found, code)
     if len(found) != 1:
         raise CannotConvert("its source has changed, or cannot be told from its neighbour's")
     return found[0]
@@ -73,10 +72,26 @@ def _is(node: Def, code: types.CodeType) -> bool:
     return name == code.co_name and len(theirs) == len(names) and mangled
 
 
-def _returns_at(node: Def, at: set) -> bool:
-    """Whether the code has an instruction exactly where a lambda's value stands."""
-    body = node.body if isinstance(node, ast.Lambda) else node.body[-1]
-    return (body.lineno, body.end_lineno, body.col_offset, body.end_col_offset) in at
+def _innermost(lambdas: list[Found], code: types.CodeType) -> list[Found]:
+    """Of the lambdas of one line the innermost whose value holds all instructions of the code."""
+    at = [
+        ((line, column), end)
+        for line, end_line, column, end_column in code.co_positions()
+        if line is not None and (line, column) < (end := (end_line, end_column))
+    ]
+    around = [
+        p
+        for p in lambdas
+        for first, last in [_span(p.node)]
+        if at and all(first <= start and end <= last for start, end in at)
+    ]  # Python 3.12 says of ``lambda: 1`` no more than its line
+    return sorted(around, key=lambda p: _span(p.node)[0])[-1:]
+
+
+def _span(node: Def) -> tuple[tuple[int, int], tuple[int, int]]:
+    """From where to where a lambda's value is written."""
+    body: Any = node.body
+    return (body.lineno, body.col_offset), (body.end_lineno, body.end_col_offset)
 
 
 def whole(node: Def) -> ast.FunctionDef:
@@ -89,6 +104,7 @@ def whole(node: Def) -> ast.FunctionDef:
         made = ast.FunctionDef("<lambda>", node.args, [value], [], None)
         node = ast.copy_location(made, node)
     node.decorator_list, node.returns = [], None
+    node.type_params = []  # Python 3.12's `def f[T]`: T comes by its cell
     arguments = node.args
     arguments.defaults, arguments.kw_defaults = [], [None] * len(arguments.kwonlyargs)
     for a in ast.walk(arguments):

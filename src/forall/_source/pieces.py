@@ -26,7 +26,7 @@ def _filled(node: Any, parts: dict[str, Any], at: dict[str, Any]) -> Any:
         part = parts.get(node.value.id)
         if isinstance(part, list):
             return part
-    made = type(node)()
+    fields: dict[str, Any] = {}
     for field in node._fields:
         value = getattr(node, field, None)
         if isinstance(value, list):
@@ -34,11 +34,8 @@ def _filled(node: Any, parts: dict[str, Any], at: dict[str, Any]) -> Any:
             value = [v for item in items for v in (item if isinstance(item, list) else [item])]
         elif isinstance(value, ast.AST):
             value = _filled(value, parts, at)
-        setattr(made, field, value)
-    if "lineno" in node._attributes:
-        for name, place in at.items():
-            setattr(made, name, place)
-    return made
+        fields[field] = value
+    return type(node)(**fields, **(at if "lineno" in node._attributes else {}))
 
 
 def stmts(text: str, at: ast.AST, **parts: Any) -> list[ast.stmt]:
