@@ -59,20 +59,3 @@ def test_lengths_in_a_list_in_forward_mode():
     lengths = torch.tensor([5, 4]), torch.tensor([2, 2])
     expected = jvp(lambda x: F.ctc_loss(x, targets, *lengths), (x,), (x,))[1]
     torch.testing.assert_close(found, expected)
-
-
-@pytest.mark.xfail(strict=True, reason="where examples meet, a view of some becomes a copy")
-def test_a_view_that_some_examples_have_under_a_name():
-    def f(m, x):
-        m = m.clone()
-        if x > 0:
-            row = m[0]
-        else:
-            row = m[1] * 1
-        row += 1
-        return m
-
-    m = torch.zeros(3, 2, 2, dtype=D)
-    x = torch.tensor([1.0, -1.0, 2.0], dtype=D)
-    found = vmap(f)(m, x)
-    torch.testing.assert_close(found[:, 0, 0], torch.tensor([1.0, 0.0, 1.0], dtype=D))

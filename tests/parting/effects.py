@@ -352,3 +352,40 @@ def views_written_where_some_run(v, x):
         z.add_(column)
         a = first * last + (z @ z.transpose(0, 1)).amax(-1).sum() + torch.amax(y, 0)
     return a * x + y.sum(), y.amin(0, True)
+
+
+@case(array(2, 3), scalars)
+def a_row_of_either_kind_written(m, x):
+    """Who has a view under the name writes into what it views."""
+    m = m * 1
+    row = m[0] if x > 0 else m[1] * 2
+    row += x
+    other = m[1] if x > 1 else m[0]
+    other.mul_(3)
+    return m, row
+
+
+@case(array(2, 3), scalars)
+def a_row_of_either_kind_seen_to_change(m, x):
+    """What is written into the whole is seen by who has a view of it under the name."""
+    m = m * 1
+    if x > 0:
+        row = m[0]
+    else:
+        row = m[1].clone()
+    m *= 2
+    m[0] += x
+    return row * 3, m
+
+
+@case(array(2, 3), integers(0, 4), grads=(0,))
+def rows_of_a_loop(m, n):
+    """The views of each lane's last step."""
+    m = m * 1
+    row, i = m[0], 0
+    while i < n:
+        row = m[i % 2]
+        row += i
+        i += 1
+    row *= 2
+    return m

@@ -36,9 +36,29 @@ copies = _Copies()
 
 def memory_of(x: torch.Tensor) -> Family | None:
     """The memory that x is a name of, which counts what is written into it."""
+    found = _mapped(x)
+    return None if found is None else family_of(found)
+
+
+def _mapped(x: torch.Tensor) -> Batched | None:
+    """The value of a vmap level that x is, or has a tangent for."""
     while isinstance(x, Wrapper) and type(x) is not Batched:
         x = x.value
-    return family_of(x) if type(x) is Batched else None
+    return x if type(x) is Batched else None
+
+
+def whole_of(x: torch.Tensor) -> Family | None:
+    """The memory that the loop has in the place of x's, where that is a copy that stands."""
+    memory = memory_of(x)
+    while memory is not None and memory.stands is not None:
+        memory = memory.stands.x_memory
+    return memory
+
+
+def viewed(x: torch.Tensor) -> Family | None:
+    """The same of a view."""
+    found = _mapped(x)
+    return whole_of(found) if found is not None and found.chain else None
 
 
 class Standing:

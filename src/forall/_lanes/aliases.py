@@ -6,15 +6,19 @@
 
 Each tensor that was ever joined has an identity, and a copy has, for some lanes, that of what it
 was joined from. What is written into one of them is put into all that are alive and have the same
-identity for the lanes that write.
+identity for the lanes that write. A view is kept alive by its copies: it is the way to what it
+views, and what is written there by any name is put into them.
 """
 
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from forall._lanes.words import both, words
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 class _Identity:
@@ -28,12 +32,17 @@ class _Identity:
 
 _Pieces = list[tuple[Any, _Identity]]  # by lanes; None: for all
 _PIECES: dict[int, tuple[weakref.ref, _Pieces]] = {}
+# By copy: the views that it was joined from, for which lanes, and what memory they are of.
+_VIEWS: dict[int, tuple[weakref.ref, list[tuple[Any, Any, weakref.ref]]]] = {}
 
 
 def remember(copy: Any, parts: list[tuple[Any, Any]]) -> None:
     """``copy`` was joined from these; None is what nobody has under another name."""
     ref, mine = _known(copy)
     for world, tensor in parts:
+        memory = None if tensor is None else words.viewed(tensor)
+        if memory is not None:
+            _views(copy).append((world, tensor, weakref.ref(memory)))
         theirs = [(None, _Identity())] if tensor is None else _known(tensor)[1]
         if not theirs:
             theirs.append((None, identity := _Identity()))
@@ -54,18 +63,45 @@ def _known(tensor: Any) -> tuple[weakref.ref, _Pieces]:
     return _PIECES[key]
 
 
+def _views(copy: Any) -> list[tuple[Any, Any, weakref.ref]]:
+    key = id(copy)
+    if key not in _VIEWS:
+        _VIEWS[key] = (weakref.ref(copy, lambda _: _VIEWS.pop(key, None)), [])
+    return _VIEWS[key][1]
+
+
 def written(tensor: Any) -> None:
     """Something was written into a tensor, for the lanes that run."""
-    if id(tensor) not in _PIECES:
+    if id(tensor) not in _PIECES and not _VIEWS:
         return
-    now = words.now()
-    for world, identity in _PIECES[id(tensor)][1]:
+    left, done = [(tensor, words.now())], set()
+    while left:
+        source, now = left.pop()
+        for lanes, target, value in [*_twins(source, now), *_copies_of_views(source, now)]:
+            if (id(source), id(target)) not in done and target is not tensor:
+                done.add((id(source), id(target)))
+                with words.running(lanes):
+                    target.copy_(value)
+                left.append((target, lanes))
+
+
+def _twins(tensor: Any, now: Any) -> Iterator[tuple[Any, Any, Any]]:
+    """What is the tensor under another name: for which lanes, what, and what it is to hold."""
+    for world, identity in _PIECES[id(tensor)][1] if id(tensor) in _PIECES else ():
         lanes = now if world is None else both(world, now)
-        if lanes is None:
-            continue
-        for w, ref in list(identity.holders):
+        for w, ref in list(identity.holders) if lanes is not None else ():
             other = ref()
             shared = lanes if w is None else both(lanes, w)
             if other is not None and other is not tensor and shared is not None:
-                with words.running(shared):
-                    other.copy_(tensor)
+                yield shared, other, tensor
+
+
+def _copies_of_views(tensor: Any, now: Any) -> Iterator[tuple[Any, Any, Any]]:
+    """The same of copies that were joined from views of the tensor's memory."""
+    memory = words.memory(tensor) if _VIEWS else None
+    for reference, views in list(_VIEWS.values()) if memory is not None else ():
+        copy = reference()
+        for world, view, of in views:
+            lanes = both(world, now)
+            if copy is not None and of() is memory and lanes is not None:
+                yield lanes, copy, view

@@ -9,6 +9,7 @@ import torch
 from forall._batching import worlds
 from forall._batching.parting import answers, plain_numbers
 from forall._batching.rerun import apart
+from forall._batching.standing import viewed, whole_of
 from forall._batching.table import CALLS
 from forall._lanes import made  # noqa: F401 - torch.tensor(n) and its like
 from forall._lanes.maths import BUILTINS
@@ -41,5 +42,7 @@ use(
     number=Number,
     again=worlds.asked,
     told=worlds.told,
+    memory=whole_of,
+    viewed=viewed,
 )
 words.convert = lambda n, kind: BUILTINS[kind](n)

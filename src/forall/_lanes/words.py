@@ -13,7 +13,11 @@ words: Any = SimpleNamespace()
 """``now``, ``asked``, ``running``, ``joined``, ``Undefined`` as in `worlds`; ``apart`` as in
 `rerun`; ``Tensor``, the type of tensors; ``Number``, that of Python numbers of each example;
 ``again``, which asks for the rest of a test that was ``asked``; ``told``, `joined` of the Python
-numbers of worlds, or None."""
+numbers of worlds, or None; ``memory``, what a tensor is a name of, ``viewed``, that of a view."""
+
+
+def _none(_: Any) -> None:
+    return None
 
 
 def use(
@@ -28,12 +32,15 @@ def use(
     number: type,
     again: Callable | None = None,
     told: Callable | None = None,
+    memory: Callable = _none,
+    viewed: Callable = _none,
 ) -> None:
     """Let these be the words."""
     words.now, words.asked, words.running, words.joined = now, asked, running, joined
     words.Undefined, words.apart = undefined, apart
     words.Tensor, words.Number = tensor, number
     words.again, words.told = again or asked, told
+    words.memory, words.viewed = memory, viewed
 
 
 def both(a: Any, b: Any) -> Any:
