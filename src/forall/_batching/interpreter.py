@@ -51,7 +51,7 @@ from forall._torch.dispatch import (
 from forall._torch.names import TorchDispatchMode
 from forall._torch.schema import facts
 from forall._torch.wrapper import Wrapper
-from forall._torch.zeros import PRODUCTS, absorbed
+from forall._torch.zeros import LINEAR, simpler
 
 aten = torch.ops.aten
 _Tensor = torch.Tensor
@@ -273,9 +273,13 @@ class VmapLevel(Level, TorchDispatchMode):
         if func is _DETACH and not is_excluded(AUTOGRAD):
             self.met.clear()
             return second_name(args[0])
-        if func in PRODUCTS and (zeros := absorbed(func, args)) is not None:
-            self.met.clear()
-            return wrap(zeros, None, self)
+        if func in LINEAR:
+            known = simpler(func, args, kwargs)
+            if isinstance(known, torch.Tensor):
+                self.met.clear()
+                return wrap(known, None, self)
+            if known[0] is not func:
+                (func, args, kwargs), handler = known, None
         if self.met:
             border.all_shared(self, func, self.met)
             known = writing.older(self, func, args, kwargs, found is _MAPPED)

@@ -26,6 +26,7 @@ from forall._core.levels import (
     second_name,
 )
 from forall._derivatives.formulas import ODD, is_trusted, out_of_place
+from forall._derivatives.products import PRODUCTS, pushed
 from forall._random.scopes import taken_back
 from forall._torch import trees
 from forall._torch.dispatch import (
@@ -40,11 +41,12 @@ from forall._torch.dispatch import (
     is_forward_enabled,
     no_dispatch,
     set_forward_enabled,
+    users_tangents,
 )
 from forall._torch.names import TorchDispatchMode, attach_tangent, functions_pass, split_tangent
 from forall._torch.schema import facts, functional_of
 from forall._torch.wrapper import READS, Wrapper, shell
-from forall._torch.zeros import PRODUCTS, absorbed, plain_zeros
+from forall._torch.zeros import LINEAR, plain_zeros, simpler
 
 aten = torch.ops.aten
 _DETACH = aten.detach.default
@@ -216,11 +218,11 @@ class JvpLevel(Level, TorchDispatchMode):
             self.left_on.append(leaf)
         if func is _LAZY_ZEROS:
             return plain_zeros(*args, **kwargs)
-        if func in PRODUCTS:
-            with functions_off():
-                zeros = absorbed(func, args)
-                if zeros is not None:
-                    return wrap(zeros, self)
+        if func in LINEAR:
+            known = simpler(func, args, kwargs)
+            if isinstance(known, torch.Tensor):
+                return wrap(known, self)
+            func, args, kwargs = known
         if func in _ALIASES:
             if _is_sparse(args[0]) and type(args[0]) is not Dual:
                 return _constant(args[0])
@@ -235,6 +237,8 @@ class JvpLevel(Level, TorchDispatchMode):
             from forall._derivatives.reversed import without_formula
 
             return without_formula(func, args, kwargs, self)
+        if func in PRODUCTS and grad and (out := self._product(func, args, kwargs)) is not None:
+            return out
         return self._by_formula(func, fact, args, kwargs)
 
     def _by_formula(self, func: Any, fact: Any, args: tuple, kwargs: dict) -> Any:
@@ -264,6 +268,20 @@ class JvpLevel(Level, TorchDispatchMode):
             if _is_sparse(out) and not any(type(a) is Dual for a in args):
                 return _constant(out)  # that no wrapper can stand for
             return self._above(out)
+
+    def _product(self, func: Any, args: tuple, kwargs: dict) -> Dual | None:
+        """Of one factor that moves, and another that does not."""
+        if users_tangents():
+            return None  # which a factor may have that is no value of ours
+        with functions_off(), autograd_below(grad=self.outer_grad, forward=True):
+            pair = pushed(func, args, kwargs, self._halves)
+            return None if pair is None else wrap(attach_tangent(*pair, level=0), self)
+
+    def _halves(self, a: Any) -> tuple[Any, Any]:
+        if type(a) is Dual and a.level is self:
+            primal, tangent = split_tangent(a.value, level=0)
+            return primal, complete(tangent)
+        return a, None
 
     def _lacks_formula(self, func: Any, args: tuple, kwargs: dict) -> bool:
         """Whether something moves for which torch's formula does not hold."""
