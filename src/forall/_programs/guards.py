@@ -8,13 +8,13 @@ containers and objects in these) is compared with each call, by identity.
 from __future__ import annotations
 
 import functools
-from operator import is_
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from forall._core.remembering import contents, is_a_library, is_library, names_of
+from forall._programs.holding import holding
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -48,7 +48,8 @@ class Guards:
         self._dicts: list[tuple[dict, tuple, tuple]] = []
         self._lists: list[tuple[Any, tuple]] = []
         self._sets: list[tuple[Any, Any]] = []
-        self._layouts: list[tuple[torch.Tensor, tuple]] = []
+        self._watched: list[torch.Tensor] = []
+        self._holding: Callable[[], bool] | None = None
         self.too_many = False  # to be watched with each call
         self._seen: set[int] = set()
         self._held: list[Any] = []  # so that no other object takes one's identity
@@ -58,31 +59,20 @@ class Guards:
 
     def hold(self) -> bool:
         """Whether everything is as it was."""
-        for cell, value in self._cells:
-            if contents(cell) is not value:
-                return False
-        for func, name, value in self._attributes:
-            if getattr(func, name) is not value:
-                return False
-        for names, name, value in self._names:
-            if names.get(name, _UNSET) is not value:
-                return False
-        for known, keys, values in self._dicts:
-            if len(known) != len(keys):
-                return False
-            if not (all(map(is_, known.values(), values)) and all(map(is_, known, keys))):
-                return False
-        for known, values in self._lists:
-            if len(known) != len(values) or not all(map(is_, known, values)):
-                return False
-        for known, copy in self._sets:
-            if known != copy:
-                return False
-        return all(_layout(t) == layout for t, layout in self._layouts)
+        if self._holding is None:
+            self._holding = holding(
+                self._cells,
+                self._attributes,
+                self._names,
+                self._dicts,
+                self._lists,
+                self._watched,
+            )
+        return self._holding() and all(known == copy for known, copy in self._sets)
 
     def watch(self, tensors: Iterable[torch.Tensor]) -> None:
         """These are read by the program: they must stay what they are, but for their numbers."""
-        self._layouts = [(t, _layout(t)) for t in tensors]
+        self._watched, self._holding = [*tensors], None
 
     def _take(self, value: Any, depth: int) -> None:
         if isinstance(value, _LEAVES) or id(value) in self._seen or self.too_many:
@@ -154,7 +144,3 @@ class Guards:
             state = getattr(thing, "__dict__", None)
             if type(state) is dict:
                 self._take(state, depth)
-
-
-def _layout(t: torch.Tensor) -> tuple:
-    return t.shape, t.stride(), t.dtype, t.requires_grad

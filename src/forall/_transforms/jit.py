@@ -87,6 +87,7 @@ class Kinds:
     def __init__(self, func: Callable) -> None:
         self.func = func
         self.known: OrderedDict[Any, Recorded | None] = OrderedDict()
+        self.newest: Recorded | None = None
 
     def clear(self) -> None:
         self.known.clear()
@@ -100,9 +101,9 @@ class Kinds:
             or handover.needed()
         ):
             return self.func(*args, **kwargs)  # part of what records it, or of what takes it apart
-        leaves, spec = trees.flatten((args, kwargs))
+        leaves, outline = trees.outlined((args, kwargs))
         try:
-            kind = (spec, *map(of_leaf, leaves), *ambient())
+            kind = (outline, *map(of_leaf, leaves), *ambient())
         except Unfit as unfit:
             return self._as_it_is(args, kwargs, str(unfit))
         tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
@@ -112,9 +113,11 @@ class Kinds:
         if recorded is None:
             return self.func(*args, **kwargs)
         if recorded is not self and recorded.guards.hold():
-            self.known.move_to_end(kind)
+            if recorded is not self.newest:
+                self.known.move_to_end(kind)
+                self.newest = recorded
             return recorded(tensors)
-        return self._first(kind, leaves, spec)
+        return self._first(kind, leaves, trees.flatten((args, kwargs))[1])
 
     def _first(self, kind: Any, leaves: list, spec: Any) -> Any:
         made = record(self.func, leaves, spec)
