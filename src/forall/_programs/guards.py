@@ -109,6 +109,10 @@ class Guards:
             self._take(value, depth)
 
     def _function(self, func: FunctionType, depth: int) -> None:
+        if func.__globals__.get("__name__", "").partition(".")[0] == "forall":
+            for cell in func.__closure__ or ():  # ours never change, nor what they are bound to
+                self._take(contents(cell), depth)
+            return
         for name in ("__code__", "__defaults__", "__kwdefaults__"):
             value = getattr(func, name)
             self._attributes.append((func, name, value))
