@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from forall._programs.cheaper import in_place, numbers
 from forall._programs.equals import MOST, copies, twins
 from forall._programs.program import Node, with_refs
 from forall._programs.views import views
@@ -49,6 +50,8 @@ def clean(program: Program, back: Collection[Node] = ()) -> Program:
     twins(program, back)
     views(program)
     dead(program)
+    numbers(program)
+    in_place(program, back)
     return program
 
 
