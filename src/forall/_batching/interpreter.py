@@ -273,13 +273,11 @@ class VmapLevel(Level, TorchDispatchMode):
         if func is _DETACH and not is_excluded(AUTOGRAD):
             self.met.clear()
             return second_name(args[0])
-        if func in LINEAR:
-            known = simpler(func, args, kwargs)
-            if isinstance(known, torch.Tensor):
+        if func in LINEAR and (known := simpler(func, args, kwargs)) is not None:
+            if isinstance(known, _Tensor):
                 self.met.clear()
                 return wrap(known, None, self)
-            if known[0] is not func:
-                (func, args, kwargs), handler = known, None
+            (func, args, kwargs), handler = known, None
         if self.met:
             border.all_shared(self, func, self.met)
             known = writing.older(self, func, args, kwargs, found is _MAPPED)
@@ -302,10 +300,7 @@ class VmapLevel(Level, TorchDispatchMode):
 
     def share_captured(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """The arguments with tensors from outside that carry a derivative in their shared form."""
-        args = tuple(self._shared(a) for a in args)
-        if kwargs:
-            kwargs = {k: self._shared(a) for k, a in kwargs.items()}
-        return args, kwargs
+        return tuple(map(self._shared, args)), {k: self._shared(a) for k, a in kwargs.items()}
 
     def _lifted(self, t: torch.Tensor) -> torch.Tensor:
         """A tensor from outside, for the examples that run."""

@@ -17,15 +17,9 @@ from forall._core.levels import second_name
 from forall._torch import trees
 from forall._torch.dispatch import below_autograd, no_dispatch
 from forall._torch.schema import facts
-from forall._torch.wrapper import Wrapper
+from forall._torch.wrapper import COMPRESSED, Wrapper, is_sparse
 
-_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
-_LAYOUTS = frozenset({*_COMPRESSED, torch.sparse_coo})
 _ALIAS = torch.ops.aten.alias.default
-
-
-def is_sparse(a: Any) -> bool:
-    return isinstance(a, torch.Tensor) and a.layout in _LAYOUTS
 
 
 def stands_for_itself(out: Any, args: tuple) -> bool:
@@ -45,7 +39,7 @@ def constant(t: torch.Tensor) -> torch.Tensor:
 
 def of_coordinates(stack: torch.Tensor) -> torch.Tensor:
     """Compressed rows as coordinates: only these have one tensor for all examples."""
-    return stack.to_sparse() if stack.layout in _COMPRESSED else stack
+    return stack.to_sparse() if stack.layout in COMPRESSED else stack
 
 
 def can_run_apart(func: Any, args: tuple, kwargs: dict) -> bool:

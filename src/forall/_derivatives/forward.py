@@ -26,7 +26,7 @@ from forall._core.levels import (
     second_name,
 )
 from forall._derivatives.formulas import ODD, is_trusted, out_of_place
-from forall._derivatives.products import PRODUCTS, pushed
+from forall._derivatives.products import PRODUCTS, of_one_factor
 from forall._random.scopes import taken_back
 from forall._torch import trees
 from forall._torch.dispatch import (
@@ -41,11 +41,10 @@ from forall._torch.dispatch import (
     is_forward_enabled,
     no_dispatch,
     set_forward_enabled,
-    users_tangents,
 )
 from forall._torch.names import TorchDispatchMode, attach_tangent, functions_pass, split_tangent
-from forall._torch.schema import facts, functional_of
-from forall._torch.wrapper import READS, Wrapper, shell
+from forall._torch.schema import facts, functional_of, written
+from forall._torch.wrapper import READS, Wrapper, is_sparse, shell
 from forall._torch.zeros import LINEAR, plain_zeros, simpler
 
 aten = torch.ops.aten
@@ -218,13 +217,12 @@ class JvpLevel(Level, TorchDispatchMode):
             self.left_on.append(leaf)
         if func is _LAZY_ZEROS:
             return plain_zeros(*args, **kwargs)
-        if func in LINEAR:
-            known = simpler(func, args, kwargs)
+        if func in LINEAR and (known := simpler(func, args, kwargs)) is not None:
             if isinstance(known, torch.Tensor):
                 return wrap(known, self)
             func, args, kwargs = known
         if func in _ALIASES:
-            if _is_sparse(args[0]) and type(args[0]) is not Dual:
+            if is_sparse(args[0]) and type(args[0]) is not Dual:
                 return _constant(args[0])
             func, args = aten.alias.default, args[:1]
         grad = torch.is_grad_enabled()
@@ -237,8 +235,10 @@ class JvpLevel(Level, TorchDispatchMode):
             from forall._derivatives.reversed import without_formula
 
             return without_formula(func, args, kwargs, self)
-        if func in PRODUCTS and grad and (out := self._product(func, args, kwargs)) is not None:
-            return out
+        if func in PRODUCTS and grad:
+            value = of_one_factor(self, func, args, kwargs)
+            if value is not None:
+                return wrap(value, self)
         return self._by_formula(func, fact, args, kwargs)
 
     def _by_formula(self, func: Any, fact: Any, args: tuple, kwargs: dict) -> Any:
@@ -265,23 +265,16 @@ class JvpLevel(Level, TorchDispatchMode):
                 return transposed(func, args, kwargs, self)
             if fact.mutates:
                 return self._written(fact, args, kwargs, out)
-            if _is_sparse(out) and not any(type(a) is Dual for a in args):
+            if is_sparse(out) and not any(type(a) is Dual for a in args):
                 return _constant(out)  # that no wrapper can stand for
             return self._above(out)
 
-    def _product(self, func: Any, args: tuple, kwargs: dict) -> Dual | None:
-        """Of one factor that moves, and another that does not."""
-        if users_tangents():
-            return None  # which a factor may have that is no value of ours
-        with functions_off(), autograd_below(grad=self.outer_grad, forward=True):
-            pair = pushed(func, args, kwargs, self._halves)
-            return None if pair is None else wrap(attach_tangent(*pair, level=0), self)
-
-    def _halves(self, a: Any) -> tuple[Any, Any]:
-        if type(a) is Dual and a.level is self:
-            primal, tangent = split_tangent(a.value, level=0)
-            return primal, complete(tangent)
-        return a, None
+    def halves(self, a: Any) -> tuple[Any, torch.Tensor | None]:
+        """An argument's primal and tangent, inside `autograd_below`."""
+        if type(a) is not Dual or a.level is not self:
+            return a, None
+        primal, tangent = split_tangent(a.value, level=0)
+        return primal, complete(tangent)
 
     def _lacks_formula(self, func: Any, args: tuple, kwargs: dict) -> bool:
         """Whether something moves for which torch's formula does not hold."""
@@ -315,7 +308,7 @@ class JvpLevel(Level, TorchDispatchMode):
 
     def _check_writes(self, func: Any, fact: Any, args: tuple, kwargs: dict) -> None:
         """A tensor from before the call cannot take in a tangent that ends with the call."""
-        targets = _writes(fact, args, kwargs)
+        targets = written(fact, args, kwargs)
         foreign = [t for t in targets if not (type(t) is Dual and t.level is self)]
         if func in _STATISTICS:
             return
@@ -328,15 +321,12 @@ class JvpLevel(Level, TorchDispatchMode):
 
     def _written(self, fact: Any, args: tuple, kwargs: dict, out: Any) -> Any:
         """A write in place answers with the very tensors it was given."""
-        known = {id(self._below(t)): t for t in _writes(fact, args, kwargs)}
+        known = {id(self._below(t)): t for t in written(fact, args, kwargs)}
         for target in known.values():
             _look_like_value(target)
         if isinstance(out, (list, tuple)):
             return type(out)(known[id(o)] if id(o) in known else self._above(o) for o in out)
         return known[id(out)] if id(out) in known else self._above(out)
-
-
-_SPARSE = frozenset({torch.sparse_coo, torch.sparse_csr, torch.sparse_csc})
 
 
 def _constant(t: torch.Tensor) -> torch.Tensor:
@@ -347,10 +337,6 @@ def _constant(t: torch.Tensor) -> torch.Tensor:
         return t.detach()
 
 
-def _is_sparse(out: Any) -> bool:
-    return isinstance(out, torch.Tensor) and out.layout in _SPARSE
-
-
 def _look_like_value(target: torch.Tensor) -> None:
     """After squeeze_, t_ or resize_ the value has another shape than its wrapper shows."""
     if isinstance(target, Dual) and (target.shape, target.stride()) != (
@@ -358,13 +344,6 @@ def _look_like_value(target: torch.Tensor) -> None:
         target.value.stride(),
     ):
         torch.Tensor.data.__set__(target, wrap(target.value, target.level))
-
-
-def _writes(fact: Any, args: tuple, kwargs: dict) -> list[torch.Tensor]:
-    """The tensors that an operator writes into, those in lists too."""
-    found = [args[m] if isinstance(m, int) else kwargs.get(m) for m in fact.mutates]
-    flat = [t for f in found for t in (f if isinstance(f, (list, tuple)) else [f])]
-    return [t for t in flat if isinstance(t, torch.Tensor)]
 
 
 class Share(torch.autograd.Function):
@@ -385,7 +364,7 @@ class Share(torch.autograd.Function):
 
 def make_dual(primal: torch.Tensor, tangent: torch.Tensor, level: JvpLevel) -> Dual:
     """A value of ``level`` with this tangent; both are tensors from just outside it."""
-    if _is_sparse(primal):
+    if is_sparse(primal):
         raise NotImplementedError(
             "jvp: forward mode has no tangent of a sparse tensor.\n"
             f"{columns([('value', short(primal))])}\n"

@@ -10,8 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from forall._torch.dispatch import autograd_below, functions_off, users_tangents
+from forall._torch.names import attach_tangent
+
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from forall._derivatives.forward import JvpLevel
 
 aten = torch.ops.aten
 
@@ -32,23 +35,22 @@ _UNBIASED = {
 PRODUCTS = frozenset(_FACTORS)
 
 
-def pushed(
-    func: Any, args: tuple, kwargs: dict, halves: Callable[[Any], tuple[Any, Any]]
-) -> tuple[Any, Any] | None:
-    """Primal and tangent of a product, or None where not exactly one factor moves.
-
-    ``halves`` takes an argument apart into its primal and its tangent, None where it has none.
-    """
-    pairs = [halves(a) for a in args]
-    i, j = _FACTORS[func]
-    moving = [p is not None and t is not None for p, t in pairs]
-    if moving[i] == moving[j]:
-        return None
-    primals = tuple(p for p, _ in pairs)
-    tangents = tuple(p if t is None else t for p, t in pairs)
-    primal = func(*primals, **kwargs)
-    if i == 0 or moving[0]:
-        return primal, func(*tangents, **kwargs)
-    tangent = _UNBIASED[func](*tangents[1:3])
-    alpha = kwargs.get("alpha", 1)
-    return primal, tangent if alpha == 1 else tangent * alpha
+def of_one_factor(level: JvpLevel, func: Any, args: tuple, kwargs: dict) -> Any:
+    """A product with its tangent, one level down, where exactly one factor moves; else None."""
+    if users_tangents():
+        return None  # which a factor may have that is no value of ours
+    with functions_off(), autograd_below(grad=level.outer_grad, forward=True):
+        pairs = [level.halves(a) for a in args]
+        i, j = _FACTORS[func]
+        if (pairs[i][1] is None) == (pairs[j][1] is None):
+            return None
+        primals = [p for p, _ in pairs]
+        tangents = [p if t is None else t for p, t in pairs]
+        primal = func(*primals, **kwargs)
+        if i and pairs[0][1] is None:  # a bias that adds nothing
+            tangent = _UNBIASED[func](*tangents[1:3])
+            alpha = kwargs.get("alpha", 1)
+            tangent = tangent if alpha == 1 else tangent * alpha
+        else:
+            tangent = func(*tangents, **kwargs)
+        return attach_tangent(primal, tangent, level=0)

@@ -133,6 +133,14 @@ for _name in (*READS, "data_ptr", "storage", "share_memory_", "__dlpack__", "__r
     setattr(Wrapper, _name, _of_memory(_name))
 
 
+COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+_SPARSE = frozenset({*COMPRESSED, torch.sparse_coo})
+
+
+def is_sparse(a: Any) -> bool:
+    return isinstance(a, torch.Tensor) and a.layout in _SPARSE
+
+
 def strides(value: torch.Tensor) -> tuple[int, ...]:
     try:
         return value.stride()

@@ -38,18 +38,16 @@ def plain_zeros(*args: Any, **kwargs: Any) -> torch.Tensor:
 
 
 def simpler(func: Any, args: tuple, kwargs: dict) -> Any:
-    """A call of one of `LINEAR` without such zeros: the zeros that it gives, or another call."""
+    """What one of `LINEAR` gives of such zeros: zeros, or what another call gives; else None."""
     x, y = args[:2]
     if func not in _SUMS:
         second = func is aten.mul.Tensor or func in _DOTS
-        return (
-            _zeros(func, x, y) if _is_zero(x) or (second and _is_zero(y)) else (func, args, kwargs)
-        )
+        return _zeros(func, x, y) if _is_zero(x) or (second and _is_zero(y)) else None
     if _is_zero(x) and func is aten.add.Tensor and not kwargs:
         x, y = y, x
     if _is_zero(y) and isinstance(x, torch.Tensor) and _is_of_sum(x, y):
         return aten.clone.default, (x,), {}
-    return func, args, kwargs
+    return None
 
 
 def _zeros(func: Any, x: Any, y: Any) -> torch.Tensor:
