@@ -59,6 +59,8 @@ class Results(NamedTuple):
         )
 
     def tree(self, tensors: Sequence[Tensor]) -> Any:
+        if self.spec.type is None and type(self.leaves[0]) is _Place:
+            return tensors[0]
         leaves = [tensors[x] if type(x) is _Place else x for x in self.leaves]
         return trees.unflatten(leaves, self.spec)
 

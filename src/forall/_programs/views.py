@@ -76,7 +76,10 @@ def views(program: Program) -> None:
             program.outputs[:] = [twin if m == n else m for m in program.outputs]
             continue
         made[n] = node
-        if len(chain) > 1 and chain[-1] in bases:
+        base = chain[-1]
+        known = base in bases  # others may begin elsewhere in their memory with each call
+        if len(chain) > 1 and (known or program.values[base].layout.offset == layout.offset):
             node.op = aten.as_strided.default
-            node.args = (Ref(chain[-1]), layout.shape, layout.strides, layout.offset)
+            node.args = (Ref(base), layout.shape, layout.strides)
+            node.args += (layout.offset,) if known else ()
             node.kwargs = {}
