@@ -36,8 +36,8 @@ def numbers(program: Program) -> None:
         x, number = node.args
         if type(x) is not Ref or type(number) not in (int, float):
             continue
-        layout = program.values[x.n].layout
-        if layout.dtype not in _WIDE or layout.device != _CPU:
+        layout, result = (program.values[n].layout for n in (x.n, node.outs))
+        if layout.dtype not in _WIDE or layout.dtype != result.dtype or layout.device != _CPU:
             continue
         key = layout.dtype, type(number), repr(number)
         if key not in known:

@@ -10,25 +10,29 @@ from typing import Any
 
 import torch
 
-from forall._torch.dispatch import made_aside
 from forall._torch.names import version
 from forall._torch.wrapper import Wrapper
 
 
 def identity(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """An identity matrix that `is_identity` knows for as long as nobody writes into it."""
-    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
-        made: Any = torch.eye(size, dtype=dtype, device=device)
-        made.is_identity_at = version(made)
-        for told in made_aside:
-            told(made)
-        return made
+    made = torch.eye(size, dtype=dtype, device=device)
+    plain = _plain(made)
+    if plain is not None:
+        plain.is_identity_at = version(plain)
+    return made
 
 
 def is_identity(t: Any) -> bool:
-    while isinstance(t, Wrapper) and getattr(t, "axis", None) is None:
-        t = t.value
-    if type(t) is not torch.Tensor:
+    plain = _plain(t)
+    if plain is None:
         return False
     with torch._C.DisableTorchFunction():
-        return getattr(t, "is_identity_at", -1) == version(t) != -1
+        return getattr(plain, "is_identity_at", -1) == version(plain) != -1
+
+
+def _plain(t: Any) -> Any:
+    """The ordinary tensor that is the same for all examples of all levels, if it is one."""
+    while isinstance(t, Wrapper) and getattr(t, "axis", None) is None:
+        t = t.value
+    return t if type(t) is torch.Tensor else None
