@@ -29,6 +29,7 @@ _LAZY = {aten._conj.default, aten._neg_view.default}
 _COPIES = {aten.clone.default, aten._to_copy.default, aten.pow.Tensor_Scalar}
 # Two of these are two: their memory is written into, or holds what was there.
 _NEVER = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "alias"}
+_DRAWING = {"dropout", "dropout_p", "train"}
 _WORDS = (
     bool,
     int,
@@ -129,6 +130,8 @@ def _key(node: Node) -> Any:
     """What two operators that give the same have in common; None where two are two."""
     fact = facts(node.op)
     if fact.seeded or fact.mutates or node.op.namespace != "aten":
+        return None
+    if not _DRAWING.isdisjoint(fact.names):  # composite ones have no tag that says so
         return None
     if node.op.overloadpacket.__name__ in _NEVER:
         return None
