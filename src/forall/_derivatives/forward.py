@@ -217,10 +217,12 @@ class JvpLevel(Level, TorchDispatchMode):
             self.left_on.append(leaf)
         if func is _LAZY_ZEROS:
             return plain_zeros(*args, **kwargs)
-        if func in LINEAR and (known := simpler(func, args, kwargs)) is not None:
-            if isinstance(known, torch.Tensor):
-                return wrap(known, self)
-            func, args, kwargs = known
+        if func in LINEAR:
+            with functions_off():
+                known = simpler(func, args, kwargs)
+                if isinstance(known, torch.Tensor):
+                    return wrap(known, self)
+            func, args, kwargs = known or (func, args, kwargs)
         if func in _ALIASES:
             if is_sparse(args[0]) and type(args[0]) is not Dual:
                 return _constant(args[0])
@@ -236,9 +238,10 @@ class JvpLevel(Level, TorchDispatchMode):
 
             return without_formula(func, args, kwargs, self)
         if func in PRODUCTS and grad:
-            value = of_one_factor(self, func, args, kwargs)
-            if value is not None:
-                return wrap(value, self)
+            with functions_off():
+                value = of_one_factor(self, func, args, kwargs)
+                if value is not None:
+                    return wrap(value, self)
         return self._by_formula(func, fact, args, kwargs)
 
     def _by_formula(self, func: Any, fact: Any, args: tuple, kwargs: dict) -> Any:

@@ -10,13 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from forall._torch.dispatch import (
-    autograd_below,
-    functions_off,
-    in_backward,
-    in_torch_func,
-    users_tangents,
-)
+from forall._torch.dispatch import autograd_below, in_backward, users_tangents
 from forall._torch.names import attach_tangent
 
 if TYPE_CHECKING:
@@ -43,13 +37,10 @@ PRODUCTS = frozenset(_FACTORS)
 
 def of_one_factor(level: JvpLevel, func: Any, args: tuple, kwargs: dict) -> Any:
     """A product with its tangent, one level down, where exactly one factor moves; else None."""
-    if users_tangents() or in_backward() or in_torch_func():
+    if users_tangents() or in_backward():
         return None  # which a factor may have that is no value of ours
-    with functions_off(), autograd_below(grad=level.outer_grad, forward=True):
-        try:
-            pairs = [level.halves(a) for a in args]
-        except RuntimeError:  # a transform of torch.func in between has switched autograd off
-            return None
+    with autograd_below(grad=level.outer_grad, forward=True):
+        pairs = [level.halves(a) for a in args]
         i, j = _FACTORS[func]
         if (pairs[i][1] is None) == (pairs[j][1] is None):
             return None
