@@ -31,7 +31,8 @@ def check(workload: Workload, contestants: Contestants) -> None:
     Each is called twice, since a library may take another path once it has seen a program.
     """
     expected = contestants.programs[-1]()
-    for name, program in zip(workload.names, contestants.programs, strict=True):
+    names = (*workload.names, "jit")
+    for name, (program, _) in zip(names, contestants.all, strict=False):
         for call in ("first", "second"):
             try:
                 contestants.check(program(), expected)
@@ -77,7 +78,7 @@ def time_rounds(
     the order rotates, so that none always inherits the caches of the same predecessor.
     """
     synchronise = synchroniser(device)
-    programs = contestants.programs
+    programs = [program for program, _ in contestants.all]
     # What exists by now stays out of the collections before every sample, keeping them short.
     gc.collect()
     gc.freeze()
@@ -89,7 +90,7 @@ def time_rounds(
             which = (turn + step) % len(programs)
             count = repetitions[which]
             elapsed = seconds(programs[which], count, synchronise) / count
-            sample[which] = elapsed * contestants.times[which]
+            sample[which] = elapsed * contestants.all[which][1]
         measured.append(tuple(sample))
     gc.unfreeze()
     return measured
@@ -99,11 +100,11 @@ def memory_rounds(
     contestants: Contestants, rounds: int, device: torch.device
 ) -> list[tuple[float, ...]]:
     """Peak bytes of each contestant, one tuple per round."""
-    for program in contestants.programs:
+    programs = [program for program, _ in contestants.all]
+    for program in programs:
         program()
     return [
-        tuple(float(peak_bytes(program, device)) for program in contestants.programs)
-        for _ in range(rounds)
+        tuple(float(peak_bytes(program, device)) for program in programs) for _ in range(rounds)
     ]
 
 

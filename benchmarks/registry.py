@@ -1,7 +1,8 @@
 """What a workload is, and the list of all of them."""
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -14,6 +15,7 @@ Program = Callable[[], Any]
 Quantity = Literal["time", "peak memory"]
 Limits = dict[tuple[int, int], float]
 
+JIT = 3  # the place of the recorded program, after those that every workload has
 NAMES = ("forall", "torch.func", "hand-written")
 # Where examples part ways torch.func refuses, and the loop over examples takes its place.
 PARTING = ("forall", "loop", "hand-written")
@@ -26,11 +28,19 @@ class Contestants:
     Attributes:
         times: by how much the measurement of each is multiplied: a loop over a sample of the
             examples stands for the loop over all of them.
+        jitted: the first one under `forall.jit`, None where that cannot record it.
     """
 
     programs: tuple[Program, Program, Program]
     check: Callable[[Any, Any], None]
     times: tuple[float, float, float] = (1.0, 1.0, 1.0)
+    jitted: Program | None = None
+
+    @property
+    def all(self) -> list[tuple[Program, float]]:
+        """Each program, and by how much its measurement is multiplied."""
+        found = [*zip(self.programs, self.times, strict=True)]
+        return found if self.jitted is None else [*found, (self.jitted, self.times[0])]
 
 
 @dataclass(frozen=True)
@@ -38,7 +48,7 @@ class Workload:
     """How to build one comparison, and how to report it.
 
     Attributes:
-        names: what the three programs are called.
+        names: what the three programs are called; the recorded one has the place after them.
         limits: the ratios that are wanted, by the places of the two in `names`.
     """
 
@@ -123,6 +133,17 @@ def contest(
         assert_agree(actual, expected, tolerance)
 
     return Contestants((transformed(forall), transformed(torch.func), handwritten), check)
+
+
+def with_jit(contestants: Contestants) -> Contestants:
+    """The same, and beside them the first one recorded, where that goes without a warning."""
+    recorded = forall.jit(contestants.programs[0])
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        recorded()
+    if any("not recorded" in str(warning.message) for warning in told):
+        return contestants
+    return replace(contestants, jitted=recorded)
 
 
 def looped(f: Callable, stacks: Sequence[torch.Tensor], chosen: Sequence[int]) -> Program:

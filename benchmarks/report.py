@@ -8,12 +8,12 @@ from collections.abc import Sequence
 import torch
 
 from measure import MEMORY_ROUNDS
-from registry import NAMES, PARTING, Quantity, Workload
+from registry import JIT, NAMES, PARTING, Quantity, Workload
 
 Row = tuple[Workload, list[tuple[float, ...]]]
 
 # Places in a workload's names: what is divided by what.
-RATIOS = ((0, 1), (0, 2), (1, 2))
+RATIOS = ((0, 1), (JIT, 1), (0, 2), (JIT, 2), (1, 2))
 
 
 def ratios(measured: Sequence[tuple[float, ...]], above: int, below: int) -> list[float]:
@@ -42,7 +42,9 @@ def header(device: torch.device, rounds: int) -> list[str]:
 
 
 def ratio(workload: Workload, measured: Sequence[tuple[float, ...]], pair: tuple[int, int]) -> str:
-    """The median, and behind it the limit where one is set."""
+    """The median, and behind it the limit where one is set; a dash without a recorded program."""
+    if max(pair) >= len(measured[0]):
+        return "-"
     text = number(statistics.median(ratios(measured, *pair)))
     return f"{text} (<= {workload.limits[pair]:g})" if pair in workload.limits else text
 
@@ -53,15 +55,17 @@ def number(value: float) -> str:
 
 
 def table(rows: Sequence[Row]) -> list[str]:
-    names = rows[0][0].names
-    titles = [f"{names[above]} / {names[below]}" for above, below in RATIOS]
+    names = (*rows[0][0].names, "jit")
+    count = max(len(measured[0]) for _, measured in rows)
+    pairs = [pair for pair in RATIOS if max(pair) < count]
+    titles = [f"{names[above]} / {names[below]}" for above, below in pairs]
     columns = ["workload", *titles, f"quartiles of {titles[0]}", "what it does"]
     lines = [
         "| " + " | ".join(columns) + " |",
         "| --- |" + " ---: |" * (len(columns) - 2) + " --- |",
     ]
     for workload, measured in rows:
-        cells = [workload.name, *(ratio(workload, measured, pair) for pair in RATIOS)]
+        cells = [workload.name, *(ratio(workload, measured, pair) for pair in pairs)]
         cells += [quartiles(ratios(measured, 0, 1)), workload.summary]
         lines.append("| " + " | ".join(cells) + " |")
     return lines
@@ -80,8 +84,9 @@ def render(rows: Sequence[Row], device: torch.device, rounds: int) -> str:
         "",
         "Written by `make bench`. Every figure is a ratio: the median over rounds of one",
         "contestant's measurement divided by another's in the same round. Below 1 the first-named",
-        "contestant is the faster, or the more economical. Before anything is measured, all three",
-        "have to agree in values. A number in parentheses is the limit for a ratio.",
+        "contestant is the faster, or the more economical. Before anything is measured, all have",
+        "to agree in values. A number in parentheses is the limit for a ratio. jit is the program",
+        "of forall under `forall.jit`, where that can record it.",
         "",
         *header(device, rounds),
         *section("Time", "time", NAMES, rows),

@@ -265,6 +265,18 @@ def two_names_in_a_module(jit):
 
 
 @case
+def a_jitted_function_inside(jit):
+    inner = jit(lambda x: x * SCALE)
+    f = jit(lambda x: inner(x) + 1)
+
+    def call(i):
+        set_global("SCALE", 2.0 + i // 2)
+        return f(xs(i)), inner(xs(i))
+
+    return call
+
+
+@case
 def a_closure_number(jit):
     n = 0
 

@@ -52,7 +52,7 @@ from forall._torch.dispatch import (
 from forall._torch.names import DispatchMode, pop_functions, push_functions
 from forall._torch.schema import facts
 from forall._torch.wrapper import Wrapper
-from forall._torch.zeros import PRODUCTS, absorbed
+from forall._torch.zeros import LINEAR, simpler
 
 aten = torch.ops.aten
 _Tensor = torch.Tensor
@@ -269,9 +269,11 @@ class VmapLevel(Level, DispatchMode):
         if func is _DETACH and not is_excluded(AUTOGRAD):
             self.met.clear()
             return second_name(args[0])
-        if func in PRODUCTS and (zeros := absorbed(func, args)) is not None:
-            self.met.clear()
-            return wrap(zeros, None, self)
+        if func in LINEAR and (known := simpler(func, args, kwargs)) is not None:
+            if isinstance(known, _Tensor):
+                self.met.clear()
+                return wrap(known, None, self)
+            (func, args, kwargs), handler = known, None
         if self.met:
             border.all_shared(self, func, self.met)
             known = writing.older(self, func, args, kwargs, found is _MAPPED)
@@ -294,10 +296,7 @@ class VmapLevel(Level, DispatchMode):
 
     def share_captured(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """The arguments with tensors from outside that carry a derivative in their shared form."""
-        args = tuple(self._shared(a) for a in args)
-        if kwargs:
-            kwargs = {k: self._shared(a) for k, a in kwargs.items()}
-        return args, kwargs
+        return tuple(map(self._shared, args)), {k: self._shared(a) for k, a in kwargs.items()}
 
     def _lifted(self, t: torch.Tensor) -> torch.Tensor:
         """A tensor from outside, for the examples that run."""

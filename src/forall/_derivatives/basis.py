@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from forall._torch.identities import identity
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -15,6 +17,8 @@ def rows(tensors: Sequence[torch.Tensor], start: int, stop: int) -> list[torch.T
 
     One (stop - start, *S) per tensor; direction k is 1 at entry k of the concatenation, else 0.
     """
+    if len(tensors) == 1 and tensors[0].dim() == 1 and (start, stop) == (0, tensors[0].numel()):
+        return [identity(stop, tensors[0].dtype, tensors[0].device)]
     out = []
     first = 0
     for t in tensors:

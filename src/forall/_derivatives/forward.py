@@ -27,6 +27,7 @@ from forall._core.levels import (
 )
 from forall._core.sparse import constant, is_sparse
 from forall._derivatives.formulas import ODD, is_trusted, out_of_place
+from forall._derivatives.products import PRODUCTS, of_one_factor
 from forall._random.scopes import taken_back
 from forall._torch import trees
 from forall._torch.dispatch import (
@@ -41,9 +42,9 @@ from forall._torch.dispatch import (
     set_forward_enabled,
 )
 from forall._torch.names import DispatchMode, attach_tangent, functions_pass, split_tangent
-from forall._torch.schema import facts, functional_of
+from forall._torch.schema import facts, functional_of, written
 from forall._torch.wrapper import READS, Wrapper, shell
-from forall._torch.zeros import PRODUCTS, absorbed, plain_zeros
+from forall._torch.zeros import LINEAR, plain_zeros, simpler
 
 aten = torch.ops.aten
 _DETACH = aten.detach.default
@@ -211,11 +212,12 @@ class JvpLevel(Level, DispatchMode):
             self.left_on.append(leaf)
         if func is _LAZY_ZEROS:
             return plain_zeros(*args, **kwargs)
-        if func in PRODUCTS:
+        if func in LINEAR:
             with functions_off():
-                zeros = absorbed(func, args)
-                if zeros is not None:
-                    return wrap(zeros, self)
+                known = simpler(func, args, kwargs)
+                if isinstance(known, torch.Tensor):
+                    return wrap(known, self)
+            func, args, kwargs = known or (func, args, kwargs)
         if func in _ALIASES:
             if is_sparse(args[0]) and type(args[0]) is not Dual:
                 return constant(args[0])
@@ -230,6 +232,11 @@ class JvpLevel(Level, DispatchMode):
             from forall._derivatives.reversed import without_formula
 
             return without_formula(func, args, kwargs, self)
+        if func in PRODUCTS and grad:
+            with functions_off():
+                value = of_one_factor(self, func, args, kwargs)
+                if value is not None:
+                    return wrap(value, self)
         return self._by_formula(func, fact, args, kwargs)
 
     def _by_formula(self, func: Any, fact: Any, args: tuple, kwargs: dict) -> Any:
@@ -259,6 +266,13 @@ class JvpLevel(Level, DispatchMode):
             if is_sparse(out) and not any(type(a) is Dual for a in args):
                 return constant(out)  # that no wrapper can stand for
             return self._above(out)
+
+    def halves(self, a: Any) -> tuple[Any, torch.Tensor | None]:
+        """An argument's primal and tangent, inside `autograd_below`."""
+        if type(a) is not Dual or a.level is not self:
+            return a, None
+        primal, tangent = split_tangent(a.value, level=0)
+        return primal, complete(tangent)
 
     def _lacks_formula(self, func: Any, args: tuple, kwargs: dict) -> bool:
         """Whether something moves for which torch's formula does not hold."""
@@ -292,7 +306,7 @@ class JvpLevel(Level, DispatchMode):
 
     def _check_writes(self, func: Any, fact: Any, args: tuple, kwargs: dict) -> None:
         """A tensor from before the call cannot take in a tangent that ends with the call."""
-        targets = _writes(fact, args, kwargs)
+        targets = written(fact, args, kwargs)
         foreign = [t for t in targets if not (type(t) is Dual and t.level is self)]
         if func in _STATISTICS:
             return
@@ -305,7 +319,7 @@ class JvpLevel(Level, DispatchMode):
 
     def _written(self, fact: Any, args: tuple, kwargs: dict, out: Any) -> Any:
         """A write in place answers with the very tensors it was given."""
-        known = {id(self._below(t)): t for t in _writes(fact, args, kwargs)}
+        known = {id(self._below(t)): t for t in written(fact, args, kwargs)}
         for target in known.values():
             _look_like_value(target)
         if isinstance(out, (list, tuple)):
@@ -320,13 +334,6 @@ def _look_like_value(target: torch.Tensor) -> None:
         target.value.stride(),
     ):
         torch.Tensor.data.__set__(target, wrap(target.value, target.level))
-
-
-def _writes(fact: Any, args: tuple, kwargs: dict) -> list[torch.Tensor]:
-    """The tensors that an operator writes into, those in lists too."""
-    found = [args[m] if isinstance(m, int) else kwargs.get(m) for m in fact.mutates]
-    flat = [t for f in found for t in (f if isinstance(f, (list, tuple)) else [f])]
-    return [t for t in flat if isinstance(t, torch.Tensor)]
 
 
 class Share(torch.autograd.Function):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from forall._programs.program import Node, Program, with_refs
+from forall._programs.program import Node, Program, Ref, with_refs
 from forall._torch.dispatch import without_history
 from forall._torch.names import DispatchMode, fast_operator, function_homes
 from forall._torch.schema import facts
@@ -46,25 +46,40 @@ def _reaches(program: Program, node: Node, func: Callable, args: tuple, kwargs: 
         return stand_ins[r.n]
 
     given, named = with_refs((args, kwargs), stand_in)
-    with without_history(), _Asked() as asked:
+    wanted = (node.op, *with_refs((node.args, node.kwargs), stand_in))
+    with without_history(), _Asked(wanted, _made(node.outs, stand_in)) as asked:
         try:
             func(*given, **named)
         except Exception:  # noqa: BLE001 - not meant for these arguments
             return False
-    wanted = with_refs((node.args, node.kwargs), stand_in)
-    return len(asked.calls) == 1 and _same(asked.calls[0], (node.op, *wanted))
+    return asked.times == 1
+
+
+def _made(outs: Any, stand_in: Callable[[Ref], torch.Tensor]) -> Any:
+    """What stands for the results of an operator."""
+    if isinstance(outs, (tuple, list)):
+        return tuple(_made(o, stand_in) for o in outs)
+    return stand_in(Ref(outs)) if isinstance(outs, int) else outs
 
 
 class _Asked(DispatchMode):
-    """Notes which operators are called."""
+    """Notes how often an operator is called, which is not run: its results are known."""
 
-    def __init__(self) -> None:
+    def __init__(self, wanted: tuple, made: Any) -> None:
         super().__init__()
-        self.calls: list[tuple] = []
+        self.wanted = wanted
+        self.made = made
+        self.times = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.calls.append((func, args, kwargs or {}))
-        return func(*args, **(kwargs or {}))
+        if not _same((func, args, kwargs or {}), self.wanted):
+            raise _AnotherOne
+        self.times += 1
+        return self.made
+
+
+class _AnotherOne(Exception):  # noqa: N818 - no error: the function is not taken
+    """An operator that is not the recorded one."""
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -12,7 +12,6 @@ import functools
 import sys
 from collections import deque
 from collections.abc import Iterator
-from operator import is_
 from types import (
     BuiltinFunctionType,
     CodeType,
@@ -27,12 +26,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forall._core.remembering import contents, globals_of, is_a_library, is_library, names_of
+from forall._programs.holding import UNSET, holding
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from types import CellType
 
-_UNSET = object()
 _MOST = 10_000  # things that are watched
 _MOST_BYTES = 4096  # that are compared with each call
 _LEAVES = (
@@ -67,7 +66,8 @@ class Guards:
         self._lists: list[tuple[Any, tuple]] = []
         self._sets: list[tuple[Any, Any]] = []
         self._data: list[tuple[Any, bytes]] = []
-        self._layouts: list[tuple[torch.Tensor, tuple]] = []
+        self._watched: list[torch.Tensor] = []
+        self._holding: Callable[[], bool] | None = None
         self._modules: set[tuple[int, frozenset[str]]] = set()
         self._held: dict[int, Any] = {}  # all that was met: no other takes its identity
         self._left = [func, *given]  # to be looked at: objects hang in each other without end
@@ -79,34 +79,24 @@ class Guards:
 
     def hold(self) -> bool:
         """Whether everything is as it was."""
-        for cell, value in self._cells:
-            if contents(cell) is not value:
-                return False
-        for thing, name, value in self._attributes:
-            if getattr(thing, name, _UNSET) is not value:
-                return False
-        for names, name, value in self._names:
-            if names.get(name, _UNSET) is not value:
-                return False
-        for known, keys, values in self._dicts:
-            if len(known) != len(keys):
-                return False
-            if not (all(map(is_, known.values(), values)) and all(map(is_, known, keys))):
-                return False
-        for known, values in self._lists:
-            if len(known) != len(values) or not all(map(is_, known, values)):
-                return False
-        for known, copy in self._sets:
-            if known != copy:
-                return False
-        for known, data in self._data:
-            if _bytes(known) != data:
-                return False
-        return all(_layout(t) == layout for t, layout in self._layouts)
+        if self._holding is None:
+            self._holding = holding(
+                self._cells,
+                self._attributes,
+                self._names,
+                self._dicts,
+                self._lists,
+                self._watched,
+            )
+        return (
+            self._holding()
+            and all(known == copy for known, copy in self._sets)
+            and all(_bytes(known) == data for known, data in self._data)
+        )
 
     def watch(self, tensors: Iterable[torch.Tensor]) -> None:
         """These are read by the program: they must stay what they are, but for their numbers."""
-        self._layouts = [(t, _layout(t)) for t in tensors]
+        self._watched, self._holding = [*tensors], None
 
     def _look(self, value: Any) -> None:
         if len(self._held) > _MOST:
@@ -145,6 +135,10 @@ class Guards:
             self._object(value)
 
     def _function(self, func: FunctionType) -> None:
+        if func.__globals__.get("__name__", "").partition(".")[0] == "forall":
+            # Ours never change, nor what they are bound to.
+            self._left += [*map(contents, func.__closure__ or ()), *func.__dict__.values()]
+            return
         for name in ("__code__", "__defaults__", "__kwdefaults__", "__dict__"):
             value = getattr(func, name)
             self._attributes.append((func, name, value))
@@ -155,14 +149,14 @@ class Guards:
             self._left.append(value)
         if not is_a_library(func):
             names, wanted = func.__globals__, [n for n, _ in globals_of(func.__code__)]
-            self._names += [(names, n, _UNSET) for n in wanted if n not in names]
+            self._names += [(names, n, UNSET) for n in wanted if n not in names]
             self._named(names, wanted, names_of(func.__code__))
 
     def _named(self, names: dict[str, Any], wanted: Iterable[str], inner: frozenset[str]) -> None:
         """What these names stand for; of a module of the user's, the ``inner`` names in it too."""
         for name in wanted:
-            value = names.get(name, _UNSET)
-            if value is _UNSET:
+            value = names.get(name, UNSET)
+            if value is UNSET:
                 continue
             self._names.append((names, name, value))
             if isinstance(value, ModuleType) and not is_library(value.__name__):
@@ -186,7 +180,7 @@ class Guards:
         for kind in type(thing).__mro__:
             for name, found in () if is_a_library(kind) else vars(kind).items():
                 if type(found) is MemberDescriptorType:
-                    value = getattr(thing, name, _UNSET)
+                    value = getattr(thing, name, UNSET)
                     self._attributes.append((thing, name, value))
                     self._left.append(value)
         if type(state) is dict:
@@ -207,7 +201,3 @@ def _bytes(value: Any) -> bytes:
 
 def _is_array(value: Any) -> bool:
     return "numpy" in sys.modules and isinstance(value, sys.modules["numpy"].ndarray)
-
-
-def _layout(t: torch.Tensor) -> tuple:
-    return t.shape, t.stride(), t.dtype, t.requires_grad

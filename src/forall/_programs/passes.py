@@ -12,58 +12,25 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from forall._programs.program import Node, Ref, with_refs
+from forall._programs.cheaper import in_place, numbers
+from forall._programs.equals import MOST, copies, twins
+from forall._programs.program import Node, with_refs
+from forall._programs.views import views
 from forall._torch.dispatch import without_history
 from forall._torch.schema import facts
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from forall._programs.program import Program
 
 aten = torch.ops.aten
-# Views that only say where the entries lie: same memory, same dtype, nothing conjugated.
-_VIEWS = {
-    op
-    for name in [
-        "detach",
-        "alias",
-        "view",
-        "reshape",
-        "_unsafe_view",
-        "expand",
-        "t",
-        "transpose",
-        "permute",
-        "squeeze",
-        "unsqueeze",
-        "select",
-        "slice",
-        "narrow",
-        "as_strided",
-        "diagonal",
-        "movedim",
-        "swapaxes",
-        "flatten",
-        "unflatten",
-        "view_as",
-        "expand_as",
-        "contiguous",
-        "_reshape_alias",
-        "lift_fresh",
-        "numpy_T",
-        "mT",
-    ]
-    if hasattr(aten, name)
-    for op in [getattr(getattr(aten, name), o) for o in getattr(aten, name).overloads()]
-    if not facts(op).mutates
-}
-
-
-_MOST = 1 << 16  # entries of a constant that is worth keeping
 # What these return depends on the layout of their argument, and on none of its numbers.
 _OF_LAYOUT = {
     getattr(aten, name).default
     for name in ["zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"]
 }
+_POWER = aten.pow.Tensor_Scalar
 _UNFILLED = {
     getattr(getattr(aten, name), o)
     for name in ["empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"]
@@ -71,11 +38,20 @@ _UNFILLED = {
 }
 
 
-def clean(program: Program) -> Program:
-    """All passes, in the order in which they make work for each other."""
+def clean(program: Program, back: Collection[Node] = ()) -> Program:
+    """All passes, in the order in which they make work for each other.
+
+    ``back`` are the operators of a pull-back, which is run later than the others.
+    """
     constants(program)
+    dead(program)
+    views(program)
+    copies(program, back)
+    twins(program, back)
     views(program)
     dead(program)
+    numbers(program)
+    in_place(program, back)
     return program
 
 
@@ -117,9 +93,10 @@ def _constant(program: Program) -> list[Node]:
 def _is_constant(program: Program, node: Node, varying: set[int]) -> bool:
     if facts(node.op).seeded or node.op in _UNFILLED:
         return False
-    if varying and node.op not in _OF_LAYOUT:
+    of_layout = node.op in _OF_LAYOUT or (node.op is _POWER and node.args[1:] == (0,))  # ones
+    if varying and not of_layout:
         return False
-    return all(prod(program.values[n].layout.shape) <= _MOST for n in node.makes())
+    return all(prod(program.values[n].layout.shape) <= MOST for n in node.makes())
 
 
 def _value(program: Program, env: dict[int, torch.Tensor], n: int) -> torch.Tensor:
@@ -135,37 +112,6 @@ def _bind(outs: Any, made: Any, env: dict[int, torch.Tensor]) -> None:
     elif isinstance(outs, (tuple, list)):
         for o, m in zip(outs, made, strict=True):
             _bind(o, m, env)
-
-
-def views(program: Program) -> None:
-    """A view that lies as its root does is the root; a chain of views is one."""
-    made: dict[int, Node] = {}  # the view that made a value
-    bases: set[int] = set()  # what operators made anew: it lies the same with each call
-    other: dict[int, int] = {}
-    pinned = {*program.inputs, *program.captured, *program.constants, *program.outputs}
-    for node in program.nodes:
-        node.replaced(other)
-        n = node.outs
-        if node.op not in _VIEWS or not isinstance(n, int):
-            bases.update(m for m in node.makes() if program.values[m].root == m)
-            continue
-        first = node.args[0].n
-        if program.values[first].root != program.values[n].root:
-            continue  # a copy after all
-        chain = [first]
-        while chain[-1] in made:
-            chain.append(made[chain[-1]].args[0].n)
-        layout = program.values[n].layout
-        twin = next((m for m in chain if program.values[m].layout == layout), None)
-        if twin is not None and not (n in program.outputs and twin in pinned):
-            other[n] = twin
-            program.outputs[:] = [twin if m == n else m for m in program.outputs]
-            continue
-        made[n] = node
-        if len(chain) > 1 and chain[-1] in bases:
-            node.op = aten.as_strided.default
-            node.args = (Ref(chain[-1]), layout.shape, layout.strides, layout.offset)
-            node.kwargs = {}
 
 
 def dead(program: Program) -> None:

@@ -74,6 +74,8 @@ class Node:
 
     def replaced(self, other: dict[int, int]) -> None:
         """Read other values in the place of these."""
+        if not other or other.keys().isdisjoint(self.reads()):
+            return
         self.args, self.kwargs = (
             with_refs(a, lambda r: Ref(other.get(r.n, r.n))) for a in (self.args, self.kwargs)
         )

@@ -24,6 +24,7 @@ from forall._core.levels import dispatched
 from forall._programs.draws import Draws
 from forall._programs.program import Layout, Node, Program, Ref, Value
 from forall._torch import trees
+from forall._torch.dispatch import functions_off
 from forall._torch.names import DispatchMode, StorageWeakRef
 from forall._torch.schema import facts
 from forall._torch.wrapper import Wrapper
@@ -53,6 +54,10 @@ _UNFIT = {
         ("resize_as_", "default"),
     )
 }
+
+
+# Questions about layouts: within a kind of calls their answer is one.
+_ASIDE = {aten.is_same_size.default, aten._has_same_storage_numel.default}
 
 
 class Recorder(DispatchMode):
@@ -89,14 +94,17 @@ class Recorder(DispatchMode):
         if any(issubclass(t, Wrapper) for t in types):
             with self:  # a level that has ended takes its values apart
                 return dispatched(func, args, kwargs)
-        skipped = self.why is not None or func.namespace == "profiler"  # which computes nothing
-        node = None if skipped else self._met(func, args, kwargs)
+        if self.why is not None or func in _ASIDE or func.namespace == "profiler":
+            return func(*args, **kwargs)
+        with functions_off():  # a backward pass has them on, and what we ask is not the user's
+            node = self._met(func, args, kwargs)
         out = func(*args, **kwargs)
         if node is not None:
-            if facts(func).seeded:
-                self._draws.made()
-            before = len(self.values)
-            node.outs = self._outs(node, args, out)
+            with functions_off():
+                if facts(func).seeded:
+                    self._draws.made()
+                before = len(self.values)
+                node.outs = self._outs(node, args, out)
             if len(self.values) > before or node.writes():  # else another name for what there was
                 self.nodes.append(node)
         return out

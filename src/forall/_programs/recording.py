@@ -157,7 +157,7 @@ def _cleaned(program: Program, back: Pullback) -> Pullback:
     results = len(program.outputs)
     program.inputs += back.cotangents
     program.outputs += [n for n in back.gradients if n is not None]
-    clean(program)
+    clean(program, back.nodes)
     found = iter(program.outputs[results:])
     del program.outputs[results:]
     del program.inputs[len(program.inputs) - len(back.cotangents) :]

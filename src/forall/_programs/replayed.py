@@ -59,6 +59,8 @@ class Results(NamedTuple):
         )
 
     def tree(self, tensors: Sequence[Tensor]) -> Any:
+        if self.spec.type is None and type(self.leaves[0]) is _Place:
+            return tensors[0]
         leaves = [tensors[x] if type(x) is _Place else x for x in self.leaves]
         return trees.unflatten(leaves, self.spec)
 
@@ -80,7 +82,8 @@ class Pullback(NamedTuple):
 class Differentiated(Recorded):
     """A program with its pull-back. ``again`` calls the function, of tensors in the inputs' place.
 
-    What it saves are ``given``, ``outputs`` and ``fresh``: values of the first half, in this order.
+    What it saves are ``given``, the outputs that are ``shown`` to the second half, and ``fresh``,
+    in this order: values of the first half.
     """
 
     def __init__(
@@ -103,6 +106,7 @@ class Differentiated(Recorded):
         read = dict.fromkeys([*(n for node in last for n in node.reads()), *found])
         self.saved = [n for n in read if n in made or n in self.given]
         self.fresh = [n for n in self.saved if n in made and n not in self.outputs]
+        self.shown = [i for i, n in enumerate(self.outputs) if n in self.saved]
         self.backward = function(self.program, last, [*self.saved, *self.back.cotangents], found)
         return function(self.program, first, self.given, [*self.outputs, *self.fresh])
 
@@ -115,7 +119,7 @@ class Differentiated(Recorded):
 
     def pulled(self, saved: Sequence[Tensor], cotangents: Sequence[Tensor]) -> list[Tensor | None]:
         """The gradients of what is wanted."""
-        names = (*self.given, *self.outputs, *self.fresh)
+        names = (*self.given, *(self.outputs[i] for i in self.shown), *self.fresh)
         env = dict(zip(names, saved, strict=True))
         found = iter(self.backward(*(env[n] for n in self.saved), *cotangents))
         return [None if n is None else next(found) for n in self.back.gradients]
@@ -146,7 +150,7 @@ class Replayed(torch.autograd.Function):
         count = len(recorded.outputs)
         outs = found[:count]
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors, *outs, *found[count:])
+        ctx.save_for_backward(*tensors, *(outs[i] for i in recorded.shown), *found[count:])
         moves = set(recorded.moves)
         ctx.mark_non_differentiable(*(y for i, y in enumerate(outs) if i not in moves))
         return outs

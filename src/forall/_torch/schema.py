@@ -50,6 +50,13 @@ def facts(func: Any) -> Facts:
     )
 
 
+def written(fact: Facts, args: tuple, kwargs: dict) -> list[torch.Tensor]:
+    """The tensors that an operator writes into, those in lists too."""
+    found = [args[m] if isinstance(m, int) else kwargs.get(m) for m in fact.mutates]
+    flat = [t for f in found for t in (f if isinstance(f, (list, tuple)) else [f])]
+    return [t for t in flat if isinstance(t, torch.Tensor)]
+
+
 @cache
 def functional_of(func: Any) -> Any | None:
     """The overload that computes what this in-place or out= one writes, or None.

@@ -25,6 +25,7 @@ __all__ = [
     "keystr",
     "leaves",
     "map_tensors",
+    "outlined",
     "prefix",
     "text",
     "tree_flatten_with_path",
@@ -56,10 +57,22 @@ def flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
     return found, spec
 
 
+def outlined(tree: Any) -> tuple[list[Any], Any]:
+    """Leaves of a tree, and what hashes and says how they hang together, at less than a spec."""
+    found: list[Any] = []
+    try:
+        return found, _walk(tree, found)
+    except _Unusual:
+        return tree_flatten(tree)
+
+
+_LEAVES = frozenset({torch.Tensor, torch.nn.Parameter, int, float})  # that most leaves are of
+
+
 def _walk(node: Any, found: list[Any]) -> Any:
     """Add the leaves and say how they hang together, in a form that hashes: None for a leaf."""
     kind = type(node)
-    if kind is torch.Tensor:
+    if kind in _LEAVES:
         found.append(node)
         return None
     if kind is dict:

@@ -2,7 +2,7 @@
 
 Torch's own have no memory, and 0 * inf is 0 for them: what does not move adds nothing. They rely on
 a dispatch key that is off inside handlers, so ours are ordinary ones that are known by a mark, and
-a level asks `absorbed` before it multiplies.
+a level asks `simpler` before it multiplies or adds.
 """
 
 from __future__ import annotations
@@ -15,9 +15,13 @@ from forall._torch.dispatch import aside
 from forall._torch.wrapper import Wrapper
 
 aten = torch.ops.aten
-# Torch's zeros without memory have kernels for these; all others see ordinary zeros.
 _DOTS = frozenset({aten.dot.default, aten.vdot.default})
-PRODUCTS = _DOTS | {aten.mul.Tensor, aten.div.Tensor}
+# Linear in the first argument, entry by entry.
+_PULLBACKS = frozenset(
+    {aten.tanh_backward.default, aten.sigmoid_backward.default, aten.threshold_backward.default}
+)
+_SUMS = frozenset({aten.add.Tensor, aten.sub.Tensor})
+LINEAR = _SUMS | _DOTS | _PULLBACKS | {aten.mul.Tensor, aten.div.Tensor}
 
 
 def plain_zeros(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -33,16 +37,33 @@ def plain_zeros(*args: Any, **kwargs: Any) -> torch.Tensor:
         return zeros
 
 
-def absorbed(func: Any, args: tuple) -> torch.Tensor | None:
-    """The zeros that a product of such zeros is, or None where it has to be computed."""
+def simpler(func: Any, args: tuple, kwargs: dict) -> Any:
+    """What one of `LINEAR` gives of such zeros: zeros, or what another call gives; else None."""
     x, y = args[:2]
-    if not (_is_zero(x) or (_is_zero(y) and func is not aten.div.Tensor)):
-        return None
+    if func not in _SUMS:
+        second = func is aten.mul.Tensor or func in _DOTS
+        return _zeros(func, x, y) if _is_zero(x) or (second and _is_zero(y)) else None
+    if _is_zero(x) and func is aten.add.Tensor and not kwargs:
+        x, y = y, x
+    if _is_zero(y) and isinstance(x, torch.Tensor) and _is_of_sum(x, y):
+        return aten.clone.default, (x,), {}
+    return None
+
+
+def _zeros(func: Any, x: Any, y: Any) -> torch.Tensor:
+    """What a product of zeros is."""
     with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
         dtype = torch.result_type(x, y)
         shapes = () if func in _DOTS else (a.shape for a in (x, y) if isinstance(a, torch.Tensor))
         shape = torch.broadcast_shapes(*shapes)
     return plain_zeros(shape, dtype=dtype, device=(x if _is_zero(x) else y).device)
+
+
+def _is_of_sum(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether a tensor has the shape, dtype and device of its sum with another."""
+    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+        same = torch.result_type(x, y) == x.dtype and x.device == y.device
+        return same and torch.broadcast_shapes(x.shape, y.shape) == x.shape
 
 
 def _is_zero(a: Any) -> bool:

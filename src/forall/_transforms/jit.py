@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import OrderedDict
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from forall._programs.replayed import Recorded
     from forall._transforms.types import P, R
 
+_NEW: Any = object()
 _MOST = 64  # kinds of calls that are kept, the last used ones
 
 
@@ -88,9 +90,11 @@ class Kinds(Unwatched):
     def __init__(self, func: Callable) -> None:
         self.func = func
         self.known: OrderedDict[Any, Recorded | None] = OrderedDict()
+        self.newest: Recorded | None = None
 
     def clear(self) -> None:
         self.known.clear()
+        self.newest = None
 
     def run(self, args: tuple, kwargs: dict) -> Any:
         if (
@@ -101,22 +105,23 @@ class Kinds(Unwatched):
             or handover.needed()
         ):
             return self.func(*args, **kwargs)  # part of what records it, or of what takes it apart
-        leaves, spec = trees.flatten((args, kwargs))
+        leaves, outline = trees.outlined((args, kwargs))
         try:
-            kind = (spec, *map(of_leaf, leaves), *ambient())
+            kind = (outline, *map(of_leaf, leaves), *ambient())
         except Unfit as unfit:
             return self._as_it_is(args, kwargs, str(unfit))
         tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
         if len(tensors) > 1:
             kind = (kind, shared(tensors))
-        if kind not in self.known:
-            return self._first(kind, leaves, spec)
-        recorded = self.known[kind]
+        recorded = self.known.get(kind, _NEW)
         if recorded is None:
             return self.func(*args, **kwargs)
-        if not recorded.guards.hold():
-            return self._first(kind, leaves, spec)
-        self.known.move_to_end(kind)
+        if recorded is _NEW or not recorded.guards.hold():
+            return self._first(kind, leaves, trees.flatten((args, kwargs))[1])
+        if recorded is not self.newest:
+            self.newest = recorded
+            with suppress(KeyError):  # another thread's calls may have pushed it out
+                self.known.move_to_end(kind)
         return recorded(tensors)
 
     def _first(self, kind: Any, leaves: list, spec: Any) -> Any:

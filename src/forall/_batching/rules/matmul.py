@@ -10,6 +10,7 @@ import torch
 
 from forall._batching.families import Stack, by_front
 from forall._batching.table import DIRECT, HANDLERS, directly, register
+from forall._torch.identities import is_identity
 
 aten = torch.ops.aten
 Tensor = torch.Tensor
@@ -82,6 +83,8 @@ def _mm(size, x, w, out_dtype=None):
 def _mv(size, w, x):
     if isinstance(w, Stack):
         return product(w, column(x)).squeeze(-1)
+    if isinstance(x, Stack) and is_identity(x.v) and w.layout is torch.strided and not w.is_neg():
+        return w.t().clone(memory_format=torch.contiguous_format)
     return _times(x.v, w.t(), None)
 
 

@@ -1,0 +1,56 @@
+"""Products of which one factor moves: the tangent is the same product of that factor's tangent.
+
+Torch's formulas make zeros for the other one's tangent, multiply, and add. A product of zeros with
+an inf is nan there, where reverse mode has the derivative.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from forall._torch.dispatch import autograd_below, in_backward, users_tangents
+from forall._torch.names import attach_tangent
+
+if TYPE_CHECKING:
+    from forall._derivatives.forward import JvpLevel
+
+aten = torch.ops.aten
+
+# Where in the arguments the factors are.
+_FACTORS = {
+    aten.mm.default: (0, 1),
+    aten.mv.default: (0, 1),
+    aten.bmm.default: (0, 1),
+    aten.addmm.default: (1, 2),
+    aten.addmv.default: (1, 2),
+    aten.baddbmm.default: (1, 2),
+}
+_UNBIASED = {
+    aten.addmm.default: aten.mm.default,
+    aten.addmv.default: aten.mv.default,
+    aten.baddbmm.default: aten.bmm.default,
+}
+PRODUCTS = frozenset(_FACTORS)
+
+
+def of_one_factor(level: JvpLevel, func: Any, args: tuple, kwargs: dict) -> Any:
+    """A product with its tangent, one level down, where exactly one factor moves; else None."""
+    if users_tangents() or in_backward():
+        return None  # which a factor may have that is no value of ours
+    with autograd_below(grad=level.outer_grad, forward=True):
+        pairs = [level.halves(a) for a in args]
+        i, j = _FACTORS[func]
+        if (pairs[i][1] is None) == (pairs[j][1] is None):
+            return None
+        primals = [p for p, _ in pairs]
+        tangents = [p if t is None else t for p, t in pairs]
+        primal = func(*primals, **kwargs)
+        if i and pairs[0][1] is None:  # a bias that adds nothing
+            tangent = _UNBIASED[func](*tangents[1:3])
+            alpha = kwargs.get("alpha", 1)
+            tangent = tangent if alpha == 1 else tangent * alpha
+        else:
+            tangent = func(*tangents, **kwargs)
+        return attach_tangent(primal, tangent, level=0)

@@ -1,0 +1,85 @@
+"""Views: those that lead back to where they began are none, and chains of them are one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from forall._programs.program import Node, Ref
+from forall._torch.schema import facts
+
+if TYPE_CHECKING:
+    from forall._programs.program import Program
+
+aten = torch.ops.aten
+# Views that only say where the entries lie: same memory, same dtype, nothing conjugated.
+_VIEWS = {
+    op
+    for name in [
+        "detach",
+        "alias",
+        "view",
+        "reshape",
+        "_unsafe_view",
+        "expand",
+        "t",
+        "transpose",
+        "permute",
+        "squeeze",
+        "unsqueeze",
+        "select",
+        "slice",
+        "narrow",
+        "as_strided",
+        "diagonal",
+        "movedim",
+        "swapaxes",
+        "flatten",
+        "unflatten",
+        "view_as",
+        "expand_as",
+        "contiguous",
+        "_reshape_alias",
+        "lift_fresh",
+        "numpy_T",
+        "mT",
+    ]
+    if hasattr(aten, name)
+    for op in [getattr(getattr(aten, name), o) for o in getattr(aten, name).overloads()]
+    if not facts(op).mutates
+}
+
+
+def views(program: Program) -> None:
+    """A view that lies as its root does is the root; a chain of views is one."""
+    made: dict[int, Node] = {}  # the view that made a value
+    bases: set[int] = set()  # what operators made anew: it lies the same with each call
+    other: dict[int, int] = {}
+    pinned = {*program.inputs, *program.captured, *program.constants, *program.outputs}
+    for node in program.nodes:
+        node.replaced(other)
+        n = node.outs
+        if node.op not in _VIEWS or not isinstance(n, int):
+            bases.update(m for m in node.makes() if program.values[m].root == m)
+            continue
+        first = node.args[0].n
+        if program.values[first].root != program.values[n].root:
+            continue  # a copy after all
+        chain = [first]
+        while chain[-1] in made:
+            chain.append(made[chain[-1]].args[0].n)
+        layout = program.values[n].layout
+        twin = next((m for m in chain if program.values[m].layout == layout), None)
+        if twin is not None and not (n in program.outputs and twin in pinned):
+            other[n] = twin
+            program.outputs[:] = [twin if m == n else m for m in program.outputs]
+            continue
+        made[n] = node
+        base = chain[-1]
+        known = base in bases  # others may begin elsewhere in their memory with each call
+        if len(chain) > 1 and (known or program.values[base].layout.offset == layout.offset):
+            node.op = aten.as_strided.default
+            node.args = (Ref(base), layout.shape, layout.strides)
+            node.args += (layout.offset,) if known else ()
+            node.kwargs = {}
