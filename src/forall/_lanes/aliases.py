@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from forall._lanes.words import both, words
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 
 class _Identity:
@@ -55,53 +55,59 @@ def remember(copy: Any, parts: list[tuple[Any, Any]]) -> None:
                 identity.holders.append((lanes, ref))
 
 
+def _forgetting(entries: dict, key: int) -> Callable[[Any], Any]:
+    """Bound here: as Python ends, a module's names are gone before its tensors."""
+    return lambda _: entries.pop(key, None)
+
+
 def _known(tensor: Any) -> tuple[weakref.ref, _Pieces]:
     """The tensor's entry, which goes when it does."""
     key = id(tensor)
     if key not in _PIECES:
-        _PIECES[key] = (weakref.ref(tensor, lambda _: _PIECES.pop(key, None)), [])
+        _PIECES[key] = (weakref.ref(tensor, _forgetting(_PIECES, key)), [])
     return _PIECES[key]
 
 
 def _views(copy: Any) -> list[tuple[Any, Any, weakref.ref]]:
     key = id(copy)
     if key not in _VIEWS:
-        _VIEWS[key] = (weakref.ref(copy, lambda _: _VIEWS.pop(key, None)), [])
+        _VIEWS[key] = (weakref.ref(copy, _forgetting(_VIEWS, key)), [])
     return _VIEWS[key][1]
 
 
 def written(tensor: Any) -> None:
     """Something was written into a tensor, for the lanes that run."""
-    if id(tensor) not in _PIECES and not _VIEWS:
-        return
-    left, done = [(tensor, words.now())], set()
-    while left:
-        source, now = left.pop()
-        for lanes, target, value in [*_twins(source, now), *_copies_of_views(source, now)]:
-            if (id(source), id(target)) not in done and target is not tensor:
-                done.add((id(source), id(target)))
-                with words.running(lanes):
-                    target.copy_(value)
-                left.append((target, lanes))
+    if id(tensor) in _PIECES:
+        now = words.now()
+        for lanes, twin in [*_twins(tensor, now)]:
+            _put(twin, tensor, lanes)
+            _seen_to_change(twin, lanes, tensor)
+    if _VIEWS:
+        _seen_to_change(tensor, words.now(), tensor)
 
 
-def _twins(tensor: Any, now: Any) -> Iterator[tuple[Any, Any, Any]]:
-    """What is the tensor under another name: for which lanes, what, and what it is to hold."""
+def _put(target: Any, value: Any, lanes: Any) -> None:
+    with words.running(lanes):
+        target.copy_(value)
+
+
+def _twins(tensor: Any, now: Any) -> Iterator[tuple[Any, Any]]:
+    """What is the tensor under another name, and for which lanes."""
     for world, identity in _PIECES[id(tensor)][1] if id(tensor) in _PIECES else ():
         lanes = now if world is None else both(world, now)
         for w, ref in list(identity.holders) if lanes is not None else ():
             other = ref()
             shared = lanes if w is None else both(lanes, w)
             if other is not None and other is not tensor and shared is not None:
-                yield shared, other, tensor
+                yield shared, other
 
 
-def _copies_of_views(tensor: Any, now: Any) -> Iterator[tuple[Any, Any, Any]]:
-    """The same of copies that were joined from views of the tensor's memory."""
+def _seen_to_change(tensor: Any, now: Any, writer: Any) -> None:
+    """What was written into a tensor, in copies that were joined from views of its memory."""
     memory = words.memory(tensor) if _VIEWS else None
     for reference, views in list(_VIEWS.values()) if memory is not None else ():
         copy = reference()
         for world, view, of in views:
             lanes = both(world, now)
-            if copy is not None and of() is memory and lanes is not None:
-                yield lanes, copy, view
+            if copy is not None and copy is not writer and of() is memory and lanes is not None:
+                _put(copy, view, lanes)
