@@ -73,3 +73,12 @@ def test_importing_forall_imports_no_compiler():
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == ""
+
+
+def test_importing_forall_leaves_the_programs_to_the_first_jit():
+    code = (
+        "import sys, forall; loaded = lambda: 'forall._programs.recording' in sys.modules; "
+        "print(loaded()); forall.jit(abs); print(loaded())"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.split() == ["False", "True"]

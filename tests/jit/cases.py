@@ -701,7 +701,24 @@ def a_counter(jit):
     return lambda i: (g(xs(i)), count)
 
 
-@unrecorded
+@case
+def a_mask_kept_on_a_module_by_its_first_call(jit):
+    class Causal(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mask = None
+
+        def forward(self, x):
+            if self.mask is None:
+                self.mask = torch.ones(3, 3).tril()
+            return self.mask @ x
+
+    module = Causal()
+    g = jit(module)
+    return lambda i: (g(xs(i)), module.mask)
+
+
+@case
 def a_cache_of_results(jit):
     cache = {}
 

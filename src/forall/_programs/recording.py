@@ -32,6 +32,7 @@ class Recording(NamedTuple):
     result: Any
     recorded: Recorded | None
     why: str | None
+    moved: bool = False  # Python's state alone was in the way, which a first call may set up
 
 
 def record(func: Callable, leaves: list, spec: Any) -> Recording:
@@ -52,12 +53,13 @@ def record(func: Callable, leaves: list, spec: Any) -> Recording:
     odd = next((x for x in found if not isinstance(x, (torch.Tensor, *_WORDS))), None)
     if odd is not None:
         recorder.fails(f"a result of class {type(odd).__name__}")
-    if not guards.hold():
+    moved = recorder.why is None and not guards.hold()
+    if moved:
         recorder.fails("it changes Python's state: a list, an attribute, a global")
     back = _pulled_back(recorder, tensors, ends)
     program = recorder.program(ends)
     if program is None:
-        return Recording(result, None, recorder.why)
+        return Recording(result, None, recorder.why, moved)
     results = Results.of(found, tree)
     if back is None:
         made = Recorded(clean(program), guards, results)

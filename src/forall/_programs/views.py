@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -12,11 +13,9 @@ from forall._torch.schema import facts
 if TYPE_CHECKING:
     from forall._programs.program import Program
 
-aten = torch.ops.aten
 # Views that only say where the entries lie: same memory, same dtype, nothing conjugated.
-_VIEWS = {
-    op
-    for name in [
+_VIEWS = frozenset(
+    {
         "detach",
         "alias",
         "view",
@@ -44,11 +43,13 @@ _VIEWS = {
         "lift_fresh",
         "numpy_T",
         "mT",
-    ]
-    if hasattr(aten, name)
-    for op in [getattr(getattr(aten, name), o) for o in getattr(aten, name).overloads()]
-    if not facts(op).mutates
-}
+    }
+)
+
+
+@cache
+def _only_views(op: Any) -> bool:
+    return op.namespace == "aten" and op.overloadpacket.__name__ in _VIEWS and not facts(op).mutates
 
 
 def views(program: Program) -> None:
@@ -60,7 +61,7 @@ def views(program: Program) -> None:
     for node in program.nodes:
         node.replaced(other)
         n = node.outs
-        if node.op not in _VIEWS or not isinstance(n, int):
+        if not _only_views(node.op) or not isinstance(n, int):
             bases.update(m for m in node.makes() if program.values[m].root == m)
             continue
         first = node.args[0].n
@@ -79,7 +80,7 @@ def views(program: Program) -> None:
         base = chain[-1]
         known = base in bases  # others may begin elsewhere in their memory with each call
         if len(chain) > 1 and (known or program.values[base].layout.offset == layout.offset):
-            node.op = aten.as_strided.default
+            node.op = torch.ops.aten.as_strided.default
             node.args = (Ref(base), layout.shape, layout.strides)
             node.args += (layout.offset,) if known else ()
             node.kwargs = {}

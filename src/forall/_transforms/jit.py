@@ -3,29 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections import OrderedDict
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from forall._core.errors import Call, slow
-from forall._core.levels import top
-from forall._programs.guards import Unwatched
-from forall._programs.recording import record
-from forall._programs.signature import Unfit, ambient, of_leaf, shared
-from forall._torch import handover, trees
-from forall._torch.dispatch import dispatch_modes, function_modes, users_tangents
 from forall._transforms import checks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from forall._programs.replayed import Recorded
     from forall._transforms.types import P, R
-
-_NEW: Any = object()
-_MOST = 64  # kinds of calls that are kept, the last used ones
 
 
 def jit(func: Callable[P, R]) -> Callable[P, R]:
@@ -74,6 +59,8 @@ def jit(func: Callable[P, R]) -> Callable[P, R]:
                 [-0.0000, -0.6536]])
     """
     checks.callable_("jit", func)
+    from forall._programs.kinds import Kinds  # a tenth of `import forall`, and many never ask
+
     kinds = Kinds(func)
 
     @functools.wraps(func, updated=())
@@ -82,60 +69,3 @@ def jit(func: Callable[P, R]) -> Callable[P, R]:
 
     jitted.cache_clear = kinds.clear
     return jitted
-
-
-class Kinds(Unwatched):
-    """The kinds of calls that were recorded of one function."""
-
-    def __init__(self, func: Callable) -> None:
-        self.func = func
-        self.known: OrderedDict[Any, Recorded | None] = OrderedDict()
-        self.newest: Recorded | None = None
-
-    def clear(self) -> None:
-        self.known.clear()
-        self.newest = None
-
-    def run(self, args: tuple, kwargs: dict) -> Any:
-        if (
-            top() is not None
-            or dispatch_modes()
-            or function_modes()
-            or users_tangents()
-            or handover.needed()
-        ):
-            return self.func(*args, **kwargs)  # part of what records it, or of what takes it apart
-        leaves, outline = trees.outlined((args, kwargs))
-        try:
-            kind = (outline, *map(of_leaf, leaves), *ambient())
-        except Unfit as unfit:
-            return self._as_it_is(args, kwargs, str(unfit))
-        tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
-        if len(tensors) > 1:
-            kind = (kind, shared(tensors))
-        recorded = self.known.get(kind, _NEW)
-        if recorded is None:
-            return self.func(*args, **kwargs)
-        if recorded is _NEW or not recorded.guards.hold():
-            return self._first(kind, leaves, trees.flatten((args, kwargs))[1])
-        if recorded is not self.newest:
-            self.newest = recorded
-            with suppress(KeyError):  # another thread's calls may have pushed it out
-                self.known.move_to_end(kind)
-        return recorded(tensors)
-
-    def _first(self, kind: Any, leaves: list, spec: Any) -> Any:
-        made = record(self.func, leaves, spec)
-        if made.why is not None:
-            self._tell(made.why)
-        self.known[kind] = made.recorded
-        if len(self.known) > _MOST:
-            self.known.popitem(last=False)
-        return made.result
-
-    def _as_it_is(self, args: tuple, kwargs: dict, why: str) -> Any:
-        self._tell(why)
-        return self.func(*args, **kwargs)
-
-    def _tell(self, why: str) -> None:
-        slow(f"{Call('jit', self.func)}: not recorded, so run as it is: {why}.")

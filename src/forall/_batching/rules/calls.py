@@ -322,11 +322,12 @@ def _masked_set(x: Tensor, mask: Tensor, value: Any) -> Any:
 
 def _writes_in_place(name: str) -> bool:
     if name.startswith("__"):
-        return name.startswith("__i") and f"__{name[3:]}" in dir(Tensor)
+        return name.startswith("__i") and f"__{name[3:]}" in _NAMES
     return name.endswith("_") and not name.startswith("_")
 
 
-IN_PLACE.update(getattr(Tensor, name) for name in dir(Tensor) if _writes_in_place(name))
+_NAMES = dir(Tensor)
+IN_PLACE.update(getattr(Tensor, name) for name in _NAMES if _writes_in_place(name))
 IN_PLACE.add(Tensor.__setitem__)
 CALLS.update(
     {

@@ -28,7 +28,6 @@ from forall._random import stateful
 from forall._random.scopes import running
 from forall._torch import generators
 from forall._torch.names import DispatchKey, OpOverload
-from forall._torch.schema import facts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -392,7 +391,8 @@ def keyed(handler: Callable) -> Callable:
 
 
 for _op, _handler in list(HANDLERS.items()):  # the rules of the other files, entered before
-    if isinstance(_op, OpOverload) and facts(_op).seeded:
+    # the tag alone: `facts` of every operator here would read a schema each at import
+    if isinstance(_op, OpOverload) and torch.Tag.nondeterministic_seeded in _op.tags:
         if _op not in SHARED:
             SHARED[_op] = dropping_out(_handler)
         SHARED[_op] = HANDLERS[_op] = keyed(SHARED[_op])
