@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forall._torch.dispatch import autocast_state, is_autocast
+from forall._torch.names import PLAIN
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class Unfit(Exception):  # noqa: N818 - no error: the call runs as it is
@@ -20,7 +19,7 @@ class Unfit(Exception):  # noqa: N818 - no error: the call runs as it is
 
 def of_leaf(x: Any) -> Any:
     """What a program knows of an argument: all of it, but for the numbers of a tensor."""
-    if type(x) in _PLAIN:
+    if type(x) in PLAIN:
         if x.layout is not torch.strided or x.is_quantized:
             raise Unfit(f"an argument of layout {x.layout}")
         return (

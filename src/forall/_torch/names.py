@@ -18,6 +18,7 @@ __all__ = [
     "DispatchMode",
     "OpOverload",
     "OpOverloadPacket",
+    "PLAIN",
     "SPARSE_SUM",
     "StorageWeakRef",
     "attach_tangent",
@@ -40,6 +41,8 @@ __all__ = [
 DispatchKey = torch._C.DispatchKey
 OpOverload = torch._ops.OpOverload
 OpOverloadPacket = torch._ops.OpOverloadPacket
+
+PLAIN = (torch.Tensor, torch.nn.Parameter)  # the classes that mean what torch itself means
 
 
 class DispatchMode(TorchDispatchMode):
