@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 _MOST = 10_000  # things that are watched
 _MOST_BYTES = 4096  # that are compared with each call
+_CONTAINERS = (dict, list, tuple, set, frozenset, deque, bytearray)
 _LEAVES = (
     CodeType,
     int,
@@ -94,6 +95,15 @@ class Guards:
             and all(_bytes(known) == data for known, data in self._data)
         )
 
+    def reached(self) -> Iterable[Any]:
+        """All that was met, but for modules that code names."""
+        return self._held.values()
+
+    def watch_name(self, names: dict[str, Any], name: str, value: Any) -> None:
+        """What a module of a library's has under a name, beyond what is watched otherwise."""
+        self._names.append((names, name, value))
+        self._holding = None
+
     def watch(self, tensors: Iterable[torch.Tensor]) -> None:
         """These are read by the program: they must stay what they are, but for their numbers."""
         self._watched, self._holding = [*tensors], None
@@ -124,7 +134,7 @@ class Guards:
         elif isinstance(value, functools.partial):
             self._left += [value.func, value.args, value.keywords]
         elif isinstance(value, property):
-            self._left.append(value.fget)
+            self._left += [value.fget, value.fset, value.fdel]
         elif isinstance(value, BuiltinFunctionType):
             self._left.append(value.__self__)
         elif isinstance(value, type):
@@ -133,6 +143,8 @@ class Guards:
             self.why = "the function reaches an iterator, and nothing tells how far that has come"
         elif not isinstance(value, (ModuleType, Unwatched)):
             self._object(value)
+        if isinstance(value, _CONTAINERS) and type(value) not in _CONTAINERS:
+            self._object(value)  # a class of the user's with entries: a NamedTuple, a dict
 
     def _function(self, func: FunctionType) -> None:
         if func.__globals__.get("__name__", "").partition(".")[0] == "forall":
@@ -159,8 +171,8 @@ class Guards:
             if value is UNSET:
                 continue
             self._names.append((names, name, value))
-            if isinstance(value, ModuleType) and not is_library(value.__name__):
-                if (id(value), inner) not in self._modules:
+            if isinstance(value, ModuleType):
+                if not is_library(value.__name__) and (id(value), inner) not in self._modules:
                     self._modules.add((id(value), inner))
                     self._named(vars(value), inner, inner)
             else:

@@ -62,12 +62,12 @@ def record(func: Callable, leaves: list, spec: Any) -> Recording:
         return Recording(result, None, recorder.why, moved)
     results = Results.of(found, tree)
     if back is None:
-        made = Recorded(clean(program), guards, results)
+        made = Recorded(clean(program), guards, results, tensors)
     elif (why := _entangled(program)) is not None:
         return Recording(result, None, why)
     else:
         back = _cleaned(program, back)
-        made = Differentiated(program, guards, results, back, again)
+        made = Differentiated(program, guards, results, tensors, back, again)
     guards.watch(program.captured.values())
     return Recording(result, made, None)
 

@@ -6,7 +6,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from forall._torch.dispatch import autocast_state, is_autocast
+from forall._core.levels import top
+from forall._torch import handover
+from forall._torch.dispatch import (
+    autocast_state,
+    dispatch_modes,
+    function_modes,
+    is_autocast,
+    users_tangents,
+)
 from forall._torch.names import PLAIN
 
 if TYPE_CHECKING:
@@ -39,6 +47,17 @@ def of_leaf(x: Any) -> Any:
     if isinstance(x, (int, str, bytes, type(None), torch.dtype, torch.device)):
         return type(x), x
     return type(x), id(x)  # guarded, and held, by the program's guards
+
+
+def is_free() -> bool:
+    """Whether a call stands alone: no part of what records it, or of what takes it apart."""
+    return not (
+        top() is not None
+        or dispatch_modes()
+        or function_modes()
+        or users_tangents()
+        or handover.needed()
+    )
 
 
 def ambient() -> tuple:
