@@ -25,7 +25,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from forall._core.remembering import contents, globals_of, is_a_library, is_library, names_of
+from forall._core.remembering import (
+    contents,
+    globals_of,
+    is_a_library,
+    is_library,
+    is_no_users,
+    names_of,
+)
 from forall._programs.holding import UNSET, holding
 
 if TYPE_CHECKING:
@@ -158,7 +165,7 @@ class Guards:
         for cell in func.__closure__ or ():
             value = contents(cell)
             self._cells.append((cell, value))
-            self._left.append(value)
+            self._leads_to(value, names_of(func.__code__))
         if not is_a_library(func):
             names, wanted = func.__globals__, [n for n, _ in globals_of(func.__code__)]
             self._names += [(names, n, UNSET) for n in wanted if n not in names]
@@ -171,15 +178,17 @@ class Guards:
             if value is UNSET:
                 continue
             self._names.append((names, name, value))
-            if isinstance(value, ModuleType):
-                if not is_library(value.__name__) and (id(value), inner) not in self._modules:
-                    self._modules.add((id(value), inner))
-                    self._named(vars(value), inner, inner)
-            else:
-                self._left.append(value)
+            self._leads_to(value, inner)
+
+    def _leads_to(self, value: Any, inner: frozenset[str]) -> None:
+        if not isinstance(value, ModuleType):
+            self._left.append(value)
+        elif not is_library(value.__name__) and (id(value), inner) not in self._modules:
+            self._modules.add((id(value), inner))
+            self._named(vars(value), inner, inner)
 
     def _class(self, kind: type) -> None:
-        if not is_a_library(kind):
+        if not is_no_users(kind):
             self._attributes.append((kind, "__mro__", kind.__mro__))
             self._left += [*kind.__mro__, vars(kind)]
 

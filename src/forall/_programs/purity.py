@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import dis
 import functools
-import sys
 from collections import deque
 from types import (
     BuiltinFunctionType,
@@ -32,13 +31,13 @@ from weakref import ReferenceType
 
 import torch
 
-from forall._core.remembering import is_a_library, is_library
+from forall._core.remembering import contents, is_library, is_no_users
 from forall._programs import trusted
 from forall._programs.guards import Unwatched
 from forall._torch.names import PLAIN
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Collection, Iterable, Iterator
 
     from forall._programs.guards import Guards
 
@@ -58,7 +57,7 @@ def doubt(guards: Guards) -> str | None:
     """What of it is not certain; None where all is. What it names of torch is watched from now."""
     if guards.why is not None:
         return guards.why
-    classes = [x for x in guards.reached() if isinstance(x, type) and not _is_of_a_library(x)]
+    classes = [x for x in guards.reached() if isinstance(x, type) and not is_no_users(x)]
     methods = {id(f): name for kind in classes for name, v in vars(kind).items() for f in _in(v)}
     read = []
     for value in guards.reached():
@@ -103,10 +102,12 @@ class _Reading:
         home = func.__globals__
         if is_library(home.get("__name__", "")):
             return f"it reaches {_named(func)}"
-        for code in _codes(func.__code__):
-            for way in _ways(code):
+        cells = zip(func.__code__.co_freevars, func.__closure__ or (), strict=True)
+        modules = {n: contents(c) for n, c in cells if isinstance(contents(c), ModuleType)}
+        for code, modules in _codes(func.__code__, modules):
+            for way in _ways(code, modules):
                 self.names.add(way[-1])
-                why = self._way(way, home)
+                why = self._way(way, modules if way[0] in modules else home)
                 if why is not None:
                     return f"{func.__qualname__} {why} ({code.co_filename}:{code.co_firstlineno})"
         return None
@@ -133,8 +134,11 @@ class _Reading:
         return f"names the module {value.__name__}" if isinstance(value, ModuleType) else None
 
 
-def _ways(code: CodeType) -> Iterator[list[str]]:
-    """The names that code goes along: from a global onwards, or ["", name] of what it has."""
+def _ways(code: CodeType, modules: Collection[str]) -> Iterator[list[str]]:
+    """The names that code goes along: from a global or a module that the closure has onwards.
+
+    ["", name] is an attribute of something else.
+    """
     way: list[str] = []
     for i in dis.get_instructions(code):
         if i.opname in _SKIPPED:
@@ -145,7 +149,7 @@ def _ways(code: CodeType) -> Iterator[list[str]]:
         if way:
             yield way
             way = []
-        if i.opname == "LOAD_GLOBAL":
+        if i.opname == "LOAD_GLOBAL" or (i.opname == "LOAD_DEREF" and i.argval in modules):
             way = [i.argval]
         elif i.opname in _ATTRIBUTES:
             yield ["", i.argval]
@@ -155,12 +159,24 @@ def _ways(code: CodeType) -> Iterator[list[str]]:
         yield way
 
 
-def _codes(code: CodeType) -> Iterator[CodeType]:
-    """A function's code, and that of all functions and classes written inside it."""
-    yield code
+def _codes(
+    code: CodeType, modules: dict[str, ModuleType]
+) -> Iterator[tuple[CodeType, dict[str, ModuleType]]]:
+    """A function's code and that of all written inside it, with the modules its closure has."""
+    rebound = {*code.co_cellvars, *_rebound(code)}
+    modules = {n: m for n, m in modules.items() if n not in rebound}
+    yield code, modules
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _codes(constant)
+            yield from _codes(constant, modules)
+
+
+def _rebound(code: CodeType) -> Iterator[str]:
+    """The names of a closure that code, or what is written inside it, gives another value."""
+    yield from (i.argval for i in dis.get_instructions(code) if i.opname == "STORE_DEREF")
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _rebound(constant)
 
 
 def _in(value: Any) -> Iterator[FunctionType]:
@@ -176,7 +192,7 @@ def _overridden(classes: Iterable[type]) -> set[str]:
         name
         for kind in classes
         for base in kind.__mro__
-        if _is_of_a_library(base) and base is not object
+        if is_no_users(base) and base is not object
         for name in vars(kind).keys() & vars(base).keys()
     }
 
@@ -195,9 +211,9 @@ def _is_certain(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return kind in PLAIN
     if isinstance(value, type):
-        if _is_of_a_library(value):
+        if is_no_users(value):
             return trusted.is_trusted(value)
-        bases = [b for b in (*kind.__mro__, *value.__mro__) if _is_of_a_library(b)]
+        bases = [b for b in (*kind.__mro__, *value.__mro__) if is_no_users(b)]
         return all(b is type or trusted.is_trusted_base(b) for b in bases)
     if isinstance(value, BuiltinFunctionType):
         return trusted.is_trusted(value) or type(value.__self__) in _CONTAINERS
@@ -207,11 +223,7 @@ def _is_certain(value: Any) -> bool:
         return type(value()) in PLAIN  # as torch's recurrent layers have them of their weights
     if trusted.is_trusted(value):
         return True
-    return trusted.is_trusted_base(kind) if _is_of_a_library(kind) else True
-
-
-def _is_of_a_library(kind: type) -> bool:
-    return is_a_library(kind) or kind.__module__.partition(".")[0] in sys.stdlib_module_names
+    return trusted.is_trusted_base(kind) if is_no_users(kind) else True
 
 
 def _named(value: Any) -> str:
