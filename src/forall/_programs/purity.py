@@ -103,8 +103,8 @@ class _Reading:
         if is_library(home.get("__name__", "")):
             return f"it reaches {_named(func)}"
         cells = zip(func.__code__.co_freevars, func.__closure__ or (), strict=True)
-        modules = {n: contents(c) for n, c in cells if isinstance(contents(c), ModuleType)}
-        for code, modules in _codes(func.__code__, modules):
+        found = {n: contents(c) for n, c in cells if isinstance(contents(c), ModuleType)}
+        for code, modules in _codes(func.__code__, found):
             for way in _ways(code, modules):
                 self.names.add(way[-1])
                 why = self._way(way, modules if way[0] in modules else home)
