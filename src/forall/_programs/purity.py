@@ -32,8 +32,8 @@ from weakref import ReferenceType
 import torch
 
 from forall._core.remembering import contents, is_library, is_no_users
-from forall._programs import trusted
 from forall._programs.guards import Unwatched
+from forall._torch import trusted
 from forall._torch.names import PLAIN
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from torch.autograd import functional
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from forall._torch.names import function_homes
+from forall._torch.names import OpOverload, OpOverloadPacket, function_homes
 
 # Modules of which every function is trusted, and packages whose classes are.
 _MODULES = frozenset({"math", "_operator", "operator", "itertools", "forall"})
@@ -40,6 +40,47 @@ BUILTINS = frozenset(_BUILTINS.split()) | {
 }
 # What tells of a tensor, a generator or a function more than a kind of calls says.
 TELLING = frozenset(_TELLING.split())
+
+# Torch's functions of tensors, and what is not found where they are.
+_HOMES = (*function_homes[:-1], F, torch.functional, torch.linalg, torch.fft, torch.special)
+_UNFIT = ("__", "set_", "_cufft_set", "from_file")
+_MORE = (
+    checkpoint,
+    torch.autograd.grad,
+    functional.jacobian,
+    functional.hessian,
+    functional.vjp,
+    functional.jvp,
+    functional.hvp,
+    functional.vhp,
+    torch.tensor,
+    torch.as_tensor,
+    torch.is_tensor,
+    torch.is_floating_point,
+    torch.is_complex,
+    torch.is_grad_enabled,
+    torch.get_default_dtype,
+    torch.numel,
+    torch.no_grad,
+    torch.enable_grad,
+    torch.set_grad_enabled,
+    torch.autocast,
+    torch.finfo,
+    torch.iinfo,
+    torch.Tensor,
+    torch.Size,
+    torch.Generator,
+    types.SimpleNamespace,
+    collections.OrderedDict,
+    collections.defaultdict,
+    functools.partial,
+    functools.reduce,
+    collections.deque,
+    *(getattr(torch.func, n) for n in torch.func.__all__),
+)
+_FOUND = [getattr(home, n) for home in _HOMES for n in dir(home) if not n.startswith(_UNFIT)]
+_FUNCTIONS = frozenset(map(id, [*filter(callable, _FOUND), *_MORE]))  # none of them ever goes
+
 
 # Of these classes a value says all there is to say, or has nothing that changes.
 _INERT = (
@@ -73,56 +114,9 @@ def is_inert(value: Any) -> bool:
     return isinstance(value, _INERT) or kind.__module__ in _INERT_MODULES
 
 
-@functools.cache
-def _functions() -> frozenset[int]:
-    """Torch's own functions of tensors, by identity."""
-    homes = [*function_homes[:-1], F, torch.functional, torch.linalg, torch.fft, torch.special]
-    found = [
-        getattr(home, n)
-        for home in homes
-        for n in dir(home)
-        if not n.startswith(("__", "set_", "_cufft_set", "from_file"))
-    ]
-    more = [
-        checkpoint,
-        torch.autograd.grad,
-        functional.jacobian,
-        functional.hessian,
-        functional.vjp,
-        functional.jvp,
-        functional.hvp,
-        functional.vhp,
-        torch.tensor,
-        torch.as_tensor,
-        torch.is_tensor,
-        torch.is_floating_point,
-        torch.is_complex,
-        torch.is_grad_enabled,
-        torch.get_default_dtype,
-        torch.numel,
-        torch.no_grad,
-        torch.enable_grad,
-        torch.set_grad_enabled,
-        torch.autocast,
-        torch.finfo,
-        torch.iinfo,
-        torch.Tensor,
-        torch.Size,
-        torch.Generator,
-        types.SimpleNamespace,
-        collections.OrderedDict,
-        collections.defaultdict,
-        functools.partial,
-        functools.reduce,
-        collections.deque,
-        *(getattr(torch.func, n) for n in torch.func.__all__),
-    ]
-    return frozenset(map(id, [*filter(callable, found), *more]))
-
-
 def is_trusted(value: Any) -> bool:
     """Whether a value of a library may be used: called, if it can be."""
-    if id(value) in _functions() or is_inert(value):
+    if id(value) in _FUNCTIONS or is_inert(value):
         return True
     if value is operator.attrgetter or value is operator.methodcaller:
         return False  # they read names that nobody reads here
@@ -132,7 +126,7 @@ def is_trusted(value: Any) -> bool:
     if isinstance(value, (types.BuiltinFunctionType, types.FunctionType)):
         home = getattr(value, "__globals__", {}).get("__name__", module)
         return home.partition(".")[0] in _MODULES or home == "torch.utils._contextlib"
-    return isinstance(value, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))
+    return isinstance(value, (OpOverload, OpOverloadPacket))
 
 
 def _is_trusted_class(kind: type) -> bool:
