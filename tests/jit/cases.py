@@ -1011,6 +1011,18 @@ def an_argument_that_views_what_is_captured(jit):
 
 
 @case
+def operators_that_autocast_casts_behind_those_that_it_does_not(jit):
+    f = jit(vmap(torch.mv, (0, None)))
+    g = jit(grad(lambda x: F.linear(x, x).sin().sum()))
+
+    def call(i):
+        with torch.autocast("cpu", torch.bfloat16, enabled=i < 4):
+            return f(xs(i, 2, 3, 4), xs(i, 4)), g(xs(i, 3, 3))
+
+    return call
+
+
+@case
 def no_elements(jit):
     f = jit(vmap(lambda x: x.sin().sum()))
     return lambda i: f(xs(i, i % 2, 3))
