@@ -1022,6 +1022,13 @@ def operators_that_autocast_casts_behind_those_that_it_does_not(jit):
     return call
 
 
+@unrecorded
+def a_transform_of_torchs(jit):
+    f = jit(lambda x: torch.func.grad(lambda y: y.sin().sum())(x))
+    g = jit(vmap(lambda x: torch.func.vjp(torch.sin, x)[1](x)[0]))
+    return lambda i: (f(xs(i)), g(xs(i)))
+
+
 @case
 def no_elements(jit):
     f = jit(vmap(lambda x: x.sin().sum()))

@@ -24,7 +24,7 @@ from forall._core.levels import dispatched
 from forall._programs.draws import Draws
 from forall._programs.program import Layout, Node, Program, Ref, Value
 from forall._torch import trees
-from forall._torch.dispatch import functions_off
+from forall._torch.dispatch import functions_off, in_torch_func
 from forall._torch.names import PLAIN, DispatchMode, StorageWeakRef
 from forall._torch.schema import facts
 from forall._torch.wrapper import Wrapper
@@ -37,6 +37,7 @@ _INDEX = aten.index.Tensor
 _FRESH = (aten.lift_fresh.default, aten.lift_fresh_copy.default)
 
 _SEED = "it sets the state of a random generator"
+_TORCHS = "a transform of torch.func's runs in it"
 
 # Operators that tell Python about numbers, or change what a tensor is, without a tag that says so.
 _UNFIT = {
@@ -94,6 +95,9 @@ class Recorder(DispatchMode):
             with self:  # a level that has ended takes its values apart
                 return dispatched(func, args, kwargs)
         if self.why is not None or func in _ASIDE or func.namespace == "profiler":
+            return func(*args, **kwargs)
+        if in_torch_func():  # its wrappers have no memory, and their values are not ours to take
+            self.fails(_TORCHS)
             return func(*args, **kwargs)
         with functions_off():  # a backward pass has them on, and what we ask is not the user's
             node = self._met(func, args, kwargs)
@@ -281,7 +285,9 @@ class Watch(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         changes = func in _CHANGES
-        if func in _UNSEEN or (changes and self.recorder.is_from_outside(args[0])):
+        if in_torch_func():
+            self.recorder.fails(_TORCHS)
+        elif func in _UNSEEN or (changes and self.recorder.is_from_outside(args[0])):
             self.recorder.fails(f"{getattr(func, '__name__', func)} is seen by no operator")
         elif "numpy" in sys.modules:
             arrays = sys.modules["numpy"].ndarray

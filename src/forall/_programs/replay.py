@@ -17,7 +17,6 @@ from forall._core import config
 from forall._programs.guards import Guards, Unwatched
 from forall._programs.purity import doubt
 from forall._programs.recording import record
-from forall._programs.replayed import Differentiated
 from forall._programs.signature import Unfit, ambient, is_free, of_leaf, shared
 from forall._torch import generators, trees
 from forall._torch.names import has_global_hooks
@@ -83,12 +82,14 @@ class Replays(Unwatched):
             self.known.clear()
             return self.eager(*args, **kwargs)
         before = ambient()
-        made = record(self.eager, leaves, spec)
+        made = record(self.eager, leaves, spec, pulls=False)
         recorded, why = made.recorded, made.why
         if recorded is not None:
-            why = doubt(recorded.guards) or _against(recorded)
+            why = doubt(recorded.guards)
             if ambient() != before:
                 why = "it changes the state of torch"
+            elif recorded.writes_outside():  # half done where an operator fails
+                why = "it writes into a tensor from outside"
         if recorded is None or why is not None:
             self.known[kind] = None if made.moved else why
             self._lose(True, why or "")
@@ -118,15 +119,6 @@ class Replays(Unwatched):
 
 
 _NEW: Any = object()
-
-
-def _against(recorded: Recorded) -> str | None:
-    """What of a program nobody but `jit` may replay."""
-    if isinstance(recorded, Differentiated):
-        return "a result requires grad"
-    if recorded.writes_outside():
-        return "it writes into a tensor from outside"  # half done where an operator fails
-    return None
 
 
 def _compared(recorded: Recorded, tensors: Sequence[torch.Tensor], result: Any) -> None:

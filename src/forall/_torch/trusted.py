@@ -76,7 +76,6 @@ _MORE = (
     functools.partial,
     functools.reduce,
     collections.deque,
-    *(getattr(torch.func, n) for n in torch.func.__all__),
 )
 _FOUND = [getattr(home, n) for home in _HOMES for n in dir(home) if not n.startswith(_UNFIT)]
 _FUNCTIONS = frozenset(map(id, [*filter(callable, _FOUND), *_MORE]))  # none of them ever goes

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from forall._core import config
 from forall._core.levels import top
+from forall._torch import handover
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -56,7 +57,7 @@ def replaying(func: Callable) -> Callable[[Callable], Callable]:
 
         @functools.wraps(func, updated=())
         def transformed(*args: Any, **kwargs: Any) -> Any:
-            if config.now.replay and top() is None:
+            if config.now.replay and not handover.needed() and top() is None:
                 return calls.run(args, kwargs)
             return eager(*args, **kwargs)
 
