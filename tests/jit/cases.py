@@ -1030,6 +1030,22 @@ def a_transform_of_torchs(jit):
 
 
 @case
+def attributes_of_tensors(jit):
+    w = torch.ones(3)
+    w.scale = 1.0
+    f = jit(lambda x: x * w * w.scale * (x.scale if hasattr(x, "scale") else 1))
+
+    def call(i):
+        w.scale = [1.0, 2.0, 2.0, -0.0, 3.0, 3.0][i]
+        x = xs(i)
+        if i % 2:
+            x.scale = i // 2
+        return f(x), f(xs(i))
+
+    return call
+
+
+@case
 def no_elements(jit):
     f = jit(vmap(lambda x: x.sin().sum()))
     return lambda i: f(xs(i, i % 2, 3))

@@ -120,6 +120,7 @@ class Guards:
             self.why = "the function reaches too much of Python's state to watch"
         elif isinstance(value, torch.Tensor):
             self.tensors[id(value)] = value
+            self._left.append(vars(value))  # attributes of the user's
         elif isinstance(value, torch.Generator):
             self.generators.append(value)
         elif isinstance(value, (dict, MappingProxyType)):

@@ -50,6 +50,7 @@ _SKIPPED = frozenset(
     {"CACHE", "PUSH_NULL", "PRECALL", "EXTENDED_ARG", "COPY_FREE_VARS", "RESUME", "NOP"}
 )
 _ATTRIBUTES = frozenset({"LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"})
+_GLOBALS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"})
 _IMPORTS = frozenset({"IMPORT_NAME", "IMPORT_FROM", "IMPORT_STAR"})
 
 
@@ -106,7 +107,7 @@ class _Reading:
         found = {n: contents(c) for n, c in cells if isinstance(contents(c), ModuleType)}
         for code, modules in _codes(func.__code__, found):
             for way in _ways(code, modules):
-                self.names.add(way[-1])
+                self.names.update(way)
                 why = self._way(way, modules if way[0] in modules else home)
                 if why is not None:
                     return f"{func.__qualname__} {why} ({code.co_filename}:{code.co_firstlineno})"
@@ -116,22 +117,23 @@ class _Reading:
         """Where a way of names leads: `.name` of something unknown, or from a global onwards."""
         first = way[0]
         if not first:
-            return f"asks for .{way[-1]}" if way[-1] in trusted.TELLING else None
+            return _telling(way[1:])
         if first not in home:
             return None if first in trusted.BUILTINS else f"uses {first}"
         value = home[first]
         for i, name in enumerate(way[1:], 1):
             if not isinstance(value, ModuleType):
-                break  # what `_look` of the guards has judged, or `is_trusted` below
-            if not is_library(value.__name__):
-                value = getattr(value, name, None)  # which the guards compare
-                continue
+                return _telling(way[i:])
             inside, value = value, getattr(value, name, None)
-            if not isinstance(value, ModuleType):
+            if is_library(inside.__name__) and not isinstance(value, ModuleType):
                 if not trusted.is_trusted(value):
                     return f"uses {'.'.join(way[: i + 1])}"
                 self.guards.watch_name(vars(inside), name, value)
         return f"names the module {value.__name__}" if isinstance(value, ModuleType) else None
+
+
+def _telling(names: Iterable[str]) -> str | None:
+    return next((f"asks for .{name}" for name in names if name in trusted.TELLING), None)
 
 
 def _ways(code: CodeType, modules: Collection[str]) -> Iterator[list[str]]:
@@ -149,7 +151,7 @@ def _ways(code: CodeType, modules: Collection[str]) -> Iterator[list[str]]:
         if way:
             yield way
             way = []
-        if i.opname == "LOAD_GLOBAL" or (i.opname == "LOAD_DEREF" and i.argval in modules):
+        if i.opname in _GLOBALS or (i.opname == "LOAD_DEREF" and i.argval in modules):
             way = [i.argval]
         elif i.opname in _ATTRIBUTES:
             yield ["", i.argval]
@@ -214,7 +216,7 @@ def _is_certain(value: Any) -> bool:
         if is_no_users(value):
             return trusted.is_trusted(value)
         bases = [b for b in (*kind.__mro__, *value.__mro__) if is_no_users(b)]
-        return all(b is type or trusted.is_trusted_base(b) for b in bases)
+        return is_no_users(kind) and all(b is type or trusted.is_trusted_base(b) for b in bases)
     if isinstance(value, BuiltinFunctionType):
         return trusted.is_trusted(value) or type(value.__self__) in _CONTAINERS
     if isinstance(value, _METHODS):

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from forall._programs.replayed import Recorded
 
 _MOST = 16  # kinds of calls that are kept, the last used ones
+_MOST_BYTES = 2**24  # of constants that a program keeps
 _LOSSES = 8  # recordings that may be for nothing
 
 
@@ -90,6 +91,8 @@ class Replays(Unwatched):
                 why = "it changes the state of torch"
             elif recorded.writes_outside():  # half done where an operator fails
                 why = "it writes into a tensor from outside"
+            elif sum(c.nbytes for c in recorded.program.constants.values()) > _MOST_BYTES:
+                why = "its program would keep too much in memory"
         if recorded is None or why is not None:
             self.known[kind] = None if made.moved else why
             self._lose(True, why or "")

@@ -31,6 +31,7 @@ def of_leaf(x: Any) -> Any:
         if x.layout is not torch.strided or x.is_quantized:
             raise Unfit(f"an argument of layout {x.layout}")
         return (
+            _attributes(x),
             x.shape,
             x.stride(),
             x.dtype,
@@ -47,6 +48,16 @@ def of_leaf(x: Any) -> Any:
     if isinstance(x, (int, str, bytes, type(None), torch.dtype, torch.device)):
         return type(x), x
     return type(x), id(x)  # guarded, and held, by the program's guards
+
+
+def _attributes(x: torch.Tensor) -> tuple:
+    """What the user has put on a tensor under names of their own."""
+    if not x.__dict__:
+        return ()
+    for name, value in x.__dict__.items():
+        if not isinstance(value, (int, float, str, type(None))):
+            raise Unfit(f"an argument with an attribute, .{name}, of class {type(value).__name__}")
+    return tuple((name, type(v), repr(v)) for name, v in x.__dict__.items())
 
 
 def is_free() -> bool:

@@ -22,7 +22,15 @@ from forall._torch.names import OpOverload, OpOverloadPacket, function_homes
 
 # Modules of which every function is trusted, and packages whose classes are.
 _MODULES = frozenset({"math", "_operator", "operator", "itertools", "forall"})
-_CLASSES = ("torch.nn.", "torch.distributions.", "torch.autograd.", "forall.", "enum", "abc")
+_CLASSES = (
+    "torch.nn.",
+    "torch.distributions.",
+    "torch.autograd.function",
+    "torch.autograd.grad_mode",
+    "forall.",
+    "enum",
+    "abc",
+)
 
 _BUILTINS = """
     abs all any bool bytes callable complex dict divmod enumerate filter float frozenset hasattr int
