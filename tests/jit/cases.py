@@ -1046,6 +1046,34 @@ def attributes_of_tensors(jit):
 
 
 @case
+def matrices_that_have_no_root_or_inverse(jit):
+    f, g = jit(vmap(torch.linalg.cholesky)), jit(lambda x: torch.linalg.solve(x, x[0]))
+
+    def outcome(h, x):
+        try:
+            return h(x)
+        except RuntimeError:
+            return "no"
+
+    eye = torch.eye(3).expand(2, 3, 3)
+    signs = [1.0, 2.0, -1.0, 3.0, 0.0, 1.0]
+    return lambda i: (outcome(f, signs[i] * eye), outcome(g, signs[i] * eye[0]))
+
+
+@unrecorded
+def a_sparse_matrix_that_is_captured(jit):
+    m = torch.eye(3).to_sparse()
+    f, g = jit(lambda x: m @ x), jit(lambda x: x.to_sparse().to_dense() * 2)
+    return lambda i: (f(xs(i, 3, 2)), g(xs(i, 3, 2)))
+
+
+@unrecorded
+def a_quantised_tensor(jit):
+    f = jit(lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8).dequantize())
+    return lambda i: f(xs(i))
+
+
+@case
 def no_elements(jit):
     f = jit(vmap(lambda x: x.sin().sum()))
     return lambda i: f(xs(i, i % 2, 3))

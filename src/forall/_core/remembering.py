@@ -200,9 +200,12 @@ def is_a_library(thing: Any) -> bool:
     return is_library(thing.__module__ or "")
 
 
-def is_no_users(kind: type) -> bool:
-    """Whether a class is a library's or Python's own: then it is what it is."""
-    return is_a_library(kind) or kind.__module__.partition(".")[0] in sys.stdlib_module_names
+def is_no_users(thing: Any) -> bool:
+    """Whether a class or function is a library's or Python's own: then it is what it is."""
+    module = thing.__module__ or ""
+    if isinstance(thing, FunctionType):  # functools.wraps gives it the name of another
+        module = thing.__globals__.get("__name__", module)
+    return is_library(module) or module.partition(".")[0] in sys.stdlib_module_names
 
 
 def is_library(module: str) -> bool:

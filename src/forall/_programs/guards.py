@@ -144,7 +144,8 @@ class Guards:
         elif isinstance(value, property):
             self._left += [value.fget, value.fset, value.fdel]
         elif isinstance(value, BuiltinFunctionType):
-            self._left.append(value.__self__)
+            if not isinstance(value.__self__, ModuleType):
+                self._left.append(value.__self__)
         elif isinstance(value, type):
             self._class(value)
         elif isinstance(value, Iterator) and type(value).__module__ in ("builtins", "itertools"):
@@ -167,7 +168,7 @@ class Guards:
             value = contents(cell)
             self._cells.append((cell, value))
             self._leads_to(value, names_of(func.__code__))
-        if not is_a_library(func):
+        if not is_no_users(func):
             names, wanted = func.__globals__, [n for n, _ in globals_of(func.__code__)]
             self._names += [(names, n, UNSET) for n in wanted if n not in names]
             self._named(names, wanted, names_of(func.__code__))

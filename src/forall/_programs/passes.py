@@ -123,7 +123,7 @@ def dead(program: Program) -> None:
     nodes = []
     for node in reversed(program.nodes):
         used = not needed.isdisjoint(node.makes()) or any(roots[n] in read for n in node.writes())
-        if used or facts(node.op).seeded:
+        if used or node.outs is None or facts(node.op).seeded:  # it was called for its error
             nodes.append(node)
             needed.update(node.reads())
             read.update(roots[n] for n in node.reads())

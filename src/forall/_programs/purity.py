@@ -101,7 +101,7 @@ class _Reading:
 
     def _function(self, func: FunctionType) -> str | None:
         home = func.__globals__
-        if is_library(home.get("__name__", "")):
+        if is_library(home.get("__name__", "")) or is_no_users(func):
             return f"it reaches {_named(func)}"
         cells = zip(func.__code__.co_freevars, func.__closure__ or (), strict=True)
         found = {n: contents(c) for n, c in cells if isinstance(contents(c), ModuleType)}

@@ -84,7 +84,7 @@ class Recorder(DispatchMode):
         self._in_memory: dict[int, tuple[Any, list[int]]] = {}
         self._known_at: dict[int, list[torch.Tensor]] = {}
         for t in known.values():
-            if type(t) in PLAIN and t.layout is torch.strided:
+            if _has_memory(t):
                 self._known_at.setdefault(t.untyped_storage()._cdata, []).append(t)
         self._lazies: list[tuple[bool, bool]] = []
         self.inputs = [self._new(t, None) for t in inputs]
@@ -108,7 +108,8 @@ class Recorder(DispatchMode):
                     self._draws.made()
                 before = len(self.values)
                 node.outs = self._outs(node, args, out)
-            if len(self.values) > before or node.writes():  # else another name for what there was
+            # Else another name for what there was. What gives nothing is there to raise.
+            if out is None or len(self.values) > before or node.writes():
                 self.nodes.append(node)
         return out
 
@@ -149,7 +150,7 @@ class Recorder(DispatchMode):
 
     def is_from_outside(self, t: torch.Tensor) -> bool:
         """Whether a tensor was there before the call, as far as is known."""
-        n = self.number(t) if type(t) in PLAIN else -1
+        n = self.number(t) if _has_memory(t) else -1
         return n is None or n in self.inputs or n in self.captured
 
     def program(self, outputs: Iterable[torch.Tensor]) -> Program | None:
@@ -174,7 +175,7 @@ class Recorder(DispatchMode):
 
     def result(self, t: torch.Tensor) -> int | None:
         """The value of a tensor that leaves, under a name of its own."""
-        n = self.number(t) if type(t) in PLAIN else None
+        n = self.number(t) if _has_memory(t) else None
         if n is None:
             self.fails("a result comes from where no operator was seen")
         elif self._tensors[n]() is not t and self.why is None:  # it is to have a name of its own
@@ -198,17 +199,20 @@ class Recorder(DispatchMode):
 
     def _given(self, t: torch.Tensor) -> Ref | None:
         """What stands for an argument."""
-        n = self.number(t) if type(t) in PLAIN else None
+        n = self.number(t) if _has_memory(t) else None
         if n is None:
             self.fails(
-                f"a tensor of class {type(t).__name__}"
-                if type(t) not in PLAIN
+                f"a tensor of class {type(t).__name__}, {t.layout}, {t.dtype}"
+                if not _has_memory(t)
                 else f"a tensor {t.dtype} {[*t.shape]} that is captured where it is not seen"
             )
         return None if n is None else Ref(n)
 
     def _outs(self, node: Node, args: tuple, out: Any) -> Any:
         if isinstance(out, torch.Tensor):
+            if not _has_memory(out):
+                self.fails(f"{node.op} returns a tensor of {out.layout}, {out.dtype}")
+                return None
             n = self.number(out)
             return self._new(out, self._root(node, args, out)) if n is None else n
         if isinstance(out, (tuple, list)):
@@ -238,6 +242,11 @@ class Recorder(DispatchMode):
             held, numbers = StorageWeakRef(storage), []
         self._in_memory[storage._cdata] = held, [*numbers, n]
         return n
+
+
+def _has_memory(t: torch.Tensor) -> bool:
+    """Whether a tensor is no more than entries in memory, laid out by strides."""
+    return type(t) in PLAIN and t.layout is torch.strided and not t.is_quantized
 
 
 def _has_mask(indices: Any) -> bool:

@@ -62,6 +62,13 @@ class Replays(Unwatched):
             return self.eager(*args, **kwargs)
         return self._again(recorded, tensors, args, kwargs)
 
+    def doubt(self) -> str | None:
+        """What stands against replaying calls, as far as is known."""
+        if self.why is None:
+            self.why = doubt(Guards(self.eager))
+        found = (k for k in self.known.values() if type(k) is str)
+        return self.why or next(found, None)
+
     def _seen(self, kind: Any, *, lost: bool) -> None:
         """Record the next call of this kind."""
         self.known[kind] = None

@@ -22,6 +22,10 @@ from forall._torch.names import OpOverload, OpOverloadPacket, function_homes
 
 # Modules of which every function is trusted, and packages whose classes are.
 _MODULES = frozenset({"math", "_operator", "operator", "itertools", "forall"})
+# Modules of Python's whose functions do no more than they say, as members of classes too.
+_OF_PYTHON = frozenset(
+    {"collections", "enum", "dataclasses", "abc", "typing", "types", "functools"}
+)
 _CLASSES = (
     "torch.nn.",
     "torch.distributions.",
@@ -78,6 +82,7 @@ _MORE = (
     torch.Tensor,
     torch.Size,
     torch.Generator,
+    torch.func.functional_call,
     types.SimpleNamespace,
     collections.OrderedDict,
     collections.defaultdict,
@@ -113,7 +118,7 @@ _INERT = (
     types.GenericAlias,
     types.UnionType,
 )
-_INERT_MODULES = frozenset({"typing", "dataclasses", "_abc", "enum"})
+_INERT_MODULES = frozenset({"typing", "dataclasses", "_abc", "enum", "_collections"})
 
 
 def is_inert(value: Any) -> bool:
@@ -132,12 +137,19 @@ def is_trusted(value: Any) -> bool:
     module = getattr(value, "__module__", None) or ""
     if isinstance(value, (types.BuiltinFunctionType, types.FunctionType)):
         home = getattr(value, "__globals__", {}).get("__name__", module)
-        return home.partition(".")[0] in _MODULES or home == "torch.utils._contextlib"
+        return (
+            home.partition(".")[0] in _MODULES | _OF_PYTHON
+            or (home == "builtins" and value.__name__ in BUILTINS)
+            or home == "torch.utils._contextlib"
+            or (value.__name__ == "__new__" and is_trusted_base(getattr(value, "__self__", object)))
+        )
     return isinstance(value, (OpOverload, OpOverloadPacket))
 
 
 def _is_trusted_class(kind: type) -> bool:
     module = kind.__module__
+    if module in _INERT_MODULES:
+        return True
     if module == "builtins":
         return kind.__name__ in BUILTINS
     return module in _MODULES or module.startswith(_CLASSES) or kind in _BASES
@@ -149,7 +161,7 @@ _BASES = frozenset(
         torch.Tensor,
         torch.nn.Module,
         torch.nn.Parameter,
-        torch.autograd.Function,
+        *torch.autograd.Function.__mro__,
         types.SimpleNamespace,
         itertools.chain,
         collections.OrderedDict,

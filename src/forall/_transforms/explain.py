@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from forall._core import config
 from forall._core.errors import columns, kind, name_of, short
 from forall._lanes.calls import reported
 from forall._lanes.report import Report, spread
@@ -72,7 +73,9 @@ class Explanation:
     ``groups`` how many examples each group had, where it ran in groups; ``partings`` each time that
     examples parted; ``steps`` each test on values, with the examples that took it; ``converted``
     and ``refused`` the functions whose source was converted or, for a reason, was not; ``again``
-    the calls in which examples parted and that ran again for each group, with how often.
+    the calls in which examples parted and that ran again for each group, with how often; ``replay``
+    how many calls of the function were replayed, or why they are not, while
+    `forall.config.replay` is on.
 
     Cost: nothing more; all is kept as it was found.
 
@@ -94,6 +97,7 @@ class Explanation:
     converted: tuple[Function, ...]
     refused: tuple[Function, ...]
     again: tuple[tuple[str, int], ...]
+    replay: str
 
     def _again(self) -> list[tuple[str, str]]:
         return [(name, picture.counted(n, "time")) for name, n in self.again]
@@ -107,6 +111,7 @@ class Explanation:
             ("converted", [(f.name, f.place) for f in self.converted]),
             ("not converted, so run once for each group", [tuple(f) for f in self.refused]),
             ("parted inside, as it is, and ran again for each group", self._again()),
+            ("replayed", [(self.replay,)] if self.replay else []),
         ):
             if rows:
                 parts.append(f"{title}\n{columns(rows)}")
@@ -130,6 +135,7 @@ def _explanation(mapped: Callable, report: Report, result: Any) -> Explanation:
         tuple(report.converted.values()),
         tuple(report.refused.values()),
         tuple(report.again.items()),
+        vars(mapped)["__forall_calls__"].told() if config.now.replay else "",
     )
 
 

@@ -42,6 +42,12 @@ class Calls:
             self._looked_at()
         return result
 
+    def told(self) -> str:
+        """How the calls are replayed, or why not."""
+        replays = self._looked_at() if self.replays is None else self.replays
+        why = replays.doubt()
+        return f"{replays.hits} calls so far" if why is None else f"no: {why}"
+
     def _looked_at(self) -> Replays:
         from forall._programs.replay import Replays  # with all that records, which is much
 
@@ -61,6 +67,7 @@ def replaying(func: Callable) -> Callable[[Callable], Callable]:
                 return calls.run(args, kwargs)
             return eager(*args, **kwargs)
 
+        vars(transformed)["__forall_calls__"] = calls  # what `explain` asks for
         return transformed
 
     return decorated

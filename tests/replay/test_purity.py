@@ -1,0 +1,318 @@
+"""What is not certain is not replayed: its calls are the function's, each of them."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import functools
+import io
+import itertools
+import logging
+import math
+import operator
+import random
+import time
+import warnings
+from collections import OrderedDict, defaultdict, namedtuple
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import forall
+from forall import grad, hessian, jacfwd, jacrev, vmap
+from forall._programs.guards import Guards
+from forall._programs.purity import doubt
+from forall._transforms.replaying import replaying
+
+STARTED = time.time()
+TABLE = {"scale": 2.0, "layers": [1.0, 2.0]}
+W = torch.ones(3)
+
+
+class Named(NamedTuple):
+    scale: float
+
+    def of(self, x):
+        return x * self.scale
+
+
+class Late(NamedTuple):
+    scale: float
+
+    def of(self, x):
+        return x * time.time()
+
+
+Pair = namedtuple("Pair", "a b")  # noqa: PYI024 - the other one
+
+
+class Colour(enum.Enum):
+    RED = 1
+    BLUE = 2
+
+
+@dataclass
+class Settings:
+    scale: float = 2.0
+    deep: tuple = (1, 2)
+
+    @property
+    def double(self):
+        return 2 * self.scale
+
+    def noisy(self):
+        return random.random()  # which nobody calls
+
+
+class Network(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(3, 4), nn.GELU(), nn.Linear(4, 1))
+        self.act = F.tanh
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.act(x).sum()
+
+    def fit(self):
+        print("fitting")  # which nobody calls
+
+
+class Noisy(Network):
+    def forward(self, x):
+        print("forward")
+        return super().forward(x)
+
+
+class Cubed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return 3 * g * x * x
+
+
+def helper(x, n=2):
+    return sum(x**i for i in range(n)) if n else math.pi * x
+
+
+def by_import(x):
+    import random as r
+
+    return x * r.random()
+
+
+def closing_over(module):
+    def f(x):
+        return x * module.tanh(x)
+
+    return f
+
+
+def twice_named(module):
+    def f(x):
+        def inner(module):
+            return lambda: module.random()
+
+        return x * inner(random)() + module.tanh(x)
+
+    return f
+
+
+def shadowing(module):
+    def f(x):
+        def inner():
+            module = random
+            return sum(module.random() for _ in range(1)) + helper(lambda: module)
+
+        return x * inner() + module.tanh(x)
+
+    return f
+
+
+network, noisy, settings = Network(), Noisy(), Settings()
+named, late, pair = Named(2.0), Late(2.0), Pair(1.0, 2.0)
+counts = itertools.count()
+gen = torch.Generator()
+log = logging.getLogger("x")
+out = io.StringIO()
+
+
+@contextlib.contextmanager
+def quietly():
+    yield
+
+
+@functools.lru_cache
+def cached(n):
+    return n * 2.0
+
+
+CERTAIN = {
+    "a chain": lambda x: (x.sin() + 1).tanh().sum(),
+    "a helper": lambda x: helper(x, 3) + helper(x),
+    "functions of torch": lambda x: torch.stack([F.softmax(x, 0), torch.linalg.inv(x.diag())[0]]),
+    "a module": lambda x: network(x),
+    "a module with other parameters": lambda x: forall.functional_call(
+        network, {k: 2 * v for k, v in network.state_dict().items()}, (x,)
+    ),
+    "a table": lambda x: x * TABLE["scale"] + sum(TABLE["layers"]),
+    "objects": lambda x: x * settings.double + settings.deep[0] + pair.a,
+    "a method of a named tuple": lambda x: named.of(x),
+    "an enum": lambda x: x if Colour.RED is not Colour.BLUE else -x,
+    "containers made inside": lambda x: (
+        OrderedDict(a=x)["a"] + defaultdict(list, b=[x])["b"][0] + next(map(torch.neg, [x]))
+    ),
+    "random numbers of torch": lambda x: x + torch.randn(3) + F.dropout(x) + torch.rand_like(x),
+    "transforms": lambda x: grad(lambda y: vmap(torch.sin)(y).sum())(x) + jacrev(torch.cos)(x)[0],
+    "an operator": lambda x: functools.reduce(operator.mul, [x, x, x]),
+    "a function with a backward of its own": lambda x: Cubed.apply(x),
+    "a module in a closure": closing_over(torch),
+    "modes": lambda x: torch.no_grad()(torch.sin)(x),
+    "an operator by its full name": lambda x: torch.ops.aten.sin.default(x),
+    "a distribution": lambda x: torch.distributions.Normal(x, 1.0).log_prob(W),
+    "errors": lambda x: x if x.dim() else (_ for _ in ()).throw(ValueError("no")),
+}
+
+UNCERTAIN = {
+    "time.time": lambda x: x * time.time(),
+    "the clock by another name": lambda x: x * clock(),
+    "random.random": lambda x: x * random.random(),
+    "numpy's random numbers": lambda x: x * np.random.rand(),  # noqa: NPY002
+    "print": lambda x: print("x") or x,
+    "log": lambda x: log.info("x") or x,
+    "write": lambda x: out.write("x") and x,
+    "warn": lambda x: warnings.warn("x", stacklevel=2) or x,
+    "open": lambda x: open("/dev/null") and x,  # noqa: PTH123, SIM115
+    "by_import": by_import,
+    "an iterator": lambda x: x * next(counts),
+    "a version": lambda x: x * W._version,
+    "a version by a way": lambda x: x * x.T._version,
+    "a gradient": lambda x: x if W.grad is None else -x,
+    "an address": lambda x: x * (W.data_ptr() % 7),
+    "a name asked for": lambda x: x * getattr(W, "_version"),  # noqa: B009
+    "id": lambda x: x * (id(x) % 3),
+    "a seed": lambda x: x * torch.initial_seed(),
+    "the number of threads": lambda x: x * torch.get_num_threads(),
+    "a module that prints": lambda x: noisy(x),
+    "a method of a named tuple": lambda x: late.of(x),
+    "a cache": lambda x: x * cached(2),
+    "a context of the user's": lambda x: contextlib.ExitStack() and x,
+    "a generator of its own seed": lambda x: x * gen.initial_seed(),
+    "attrgetter": lambda x: x * operator.attrgetter("_version")(W),
+    "a module as a value": lambda x: getter(torch, "initial_seed")() * x,
+    "saved": lambda x: torch.save(x, "/dev/null") or x,
+    "a name twice": twice_named(torch),
+    "a name that hides another": shadowing(torch),
+    "eval": lambda x: eval("x"),  # noqa: S307
+    "globals": lambda x: x * globals()["STARTED"],
+    "torch.func": lambda x: torch.func.grad(lambda y: y.sin().sum())(x),
+    "memory": lambda x: x * torch.cuda.memory_allocated(),
+    "a profiler": lambda x: torch.autograd.profiler.record_function("x") and x,
+}
+clock, getter = time.perf_counter, getattr
+
+
+@pytest.mark.parametrize("name", CERTAIN)
+def test_is_certain(name):
+    assert doubt(Guards(CERTAIN[name])) is None
+
+
+@pytest.mark.parametrize("name", UNCERTAIN)
+def test_is_in_doubt(name):
+    assert doubt(Guards(UNCERTAIN[name])) is not None
+
+
+@pytest.mark.parametrize("transform", [vmap, grad, jacrev, jacfwd, hessian])
+def test_the_doubt_goes_through_transforms(transform):
+    assert doubt(Guards(transform(CERTAIN["a chain"]))) is None
+    assert "time" in (doubt(Guards(transform(UNCERTAIN["time.time"]))) or "")
+
+
+def test_what_is_patched_is_seen(monkeypatch):
+    monkeypatch.setattr(forall.config, "replay", True)
+    monkeypatch.setattr(forall.config, "patience", 0)
+    f = vmap(lambda x: F.relu(x))
+    x = torch.randn(4)
+    for _ in range(6):
+        torch.testing.assert_close(f(x), x.clamp(min=0))
+    monkeypatch.setattr(F, "relu", torch.sin)
+    torch.testing.assert_close(f(x), x.sin())
+
+
+def test_a_hook_of_all_modules_runs(monkeypatch):
+    monkeypatch.setattr(forall.config, "replay", True)
+    monkeypatch.setattr(forall.config, "patience", 0)
+    calls = []
+    f = vmap(nn.ReLU())
+    for _ in range(6):
+        f(torch.randn(4))
+    hook = nn.modules.module.register_module_forward_hook(lambda *_: calls.append(1))
+    try:
+        f(torch.randn(4))
+    finally:
+        hook.remove()
+    assert calls
+
+
+def test_an_error_is_the_functions_own(monkeypatch):
+    monkeypatch.setattr(forall.config, "replay", True)
+    monkeypatch.setattr(forall.config, "patience", 0)
+    f = vmap(torch.linalg.cholesky)
+    good = torch.eye(3).repeat(4, 1, 1)
+    for _ in range(6):
+        f(good)
+    assert replays(f).hits
+    bad = good.clone()
+    bad[2] = -bad[2]
+    with pytest.raises(RuntimeError, match="not positive-definite") as error:
+        f(bad)
+    assert "example 2 of 4" in "\n".join(error.value.__notes__)
+
+
+def replays(f):
+    return vars(f)["__forall_calls__"].replays
+
+
+def test_a_function_that_is_called_seldom_is_not_recorded(monkeypatch):
+    monkeypatch.setattr(forall.config, "replay", True)
+    f = vmap(torch.sin)
+    for _ in range(5):
+        f(torch.randn(3))
+    assert replays(f) is None
+
+
+def test_what_never_stays_the_same_is_given_up(monkeypatch):
+    monkeypatch.setattr(forall.config, "replay", True)
+    monkeypatch.setattr(forall.config, "patience", 0)
+    state = {"n": 0}
+
+    @replaying(torch.sin)
+    def f(x):
+        return x * state["n"]
+
+    for i in range(60):
+        state["n"] = i
+        assert f(torch.ones(2)).tolist() == [i, i]
+    assert replays(f).why is not None
+    assert not replays(f).known
+
+
+def test_a_difference_is_told_when_asked(monkeypatch):
+    monkeypatch.setattr(forall.config, "replay", "check")
+    f = vmap(lambda x: x * W[0])
+    f(torch.ones(3))
+    (recorded,) = replays(f).known.values()
+    monkeypatch.setattr(recorded, "_run", lambda *_: (torch.zeros(3),))
+    with pytest.raises(RuntimeError, match="a replayed call gave"):
+        f(torch.ones(3))
