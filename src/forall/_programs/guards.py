@@ -66,7 +66,6 @@ class Guards:
         self._lists: list[tuple[Any, tuple]] = []
         self._sets: list[tuple[Any, Any]] = []
         self._data: list[tuple[Any, bytes]] = []
-        self._watched: list[torch.Tensor] = []
         self._holding: Callable[[], bool] | None = None
         self._modules: set[tuple[int, frozenset[str]]] = set()
         self._held: dict[int, Any] = {}  # all that was met: no other takes its identity
@@ -80,23 +79,18 @@ class Guards:
     def hold(self) -> bool:
         """Whether everything is as it was."""
         if self._holding is None:
-            self._holding = holding(
-                self._cells,
-                self._attributes,
-                self._names,
-                self._dicts,
-                self._lists,
-                self._watched,
-            )
+            self.watch(())
         return (
-            self._holding()
+            self._holding()  # pyright: ignore[reportOptionalCall]
             and all(known == copy for known, copy in self._sets)
             and all(_bytes(known) == data for known, data in self._data)
         )
 
     def watch(self, tensors: Iterable[torch.Tensor]) -> None:
         """These are read by the program: they must stay what they are, but for their numbers."""
-        self._watched, self._holding = [*tensors], None
+        self._holding = holding(
+            self._cells, self._attributes, self._names, self._dicts, self._lists, [*tensors]
+        )
 
     def _look(self, value: Any) -> None:
         if len(self._held) > _MOST:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import chain, repeat
+from itertools import chain, repeat, starmap
 from operator import attrgetter, is_, methodcaller
 from types import CellType
 from typing import TYPE_CHECKING, Any
@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forall._core.remembering import contents
+from forall._torch.unchanged import alike, beneath, writes_into
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
 UNSET = object()
 _EMPTY = contents(CellType())
-_contents = attrgetter("cell_contents")
 _values = methodcaller("values")
 _kind = attrgetter("shape", "dtype", "requires_grad")
 
@@ -33,44 +33,67 @@ def holding(
 
     Of tensors it is the layout, and whether they require grad.
     """
-    dicts, lists = [*dicts], [*lists]
-    sized = [row[0] for row in (*dicts, *lists)]
-    sizes = [len(row[1]) for row in (*dicts, *lists)]
-    passes = [
-        *_of_cells([row for row in cells if row[1] is not _EMPTY]),
-        *_of_attributes(*_columns(attributes, 3)),
-        *_of_names(*_columns(names, 3)),
-        *_if(sized, lambda: [*map(len, sized)] == sizes),
-        *_of_dicts(*_columns([row for row in dicts if row[1]], 3)),  # most have nothing in them
-        *_of_lists(*_columns([row for row in lists if row[1]], 2)),
+    names, dicts, lists = [*names], [*dicts], [*lists]
+    cells = ((cell, "cell_contents", UNSET if v is _EMPTY else v) for cell, v in cells)
+    attributes = [*cells, *attributes]
+    each = [
+        *_of_attributes([row for row in attributes if row[2] is not UNSET]),
+        *_of_unset([row[:2] for row in attributes if row[2] is UNSET]),
+        *_of_lists(*_columns(lists, 2)),
+        *_unless_untouched(
+            [row[0] for row in (*names, *dicts)],
+            [*_of_names(*_columns(names, 3)), *_of_dicts(*_columns(dicts, 3))],
+        ),
         *_of_tensors(tensors),
     ]
-    empty = [cell for cell, value in cells if value is _EMPTY]
-    passes += _if(empty, lambda: not any(map(_is_full, empty)))
 
     def holds() -> bool:
         try:
-            for check in passes:
+            for check in each:
                 if not check():
                     return False
-        except ValueError:  # a cell is empty now
+        except (AttributeError, ValueError):  # it has none now, or a cell is empty
             return False
         return True
 
     return holds
 
 
+def _unless_untouched(
+    dicts: Iterable[Mapping], careful: list[Callable[[], bool]]
+) -> list[Callable[[], bool]]:
+    """What is found once of dicts stays so for as long as nobody writes into any of them."""
+    counted = [*{id(d): d for d in map(beneath, dicts)}.values()]
+    if any(type(d) is not dict for d in counted):
+        return careful
+    found: list[int] = []
+
+    def check() -> bool:
+        now = [*map(writes_into, counted)]
+        if now != found:
+            if not all(check() for check in careful):
+                return False
+            found[:] = now
+        return True
+
+    return _if(counted, check)
+
+
 def _if(there: Any, check: Callable[[], bool]) -> list[Callable[[], bool]]:
     return [check] if there else []
 
 
-def _of_cells(rows):
-    cells, contents = _columns(rows, 2)
-    return _if(cells, lambda: all(map(is_, map(_contents, cells), contents)))
+def _of_attributes(rows):
+    """Written out as Python, which takes half of what a pass over columns does."""
+    given = {
+        f"{c}{i}": x for i, row in enumerate(rows) for c, x in zip("av", row[::2], strict=True)
+    }
+    tests = [f"a{i}.{name} is v{i}" for i, (_, name, _) in enumerate(rows)]
+    return _if(rows, eval(f"lambda: {' and '.join(tests) or None}", given))  # noqa: S307 - our own
 
 
-def _of_attributes(things, names, values):
-    return _if(things, lambda: all(map(is_, map(getattr, things, names, repeat(UNSET)), values)))
+def _of_unset(rows):
+    return _if(rows, lambda: not any(starmap(_is_set, rows)))
 
 
 def _of_names(homes, names, values):
@@ -78,33 +101,40 @@ def _of_names(homes, names, values):
 
 
 def _of_dicts(dicts, keys, values):
+    sizes = [*map(len, keys)]
     keys, values = [*chain(*keys)], [*chain(*values)]
     return _if(
         dicts,
         lambda: (
-            all(map(is_, chain.from_iterable(map(_values, dicts)), values))
+            [*map(len, dicts)] == sizes
+            and all(map(is_, chain.from_iterable(map(_values, dicts)), values))
             and all(map(is_, chain.from_iterable(dicts), keys))
         ),
     )
 
 
 def _of_lists(lists, entries):
-    entries = [*chain(*entries)]
-    return _if(lists, lambda: all(map(is_, chain.from_iterable(lists), entries)))
+    sizes, entries = [*map(len, entries)], [*chain(*entries)]
+    return _if(
+        lists,
+        lambda: [*map(len, lists)] == sizes and all(map(is_, chain.from_iterable(lists), entries)),
+    )
 
 
 def _of_tensors(tensors):
     kinds, strides = [*map(_kind, tensors)], [*map(torch.Tensor.stride, tensors)]
-    return _if(
-        tensors,
-        lambda: [*map(_kind, tensors)] == kinds and [*map(torch.Tensor.stride, tensors)] == strides,
-    )
+
+    def careful() -> bool:
+        return [*map(_kind, tensors)] == kinds and [*map(torch.Tensor.stride, tensors)] == strides
+
+    quick = alike(tensors)
+    return _if(tensors, lambda: quick(*tensors) or careful())
 
 
-def _is_full(cell: CellType) -> bool:
+def _is_set(thing: Any, name: str) -> bool:
     try:
-        _contents(cell)
-    except ValueError:
+        getattr(thing, name)
+    except (AttributeError, ValueError):  # a cell's is the latter
         return False
     return True
 

@@ -48,7 +48,7 @@ class Kinds(Unwatched):
             or handover.needed()
         ):
             return self.func(*args, **kwargs)  # part of what records it, or of what takes it apart
-        leaves, outline = trees.outlined((args, kwargs))
+        leaves, outline = trees.outlined(args, kwargs)
         try:
             kind = (outline, *map(of_leaf, leaves), *ambient())
         except Unfit as unfit:
