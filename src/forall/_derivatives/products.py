@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from forall._torch.dispatch import autograd_below, in_backward, users_tangents
+from forall._torch.dispatch import autograd_below, users_tangents
 from forall._torch.names import attach_tangent
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ PRODUCTS = frozenset(_FACTORS)
 
 def of_one_factor(level: JvpLevel, func: Any, args: tuple, kwargs: dict) -> Any:
     """A product with its tangent, one level down, where exactly one factor moves; else None."""
-    if users_tangents() or in_backward():
+    if users_tangents():
         return None  # which a factor may have that is no value of ours
     with autograd_below(grad=level.outer_grad, forward=True):
         pairs = [level.halves(a) for a in args]

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Iterator
 from types import (
     BuiltinFunctionType,
+    CellType,
     CodeType,
     FunctionType,
     MappingProxyType,
@@ -26,11 +27,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forall._core.remembering import contents, globals_of, is_a_library, is_library, names_of
-from forall._programs.holding import UNSET, holding
+from forall._programs.holding import UNSET, holding, if_any
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
-    from types import CellType
 
 _MOST = 10_000  # things that are watched
 _MOST_BYTES = 4096  # that are compared with each call
@@ -48,6 +48,9 @@ _LEAVES = (
 )
 
 
+_EMPTY = contents(CellType())
+
+
 class Unwatched:
     """What is kept from call to call without a say in what a call gives."""
 
@@ -59,14 +62,13 @@ class Guards:
         self.tensors: dict[int, torch.Tensor] = {}
         self.generators: list[torch.Generator] = []
         self.why: str | None = None  # what of it cannot be watched
-        self._cells: list[tuple[CellType, Any]] = []
         self._attributes: list[tuple[Any, str, Any]] = []
         self._names: list[tuple[dict[str, Any], str, Any]] = []
         self._dicts: list[tuple[Any, tuple, tuple]] = []
         self._lists: list[tuple[Any, tuple]] = []
         self._sets: list[tuple[Any, Any]] = []
         self._data: list[tuple[Any, bytes]] = []
-        self._holding: Callable[[], bool] | None = None
+        self.hold: Callable[[], bool]  # whether everything is as it was
         self._modules: set[tuple[int, frozenset[str]]] = set()
         self._held: dict[int, Any] = {}  # all that was met: no other takes its identity
         self._left = [func, *given]  # to be looked at: objects hang in each other without end
@@ -75,21 +77,19 @@ class Guards:
             if not isinstance(value, _LEAVES) and id(value) not in self._held:
                 self._held[id(value)] = value
                 self._look(value)
-
-    def hold(self) -> bool:
-        """Whether everything is as it was."""
-        if self._holding is None:
-            self.watch(())
-        return (
-            self._holding()  # pyright: ignore[reportOptionalCall]
-            and all(known == copy for known, copy in self._sets)
-            and all(_bytes(known) == data for known, data in self._data)
-        )
+        self.watch(())
 
     def watch(self, tensors: Iterable[torch.Tensor]) -> None:
         """These are read by the program: they must stay what they are, but for their numbers."""
-        self._holding = holding(
-            self._cells, self._attributes, self._names, self._dicts, self._lists, [*tensors]
+        sets, data = self._sets, self._data
+        self.hold = holding(
+            self._attributes,
+            self._names,
+            self._dicts,
+            self._lists,
+            [*tensors],
+            if_any(sets, lambda: all(known == copy for known, copy in sets))
+            + if_any(data, lambda: all(_bytes(known) == copy for known, copy in data)),
         )
 
     def _look(self, value: Any) -> None:
@@ -139,7 +139,8 @@ class Guards:
             self._left.append(value)
         for cell in func.__closure__ or ():
             value = contents(cell)
-            self._cells.append((cell, value))
+            full = value is not _EMPTY
+            self._attributes.append((cell, "cell_contents", value if full else UNSET))
             self._left.append(value)
         if not is_a_library(func):
             names, wanted = func.__globals__, [n for n, _ in globals_of(func.__code__)]

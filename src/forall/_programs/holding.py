@@ -4,38 +4,33 @@ from __future__ import annotations
 
 from itertools import chain, repeat, starmap
 from operator import attrgetter, is_, methodcaller
-from types import CellType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from forall._core.remembering import contents
 from forall._torch.unchanged import alike, beneath, writes_into
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
 UNSET = object()
-_EMPTY = contents(CellType())
 _values = methodcaller("values")
 _kind = attrgetter("shape", "dtype", "requires_grad")
 
 
 def holding(
-    cells: Iterable[tuple[CellType, Any]],
     attributes: Iterable[tuple[Any, str, Any]],
     names: Iterable[tuple[Mapping, str, Any]],
     dicts: Iterable[tuple[Mapping, tuple, tuple]],
     lists: Iterable[tuple[Any, tuple]],
     tensors: Sequence[torch.Tensor],
+    others: Iterable[Callable[[], bool]] = (),
 ) -> Callable[[], bool]:
     """A function that tells whether all of these hold what they held, compared by identity.
 
     Of tensors it is the layout, and whether they require grad.
     """
-    names, dicts, lists = [*names], [*dicts], [*lists]
-    cells = ((cell, "cell_contents", UNSET if v is _EMPTY else v) for cell, v in cells)
-    attributes = [*cells, *attributes]
+    attributes, names, dicts = [*attributes], [*names], [*dicts]
     each = [
         *_of_attributes([row for row in attributes if row[2] is not UNSET]),
         *_of_unset([row[:2] for row in attributes if row[2] is UNSET]),
@@ -45,6 +40,7 @@ def holding(
             [*_of_names(*_columns(names, 3)), *_of_dicts(*_columns(dicts, 3))],
         ),
         *_of_tensors(tensors),
+        *others,
     ]
 
     def holds() -> bool:
@@ -76,10 +72,10 @@ def _unless_untouched(
             found[:] = now
         return True
 
-    return _if(counted, check)
+    return if_any(counted, check)
 
 
-def _if(there: Any, check: Callable[[], bool]) -> list[Callable[[], bool]]:
+def if_any(there: Any, check: Callable[[], bool]) -> list[Callable[[], bool]]:
     return [check] if there else []
 
 
@@ -89,21 +85,21 @@ def _of_attributes(rows):
         f"{c}{i}": x for i, row in enumerate(rows) for c, x in zip("av", row[::2], strict=True)
     }
     tests = [f"a{i}.{name} is v{i}" for i, (_, name, _) in enumerate(rows)]
-    return _if(rows, eval(f"lambda: {' and '.join(tests) or None}", given))  # noqa: S307 - our own
+    return if_any(rows, eval(f"lambda: {' and '.join(tests) or None}", given))  # noqa: S307 - our own
 
 
 def _of_unset(rows):
-    return _if(rows, lambda: not any(starmap(_is_set, rows)))
+    return if_any(rows, lambda: not any(starmap(_is_set, rows)))
 
 
 def _of_names(homes, names, values):
-    return _if(homes, lambda: all(map(is_, map(dict.get, homes, names, repeat(UNSET)), values)))
+    return if_any(homes, lambda: all(map(is_, map(dict.get, homes, names, repeat(UNSET)), values)))
 
 
 def _of_dicts(dicts, keys, values):
     sizes = [*map(len, keys)]
     keys, values = [*chain(*keys)], [*chain(*values)]
-    return _if(
+    return if_any(
         dicts,
         lambda: (
             [*map(len, dicts)] == sizes
@@ -115,7 +111,7 @@ def _of_dicts(dicts, keys, values):
 
 def _of_lists(lists, entries):
     sizes, entries = [*map(len, entries)], [*chain(*entries)]
-    return _if(
+    return if_any(
         lists,
         lambda: [*map(len, lists)] == sizes and all(map(is_, chain.from_iterable(lists), entries)),
     )
@@ -128,7 +124,7 @@ def _of_tensors(tensors):
         return [*map(_kind, tensors)] == kinds and [*map(torch.Tensor.stride, tensors)] == strides
 
     quick = alike(tensors)
-    return _if(tensors, lambda: quick(*tensors) or careful())
+    return if_any(tensors, lambda: quick(*tensors) or careful())
 
 
 def _is_set(thing: Any, name: str) -> bool:
@@ -140,4 +136,5 @@ def _is_set(thing: Any, name: str) -> bool:
 
 
 def _columns(rows: Iterable[tuple], count: int) -> list[list]:
+    rows = [*rows]
     return [[row[i] for row in rows] for i in range(count)]

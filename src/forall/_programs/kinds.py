@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forall._core.errors import Call, slow
-from forall._core.levels import top
+from forall._core.levels import stack
 from forall._programs.guards import Unwatched
 from forall._programs.recording import record
 from forall._programs.signature import Unfit, ambient, of_leaf, shared
@@ -41,7 +41,7 @@ class Kinds(Unwatched):
 
     def run(self, args: tuple, kwargs: dict) -> Any:
         if (
-            top() is not None
+            stack.top is not None
             or dispatch_modes()
             or function_modes()
             or users_tangents()
@@ -53,7 +53,7 @@ class Kinds(Unwatched):
             kind = (outline, *map(of_leaf, leaves), *ambient())
         except Unfit as unfit:
             return self._as_it_is(args, kwargs, str(unfit))
-        tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
+        tensors = [x for x in leaves if isinstance(x, torch.Tensor)] if leaves else leaves
         if len(tensors) > 1:
             kind = (kind, shared(tensors))
         recorded = self.known.get(kind, _NEW)

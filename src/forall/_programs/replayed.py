@@ -37,12 +37,14 @@ class Recorded:
         self.captured = [*program.captured.values()]
         self.given = [*program.inputs, *program.captured]
         self._run = self._compiled()
+        self._is_one = results.is_one()
 
     def _compiled(self) -> Callable:
         return function(self.program, self.program.nodes, self.given, self.program.outputs)
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
-        return self.results.tree(self._run(*tensors, *self.captured))
+        outs = self._run(*tensors, *self.captured)
+        return outs[0] if self._is_one else self.results.tree(outs)
 
 
 class Results(NamedTuple):
@@ -58,9 +60,11 @@ class Results(NamedTuple):
             [_Place(next(count)) if isinstance(x, torch.Tensor) else x for x in leaves], spec
         )
 
+    def is_one(self) -> bool:
+        """Whether it is a tensor, and not a tree of some."""
+        return self.spec.type is None and type(self.leaves[0]) is _Place
+
     def tree(self, tensors: Sequence[Tensor]) -> Any:
-        if self.spec.type is None and type(self.leaves[0]) is _Place:
-            return tensors[0]
         leaves = [tensors[x] if type(x) is _Place else x for x in self.leaves]
         return trees.unflatten(leaves, self.spec)
 

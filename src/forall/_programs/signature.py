@@ -5,6 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import (
+    are_deterministic_algorithms_enabled,
+    get_default_dtype,
+    is_grad_enabled,
+    is_inference_mode_enabled,
+)
 
 from forall._torch.dispatch import autocast_state, is_autocast
 
@@ -45,11 +51,11 @@ def of_leaf(x: Any) -> Any:
 def ambient() -> tuple:
     """The state of torch that what an operator does depends on."""
     return (
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
+        is_grad_enabled(),
+        is_inference_mode_enabled(),
         autocast_state() if is_autocast() else None,
-        torch.get_default_dtype(),
-        torch.are_deterministic_algorithms_enabled(),
+        get_default_dtype(),
+        are_deterministic_algorithms_enabled(),
     )
 
 
