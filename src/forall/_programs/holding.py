@@ -1,7 +1,8 @@
-"""Whether many things are what they were, in a few passes that do not come back to Python."""
+"""Whether many things are what they were, asked with as little Python as can be."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from itertools import chain, repeat, starmap
 from operator import attrgetter, is_, methodcaller
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
 UNSET = object()
+_SIZED = (dict, OrderedDict)  # that are true where they hold anything
 _values = methodcaller("values")
 _kind = attrgetter("shape", "dtype", "requires_grad")
 
@@ -30,62 +32,63 @@ def holding(
 
     Of tensors it is the layout, and whether they require grad.
     """
-    attributes, names, dicts = [*attributes], [*names], [*dicts]
-    each = [
-        *_of_attributes([row for row in attributes if row[2] is not UNSET]),
+    attributes, dicts = [*attributes], [*dicts]
+    empty = [row[0] for row in dicts if not row[1] and type(row[0]) in _SIZED]
+    dicts = [row for row in dicts if row[1] or type(row[0]) not in _SIZED]
+    same = _written_out([row for row in attributes if row[2] is not UNSET], empty)
+    unwritten = _of_dicts([*names], dicts)
+    quick, like = alike(tensors), _of_tensors(tensors)
+    rest = [
         *_of_unset([row[:2] for row in attributes if row[2] is UNSET]),
         *_of_lists(*_columns(lists, 2)),
-        *_unless_untouched(
-            [row[0] for row in (*names, *dicts)],
-            [*_of_names(*_columns(names, 3)), *_of_dicts(*_columns(dicts, 3))],
-        ),
-        *_of_tensors(tensors),
+        *_of_entries(*_columns([r for r in dicts if type(beneath(r[0])) is not dict], 3)),
         *others,
     ]
 
     def holds() -> bool:
         try:
-            for check in each:
-                if not check():
-                    return False
+            return (
+                same()
+                and unwritten()
+                and (quick(*tensors) or like())
+                and (not rest or all(check() for check in rest))
+            )
         except (AttributeError, ValueError):  # it has none now, or a cell is empty
             return False
-        return True
 
     return holds
-
-
-def _unless_untouched(
-    dicts: Iterable[Mapping], careful: list[Callable[[], bool]]
-) -> list[Callable[[], bool]]:
-    """What is found once of dicts stays so for as long as nobody writes into any of them."""
-    counted = [*{id(d): d for d in map(beneath, dicts)}.values()]
-    if any(type(d) is not dict for d in counted):
-        return careful
-    found: list[int] = []
-
-    def check() -> bool:
-        now = [*map(writes_into, counted)]
-        if now != found:
-            if not all(check() for check in careful):
-                return False
-            found[:] = now
-        return True
-
-    return if_any(counted, check)
 
 
 def if_any(there: Any, check: Callable[[], bool]) -> list[Callable[[], bool]]:
     return [check] if there else []
 
 
-def _of_attributes(rows):
-    """Written out as Python, which takes half of what a pass over columns does."""
-    given = {
-        f"{c}{i}": x for i, row in enumerate(rows) for c, x in zip("av", row[::2], strict=True)
-    }
+def _written_out(rows: Sequence[tuple[Any, str, Any]], empty: Sequence[Any]) -> Callable[[], bool]:
+    """One line of Python for all attributes, which takes half of what a pass over columns does."""
+    given = {f"a{i}": thing for i, (thing, _, _) in enumerate(rows)}
+    given |= {f"v{i}": value for i, (_, _, value) in enumerate(rows)}
+    given |= {f"e{i}": d for i, d in enumerate(empty)}
     tests = [f"a{i}.{name} is v{i}" for i, (_, name, _) in enumerate(rows)]
-    return if_any(rows, eval(f"lambda: {' and '.join(tests) or None}", given))  # noqa: S307 - our own
+    tests += [f"not e{i}" for i, _ in enumerate(empty)]
+    return eval(f"lambda: {' and '.join(tests) or True}", given)  # noqa: S307 - our own text
+
+
+def _of_dicts(names: list, dicts: list) -> Callable[[], bool]:
+    """Those that nobody has written into since they were read hold what they held."""
+    homes = [beneath(row[0]) for row in (*names, *dicts)]
+    counted = [*{id(d): d for d in homes if type(d) is dict}.values()]
+    checks = [*_of_names(*_columns(names, 3)), *_of_entries(*_columns(dicts, 3))]
+    found: list[int] = []
+
+    def unwritten() -> bool:
+        now = [*map(writes_into, counted)]
+        if now != found:
+            if not all(check() for check in checks):
+                return False
+            found[:] = now
+        return True
+
+    return unwritten
 
 
 def _of_unset(rows):
@@ -96,7 +99,7 @@ def _of_names(homes, names, values):
     return if_any(homes, lambda: all(map(is_, map(dict.get, homes, names, repeat(UNSET)), values)))
 
 
-def _of_dicts(dicts, keys, values):
+def _of_entries(dicts, keys, values):
     sizes = [*map(len, keys)]
     keys, values = [*chain(*keys)], [*chain(*values)]
     return if_any(
@@ -119,12 +122,9 @@ def _of_lists(lists, entries):
 
 def _of_tensors(tensors):
     kinds, strides = [*map(_kind, tensors)], [*map(torch.Tensor.stride, tensors)]
-
-    def careful() -> bool:
-        return [*map(_kind, tensors)] == kinds and [*map(torch.Tensor.stride, tensors)] == strides
-
-    quick = alike(tensors)
-    return if_any(tensors, lambda: quick(*tensors) or careful())
+    return lambda: (
+        [*map(_kind, tensors)] == kinds and [*map(torch.Tensor.stride, tensors)] == strides
+    )
 
 
 def _is_set(thing: Any, name: str) -> bool:
