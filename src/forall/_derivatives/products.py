@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from forall._torch.dispatch import autograd_below, users_tangents
-from forall._torch.names import attach_tangent
+from forall._torch.dispatch import autograd_below, in_backward, users_tangents
+from forall._torch.names import attach_tangent, split_tangent
 
 if TYPE_CHECKING:
     from forall._derivatives.forward import JvpLevel
@@ -44,6 +44,8 @@ def of_one_factor(level: JvpLevel, func: Any, args: tuple, kwargs: dict) -> Any:
         i, j = _FACTORS[func]
         if (pairs[i][1] is None) == (pairs[j][1] is None):
             return None
+        if in_backward() and any(t is None and _moves_below(p) for p, t in pairs):
+            return None
         primals = [p for p, _ in pairs]
         tangents = [p if t is None else t for p, t in pairs]
         primal = func(*primals, **kwargs)
@@ -54,3 +56,8 @@ def of_one_factor(level: JvpLevel, func: Any, args: tuple, kwargs: dict) -> Any:
         else:
             tangent = func(*tangents, **kwargs)
         return attach_tangent(primal, tangent, level=0)
+
+
+def _moves_below(primal: torch.Tensor) -> bool:
+    """Whether what a node has saved carries a tangent of the level without being its value."""
+    return split_tangent(primal, level=0)[1] is not None
