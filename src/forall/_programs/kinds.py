@@ -7,14 +7,15 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from forall._core.errors import Call, slow
 from forall._core.levels import stack
 from forall._programs.guards import Unwatched
 from forall._programs.recording import record
 from forall._programs.signature import Unfit, ambient, of_leaf, shared
-from forall._torch import handover, trees
-from forall._torch.dispatch import dispatch_modes, function_modes, users_tangents
+from forall._torch import trees
+from forall._torch.dispatch import dispatch_modes, function_modes, in_torch_func, users_tangents
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,7 +46,8 @@ class Kinds(Unwatched):
             or dispatch_modes()
             or function_modes()
             or users_tangents()
-            or handover.needed()
+            or in_torch_func()
+            or is_dynamo_compiling()
         ):
             return self.func(*args, **kwargs)  # part of what records it, or of what takes it apart
         leaves, outline = trees.outlined(args, kwargs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +18,7 @@ from forall._torch.dispatch import autocast_state, is_autocast
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+_place = attrgetter("_cdata")
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -59,11 +61,9 @@ def ambient() -> tuple:
     )
 
 
-def shared(leaves: Iterable[Any]) -> tuple:
-    """Which arguments are the same tensor, or share memory."""
-    seen: dict[int, int] = {}
-    return tuple(
-        seen.setdefault(x.untyped_storage()._cdata, i)
-        for i, x in enumerate(leaves)
-        if isinstance(x, torch.Tensor)
-    )
+def shared(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
+    """Which arguments are the same tensor, or share memory: the first such of each, if any are."""
+    places = [*map(_place, map(torch.Tensor.untyped_storage, tensors))]
+    if len({*places}) == len(places):
+        return ()
+    return tuple(map(places.index, places))
