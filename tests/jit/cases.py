@@ -997,6 +997,55 @@ def an_argument_that_is_captured(jit):
 
 
 @case
+def a_captured_tensor_that_is_an_argument_at_first(jit):
+    w = torch.ones(3)
+    f = jit(lambda x: x * w)
+    return lambda i: f(xs(i)) if i % 3 == 2 else f(w)
+
+
+@case
+def an_argument_that_views_what_is_captured(jit):
+    w = torch.arange(6.0)
+    f = jit(lambda x: x.add_(1) * w[:3])
+    return lambda i: (f(w[i % 4 : i % 4 + 3]) if i % 3 else f(xs(i)), w.clone())
+
+
+@case
+def operators_that_autocast_casts_behind_those_that_it_does_not(jit):
+    f = jit(vmap(torch.mv, (0, None)))
+    g = jit(grad(lambda x: F.linear(x, x).sin().sum()))
+
+    def call(i):
+        with torch.autocast("cpu", torch.bfloat16, enabled=i < 4):
+            return f(xs(i, 2, 3, 4), xs(i, 4)), g(xs(i, 3, 3))
+
+    return call
+
+
+@unrecorded
+def a_transform_of_torchs(jit):
+    f = jit(lambda x: torch.func.grad(lambda y: y.sin().sum())(x))
+    g = jit(vmap(lambda x: torch.func.vjp(torch.sin, x)[1](x)[0]))
+    return lambda i: (f(xs(i)), g(xs(i)))
+
+
+@case
+def attributes_of_tensors(jit):
+    w = torch.ones(3)
+    w.scale = 1.0
+    f = jit(lambda x: x * w * w.scale * (x.scale if hasattr(x, "scale") else 1))
+
+    def call(i):
+        w.scale = [1.0, 2.0, 2.0, -0.0, 3.0, 3.0][i]
+        x = xs(i)
+        if i % 2:
+            x.scale = i // 2
+        return f(x), f(xs(i))
+
+    return call
+
+
+@case
 def no_elements(jit):
     f = jit(vmap(lambda x: x.sin().sum()))
     return lambda i: f(xs(i, i % 2, 3))

@@ -26,14 +26,22 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from forall._core.remembering import contents, globals_of, is_a_library, is_library, names_of
-from forall._programs.holding import UNSET, holding, if_any
+from forall._core.remembering import (
+    contents,
+    globals_of,
+    is_a_library,
+    is_library,
+    is_no_users,
+    names_of,
+)
+from forall._programs.holding import UNSET, holding, if_any, looking
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 _MOST = 10_000  # things that are watched
 _MOST_BYTES = 4096  # that are compared with each call
+_CONTAINERS = (dict, list, tuple, set, frozenset, deque, bytearray)
 _LEAVES = (
     CodeType,
     int,
@@ -68,7 +76,8 @@ class Guards:
         self._lists: list[tuple[Any, tuple]] = []
         self._sets: list[tuple[Any, Any]] = []
         self._data: list[tuple[Any, bytes]] = []
-        self.hold: Callable[[], bool]  # whether everything is as it was
+        self._looking: Callable[[], bool] = looking(())
+        self._holding: Callable[[], bool] | None = None
         self._modules: set[tuple[int, frozenset[str]]] = set()
         self._held: dict[int, Any] = {}  # all that was met: no other takes its identity
         self._left = [func, *given]  # to be looked at: objects hang in each other without end
@@ -77,26 +86,41 @@ class Guards:
             if not isinstance(value, _LEAVES) and id(value) not in self._held:
                 self._held[id(value)] = value
                 self._look(value)
-        self.watch(())
+
+    def hold(self) -> bool:
+        """Whether everything is as it was."""
+        if self._holding is None:
+            sets, data = self._sets, self._data
+            self._holding = holding(
+                self._attributes,
+                self._names,
+                self._dicts,
+                self._lists,
+                self._looking,
+                if_any(sets, lambda: all(known == copy for known, copy in sets))
+                + if_any(data, lambda: all(_bytes(known) == copy for known, copy in data)),
+            )
+        return self._holding()
+
+    def reached(self) -> Iterable[Any]:
+        """All that was met, but for modules that code names."""
+        return self._held.values()
+
+    def watch_name(self, names: dict[str, Any], name: str, value: Any) -> None:
+        """What a module of a library's has under a name, beyond what is watched otherwise."""
+        self._names.append((names, name, value))
+        self._holding = None
 
     def watch(self, tensors: Iterable[torch.Tensor]) -> None:
         """These are read by the program: they must stay what they are, but for their numbers."""
-        sets, data = self._sets, self._data
-        self.hold = holding(
-            self._attributes,
-            self._names,
-            self._dicts,
-            self._lists,
-            [*tensors],
-            if_any(sets, lambda: all(known == copy for known, copy in sets))
-            + if_any(data, lambda: all(_bytes(known) == copy for known, copy in data)),
-        )
+        self._looking, self._holding = looking([*tensors]), None
 
     def _look(self, value: Any) -> None:
         if len(self._held) > _MOST:
             self.why = "the function reaches too much of Python's state to watch"
         elif isinstance(value, torch.Tensor):
             self.tensors[id(value)] = value
+            self._left.append(vars(value))  # attributes of the user's
         elif isinstance(value, torch.Generator):
             self.generators.append(value)
         elif isinstance(value, (dict, MappingProxyType)):
@@ -118,7 +142,7 @@ class Guards:
         elif isinstance(value, functools.partial):
             self._left += [value.func, value.args, value.keywords]
         elif isinstance(value, property):
-            self._left.append(value.fget)
+            self._left += [value.fget, value.fset, value.fdel]
         elif isinstance(value, BuiltinFunctionType):
             self._left.append(value.__self__)
         elif isinstance(value, type):
@@ -127,6 +151,8 @@ class Guards:
             self.why = "the function reaches an iterator, and nothing tells how far that has come"
         elif not isinstance(value, (ModuleType, Unwatched)):
             self._object(value)
+        if isinstance(value, _CONTAINERS) and type(value) not in _CONTAINERS:
+            self._object(value)  # a class of the user's with entries: a NamedTuple, a dict
 
     def _function(self, func: FunctionType) -> None:
         if func.__globals__.get("__name__", "").partition(".")[0] == "forall":
@@ -141,7 +167,7 @@ class Guards:
             value = contents(cell)
             full = value is not _EMPTY
             self._attributes.append((cell, "cell_contents", value if full else UNSET))
-            self._left.append(value)
+            self._leads_to(value, names_of(func.__code__))
         if not is_a_library(func):
             names, wanted = func.__globals__, [n for n, _ in globals_of(func.__code__)]
             self._names += [(names, n, UNSET) for n in wanted if n not in names]
@@ -154,15 +180,17 @@ class Guards:
             if value is UNSET:
                 continue
             self._names.append((names, name, value))
-            if isinstance(value, ModuleType) and not is_library(value.__name__):
-                if (id(value), inner) not in self._modules:
-                    self._modules.add((id(value), inner))
-                    self._named(vars(value), inner, inner)
-            else:
-                self._left.append(value)
+            self._leads_to(value, inner)
+
+    def _leads_to(self, value: Any, inner: frozenset[str]) -> None:
+        if not isinstance(value, ModuleType):
+            self._left.append(value)
+        elif not is_library(value.__name__) and (id(value), inner) not in self._modules:
+            self._modules.add((id(value), inner))
+            self._named(vars(value), inner, inner)
 
     def _class(self, kind: type) -> None:
-        if not is_a_library(kind):
+        if not is_no_users(kind):
             self._attributes.append((kind, "__mro__", kind.__mro__))
             self._left += [*kind.__mro__, vars(kind)]
 

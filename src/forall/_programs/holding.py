@@ -25,19 +25,15 @@ def holding(
     names: Iterable[tuple[Mapping, str, Any]],
     dicts: Iterable[tuple[Mapping, tuple, tuple]],
     lists: Iterable[tuple[Any, tuple]],
-    tensors: Sequence[torch.Tensor],
+    looks: Callable[[], bool],
     others: Iterable[Callable[[], bool]] = (),
 ) -> Callable[[], bool]:
-    """A function that tells whether all of these hold what they held, compared by identity.
-
-    Of tensors it is the layout, and whether they require grad.
-    """
+    """A function that tells whether all of these hold what they held, compared by identity."""
     attributes, dicts = [*attributes], [*dicts]
     empty = [row[0] for row in dicts if not row[1] and type(row[0]) in _SIZED]
     dicts = [row for row in dicts if row[1] or type(row[0]) not in _SIZED]
     same = _written_out([row for row in attributes if row[2] is not UNSET], empty)
     unwritten = _of_dicts([*names], dicts)
-    quick, like = alike(tensors), _of_tensors(tensors)
     rest = [
         *_of_unset([row[:2] for row in attributes if row[2] is UNSET]),
         *_of_lists(*_columns(lists, 2)),
@@ -48,15 +44,22 @@ def holding(
     def holds() -> bool:
         try:
             return (
-                same()
-                and unwritten()
-                and (quick(*tensors) or like())
-                and (not rest or all(check() for check in rest))
+                same() and unwritten() and looks() and (not rest or all(check() for check in rest))
             )
         except (AttributeError, ValueError):  # it has none now, or a cell is empty
             return False
 
     return holds
+
+
+def looking(tensors: Sequence[torch.Tensor]) -> Callable[[], bool]:
+    """A function that tells whether tensors look as they do now: but for their numbers the same."""
+    kinds, strides = [*map(_kind, tensors)], [*map(torch.Tensor.stride, tensors)]
+    quick = alike(tensors)
+    return lambda: (
+        quick(*tensors)
+        or ([*map(_kind, tensors)] == kinds and [*map(torch.Tensor.stride, tensors)] == strides)
+    )
 
 
 def if_any(there: Any, check: Callable[[], bool]) -> list[Callable[[], bool]]:
@@ -117,13 +120,6 @@ def _of_lists(lists, entries):
     return if_any(
         lists,
         lambda: [*map(len, lists)] == sizes and all(map(is_, chain.from_iterable(lists), entries)),
-    )
-
-
-def _of_tensors(tensors):
-    kinds, strides = [*map(_kind, tensors)], [*map(torch.Tensor.stride, tensors)]
-    return lambda: (
-        [*map(_kind, tensors)] == kinds and [*map(torch.Tensor.stride, tensors)] == strides
     )
 
 

@@ -7,15 +7,12 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.compiler import is_dynamo_compiling
 
 from forall._core.errors import Call, slow
-from forall._core.levels import stack
 from forall._programs.guards import Unwatched
 from forall._programs.recording import record
-from forall._programs.signature import Unfit, ambient, of_leaf, shared
+from forall._programs.signature import Unfit, ambient, is_free, of_leaf, shared
 from forall._torch import trees
-from forall._torch.dispatch import dispatch_modes, function_modes, in_torch_func, users_tangents
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,15 +38,8 @@ class Kinds(Unwatched):
         self.newest = None
 
     def run(self, args: tuple, kwargs: dict) -> Any:
-        if (
-            stack.top is not None
-            or dispatch_modes()
-            or function_modes()
-            or users_tangents()
-            or in_torch_func()
-            or is_dynamo_compiling()
-        ):
-            return self.func(*args, **kwargs)  # part of what records it, or of what takes it apart
+        if not is_free():
+            return self.func(*args, **kwargs)
         leaves, outline = trees.outlined(args, kwargs)
         try:
             kind = (outline, *map(of_leaf, leaves), *ambient())
@@ -61,7 +51,7 @@ class Kinds(Unwatched):
         recorded = self.known.get(kind, _NEW)
         if recorded is None:
             return self.func(*args, **kwargs)
-        if recorded is _NEW or not recorded.guards.hold():
+        if recorded is _NEW or not recorded.stands(tensors):
             return self._first(kind, leaves, trees.flatten((args, kwargs))[1])
         if recorded is not self.newest:
             self.newest = recorded

@@ -24,8 +24,8 @@ from forall._core.levels import dispatched
 from forall._programs.draws import Draws
 from forall._programs.program import Layout, Node, Program, Ref, Value
 from forall._torch import trees
-from forall._torch.dispatch import functions_off
-from forall._torch.names import DispatchMode, StorageWeakRef
+from forall._torch.dispatch import functions_off, in_torch_func
+from forall._torch.names import PLAIN, DispatchMode, StorageWeakRef
 from forall._torch.schema import facts
 from forall._torch.wrapper import Wrapper
 
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 aten = torch.ops.aten
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _INDEX = aten.index.Tensor
 _FRESH = (aten.lift_fresh.default, aten.lift_fresh_copy.default)
 
 _SEED = "it sets the state of a random generator"
+_TORCHS = "a transform of torch.func's runs in it"
 
 # Operators that tell Python about numbers, or change what a tensor is, without a tag that says so.
 _UNFIT = {
@@ -84,7 +84,7 @@ class Recorder(DispatchMode):
         self._in_memory: dict[int, tuple[Any, list[int]]] = {}
         self._known_at: dict[int, list[torch.Tensor]] = {}
         for t in known.values():
-            if type(t) in _PLAIN and t.layout is torch.strided:
+            if type(t) in PLAIN and t.layout is torch.strided:
                 self._known_at.setdefault(t.untyped_storage()._cdata, []).append(t)
         self._lazies: list[tuple[bool, bool]] = []
         self.inputs = [self._new(t, None) for t in inputs]
@@ -95,6 +95,9 @@ class Recorder(DispatchMode):
             with self:  # a level that has ended takes its values apart
                 return dispatched(func, args, kwargs)
         if self.why is not None or func in _ASIDE or func.namespace == "profiler":
+            return func(*args, **kwargs)
+        if in_torch_func():  # its wrappers have no memory, and their values are not ours to take
+            self.fails(_TORCHS)
             return func(*args, **kwargs)
         with functions_off():  # a backward pass has them on, and what we ask is not the user's
             node = self._met(func, args, kwargs)
@@ -146,7 +149,7 @@ class Recorder(DispatchMode):
 
     def is_from_outside(self, t: torch.Tensor) -> bool:
         """Whether a tensor was there before the call, as far as is known."""
-        n = self.number(t) if type(t) in _PLAIN else -1
+        n = self.number(t) if type(t) in PLAIN else -1
         return n is None or n in self.inputs or n in self.captured
 
     def program(self, outputs: Iterable[torch.Tensor]) -> Program | None:
@@ -171,7 +174,7 @@ class Recorder(DispatchMode):
 
     def result(self, t: torch.Tensor) -> int | None:
         """The value of a tensor that leaves, under a name of its own."""
-        n = self.number(t) if type(t) in _PLAIN else None
+        n = self.number(t) if type(t) in PLAIN else None
         if n is None:
             self.fails("a result comes from where no operator was seen")
         elif self._tensors[n]() is not t and self.why is None:  # it is to have a name of its own
@@ -195,11 +198,11 @@ class Recorder(DispatchMode):
 
     def _given(self, t: torch.Tensor) -> Ref | None:
         """What stands for an argument."""
-        n = self.number(t) if type(t) in _PLAIN else None
+        n = self.number(t) if type(t) in PLAIN else None
         if n is None:
             self.fails(
                 f"a tensor of class {type(t).__name__}"
-                if type(t) not in _PLAIN
+                if type(t) not in PLAIN
                 else f"a tensor {t.dtype} {[*t.shape]} that is captured where it is not seen"
             )
         return None if n is None else Ref(n)
@@ -282,7 +285,9 @@ class Watch(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         changes = func in _CHANGES
-        if func in _UNSEEN or (changes and self.recorder.is_from_outside(args[0])):
+        if in_torch_func():
+            self.recorder.fails(_TORCHS)
+        elif func in _UNSEEN or (changes and self.recorder.is_from_outside(args[0])):
             self.recorder.fails(f"{getattr(func, '__name__', func)} is seen by no operator")
         elif "numpy" in sys.modules:
             arrays = sys.modules["numpy"].ndarray

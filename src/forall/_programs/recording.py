@@ -35,8 +35,12 @@ class Recording(NamedTuple):
     moved: bool = False  # Python's state alone was in the way, which a first call may set up
 
 
-def record(func: Callable, leaves: list, spec: Any) -> Recording:
-    """Make a call of these arguments, and its program."""
+def record(func: Callable, leaves: list, spec: Any, *, pulls: bool = True) -> Recording:
+    """Make a call of these arguments, and its program.
+
+    Unless it ``pulls``, a call whose results require grad has none: recording the way back runs
+    hooks and backward passes of the user's, once more than the user did.
+    """
 
     def again(tensors: Sequence[Tensor]) -> list[Tensor]:
         return [*filter(_is_tensor, trees.leaves(_called(func, leaves, spec, tensors)))]
@@ -56,18 +60,20 @@ def record(func: Callable, leaves: list, spec: Any) -> Recording:
     moved = recorder.why is None and not guards.hold()
     if moved:
         recorder.fails("it changes Python's state: a list, an attribute, a global")
-    back = _pulled_back(recorder, tensors, ends)
+    if not pulls and any(y.requires_grad for y in ends):
+        recorder.fails("a result requires grad")
+    back = _pulled_back(recorder, tensors, ends) if pulls else None
     program = recorder.program(ends)
     if program is None:
         return Recording(result, None, recorder.why, moved)
     results = Results.of(found, tree)
     if back is None:
-        made = Recorded(clean(program), guards, results)
+        made = Recorded(clean(program), guards, results, tensors)
     elif (why := _entangled(program)) is not None:
         return Recording(result, None, why)
     else:
         back = _cleaned(program, back)
-        made = Differentiated(program, guards, results, back, again)
+        made = Differentiated(program, guards, results, tensors, back, again)
     guards.watch(program.captured.values())
     return Recording(result, made, None)
 

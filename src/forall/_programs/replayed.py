@@ -16,6 +16,7 @@ import torch
 
 from forall._programs.writing import function
 from forall._torch import generators, trees
+from forall._torch.names import PLAIN
 from forall._torch.schema import facts
 
 if TYPE_CHECKING:
@@ -30,14 +31,39 @@ if TYPE_CHECKING:
 class Recorded:
     """A program, and what tells whether it still stands."""
 
-    def __init__(self, program: Program, guards: Guards, results: Results) -> None:
+    def __init__(
+        self, program: Program, guards: Guards, results: Results, tensors: Sequence[Tensor]
+    ) -> None:
         self.program = program
         self.guards = guards
         self.results = results
         self.captured = [*program.captured.values()]
         self.given = [*program.inputs, *program.captured]
+        self.draws = any(facts(node.op).seeded for node in program.nodes)
         self._run = self._compiled()
         self._is_one = results.is_one()
+        # An argument that is also captured is one tensor to the recording. And what is written to
+        # the one is seen in the other.
+        self._known = [*guards.tensors.values()]
+        self._met = self._meetings(tensors)
+        self._meet = bool(self._met) or self.writes_outside()
+
+    def stands(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether a call with these arguments is the one that was recorded."""
+        if not self.guards.hold():
+            return False
+        return not self._meet or self._meetings(tensors) == self._met
+
+    def _meetings(self, tensors: Sequence[Tensor]) -> set[tuple[int, int]]:
+        """Which arguments share memory with what the function captures."""
+        given: dict[int, list[int]] = {}
+        for i, t in enumerate(tensors):
+            given.setdefault(_memory(t), []).append(i)
+        return {(i, n) for n, t in enumerate(self._known) for i in given.get(_memory(t), ())}
+
+    def writes_outside(self) -> bool:
+        roots = [v.root for v in self.program.values]
+        return not self.program.written().isdisjoint(roots[n] for n in self.given)
 
     def _compiled(self) -> Callable:
         return function(self.program, self.program.nodes, self.given, self.program.outputs)
@@ -45,6 +71,10 @@ class Recorded:
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
         outs = self._run(*tensors, *self.captured)
         return outs[0] if self._is_one else self.results.tree(outs)
+
+
+def _memory(t: Tensor) -> int:
+    return t.untyped_storage()._cdata if type(t) in PLAIN and t.layout is torch.strided else id(t)
 
 
 class Results(NamedTuple):
@@ -91,15 +121,20 @@ class Differentiated(Recorded):
     """
 
     def __init__(
-        self, program: Program, guards: Guards, results: Results, back: Pullback, again: Callable
+        self,
+        program: Program,
+        guards: Guards,
+        results: Results,
+        tensors: Sequence[Tensor],
+        back: Pullback,
+        again: Callable,
     ) -> None:
         self.back = back
         self.again = again
-        self.draws = any(facts(node.op).seeded for node in program.nodes)
         self.outputs = [*dict.fromkeys(program.outputs)]
         self._order = [self.outputs.index(n) for n in program.outputs]
         self.moves = [self.outputs.index(program.outputs[i]) for i in back.moved]
-        super().__init__(program, guards, results)
+        super().__init__(program, guards, results, tensors)
 
     def _compiled(self) -> Callable:
         second = {id(node) for node in self.back.nodes}

@@ -12,14 +12,23 @@ from torch import (
     is_grad_enabled,
     is_inference_mode_enabled,
 )
+from torch.compiler import is_dynamo_compiling
 
-from forall._torch.dispatch import autocast_state, is_autocast
+from forall._core.levels import stack
+from forall._torch.dispatch import (
+    autocast_state,
+    dispatch_modes,
+    function_modes,
+    in_torch_func,
+    is_autocast,
+    users_tangents,
+)
+from forall._torch.names import PLAIN
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
 _place = attrgetter("_cdata")
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class Unfit(Exception):  # noqa: N818 - no error: the call runs as it is
@@ -28,10 +37,11 @@ class Unfit(Exception):  # noqa: N818 - no error: the call runs as it is
 
 def of_leaf(x: Any) -> Any:
     """What a program knows of an argument: all of it, but for the numbers of a tensor."""
-    if type(x) in _PLAIN:
+    if type(x) in PLAIN:
         if x.layout is not torch.strided or x.is_quantized:
             raise Unfit(f"an argument of layout {x.layout}")
         return (
+            _attributes(x),
             x.shape,
             x.stride(),
             x.dtype,
@@ -48,6 +58,28 @@ def of_leaf(x: Any) -> Any:
     if isinstance(x, (int, str, bytes, type(None), torch.dtype, torch.device)):
         return type(x), x
     return type(x), id(x)  # guarded, and held, by the program's guards
+
+
+def _attributes(x: torch.Tensor) -> tuple:
+    """What the user has put on a tensor under names of their own."""
+    if not x.__dict__:
+        return ()
+    for name, value in x.__dict__.items():
+        if not isinstance(value, (int, float, str, type(None))):
+            raise Unfit(f"an argument with an attribute, .{name}, of class {type(value).__name__}")
+    return tuple((name, type(v), repr(v)) for name, v in x.__dict__.items())
+
+
+def is_free() -> bool:
+    """Whether a call stands alone: no part of what records it, or of what takes it apart."""
+    return not (
+        stack.top is not None
+        or dispatch_modes()
+        or function_modes()
+        or users_tangents()
+        or in_torch_func()
+        or is_dynamo_compiling()
+    )
 
 
 def ambient() -> tuple:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from forall._programs.bindings import binding
 from forall._programs.program import Ref, refs
-from forall._torch.dispatch import without_history
+from forall._torch.dispatch import is_autocast, without_autocast, without_history
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ class Text:
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        self.names: dict[str, Any] = {"_below": without_history}
+        self.names: dict[str, Any] = {"_below": without_history, "_uncast": without_autocast}
         self.lines: list[str] = []
         self._known: dict[int, str] = {}
 
@@ -68,6 +68,19 @@ def function(
     program: Program, nodes: Sequence[Node], given: Sequence[int], results: Sequence[int]
 ) -> Callable:
     """A function of the values ``given`` that runs ``nodes`` and returns ``results``."""
+    if is_autocast():  # what was recorded has been cast
+        with without_autocast():
+            return _function(program, nodes, given, results, "_below(), _uncast()")
+    return _function(program, nodes, given, results, "_below()")
+
+
+def _function(
+    program: Program,
+    nodes: Sequence[Node],
+    given: Sequence[int],
+    results: Sequence[int],
+    below: str,
+) -> Callable:
     text = Text(program)
     made = [n for n in program.constants if n not in given]
     written = {program.values[n].root for node in nodes for n in node.writes()}
@@ -81,7 +94,7 @@ def function(
     out = ", ".join(f"v{n}.clone()" if n in made else f"v{n}" for n in results)
     body = "\n        ".join([*text.lines, f"return ({out}{',' if results else ''})"])
     arguments = ", ".join(f"v{n}" for n in given)
-    source = f"def program({arguments}):\n    with _below():\n        {body}\n"
+    source = f"def program({arguments}):\n    with {below}:\n        {body}\n"
     exec(compile(source, "<forall.jit>", "exec"), text.names)  # noqa: S102 - our own text
     run = text.names["program"]
     run.source = source

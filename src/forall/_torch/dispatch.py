@@ -272,6 +272,15 @@ graph_task = torch._C._current_graph_task_id
 is_autocast = torch._C._is_any_autocast_enabled
 
 
+_Keys = torch._C.DispatchKeySet
+_CASTS = _Keys(torch._C.DispatchKey.AutocastCPU) | _Keys(torch._C.DispatchKey.AutocastCUDA)
+
+
+def without_autocast() -> Any:
+    """A context for operators that have been cast already."""
+    return torch._C._ExcludeDispatchKeyGuard(_CASTS)
+
+
 def autocast_state() -> tuple:
     """What autocast does now, for each kind of device that it can be on for."""
     return tuple(
