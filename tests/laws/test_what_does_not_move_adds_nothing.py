@@ -116,3 +116,26 @@ def test_two_directions():
 def test_what_was_written_into_is_no_zero():
     found = hessian(lambda x: (x * x * C).sum())(C)
     torch.testing.assert_close(found, torch.diag(2 * C))
+
+
+@pytest.mark.parametrize(
+    "product",
+    [
+        lambda x: W @ x,
+        lambda x: (W @ x.unsqueeze(1)).squeeze(1),
+        lambda x: torch.addmv(C[:3], W, x),
+        lambda x: F.linear(x.unsqueeze(0), W, C[:3])[0],
+        lambda x: torch.bmm(W.expand(2, 3, 4), x.view(4, 1).expand(2, 4, 1))[0, :, 0],
+    ],
+)
+def test_a_matrix_adds_nothing_to_the_tangent_of_a_pull_back(product):
+    weights = torch.tensor([math.inf, 2.0, 3.0], dtype=torch.float64)
+
+    def f(x):
+        return (weights * product(x) ** 2).sum()
+
+    truth = 2 * (W.T * weights) @ W
+    found = hessian(f)(C)
+    torch.testing.assert_close(found, truth)
+    torch.testing.assert_close(vmap(hessian(f))(C.expand(2, 4)), truth.expand(2, 4, 4))
+    torch.testing.assert_close(jvp(jacrev(f), (C,), (C,))[1], truth @ C)

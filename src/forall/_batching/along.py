@@ -62,13 +62,19 @@ def _numbers(out: Tensor) -> Tensor:
     return out.squeeze(1) if out.dim() == 2 else out
 
 
-def whole(rule: Callable) -> Callable:
-    """A handler from ``rule((B, N), *args)``: one result over all N entries of each example."""
+def whole(rule: Callable, flat: bool = True) -> Callable:
+    """A handler from ``rule((B, N), *args)``: one result over all N entries of each example.
+
+    With ``flat`` off the rule takes (B, *S), of one dim or more: to flatten it may be a copy.
+    """
 
     def handler(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
         v = front(args[0])
-        v = v.flatten(1) if v.dim() > 1 else v.unsqueeze(1)
-        if not v.shape[1]:  # what the operator makes of no entries, or how it refuses, it says
+        if v.dim() == 1:
+            v = v.unsqueeze(1)
+        elif flat or v.layout is not torch.strided:
+            v = v.flatten(1)
+        if 0 in v.shape[1:]:  # what the operator makes of no entries, or how it refuses, it says
             if level.size:
                 return loop(level, func, args, kwargs)
             v = v.new_empty((0, 1))

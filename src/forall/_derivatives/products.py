@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forall._torch.dispatch import autograd_below, in_backward, users_tangents
-from forall._torch.names import attach_tangent
+from forall._torch.names import attach_tangent, split_tangent
 
 if TYPE_CHECKING:
     from forall._derivatives.forward import JvpLevel
@@ -37,12 +37,14 @@ PRODUCTS = frozenset(_FACTORS)
 
 def of_one_factor(level: JvpLevel, func: Any, args: tuple, kwargs: dict) -> Any:
     """A product with its tangent, one level down, where exactly one factor moves; else None."""
-    if users_tangents() or in_backward():
+    if users_tangents():
         return None  # which a factor may have that is no value of ours
     with autograd_below(grad=level.outer_grad, forward=True):
         pairs = [level.halves(a) for a in args]
         i, j = _FACTORS[func]
         if (pairs[i][1] is None) == (pairs[j][1] is None):
+            return None
+        if in_backward() and any(t is None and _moves_below(p) for p, t in pairs):
             return None
         primals = [p for p, _ in pairs]
         tangents = [p if t is None else t for p, t in pairs]
@@ -54,3 +56,8 @@ def of_one_factor(level: JvpLevel, func: Any, args: tuple, kwargs: dict) -> Any:
         else:
             tangent = func(*tangents, **kwargs)
         return attach_tangent(primal, tangent, level=0)
+
+
+def _moves_below(primal: torch.Tensor) -> bool:
+    """Whether what a node has saved carries a tangent of the level without being its value."""
+    return split_tangent(primal, level=0)[1] is not None

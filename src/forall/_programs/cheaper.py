@@ -58,7 +58,8 @@ def _constant(program: Program, t: torch.Tensor) -> int:
     return n
 
 
-# Entry by entry, by one kernel whether the result is new memory or the first operand's.
+# Each entry from what lies in its place, by one kernel whether the result is new memory or the
+# first operand's.
 _IN_PLACE = {
     getattr(aten, name).default: getattr(aten, f"{name}_").default
     for name in [
@@ -74,6 +75,8 @@ _IN_PLACE = {
         "reciprocal",
         "sigmoid",
         "relu",
+        "tril",
+        "triu",
     ]
 } | {
     getattr(aten, name).Tensor: getattr(aten, f"{name}_").Tensor

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Iterator
 from types import (
     BuiltinFunctionType,
+    CellType,
     CodeType,
     FunctionType,
     MappingProxyType,
@@ -33,11 +34,10 @@ from forall._core.remembering import (
     is_no_users,
     names_of,
 )
-from forall._programs.holding import UNSET, holding
+from forall._programs.holding import UNSET, holding, if_any, looking
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
-    from types import CellType
 
 _MOST = 10_000  # things that are watched
 _MOST_BYTES = 4096  # that are compared with each call
@@ -56,6 +56,9 @@ _LEAVES = (
 )
 
 
+_EMPTY = contents(CellType())
+
+
 class Unwatched:
     """What is kept from call to call without a say in what a call gives."""
 
@@ -67,14 +70,13 @@ class Guards:
         self.tensors: dict[int, torch.Tensor] = {}
         self.generators: list[torch.Generator] = []
         self.why: str | None = None  # what of it cannot be watched
-        self._cells: list[tuple[CellType, Any]] = []
         self._attributes: list[tuple[Any, str, Any]] = []
         self._names: list[tuple[dict[str, Any], str, Any]] = []
         self._dicts: list[tuple[Any, tuple, tuple]] = []
         self._lists: list[tuple[Any, tuple]] = []
         self._sets: list[tuple[Any, Any]] = []
         self._data: list[tuple[Any, bytes]] = []
-        self._watched: list[torch.Tensor] = []
+        self._looking: Callable[[], bool] = looking(())
         self._holding: Callable[[], bool] | None = None
         self._modules: set[tuple[int, frozenset[str]]] = set()
         self._held: dict[int, Any] = {}  # all that was met: no other takes its identity
@@ -88,19 +90,17 @@ class Guards:
     def hold(self) -> bool:
         """Whether everything is as it was."""
         if self._holding is None:
+            sets, data = self._sets, self._data
             self._holding = holding(
-                self._cells,
                 self._attributes,
                 self._names,
                 self._dicts,
                 self._lists,
-                self._watched,
+                self._looking,
+                if_any(sets, lambda: all(known == copy for known, copy in sets))
+                + if_any(data, lambda: all(_bytes(known) == copy for known, copy in data)),
             )
-        return (
-            self._holding()
-            and all(known == copy for known, copy in self._sets)
-            and all(_bytes(known) == data for known, data in self._data)
-        )
+        return self._holding()
 
     def reached(self) -> Iterable[Any]:
         """All that was met, but for modules that code names."""
@@ -113,7 +113,7 @@ class Guards:
 
     def watch(self, tensors: Iterable[torch.Tensor]) -> None:
         """These are read by the program: they must stay what they are, but for their numbers."""
-        self._watched, self._holding = [*tensors], None
+        self._looking, self._holding = looking([*tensors]), None
 
     def _look(self, value: Any) -> None:
         if len(self._held) > _MOST:
@@ -166,7 +166,8 @@ class Guards:
             self._left.append(value)
         for cell in func.__closure__ or ():
             value = contents(cell)
-            self._cells.append((cell, value))
+            full = value is not _EMPTY
+            self._attributes.append((cell, "cell_contents", value if full else UNSET))
             self._leads_to(value, names_of(func.__code__))
         if not is_no_users(func):
             names, wanted = func.__globals__, [n for n, _ in globals_of(func.__code__)]

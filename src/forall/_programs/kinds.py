@@ -40,12 +40,12 @@ class Kinds(Unwatched):
     def run(self, args: tuple, kwargs: dict) -> Any:
         if not is_free():
             return self.func(*args, **kwargs)
-        leaves, outline = trees.outlined((args, kwargs))
+        leaves, outline = trees.outlined(args, kwargs)
         try:
             kind = (outline, *map(of_leaf, leaves), *ambient())
         except Unfit as unfit:
             return self._as_it_is(args, kwargs, str(unfit))
-        tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
+        tensors = [x for x in leaves if isinstance(x, torch.Tensor)] if leaves else leaves
         if len(tensors) > 1:
             kind = (kind, shared(tensors))
         recorded = self.known.get(kind, _NEW)

@@ -44,7 +44,7 @@ class Replays(Unwatched):
     def run(self, args: tuple, kwargs: dict) -> Any:
         if self.why is not None or not is_free() or sys.gettrace() or has_global_hooks():
             return self.eager(*args, **kwargs)
-        leaves, outline = trees.outlined((args, kwargs))
+        leaves, outline = trees.outlined(args, kwargs)
         try:
             kind = (outline, *map(of_leaf, leaves), *ambient())
         except Unfit:

@@ -41,6 +41,7 @@ class Recorded:
         self.given = [*program.inputs, *program.captured]
         self.draws = any(facts(node.op).seeded for node in program.nodes)
         self._run = self._compiled()
+        self._is_one = results.is_one()
         # An argument that is also captured is one tensor to the recording. And what is written to
         # the one is seen in the other.
         self._known = [*guards.tensors.values()]
@@ -68,7 +69,8 @@ class Recorded:
         return function(self.program, self.program.nodes, self.given, self.program.outputs)
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
-        return self.results.tree(self._run(*tensors, *self.captured))
+        outs = self._run(*tensors, *self.captured)
+        return outs[0] if self._is_one else self.results.tree(outs)
 
 
 def _memory(t: Tensor) -> int:
@@ -88,9 +90,11 @@ class Results(NamedTuple):
             [_Place(next(count)) if isinstance(x, torch.Tensor) else x for x in leaves], spec
         )
 
+    def is_one(self) -> bool:
+        """Whether it is a tensor, and not a tree of some."""
+        return self.spec.type is None and type(self.leaves[0]) is _Place
+
     def tree(self, tensors: Sequence[Tensor]) -> Any:
-        if self.spec.type is None and type(self.leaves[0]) is _Place:
-            return tensors[0]
         leaves = [tensors[x] if type(x) is _Place else x for x in self.leaves]
         return trees.unflatten(leaves, self.spec)
 

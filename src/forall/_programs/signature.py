@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import (
+    are_deterministic_algorithms_enabled,
+    get_default_dtype,
+    is_grad_enabled,
+    is_inference_mode_enabled,
+)
+from torch.compiler import is_dynamo_compiling
 
-from forall._core.levels import top
-from forall._torch import handover
+from forall._core.levels import stack
 from forall._torch.dispatch import (
     autocast_state,
     dispatch_modes,
     function_modes,
+    in_torch_func,
     is_autocast,
     users_tangents,
 )
@@ -19,6 +27,8 @@ from forall._torch.names import PLAIN
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+_place = attrgetter("_cdata")
 
 
 class Unfit(Exception):  # noqa: N818 - no error: the call runs as it is
@@ -63,30 +73,29 @@ def _attributes(x: torch.Tensor) -> tuple:
 def is_free() -> bool:
     """Whether a call stands alone: no part of what records it, or of what takes it apart."""
     return not (
-        top() is not None
+        stack.top is not None
         or dispatch_modes()
         or function_modes()
         or users_tangents()
-        or handover.needed()
+        or in_torch_func()
+        or is_dynamo_compiling()
     )
 
 
 def ambient() -> tuple:
     """The state of torch that what an operator does depends on."""
     return (
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
+        is_grad_enabled(),
+        is_inference_mode_enabled(),
         autocast_state() if is_autocast() else None,
-        torch.get_default_dtype(),
-        torch.are_deterministic_algorithms_enabled(),
+        get_default_dtype(),
+        are_deterministic_algorithms_enabled(),
     )
 
 
-def shared(leaves: Iterable[Any]) -> tuple:
-    """Which arguments are the same tensor, or share memory."""
-    seen: dict[int, int] = {}
-    return tuple(
-        seen.setdefault(x.untyped_storage()._cdata, i)
-        for i, x in enumerate(leaves)
-        if isinstance(x, torch.Tensor)
-    )
+def shared(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
+    """Which arguments are the same tensor, or share memory: the first such of each, if any are."""
+    places = [*map(_place, map(torch.Tensor.untyped_storage, tensors))]
+    if len({*places}) == len(places):
+        return ()
+    return tuple(map(places.index, places))

@@ -336,9 +336,8 @@ def accumulating_on() -> torch.Tensor | None:
     return torch._C._current_autograd_node().variable if is_accumulating() else None
 
 
-def in_torch_func() -> bool:
-    """Whether a transform of torch.func is running around us."""
-    return torch._C._are_functorch_transforms_active()
+# Whether a transform of torch.func is running around us.
+in_torch_func = torch._C._are_functorch_transforms_active
 
 
 _is_legacy = torch._C._functorch.is_legacy_batchedtensor

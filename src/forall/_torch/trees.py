@@ -57,9 +57,12 @@ def flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
     return found, spec
 
 
-def outlined(tree: Any) -> tuple[list[Any], Any]:
-    """Leaves of a tree, and what hashes and says how they hang together, at less than a spec."""
+def outlined(args: tuple, kwargs: dict) -> tuple[list[Any], Any]:
+    """Leaves of a call, and what hashes and says how they hang together, at less than a spec."""
+    if not kwargs and _LEAVES.issuperset(map(type, args)):
+        return [*args], len(args)
     found: list[Any] = []
+    tree = (args, kwargs)
     try:
         return found, _walk(tree, found)
     except _Unusual:

@@ -211,6 +211,7 @@ def test_numbers_of_one_kind_are_one_tensor():
 def test_memory_that_nobody_reads_again_is_written_into():
     assert names(lambda x: (x.sin() * x).tanh() + 1, X) == ["sin", "mul_", "tanh_", "add_"]
     assert names(lambda x: x.sin_().cos(), X.clone()) == ["sin_", "cos"]
+    assert names(lambda x: (x * 2).tril(-1).triu(), X) == ["mul", "tril_", "triu_"]
 
 
 @pytest.mark.parametrize(
@@ -236,6 +237,10 @@ def test_memory_that_nobody_reads_again_is_written_into():
         lambda x: torch.addcmul(x * 2, x + 1, x - 1).sin(),
         lambda x: (x > 0).to(x.dtype).add(1),
         lambda x: (x.nan_to_num().long() + 1) / 2,
+        lambda x: of(x * 2, lambda y: (y.tril(), y.tril(-1))),
+        lambda x: of((x * 2).tril(), lambda y: y + y.tril(-1)),
+        lambda x: (x * 2).t().triu(1),
+        lambda x: (x * 2).expand(2, 2, 3).tril(),
     ],
 )
 def test_memory_that_somebody_reads_stays(f):

@@ -84,6 +84,8 @@ def _mv(size, w, x):
     if isinstance(w, Stack):
         return product(w, column(x)).squeeze(-1)
     if isinstance(x, Stack) and is_identity(x.v) and w.layout is torch.strided and not w.is_neg():
+        if w.stride(0) != 1:
+            return torch.t_copy(w)  # in two thirds of the time of the other, which `jit` leaves out
         return w.t().clone(memory_format=torch.contiguous_format)
     return _times(x.v, w.t(), None)
 

@@ -47,9 +47,13 @@ register(
 )
 
 
-def over_list(op, *between):
-    """The form with a list of dims: ``op(x, *args, *between, [1])``."""
-    return whole(lambda x, *args, **kwargs: op(x, *args, *between, [1], **kwargs))
+def over_list(op):
+    """The form with a list of dims: ``op(x, *args, dims)``."""
+
+    def rule(x, *args, **kwargs):
+        return op(x, *args, [*range(1, x.dim())], **kwargs)
+
+    return whole(rule, flat=False)
 
 
 def over_one(op):

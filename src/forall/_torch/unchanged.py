@@ -1,0 +1,38 @@
+"""Whether dicts and tensors are what they were, asked in C: torch has such questions for its own.
+
+Each answers yes only where nothing has changed; a no says nothing.
+"""
+
+from __future__ import annotations
+
+import gc
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+# A number that is another one after each write into a dict.
+writes_into = torch._C._dynamo.guards.dict_version
+
+
+def beneath(names: Mapping) -> Any:
+    """The dict that is written to where a class gets an attribute, or another mapping itself."""
+    return gc.get_referents(names)[0] if type(names) is MappingProxyType else names
+
+
+def alike(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
+    """Tells of tensors in the place of these whether they are like them, but for their numbers.
+
+    That is class, shape, strides, dtype, device and whether they require grad.
+    """
+    if not torch.is_grad_enabled():  # it would take none to require grad
+        return lambda *_: False
+    sizes, strides = (
+        [[*of(t)] for t in tensors] for of in (torch.Tensor.size, torch.Tensor.stride)
+    )
+    return torch._C._dynamo.guards.TensorGuards(
+        *tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides
+    ).check

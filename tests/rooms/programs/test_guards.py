@@ -1,0 +1,219 @@
+"""What a program stands on: each change of it is seen, and nothing else is."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import pytest
+import torch
+
+from forall import jit
+from forall._programs.guards import Guards
+
+X = torch.arange(6.0).view(2, 3)
+
+
+class Slots:
+    __slots__ = ("left", "right")
+
+    def __init__(self):
+        self.left = 1
+
+
+class Thing:
+    def __init__(self):
+        self.a, self.b = 1, [2]
+        self.slots = Slots()
+        self.table = {"k": 1.0}
+        self.order = OrderedDict(k=1)
+        self.names = {"n"}
+        self.data = bytearray(b"12")
+
+    def call(self, x):
+        return x * self.a
+
+    def other(self, x, scale=2, *, shift=1):
+        return x * scale + shift
+
+
+def held():
+    thing = Thing()
+    return thing, Guards(lambda x: thing.call(x))
+
+
+def renamed():
+    def call(self, x):
+        return x * self.a
+
+    return call
+
+
+CHANGES = {
+    "an attribute": lambda t: setattr(t, "a", 2),
+    "an equal one that is another": lambda t: setattr(t, "a", True),
+    "a new attribute": lambda t: setattr(t, "c", 1),
+    "one less": lambda t: delattr(t, "b"),
+    "all attributes": lambda t: setattr(t, "__dict__", dict(vars(t))),
+    "the class": lambda t: setattr(t, "__class__", type("Other", (Thing,), {})),
+    "a list": lambda t: t.b.append(1),
+    "a list's entry": lambda t: t.b.__setitem__(0, 2.0),
+    "a dict's entry": lambda t: t.table.__setitem__("k", -1.0),
+    "an ordered dict": lambda t: t.order.__setitem__("j", 1),
+    "a set": lambda t: t.names.add("m"),
+    "bytes": lambda t: t.data.__setitem__(0, 0),
+    "a slot": lambda t: setattr(t.slots, "left", 2),
+    "a slot that was empty": lambda t: setattr(t.slots, "right", 2),
+    "a slot that is empty now": lambda t: delattr(t.slots, "left"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_is_seen(name):
+    thing, guards = held()
+    assert guards.hold()
+    assert guards.hold()
+    CHANGES[name](thing)
+    assert not guards.hold()
+    assert not guards.hold()
+
+
+@pytest.mark.parametrize("name", ["__code__", "__defaults__", "__kwdefaults__", "__dict__"])
+def test_a_changed_function_is_seen(name):
+    _, guards = held()
+    method = Thing.other
+    before = getattr(method, name)
+    others = {
+        "__code__": renamed().__code__,
+        "__defaults__": (2.0,),
+        "__kwdefaults__": {"shift": 1},
+        "__dict__": {},
+    }
+    assert guards.hold()
+    try:
+        setattr(method, name, others[name])
+        assert not guards.hold()
+    finally:
+        setattr(method, name, before)
+    assert guards.hold()
+
+
+def test_a_changed_class_is_seen():
+    _, guards = held()
+    before = Thing.call
+    assert guards.hold()
+    try:
+        Thing.call = renamed()
+        assert not guards.hold()
+    finally:
+        Thing.call = before
+    assert guards.hold()
+
+
+def test_a_cell_is_seen():
+    value = 1
+
+    def f(x):
+        return x * value
+
+    guards = Guards(f)
+    assert guards.hold()
+    value = 2
+    assert not guards.hold()
+    value = 1
+    assert guards.hold()
+
+
+def test_a_cell_is_seen_to_be_emptied():
+    value = 1
+
+    def f(x):
+        return x * value  # noqa: F821 - deleted below
+
+    guards = Guards(f)
+    assert guards.hold()
+    del value
+    assert not guards.hold()
+
+
+def test_an_empty_cell_is_seen_to_be_filled():
+    def f(x):
+        return x * later
+
+    guards = Guards(f)
+    assert guards.hold()
+    later = 1
+    assert not guards.hold()
+
+
+SCALE = 2
+
+
+def scaled(x):
+    return x * SCALE
+
+
+def test_a_global_is_seen_among_others_that_change(monkeypatch):
+    guards = Guards(scaled)
+    for i in range(3):
+        monkeypatch.setitem(globals(), "NOISE", i)
+        assert guards.hold()
+    with monkeypatch.context() as patched:
+        patched.setitem(globals(), "SCALE", 3)
+        assert not guards.hold()
+        patched.setitem(globals(), "NOISE", 4)
+        assert not guards.hold()
+    assert guards.hold()
+
+
+def test_what_is_put_back_holds_again():
+    thing, guards = held()
+    one = thing.a
+    thing.a = 2
+    assert not guards.hold()
+    thing.a = one
+    assert guards.hold()
+
+
+LAYOUTS = {
+    "shape": lambda: torch.ones(1, 3),
+    "strides": lambda: torch.ones(3, 2).t(),
+    "dtype": lambda: torch.ones(2, 3, dtype=torch.float64),
+}
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("calls", [1, 2])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_captured_tensor_that_is_another_is_recorded_anew(name, calls, grad):
+    w = torch.ones(2, 3)
+
+    def f(x):
+        return (w * 2 + torch.ones_like(w).cumsum(0) * x.sum()).sum()
+
+    g = jit(f)
+    with torch.set_grad_enabled(grad):
+        for _ in range(calls):
+            torch.testing.assert_close(g(X), f(X))
+        w.data = LAYOUTS[name]()
+        for _ in range(2):
+            found, wanted = g(X), f(X)
+            torch.testing.assert_close(found, wanted)
+
+
+def test_a_captured_tensor_that_requires_grad_is_recorded_anew():
+    w = torch.ones(2, 3)
+    g = jit(lambda x: (w * x).sum())
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            for requires in (False, True, False, True):
+                w.requires_grad_(requires)
+                assert g(X).requires_grad == (requires and grad)
+
+
+def test_many_things_are_held():
+    things = [Thing() for _ in range(700)]
+    guards = Guards(lambda x: things[0].call(x))
+    assert guards.why is None
+    assert guards.hold()
+    things[-1].slots.left = 2
+    assert not guards.hold()
