@@ -65,9 +65,6 @@ class Settings:
     def double(self):
         return 2 * self.scale
 
-    def noisy(self):
-        return random.random()  # which nobody calls
-
 
 class Network(nn.Module):
     def __init__(self):
