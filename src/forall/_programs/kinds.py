@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from forall._programs.replayed import Recorded
+    from forall._programs.statics import Statics
 
 _NEW: Any = object()
 _MOST = 64  # kinds of calls that are kept, the last used ones
@@ -28,8 +29,9 @@ _MOST = 64  # kinds of calls that are kept, the last used ones
 class Kinds(Unwatched):
     """The kinds of calls that were recorded of one function."""
 
-    def __init__(self, func: Callable) -> None:
+    def __init__(self, func: Callable, statics: Statics) -> None:
         self.func = func
+        self.boxed = statics.boxed if statics else None
         self.known: OrderedDict[Any, Recorded | None] = OrderedDict()
         self.newest: Recorded | None = None
         self.settling: set[Any] = set()  # whose first call changed what the function can reach
@@ -48,7 +50,8 @@ class Kinds(Unwatched):
             or handover.needed()
         ):
             return self.func(*args, **kwargs)  # part of what records it, or of what takes it apart
-        leaves, outline = trees.outlined((args, kwargs))
+        given = self.boxed(args, kwargs) if self.boxed else (args, kwargs)
+        leaves, outline = trees.outlined(given)
         try:
             kind = (outline, *map(of_leaf, leaves), *ambient())
         except Unfit as unfit:
@@ -60,7 +63,7 @@ class Kinds(Unwatched):
         if recorded is None:
             return self.func(*args, **kwargs)
         if recorded is _NEW or not recorded.guards.hold():
-            return self._first(kind, leaves, trees.flatten((args, kwargs))[1])
+            return self._first(kind, leaves, trees.flatten(given)[1])
         if recorded is not self.newest:
             self.newest = recorded
             with suppress(KeyError):  # another thread's calls may have pushed it out

@@ -12,6 +12,7 @@ from forall._programs.guards import Guards
 from forall._programs.passes import clean
 from forall._programs.recorder import Recorder, Watch
 from forall._programs.replayed import Differentiated, Pullback, Recorded, Results
+from forall._programs.statics import unboxed
 from forall._torch import trees
 from forall._torch.dispatch import aside
 
@@ -37,6 +38,7 @@ class Recording(NamedTuple):
 
 def record(func: Callable, leaves: list, spec: Any) -> Recording:
     """Make a call of these arguments, and its program."""
+    leaves = [*map(unboxed, leaves)]
 
     def again(tensors: Sequence[Tensor]) -> list[Tensor]:
         return [*filter(_is_tensor, trees.leaves(_called(func, leaves, spec, tensors)))]

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from forall._programs.statics import Static
 from forall._torch.dispatch import autocast_state, is_autocast
 
 if TYPE_CHECKING:
@@ -39,6 +40,8 @@ def of_leaf(x: Any) -> Any:
         return type(x), repr(x)
     if isinstance(x, (int, str, bytes, type(None), torch.dtype, torch.device)):
         return type(x), x
+    if type(x) is Static:
+        return x.key
     return type(x), id(x)  # guarded, and held, by the program's guards
 
 

@@ -8,12 +8,17 @@ from typing import TYPE_CHECKING, Any
 from forall._transforms import checks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Sequence
 
     from forall._transforms.types import P, R
 
 
-def jit(func: Callable[P, R]) -> Callable[P, R]:
+def jit(
+    func: Callable[P, R],
+    *,
+    static_argnums: int | Sequence[int] | None = None,
+    static_argnames: str | Iterable[str] | None = None,
+) -> Callable[P, R]:
     """``func`` without its Python: recorded once for each kind of arguments, then replayed.
 
     The law: ``jit(f)(x)`` equals ``f(x)`` for a pure function ``f`` of trees of tensors: results,
@@ -23,9 +28,9 @@ def jit(func: Callable[P, R]) -> Callable[P, R]:
     Cost: the first call of a kind runs ``func`` as it is, and besides cleans and compiles what it
     saw, about a millisecond for each operator. A later call runs the operators. A kind is made of
     the tree of the arguments, the shape, strides, dtype, device and ``requires_grad`` of each
-    tensor, the value of everything else, and torch's state: grad mode, autocast, default dtype. The
-    last 64 kinds are kept. Where something outside requires grad, the backward pass is replayed as
-    well; a derivative of that pass runs ``func``.
+    tensor, the value of each number and string, the identity of everything else, and torch's state:
+    grad mode, autocast, default dtype. The last 64 kinds are kept. Where something outside requires
+    grad, the backward pass is replayed as well; a derivative of that pass runs ``func``.
 
     Captured tensors are read anew with each call. What ``func`` can be seen to reach (closure,
     globals, defaults, attributes, modules) is compared with each call by identity, and a change
@@ -37,9 +42,14 @@ def jit(func: Callable[P, R]) -> Callable[P, R]:
     Args:
         func: a function of trees of tensors, or a module. What it does besides (print, files,
             Python's own random numbers, the clock) happens while it is recorded, and not again.
+        static_argnums: the places of arguments that are part of the kind as a whole, by ``hash``
+            and ``==``: an object of your own, a frozen dataclass of settings. Negative ones count
+            from the end. What lists, tuples and dicts hold need not be static.
+        static_argnames: the same, by name. An argument is static however it is passed.
 
     Raises:
-        TypeError: where ``func`` cannot be called.
+        TypeError: where ``func`` cannot be called, or a static argument has no hash or is a tensor.
+        ValueError: where ``func`` has no argument that is said to be static.
         Exception: what ``func`` raises while it is recorded.
 
     Source: the idea is that of Frostig, Johnson and Leary, "Compiling machine learning programs via
@@ -59,9 +69,11 @@ def jit(func: Callable[P, R]) -> Callable[P, R]:
                 [-0.0000, -0.6536]])
     """
     checks.callable_("jit", func)
-    from forall._programs.kinds import Kinds  # a tenth of `import forall`, and many never ask
+    # A tenth of `import forall`, and many never ask.
+    from forall._programs.kinds import Kinds
+    from forall._programs.statics import Statics
 
-    kinds = Kinds(func)
+    kinds = Kinds(func, Statics(func, static_argnums, static_argnames))
 
     @functools.wraps(func, updated=())
     def jitted(*args: Any, **kwargs: Any) -> Any:
