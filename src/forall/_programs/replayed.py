@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 class Recorded:
     """A program, and what tells whether it still stands."""
 
+    arguments = ""  # of the call that was recorded, in words
+    times = 1  # that this kind was recorded: what it captures may change
+
     def __init__(self, program: Program, guards: Guards, results: Results) -> None:
         self.program = program
         self.guards = guards
@@ -91,6 +94,9 @@ class Differentiated(Recorded):
     ) -> None:
         self.back = back
         self.again = again
+        second = {id(node) for node in back.nodes}
+        first = [node for node in program.nodes if id(node) not in second]
+        self.halves = first, [node for node in program.nodes if id(node) in second]
         self.draws = any(facts(node.op).seeded for node in program.nodes)
         self.outputs = [*dict.fromkeys(program.outputs)]
         self._order = [self.outputs.index(n) for n in program.outputs]
@@ -98,9 +104,7 @@ class Differentiated(Recorded):
         super().__init__(program, guards, results)
 
     def _compiled(self) -> Callable:
-        second = {id(node) for node in self.back.nodes}
-        first = [node for node in self.program.nodes if id(node) not in second]
-        last = [node for node in self.program.nodes if id(node) in second]
+        first, last = self.halves
         found = [n for n in self.back.gradients if n is not None]
         made = {n for node in first for n in node.makes()}
         read = dict.fromkeys([*(n for node in last for n in node.reads()), *found])

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from forall._transforms import checks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from forall._transforms.types import P, R
+    from forall._transforms.types import Jitted, P, R
 
 
 def jit(
@@ -18,7 +18,7 @@ def jit(
     *,
     static_argnums: int | Sequence[int] | None = None,
     static_argnames: str | Iterable[str] | None = None,
-) -> Callable[P, R]:
+) -> Jitted[P, R]:
     """``func`` without its Python: recorded once for each kind of arguments, then replayed.
 
     The law: ``jit(f)(x)`` equals ``f(x)`` for a pure function ``f`` of trees of tensors: results,
@@ -38,6 +38,10 @@ def jit(
     says why: a branch or a loop on a tensor's values, ``.item()``, results whose shape depends on
     values, numpy, a list or an attribute that ``func`` changes. Inside another transform, and for
     arguments of a class of their own, ``func`` runs as it is without a word.
+
+    To look inside: ``jitted.cache_info()`` counts calls as `functools.lru_cache` does, where a miss
+    ran ``func``; ``jitted.kinds()`` lists what is kept, and ``print(*jitted.kinds())`` shows each
+    program, or why there is none; ``jitted.cache_clear()`` forgets all.
 
     Args:
         func: a function of trees of tensors, or a module. What it does besides (print, files,
@@ -67,6 +71,19 @@ def jit(
         >>> slopes(2 * w, xs)                          # replayed
         tensor([[-0.4161, -0.0000],
                 [-0.0000, -0.6536]])
+        >>> slopes.cache_info()
+        CacheInfo(hits=1, misses=1, maxsize=64, currsize=1)
+        >>> print(*slopes.kinds())
+        loss(float32[2], float32[2, 2]): 5 operators
+            v0: argument                       float32[2]
+            v1: argument                       float32[2, 2]
+            v4: constant                       float32[2]
+            v2 = mv.default(v1, v0)            float32[2]
+            v5 = cos_.default(v2)              float32[2]
+            v6 = mul.Tensor(v4, v5)            float32[2]
+            v7 = reshape.default(v6, [2, 1])   float32[2, 1]
+            v8 = mul.Tensor(v7, v1)            float32[2, 2]
+            return v8
     """
     checks.callable_("jit", func)
     # A tenth of `import forall`, and many never ask.
@@ -79,5 +96,7 @@ def jit(
     def jitted(*args: Any, **kwargs: Any) -> Any:
         return kinds.run(args, kwargs)
 
+    jitted.cache_info = kinds.info
     jitted.cache_clear = kinds.clear
-    return jitted
+    jitted.kinds = kinds.listed
+    return cast("Jitted[P, R]", jitted)
