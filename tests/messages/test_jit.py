@@ -90,3 +90,47 @@ def test_a_static_tensor():
         """,
     ):
         jit(scaled, static_argnames=("settings",))(X, settings=X)
+
+
+@pytest.mark.parametrize("backend", ["xla", None])
+def test_a_backend_that_there_is_not(backend):
+    with refused(
+        ValueError,
+        f"""
+        jit(scaled, backend={backend!r}): no such backend.
+            backend   {backend!r}
+        It is one of 'python' (default), 'inductor' and 'cudagraphs'.
+        """,
+    ):
+        jit(scaled, backend=backend)
+
+
+def test_inductor_without_a_compiler(monkeypatch):
+    monkeypatch.setenv("CXX", "/nowhere/g++")
+    from torch._inductor import config
+
+    monkeypatch.setattr(config.cpp, "cxx", ("/nowhere/g++",))
+    with refused(
+        RuntimeError,
+        """
+        jit(scaled, backend='inductor'): this machine cannot run that backend.
+            backend   'inductor'
+            missing   a C++ compiler that works
+        It needs g++ or clang++; the environment's CXX names another. backend='python' needs nothing.
+        """,
+    ):
+        jit(scaled, backend="inductor")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_graphs_without_a_device():
+    with refused(
+        RuntimeError,
+        """
+        jit(scaled, backend='cudagraphs'): this machine cannot run that backend.
+            backend   'cudagraphs'
+            missing   a CUDA device
+        It needs a GPU. backend='python' needs nothing.
+        """,
+    ):
+        jit(scaled, backend="cudagraphs")

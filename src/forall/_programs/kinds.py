@@ -37,8 +37,9 @@ class AsItIs(NamedTuple):
 class Kinds(Unwatched):
     """The kinds of calls that were recorded of one function."""
 
-    def __init__(self, func: Callable, statics: Statics) -> None:
+    def __init__(self, func: Callable, statics: Statics, write: Callable) -> None:
         self.func = func
+        self.write = write
         self.boxed = statics.boxed if statics else None
         self.known: OrderedDict[Any, Recorded | AsItIs] = OrderedDict()
         self.newest: Recorded | AsItIs | None = None
@@ -99,7 +100,7 @@ class Kinds(Unwatched):
         return made(tensors)
 
     def _first(self, kind: Any, given: tuple[tuple, dict], leaves: list) -> Any:
-        made = record(self.func, leaves, trees.flatten(given)[1])
+        made = record(self.func, leaves, trees.flatten(given)[1], self.write)
         if made.moved and kind not in self.settling:
             # A cache, a mask kept on a module, a wrapper that torch makes late: set up once. Who
             # changes something with each call is found out by the next one.

@@ -13,6 +13,7 @@ from forall._programs.passes import clean
 from forall._programs.recorder import Recorder, Watch
 from forall._programs.replayed import Differentiated, Pullback, Recorded, Results
 from forall._programs.statics import unboxed
+from forall._programs.writing import function
 from forall._torch import trees
 from forall._torch.dispatch import aside
 
@@ -36,8 +37,8 @@ class Recording(NamedTuple):
     moved: bool = False  # Python's state alone was in the way, which a first call may set up
 
 
-def record(func: Callable, leaves: list, spec: Any) -> Recording:
-    """Make a call of these arguments, and its program."""
+def record(func: Callable, leaves: list, spec: Any, write: Callable = function) -> Recording:
+    """Make a call of these arguments, and its program, which ``write`` makes a function."""
     leaves = [*map(unboxed, leaves)]
 
     def again(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -64,12 +65,12 @@ def record(func: Callable, leaves: list, spec: Any) -> Recording:
         return Recording(result, None, recorder.why, moved)
     results = Results.of(found, tree)
     if back is None:
-        made = Recorded(clean(program), guards, results)
+        made = Recorded(clean(program), guards, results, write)
     elif (why := _entangled(program)) is not None:
         return Recording(result, None, why)
     else:
         back = _cleaned(program, back)
-        made = Differentiated(program, guards, results, back, again)
+        made = Differentiated(program, guards, results, write, back, again)
     guards.watch(program.captured.values())
     return Recording(result, made, None)
 

@@ -33,8 +33,11 @@ class Recorded:
     arguments = ""  # of the call that was recorded, in words
     times = 1  # that this kind was recorded: what it captures may change
 
-    def __init__(self, program: Program, guards: Guards, results: Results) -> None:
+    def __init__(
+        self, program: Program, guards: Guards, results: Results, write: Callable = function
+    ) -> None:
         self.program = program
+        self.write = write  # makes a function of operators
         self.guards = guards
         self.results = results
         self.captured = [*program.captured.values()]
@@ -42,7 +45,7 @@ class Recorded:
         self._run = self._compiled()
 
     def _compiled(self) -> Callable:
-        return function(self.program, self.program.nodes, self.given, self.program.outputs)
+        return self.write(self.program, self.program.nodes, self.given, self.program.outputs)
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
         return self.results.tree(self._run(*tensors, *self.captured))
@@ -90,7 +93,13 @@ class Differentiated(Recorded):
     """
 
     def __init__(
-        self, program: Program, guards: Guards, results: Results, back: Pullback, again: Callable
+        self,
+        program: Program,
+        guards: Guards,
+        results: Results,
+        write: Callable,
+        back: Pullback,
+        again: Callable,
     ) -> None:
         self.back = back
         self.again = again
@@ -101,7 +110,7 @@ class Differentiated(Recorded):
         self.outputs = [*dict.fromkeys(program.outputs)]
         self._order = [self.outputs.index(n) for n in program.outputs]
         self.moves = [self.outputs.index(program.outputs[i]) for i in back.moved]
-        super().__init__(program, guards, results)
+        super().__init__(program, guards, results, write)
 
     def _compiled(self) -> Callable:
         first, last = self.halves
@@ -111,8 +120,8 @@ class Differentiated(Recorded):
         self.saved = [n for n in read if n in made or n in self.given]
         self.fresh = [n for n in self.saved if n in made and n not in self.outputs]
         self.shown = [i for i, n in enumerate(self.outputs) if n in self.saved]
-        self.backward = function(self.program, last, [*self.saved, *self.back.cotangents], found)
-        return function(self.program, first, self.given, [*self.outputs, *self.fresh])
+        self.backward = self.write(self.program, last, [*self.saved, *self.back.cotangents], found)
+        return self.write(self.program, first, self.given, [*self.outputs, *self.fresh])
 
     def forward(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         return self._run(*tensors)

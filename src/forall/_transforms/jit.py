@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
+from forall._core.errors import Call
 from forall._transforms import checks
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ def jit(
     *,
     static_argnums: int | Sequence[int] | None = None,
     static_argnames: str | Iterable[str] | None = None,
+    backend: Literal["python", "inductor", "cudagraphs"] = "python",
 ) -> Jitted[P, R]:
     """``func`` without its Python: recorded once for each kind of arguments, then replayed.
 
@@ -39,6 +41,13 @@ def jit(
     values, numpy, a list or an attribute that ``func`` changes. Inside another transform, and for
     arguments of a class of their own, ``func`` runs as it is without a word.
 
+    Backends: ``"python"`` runs operator after operator, each bit as in ``f(x)``. ``"inductor"`` and
+    ``"cudagraphs"`` hand the operators to torch's compilers when a kind is called for the second
+    time: seconds once, and results equal to rounding. Draws, views and what a compiler refuses stay
+    Python's; of the latter a `PerformanceWarning` tells. Both halves of a derivative are compiled,
+    what a derivative of the second one needs is not. ``"cudagraphs"`` copies arguments and captured
+    tensors to where the graph reads them with each call, so it is for many small operators.
+
     To look inside: ``jitted.cache_info()`` counts calls as `functools.lru_cache` does, where a miss
     ran ``func``; ``jitted.kinds()`` lists what is kept, and ``print(*jitted.kinds())`` shows each
     program, or why there is none; ``jitted.cache_clear()`` forgets all.
@@ -50,10 +59,12 @@ def jit(
             and ``==``: an object of your own, a frozen dataclass of settings. Negative ones count
             from the end. What lists, tuples and dicts hold need not be static.
         static_argnames: the same, by name. An argument is static however it is passed.
+        backend: what runs the operators, see above.
 
     Raises:
         TypeError: where ``func`` cannot be called, or a static argument has no hash or is a tensor.
-        ValueError: where ``func`` has no argument that is said to be static.
+        ValueError: where ``func`` has no argument that is said to be static, or no such backend is.
+        RuntimeError: where this machine has not what the backend needs.
         Exception: what ``func`` raises while it is recorded.
 
     Source: the idea is that of Frostig, Johnson and Leary, "Compiling machine learning programs via
@@ -90,7 +101,7 @@ def jit(
     from forall._programs.kinds import Kinds
     from forall._programs.statics import Statics
 
-    kinds = Kinds(func, Statics(func, static_argnums, static_argnames))
+    kinds = Kinds(func, Statics(func, static_argnums, static_argnames), _writer(func, backend))
 
     @functools.wraps(func, updated=())
     def jitted(*args: Any, **kwargs: Any) -> Any:
@@ -100,3 +111,13 @@ def jit(
     jitted.cache_clear = kinds.clear
     jitted.kinds = kinds.listed
     return cast("Jitted[P, R]", jitted)
+
+
+def _writer(func: Callable, backend: str) -> Callable:
+    from forall._programs.writing import function
+
+    if backend == "python":
+        return function
+    from forall._programs.backends import writer
+
+    return writer(Call("jit", func, backend=backend), backend)
