@@ -1012,6 +1012,48 @@ def trees(jit):
 
 
 @case
+def dtypes_asked_for(jit):
+    def f(x, y):
+        dtype = torch.promote_types(x.dtype, torch.result_type(x, y))
+        return x.to(dtype) + y.to(dtype) * torch.can_cast(x.dtype, y.dtype)
+
+    g = jit(f)
+    return lambda i: (g(xs(i), xs(i).double()), g(xs(i).double(), xs(i)), g(xs(i) > 0, xs(i) > 0))
+
+
+@case
+def results_cut_from_their_history(jit):
+    w = torch.ones(3, requires_grad=True)
+    f = jit(lambda x: (x.detach(), x.detach()[1:], w.detach()))
+    g = jit(lambda x: (y := x.detach(), y, w.detach().view(3, 1)))
+
+    def call(i):
+        x = xs(i).requires_grad_()
+        with torch.no_grad() if i % 2 else torch.enable_grad():
+            found = [*f(x), *g(x)]
+        with torch.no_grad():
+            w.add_(1)  # a view of it would find its history now
+        return [y.requires_grad for y in found], found[3] is found[4], found
+
+    return call
+
+
+@case
+def arguments_and_views_of_them_without_grad(jit):
+    w = torch.ones(3, requires_grad=True)
+    f = jit(lambda x: (x, x[1:], w, w.view(3, 1), (x * w).sin()))
+
+    def call(i):
+        x = xs(i).requires_grad_()
+        y = x * 1 if i > 3 else x
+        with torch.no_grad():
+            found = f(y)
+        return [t.requires_grad for t in found], found[0] is y, found[2] is w, found
+
+    return call
+
+
+@case
 def a_result_that_is_the_argument(jit):
     f = jit(lambda x: (x, x.view(-1), x.detach()))
 

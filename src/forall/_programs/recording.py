@@ -107,6 +107,9 @@ def _pulled_back(
 ) -> Pullback | None:
     """Pull the results back to all that requires grad outside, if anything does."""
     moved = {id(y): i for i, y in reversed([*enumerate(ends)]) if y.requires_grad}
+    if not torch.is_grad_enabled():  # what comes back as it came, or as a view, has no new history
+        outside = {id(t) for t in (*inputs, *recorder.captured.values())}
+        moved = {k: i for k, i in moved.items() if k not in outside and ends[i].grad_fn is not None}
     places = sorted(moved.values())
     if recorder.why is not None or not moved:
         return None
