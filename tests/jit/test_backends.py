@@ -16,7 +16,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from forall import PerformanceWarning, grad, jit, vmap
-from forall._programs import backends
 from forall._torch import compilers
 from jit.cases import AS_IT_IS, CASES
 from jit.test_adversarial import same, six_calls
@@ -24,36 +23,6 @@ from jit.test_adversarial import same, six_calls
 X = torch.linspace(0.1, 0.7, 6).reshape(2, 3)
 torchs_own_warnings = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 by_inductor = functools.partial(jit, backend="inductor")
-
-
-def on_copies(program, examples):
-    """Compiled, as far as anybody can tell."""
-
-    def run(*tensors):
-        copies = [backends._copy(t) for t in tensors]
-        before = [backends._copy(t) for t in tensors]
-        made = [y.clone() for y in program(*copies)]
-        for t, copy, old in zip(tensors, copies, before, strict=True):
-            if not torch.allclose(copy, old, 0, 0, equal_nan=True):
-                t.copy_(copy)
-        return made
-
-    return run
-
-
-@pytest.fixture
-def stand_in(monkeypatch):
-    """A compiler that is quick, and what it was given."""
-    asked = []
-
-    def compiled(program, examples):
-        asked.append([str(node.target) for node in program.graph.nodes])
-        return on_copies(program, examples)
-
-    monkeypatch.setattr(compilers, "by_inductor", compiled)
-    monkeypatch.setattr(compilers, "no_inductor", lambda: None)
-    monkeypatch.setattr(backends, "_FEWEST", 1)
-    return asked
 
 
 @pytest.fixture

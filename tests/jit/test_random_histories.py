@@ -219,3 +219,9 @@ def test_a_history_of_mapped_calls(program, history):
         return mapped
 
     compare(program, history, wrap, jit)
+
+
+@many
+@given(programs, calls)
+def test_a_history_of_compiled_calls(stand_in, program, history):
+    compare(program, history, plainly, functools.partial(jit, backend="inductor"))
