@@ -14,6 +14,7 @@ from forall._control.associative_scan import associative_scan
 from forall._control.cond import cond, switch
 from forall._control.scan import map, scan  # noqa: A004 - the name that it has in JAX
 from forall._control.while_loop import fori_loop, while_loop
+from forall._core.config import now as config
 from forall._core.errors import PerformanceWarning
 from forall._lanes import wiring as _wiring
 from forall._transforms import captured as _captured
@@ -42,6 +43,7 @@ __all__ = [
     "PerformanceWarning",
     "associative_scan",
     "cond",
+    "config",
     "debug_unwrap",
     "explain",
     "fori_loop",

@@ -46,7 +46,7 @@ PUBLIC = [
 ]
 
 
-@pytest.mark.parametrize("public", PUBLIC, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("public", PUBLIC, ids=lambda f: getattr(f, "__name__", type(f).__name__))
 def test_a_public_name_says_what_it_is(public):
     first = (inspect.getdoc(public) or "").splitlines()[0]
     assert first.endswith((".", ":"))

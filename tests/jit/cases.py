@@ -997,6 +997,20 @@ def an_argument_that_is_captured(jit):
 
 
 @case
+def a_captured_tensor_that_is_an_argument_at_first(jit):
+    w = torch.ones(3)
+    f = jit(lambda x: x * w)
+    return lambda i: f(xs(i)) if i % 3 == 2 else f(w)
+
+
+@case
+def an_argument_that_views_what_is_captured(jit):
+    w = torch.arange(6.0)
+    f = jit(lambda x: x.add_(1) * w[:3])
+    return lambda i: (f(w[i % 4 : i % 4 + 3]) if i % 3 else f(xs(i)), w.clone())
+
+
+@case
 def no_elements(jit):
     f = jit(vmap(lambda x: x.sin().sum()))
     return lambda i: f(xs(i, i % 2, 3))

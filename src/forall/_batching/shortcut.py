@@ -25,10 +25,9 @@ from forall._torch.dispatch import (
     no_dispatch,
     users_tangents,
 )
-from forall._torch.names import OpOverloadPacket
+from forall._torch.names import PLAIN, OpOverloadPacket
 from forall._torch.schema import facts
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _NUMBERS = frozenset({int, float})
 _WORDS = frozenset({int, float, bool, str, type(None), torch.dtype})
 
@@ -113,7 +112,7 @@ def _on_the_stacks(func: Any, args: tuple, kwargs: dict | None, level: Any) -> A
     for a in args:
         if type(a) is Batched:
             v = a.value
-            if a.level is not level or a.requires_grad or type(v) not in _PLAIN or v.requires_grad:
+            if a.level is not level or a.requires_grad or type(v) not in PLAIN or v.requires_grad:
                 return None
             if dtype is None:
                 axis, rank, dtype = a.axis, v.dim(), v.dtype
@@ -183,7 +182,7 @@ def _mapped(given: Any, level: Any, recording: bool, met: list) -> bool | None:
         kind = type(a)
         if kind is Batched:
             v = a.value
-            if a.level is not level or type(v) not in _PLAIN:
+            if a.level is not level or type(v) not in PLAIN:
                 return None
             if recording and (a.requires_grad or v.requires_grad):
                 return None
@@ -191,7 +190,7 @@ def _mapped(given: Any, level: Any, recording: bool, met: list) -> bool | None:
                 mapped = True
             elif a.older:
                 met.append(a)
-        elif kind in _PLAIN:
+        elif kind in PLAIN:
             if recording and a.requires_grad:
                 return None
             met.append(a)

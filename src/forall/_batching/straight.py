@@ -32,6 +32,7 @@ from forall._torch.dispatch import (
     no_dispatch,
     users_tangents,
 )
+from forall._torch.names import PLAIN
 from forall._torch.wrapper import kinds
 
 if TYPE_CHECKING:
@@ -73,15 +74,14 @@ def operators() -> dict[str, Callable]:
 
 
 _PRODUCTS = asked_of("matmul mv mm t transpose")
-_OUTSIDE = (_T, torch.nn.Parameter)
 
 
 def _matmul(a: Any, b: Any) -> Any:
     if type(a) is Batched or type(b) is Batched:
-        if type(a) in _OUTSIDE:
+        if type(a) in PLAIN:
             found = _with_matrix(b, a, on_the_left=True)
         else:
-            found = _with_matrix(a, b, on_the_left=False) if type(b) in _OUTSIDE else None
+            found = _with_matrix(a, b, on_the_left=False) if type(b) in PLAIN else None
         if found is None:
             found = called(_T.__matmul__, (a, b), {})
         if found is not None:

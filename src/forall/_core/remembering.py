@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import sys
 from collections import deque
 from types import CellType, CodeType, FunctionType
 from typing import TYPE_CHECKING, Any
@@ -197,6 +198,11 @@ _LIBRARIES = frozenset({"builtins", "torch", "numpy", "forall", "functools", "ma
 
 def is_a_library(thing: Any) -> bool:
     return is_library(thing.__module__ or "")
+
+
+def is_no_users(kind: type) -> bool:
+    """Whether a class is a library's or Python's own: then it is what it is."""
+    return is_a_library(kind) or kind.__module__.partition(".")[0] in sys.stdlib_module_names
 
 
 def is_library(module: str) -> bool:

@@ -25,7 +25,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from forall._core.remembering import contents, globals_of, is_a_library, is_library, names_of
+from forall._core.remembering import (
+    contents,
+    globals_of,
+    is_a_library,
+    is_library,
+    is_no_users,
+    names_of,
+)
 from forall._programs.holding import UNSET, holding
 
 if TYPE_CHECKING:
@@ -34,6 +41,7 @@ if TYPE_CHECKING:
 
 _MOST = 10_000  # things that are watched
 _MOST_BYTES = 4096  # that are compared with each call
+_CONTAINERS = (dict, list, tuple, set, frozenset, deque, bytearray)
 _LEAVES = (
     CodeType,
     int,
@@ -94,6 +102,15 @@ class Guards:
             and all(_bytes(known) == data for known, data in self._data)
         )
 
+    def reached(self) -> Iterable[Any]:
+        """All that was met, but for modules that code names."""
+        return self._held.values()
+
+    def watch_name(self, names: dict[str, Any], name: str, value: Any) -> None:
+        """What a module of a library's has under a name, beyond what is watched otherwise."""
+        self._names.append((names, name, value))
+        self._holding = None
+
     def watch(self, tensors: Iterable[torch.Tensor]) -> None:
         """These are read by the program: they must stay what they are, but for their numbers."""
         self._watched, self._holding = [*tensors], None
@@ -124,7 +141,7 @@ class Guards:
         elif isinstance(value, functools.partial):
             self._left += [value.func, value.args, value.keywords]
         elif isinstance(value, property):
-            self._left.append(value.fget)
+            self._left += [value.fget, value.fset, value.fdel]
         elif isinstance(value, BuiltinFunctionType):
             self._left.append(value.__self__)
         elif isinstance(value, type):
@@ -133,6 +150,8 @@ class Guards:
             self.why = "the function reaches an iterator, and nothing tells how far that has come"
         elif not isinstance(value, (ModuleType, Unwatched)):
             self._object(value)
+        if isinstance(value, _CONTAINERS) and type(value) not in _CONTAINERS:
+            self._object(value)  # a class of the user's with entries: a NamedTuple, a dict
 
     def _function(self, func: FunctionType) -> None:
         if func.__globals__.get("__name__", "").partition(".")[0] == "forall":
@@ -146,7 +165,7 @@ class Guards:
         for cell in func.__closure__ or ():
             value = contents(cell)
             self._cells.append((cell, value))
-            self._left.append(value)
+            self._leads_to(value, names_of(func.__code__))
         if not is_a_library(func):
             names, wanted = func.__globals__, [n for n, _ in globals_of(func.__code__)]
             self._names += [(names, n, UNSET) for n in wanted if n not in names]
@@ -159,15 +178,17 @@ class Guards:
             if value is UNSET:
                 continue
             self._names.append((names, name, value))
-            if isinstance(value, ModuleType) and not is_library(value.__name__):
-                if (id(value), inner) not in self._modules:
-                    self._modules.add((id(value), inner))
-                    self._named(vars(value), inner, inner)
-            else:
-                self._left.append(value)
+            self._leads_to(value, inner)
+
+    def _leads_to(self, value: Any, inner: frozenset[str]) -> None:
+        if not isinstance(value, ModuleType):
+            self._left.append(value)
+        elif not is_library(value.__name__) and (id(value), inner) not in self._modules:
+            self._modules.add((id(value), inner))
+            self._named(vars(value), inner, inner)
 
     def _class(self, kind: type) -> None:
-        if not is_a_library(kind):
+        if not is_no_users(kind):
             self._attributes.append((kind, "__mro__", kind.__mro__))
             self._left += [*kind.__mro__, vars(kind)]
 

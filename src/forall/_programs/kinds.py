@@ -9,13 +9,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from forall._core.errors import Call, name_of, slow
-from forall._core.levels import top
 from forall._programs.guards import Unwatched
 from forall._programs.listing import CacheInfo, Kind, listed, unlisted, words
 from forall._programs.recording import record
-from forall._programs.signature import Unfit, ambient, of_leaf, shared
-from forall._torch import handover, trees
-from forall._torch.dispatch import dispatch_modes, function_modes, users_tangents
+from forall._programs.signature import Unfit, ambient, is_free, of_leaf, shared
+from forall._torch import trees
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -66,15 +64,9 @@ class Kinds(Unwatched):
         ]
 
     def run(self, args: tuple, kwargs: dict) -> Any:
-        if (
-            top() is not None
-            or dispatch_modes()
-            or function_modes()
-            or users_tangents()
-            or handover.needed()
-        ):
+        if not is_free():
             self.misses += 1
-            return self.func(*args, **kwargs)  # part of what records it, or of what takes it apart
+            return self.func(*args, **kwargs)
         given = self.boxed(args, kwargs) if self.boxed else (args, kwargs)
         leaves, outline = trees.outlined(given)
         tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
@@ -89,7 +81,7 @@ class Kinds(Unwatched):
         if type(made) is AsItIs:
             self.misses += 1
             return self.func(*args, **kwargs)
-        if made is None or not made.guards.hold():
+        if made is None or not made.stands(tensors):
             self.misses += 1
             return self._first(kind, given, leaves)
         if made is not self.newest:

@@ -25,7 +25,7 @@ from forall._programs.draws import Draws
 from forall._programs.program import Layout, Node, Program, Ref, Value
 from forall._torch import trees
 from forall._torch.dispatch import functions_off
-from forall._torch.names import DispatchMode, StorageWeakRef
+from forall._torch.names import PLAIN, DispatchMode, StorageWeakRef
 from forall._torch.schema import facts
 from forall._torch.wrapper import Wrapper
 
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 aten = torch.ops.aten
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _INDEX = aten.index.Tensor
 _FRESH = (aten.lift_fresh.default, aten.lift_fresh_copy.default)
 
@@ -90,7 +89,7 @@ class Recorder(DispatchMode):
         self._in_memory: dict[int, tuple[Any, list[int]]] = {}
         self._known_at: dict[int, list[torch.Tensor]] = {}
         for t in known.values():
-            if type(t) in _PLAIN and t.layout is torch.strided:
+            if type(t) in PLAIN and t.layout is torch.strided:
                 self._known_at.setdefault(t.untyped_storage()._cdata, []).append(t)
         self._lazies: list[tuple[bool, bool]] = []
         self._named: set[int] = set()  # values that leave under a name of their own
@@ -153,7 +152,7 @@ class Recorder(DispatchMode):
 
     def is_from_outside(self, t: torch.Tensor) -> bool:
         """Whether a tensor was there before the call, as far as is known."""
-        n = self.number(t) if type(t) in _PLAIN else -1
+        n = self.number(t) if type(t) in PLAIN else -1
         return n is None or n in self.inputs or n in self.captured
 
     def program(self, outputs: Iterable[torch.Tensor]) -> Program | None:
@@ -178,7 +177,7 @@ class Recorder(DispatchMode):
 
     def result(self, t: torch.Tensor) -> int | None:
         """The value of a tensor that leaves, under a name of its own."""
-        n = self.number(t) if type(t) in _PLAIN else None
+        n = self.number(t) if type(t) in PLAIN else None
         if n is None:
             self.fails("a result comes from where no operator was seen")
         elif n in self._named:
@@ -216,11 +215,11 @@ class Recorder(DispatchMode):
 
     def _given(self, t: torch.Tensor) -> Ref | None:
         """What stands for an argument."""
-        n = self.number(t) if type(t) in _PLAIN else None
+        n = self.number(t) if type(t) in PLAIN else None
         if n is None:
             self.fails(
                 f"a tensor of class {type(t).__name__}"
-                if type(t) not in _PLAIN
+                if type(t) not in PLAIN
                 else f"a tensor {t.dtype} {[*t.shape]} that is captured where it is not seen"
             )
         return None if n is None else Ref(n)

@@ -65,12 +65,12 @@ def record(func: Callable, leaves: list, spec: Any, write: Callable = function) 
         return Recording(result, None, recorder.why, moved)
     results = Results.of(found, tree)
     if back is None:
-        made = Recorded(clean(program), guards, results, write)
+        made = Recorded(clean(program), guards, results, tensors, write)
     elif (why := _entangled(program)) is not None:
         return Recording(result, None, why)
     else:
         back = _cleaned(program, back)
-        made = Differentiated(program, guards, results, write, back, again)
+        made = Differentiated(program, guards, results, tensors, write, back, again)
     guards.watch(program.captured.values())
     return Recording(result, made, None)
 

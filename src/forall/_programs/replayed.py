@@ -16,6 +16,7 @@ import torch
 
 from forall._programs.writing import function
 from forall._torch import generators, trees
+from forall._torch.names import PLAIN
 from forall._torch.schema import facts
 
 if TYPE_CHECKING:
@@ -34,7 +35,12 @@ class Recorded:
     times = 1  # that this kind was recorded: what it captures may change
 
     def __init__(
-        self, program: Program, guards: Guards, results: Results, write: Callable = function
+        self,
+        program: Program,
+        guards: Guards,
+        results: Results,
+        tensors: Sequence[Tensor],
+        write: Callable = function,
     ) -> None:
         self.program = program
         self.write = write  # makes a function of operators
@@ -42,13 +48,40 @@ class Recorded:
         self.results = results
         self.captured = [*program.captured.values()]
         self.given = [*program.inputs, *program.captured]
+        self.draws = any(facts(node.op).seeded for node in program.nodes)
         self._run = self._compiled()
+        # An argument that is also captured is one tensor to the recording. And what is written to
+        # the one is seen in the other.
+        self._known = [*guards.tensors.values()]
+        self._met = self._meetings(tensors)
+        self._meet = bool(self._met) or self.writes_outside()
+
+    def stands(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether a call with these arguments is the one that was recorded."""
+        if not self.guards.hold():
+            return False
+        return not self._meet or self._meetings(tensors) == self._met
+
+    def _meetings(self, tensors: Sequence[Tensor]) -> set[tuple[int, int]]:
+        """Which arguments share memory with what the function captures."""
+        given: dict[int, list[int]] = {}
+        for i, t in enumerate(tensors):
+            given.setdefault(_memory(t), []).append(i)
+        return {(i, n) for n, t in enumerate(self._known) for i in given.get(_memory(t), ())}
+
+    def writes_outside(self) -> bool:
+        roots = [v.root for v in self.program.values]
+        return not self.program.written().isdisjoint(roots[n] for n in self.given)
 
     def _compiled(self) -> Callable:
         return self.write(self.program, self.program.nodes, self.given, self.program.outputs)
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
         return self.results.tree(self._run(*tensors, *self.captured))
+
+
+def _memory(t: Tensor) -> int:
+    return t.untyped_storage()._cdata if type(t) in PLAIN and t.layout is torch.strided else id(t)
 
 
 class Results(NamedTuple):
@@ -97,6 +130,7 @@ class Differentiated(Recorded):
         program: Program,
         guards: Guards,
         results: Results,
+        tensors: Sequence[Tensor],
         write: Callable,
         back: Pullback,
         again: Callable,
@@ -106,11 +140,10 @@ class Differentiated(Recorded):
         second = {id(node) for node in back.nodes}
         first = [node for node in program.nodes if id(node) not in second]
         self.halves = first, [node for node in program.nodes if id(node) in second]
-        self.draws = any(facts(node.op).seeded for node in program.nodes)
         self.outputs = [*dict.fromkeys(program.outputs)]
         self._order = [self.outputs.index(n) for n in program.outputs]
         self.moves = [self.outputs.index(program.outputs[i]) for i in back.moved]
-        super().__init__(program, guards, results, write)
+        super().__init__(program, guards, results, tensors, write)
 
     def _compiled(self) -> Callable:
         first, last = self.halves

@@ -6,13 +6,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from forall._core.levels import top
 from forall._programs.statics import Static
-from forall._torch.dispatch import autocast_state, is_autocast
+from forall._torch import handover
+from forall._torch.dispatch import (
+    autocast_state,
+    dispatch_modes,
+    function_modes,
+    is_autocast,
+    users_tangents,
+)
+from forall._torch.names import PLAIN
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class Unfit(Exception):  # noqa: N818 - no error: the call runs as it is
@@ -21,7 +28,7 @@ class Unfit(Exception):  # noqa: N818 - no error: the call runs as it is
 
 def of_leaf(x: Any) -> Any:
     """What a program knows of an argument: all of it, but for the numbers of a tensor."""
-    if type(x) in _PLAIN:
+    if type(x) in PLAIN:
         if x.layout is not torch.strided or x.is_quantized:
             raise Unfit(f"an argument of layout {x.layout}")
         return (
@@ -43,6 +50,17 @@ def of_leaf(x: Any) -> Any:
     if type(x) is Static:
         return x.key
     return type(x), id(x)  # guarded, and held, by the program's guards
+
+
+def is_free() -> bool:
+    """Whether a call stands alone: no part of what records it, or of what takes it apart."""
+    return not (
+        top() is not None
+        or dispatch_modes()
+        or function_modes()
+        or users_tangents()
+        or handover.needed()
+    )
 
 
 def ambient() -> tuple:

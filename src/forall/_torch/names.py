@@ -18,6 +18,7 @@ __all__ = [
     "DispatchMode",
     "OpOverload",
     "OpOverloadPacket",
+    "PLAIN",
     "SPARSE_SUM",
     "StorageWeakRef",
     "attach_tangent",
@@ -25,6 +26,7 @@ __all__ = [
     "fast_operator",
     "function_homes",
     "functions_pass",
+    "has_global_hooks",
     "has_kernel",
     "pop_functions",
     "pop_mode",
@@ -40,6 +42,8 @@ __all__ = [
 DispatchKey = torch._C.DispatchKey
 OpOverload = torch._ops.OpOverload
 OpOverloadPacket = torch._ops.OpOverloadPacket
+
+PLAIN = (torch.Tensor, torch.nn.Parameter)  # the classes that mean what torch itself means
 
 
 class DispatchMode(TorchDispatchMode):
@@ -104,6 +108,8 @@ def set_version(tensor: torch.Tensor, number: int) -> None:
         torch._C._autograd._unsafe_set_version_counter((tensor,), (number,))
 
 
+# Whether hooks are set that all modules of the process run.
+has_global_hooks = torch.nn.modules.module._has_any_global_hook
 has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 
 

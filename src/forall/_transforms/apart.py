@@ -23,7 +23,7 @@ from forall._lanes.heap import Unsplittable
 from forall._lanes.varying import Varying
 from forall._torch import trees
 from forall._torch.wrapper import Wrapper
-from forall._transforms.groups import Groups, in_groups, is_out_of_memory
+from forall._transforms.groups import Altered, Groups, in_groups, is_out_of_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -103,14 +103,8 @@ def _whole(function: Callable, func: Callable) -> Callable:
     return functools.update_wrapper(whole, func, assigned=(), updated=())
 
 
-class Converted:
+class Converted(Altered):
     """The options of a call that runs converted source."""
-
-    def __init__(self, options: Any) -> None:
-        self.options = options
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.options, name)
 
     def gave_up(self, level: VmapLevel, error: BaseException | None) -> bool:
         """Whether converted code has to be run otherwise.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forall._torch import generators, trees
-from forall._transforms.groups import is_out_of_memory, joined
+from forall._transforms.groups import Altered, is_out_of_memory, joined
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -17,16 +17,10 @@ if TYPE_CHECKING:
     from forall._transforms.vmap import Mapping
 
 
-class Sparing:
+class Sparing(Altered):
     """The options of a call whose runs are undone where memory does not suffice."""
 
     spares = True
-
-    def __init__(self, options: Any) -> None:
-        self.options = options
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.options, name)
 
 
 def in_chunks(call: Mapping, chunk: Chunk) -> Any:

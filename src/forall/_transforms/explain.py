@@ -11,7 +11,7 @@ from forall._lanes.calls import reported
 from forall._lanes.report import Report, spread
 from forall._lanes.seen import Function, Parting, Step
 from forall._transforms import picture
-from forall._transforms.vmap import vmap
+from forall._transforms.replaying import replaying
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -46,7 +46,7 @@ def explain(mapped: Callable[..., Any]) -> Callable[..., Explanation]:
         tensor([ 1.,  2., 10.])
     """
     given = getattr(mapped, "__forall_run__", None)
-    if given is None or getattr(mapped, "__globals__", None) is not vmap.__globals__:
+    if given is None or getattr(mapped, "__globals__", None) is not replaying.__globals__:
         raise TypeError(
             "explain(mapped): it explains what vmap returned.\n"
             f"{columns([('mapped', short(mapped), kind(mapped))])}\n"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, overload
 
 import torch
@@ -11,6 +10,7 @@ from forall._derivatives import reverse
 from forall._torch import handover
 from forall._transforms import checks
 from forall._transforms.arguments import Arguments, by_torch, called
+from forall._transforms.replaying import replaying
 from forall._transforms.types import A, P, R, X
 
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ def _grad_and_value(
             return tree, (value, aux) if has_aux else value
         return (tree, aux) if has_aux else tree
 
-    @functools.wraps(func, updated=())
+    @replaying(func)
     def derivative(*args: Any, **kwargs: Any) -> Any:
         if handover.needed():
             name = "grad_and_value" if valued else "grad"

@@ -87,15 +87,22 @@ class State:
             generator.set_state(state)
 
 
-class Watched:
-    """The options of a call for one group of its examples, whose ledger is looked at afterwards."""
+class Altered:
+    """The options of a call, but for what a subclass says otherwise."""
 
-    def __init__(self, options: Any, ledgers: list[Ledger]) -> None:
+    def __init__(self, options: Any) -> None:
         self.options = options
-        self.ledgers = ledgers
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.options, name)
+
+
+class Watched(Altered):
+    """The options of a call for one group of its examples, whose ledger is looked at afterwards."""
+
+    def __init__(self, options: Any, ledgers: list[Ledger]) -> None:
+        super().__init__(options)
+        self.ledgers = ledgers
 
 
 class once_more:

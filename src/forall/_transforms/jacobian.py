@@ -9,6 +9,7 @@ from forall._core.errors import Call
 from forall._torch import handover
 from forall._transforms import checks
 from forall._transforms.arguments import Arguments, by_torch, called, valued
+from forall._transforms.replaying import replaying
 from forall._transforms.sweeps import Blocks, First, answered, by_columns, by_rows
 from forall._transforms.types import Chunk, P, R, X
 
@@ -320,7 +321,7 @@ def hessian(
     checks.callable_("hessian", func)
     checks.chunk_size("hessian", chunk_size, auto=True)
 
-    @functools.wraps(func, updated=())
+    @replaying(func)
     def second(*args: Any, **kwargs: Any) -> Any:
         if handover.needed():
             return _hessian_by_torch(func, argnums, argnames, has_aux, return_value, args, kwargs)
@@ -356,7 +357,7 @@ def derived(
     f = valued(verb, func, has_aux) if return_value else func
     beside = has_aux or return_value
 
-    @functools.wraps(func, updated=())
+    @replaying(func)
     def jacobian(*args: Any, **kwargs: Any) -> Any:
         if handover.needed():
             return by_torch(torchs or verb, f, args, kwargs, *which, has_aux=beside, **options)

@@ -13,6 +13,7 @@ from forall._torch import handover, trees
 from forall._torch.dispatch import functions_off
 from forall._transforms import checks
 from forall._transforms.arguments import Arguments, by_torch, called, places
+from forall._transforms.replaying import replaying
 from forall._transforms.types import Chunk
 from forall._transforms.vmap import vmap
 
@@ -80,7 +81,7 @@ def per_example_grad_norm(
     def of_one(*args: Any, **kwargs: Any) -> tuple:
         return _of_one(func, args, kwargs, (argnums, argnames), has_aux)
 
-    @functools.wraps(func, updated=())
+    @replaying(func)
     def norms(*args: Any, **kwargs: Any) -> Any:
         call = called(verb, func, argnums, argnames)
         dims = _dims(in_dims, places(call, args, kwargs, argnums, argnames), len(args))

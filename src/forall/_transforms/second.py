@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
@@ -13,6 +12,7 @@ from forall._transforms import checks
 from forall._transforms.arguments import called
 from forall._transforms.jvp import push
 from forall._transforms.linearize import program
+from forall._transforms.replaying import replaying
 from forall._transforms.sweeps import First
 from forall._transforms.types import P, R, X
 from forall._transforms.vmap import vmap
@@ -102,7 +102,7 @@ def hvp(
     """
     checks.callable_("hvp", func)
 
-    @functools.wraps(func, updated=())
+    @replaying(func)
     def product(*args_and_vector: Any, **kwargs: Any) -> Any:
         call = called("hvp", func, argnums, argnames)
         args, vector = checks.vector_last(call, args_and_vector)
@@ -304,7 +304,7 @@ def _from_diagonal(
     checks.callable_(verb, func)
     checks.chunk_size(verb, chunk_size)
 
-    @functools.wraps(func, updated=())
+    @replaying(func)
     def second(*args: Any, **kwargs: Any) -> Any:
         first = First(called(verb, func, *which), func, args, kwargs, which, has_aux)
         found, j, y = _diagonal(first, chunk_size or COLUMNS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from contextlib import nullcontext
 from itertools import islice
 from operator import is_
@@ -29,6 +28,7 @@ from forall._transforms import apart, checks, mapping
 from forall._transforms.chunks import in_chunks
 from forall._transforms.groups import once_more, rows
 from forall._transforms.ragged import apiece, nested
+from forall._transforms.replaying import replaying
 from forall._transforms.types import Chunk, P, R
 
 if TYPE_CHECKING:
@@ -129,11 +129,11 @@ def vmap(
     verb = Verb(func, in_dims, out_dims, randomness, chunk_size)
     options = Options(divergence, ragged, max_steps, None)
 
-    @functools.wraps(func, updated=())
+    @replaying(func)
     def mapped(*args: Any, **kwargs: Any) -> Any:
         return verb.run(options, args, kwargs)
 
-    mapped.__forall_run__ = verb.run, options  # what `explain` asks for
+    vars(mapped)["__forall_run__"] = verb.run, options  # what `explain` asks for
     return mapped
 
 

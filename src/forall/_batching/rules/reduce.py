@@ -98,10 +98,19 @@ for _op in (aten.sum.default, aten.sum.dim_IntList):
     HANDLERS[_op] = _dense_numbers(HANDLERS[_op])
 
 
+_DIMS = [[*range(1, rank)] for rank in range(65)]  # those of an example in its stack
+
+
 def one_of(whole_op, op):
     """The call ``x.op()`` or ``x.op(dim, keepdim)``, with a dtype, by the rule of its operator."""
 
     def rule(level, func, args, kwargs):
+        if len(args) == 1 and not kwargs:
+            x = args[0]
+            v = x.value
+            if x.axis == 0 and v.layout is torch.strided and v.dim() > 1:
+                return wrap(func(v, _DIMS[v.dim()]), 0, level)
+            return HANDLERS[whole_op](level, whole_op, args, kwargs)
         given = {"dim", "keepdim"}.intersection(kwargs) | set(("dim", "keepdim")[: len(args) - 1])
         keepdim = args[2] if len(args) > 2 else kwargs.get("keepdim", False)
         dim = args[1] if len(args) > 1 else kwargs.get("dim")

@@ -1,0 +1,29 @@
+"""What the user sets for the whole process."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+_WORDS = {"0": False, "1": True, "check": "check"}
+
+
+@dataclass
+class Config:
+    """Settings of the whole process: `forall.config`.
+
+    ``replay``: whether transformed functions that have taken their time are recorded and replayed
+    where it is certain that nobody can tell. ``"check"`` also runs each replayed call as it is, and
+    compares. Set from the environment variable ``FORALL_REPLAY`` (0, 1, check) at the start.
+
+    ``patience``: for how many seconds in all a function has to have run before that.
+
+    Example:
+        >>> forall.config.replay = False
+    """
+
+    replay: bool | str = False
+    patience: float = 0.05
+
+
+now = Config(_WORDS.get(os.environ.get("FORALL_REPLAY", "0"), False))

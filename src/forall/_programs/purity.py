@@ -1,0 +1,233 @@
+"""Whether everything that a function does can be told from what it can be seen to reach.
+
+`jit` is told that its function is pure. Where nobody says so, a call may be replayed only if this
+is certain: each function it can reach is read, name by name, and each name has to lead to something
+that does the same with each call and nothing besides (`trusted`), or to what the guards compare.
+Whatever is not certain runs as it is.
+
+What changes something that the guards see (a counter, a list of results) needs no care here: the
+recording finds it changed. What is looked for is what they cannot see: the clock, Python's random
+numbers, files, the screen, a tensor's version.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+from collections import deque
+from types import (
+    BuiltinFunctionType,
+    CodeType,
+    FunctionType,
+    MappingProxyType,
+    MethodDescriptorType,
+    MethodType,
+    MethodWrapperType,
+    ModuleType,
+    WrapperDescriptorType,
+)
+from typing import TYPE_CHECKING, Any
+from weakref import ReferenceType
+
+import torch
+
+from forall._core.remembering import contents, is_library, is_no_users
+from forall._programs.guards import Unwatched
+from forall._torch import trusted
+from forall._torch.names import PLAIN
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Iterator
+
+    from forall._programs.guards import Guards
+
+_CONTAINERS = (dict, list, tuple, set, frozenset, bytearray, deque, MappingProxyType)
+_WRAPPERS = (MethodType, staticmethod, classmethod, property, functools.partial)
+_METHODS = (MethodDescriptorType, WrapperDescriptorType, MethodWrapperType)
+# What torch calls of a class without its name being written anywhere.
+_CALLED_BY_TORCH = frozenset({"forward", "backward", "setup_context", "vmap", "jvp"})
+_SKIPPED = frozenset(
+    {"CACHE", "PUSH_NULL", "PRECALL", "EXTENDED_ARG", "COPY_FREE_VARS", "RESUME", "NOP"}
+)
+_ATTRIBUTES = frozenset({"LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"})
+_IMPORTS = frozenset({"IMPORT_NAME", "IMPORT_FROM", "IMPORT_STAR"})
+
+
+def doubt(guards: Guards) -> str | None:
+    """What of it is not certain; None where all is. What it names of torch is watched from now."""
+    if guards.why is not None:
+        return guards.why
+    classes = [x for x in guards.reached() if isinstance(x, type) and not is_no_users(x)]
+    methods = {id(f): name for kind in classes for name, v in vars(kind).items() for f in _in(v)}
+    read = []
+    for value in guards.reached():
+        if isinstance(value, FunctionType) and not _is_ours(value):
+            if not trusted.is_trusted(value):
+                read.append(value)
+        elif not _is_certain(value):
+            return f"it reaches {_named(value)}"
+    reading = _Reading(guards)
+    return reading.everything(read, methods, _overridden(classes))
+
+
+class _Reading:
+    """Functions, read name by name."""
+
+    def __init__(self, guards: Guards) -> None:
+        self.guards = guards
+        self.names = {*_CALLED_BY_TORCH}
+
+    def everything(
+        self, read: Iterable[FunctionType], methods: dict[int, str], overridden: set[str]
+    ) -> str | None:
+        """Read functions, but methods only where their name is met on the way."""
+        self.names |= overridden
+        later, now = [], []
+        for f in read:
+            (later if id(f) in methods else now).append(f)
+        while now:
+            for f in now:
+                why = self._function(f)
+                if why is not None:
+                    return why
+            named = {id(f) for f in later if self._is_called(methods[id(f)])}
+            now = [f for f in later if id(f) in named]
+            later = [f for f in later if id(f) not in named]
+        return None
+
+    def _is_called(self, name: str) -> bool:
+        return name in self.names or name.startswith("__")
+
+    def _function(self, func: FunctionType) -> str | None:
+        home = func.__globals__
+        if is_library(home.get("__name__", "")):
+            return f"it reaches {_named(func)}"
+        cells = zip(func.__code__.co_freevars, func.__closure__ or (), strict=True)
+        found = {n: contents(c) for n, c in cells if isinstance(contents(c), ModuleType)}
+        for code, modules in _codes(func.__code__, found):
+            for way in _ways(code, modules):
+                self.names.add(way[-1])
+                why = self._way(way, modules if way[0] in modules else home)
+                if why is not None:
+                    return f"{func.__qualname__} {why} ({code.co_filename}:{code.co_firstlineno})"
+        return None
+
+    def _way(self, way: list[str], home: dict[str, Any]) -> str | None:
+        """Where a way of names leads: `.name` of something unknown, or from a global onwards."""
+        first = way[0]
+        if not first:
+            return f"asks for .{way[-1]}" if way[-1] in trusted.TELLING else None
+        if first not in home:
+            return None if first in trusted.BUILTINS else f"uses {first}"
+        value = home[first]
+        for i, name in enumerate(way[1:], 1):
+            if not isinstance(value, ModuleType):
+                break  # what `_look` of the guards has judged, or `is_trusted` below
+            if not is_library(value.__name__):
+                value = getattr(value, name, None)  # which the guards compare
+                continue
+            inside, value = value, getattr(value, name, None)
+            if not isinstance(value, ModuleType):
+                if not trusted.is_trusted(value):
+                    return f"uses {'.'.join(way[: i + 1])}"
+                self.guards.watch_name(vars(inside), name, value)
+        return f"names the module {value.__name__}" if isinstance(value, ModuleType) else None
+
+
+def _ways(code: CodeType, modules: Collection[str]) -> Iterator[list[str]]:
+    """The names that code goes along: from a global or a module that the closure has onwards.
+
+    ["", name] is an attribute of something else.
+    """
+    way: list[str] = []
+    for i in dis.get_instructions(code):
+        if i.opname in _SKIPPED:
+            continue
+        if i.opname in _ATTRIBUTES and way and way[0]:
+            way.append(i.argval)
+            continue
+        if way:
+            yield way
+            way = []
+        if i.opname == "LOAD_GLOBAL" or (i.opname == "LOAD_DEREF" and i.argval in modules):
+            way = [i.argval]
+        elif i.opname in _ATTRIBUTES:
+            yield ["", i.argval]
+        elif i.opname in _IMPORTS:
+            yield ["import " + str(i.argval)]
+    if way:
+        yield way
+
+
+def _codes(
+    code: CodeType, modules: dict[str, ModuleType]
+) -> Iterator[tuple[CodeType, dict[str, ModuleType]]]:
+    """A function's code and that of all written inside it, with the modules its closure has."""
+    rebound = {*code.co_cellvars, *_rebound(code)}
+    modules = {n: m for n, m in modules.items() if n not in rebound}
+    yield code, modules
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes(constant, modules)
+
+
+def _rebound(code: CodeType) -> Iterator[str]:
+    """The names of a closure that code, or what is written inside it, gives another value."""
+    yield from (i.argval for i in dis.get_instructions(code) if i.opname == "STORE_DEREF")
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _rebound(constant)
+
+
+def _in(value: Any) -> Iterator[FunctionType]:
+    """The functions that an entry of a class is made of."""
+    names = ("fget", "fset", "fdel") if isinstance(value, property) else ("__func__",)
+    found = [value, *(getattr(value, name, None) for name in names)]
+    yield from (f for f in found if isinstance(f, FunctionType))
+
+
+def _overridden(classes: Iterable[type]) -> set[str]:
+    """The methods that a library may call by the name which its own class has for them."""
+    return {
+        name
+        for kind in classes
+        for base in kind.__mro__
+        if is_no_users(base) and base is not object
+        for name in vars(kind).keys() & vars(base).keys()
+    }
+
+
+def _is_ours(func: FunctionType) -> bool:
+    return func.__globals__.get("__name__", "").partition(".")[0] == "forall"
+
+
+def _is_certain(value: Any) -> bool:
+    """Whether the guards see all of a value, or it never changes; functions are read."""
+    kind: Any = type(value)
+    if kind in _CONTAINERS or kind in _WRAPPERS or trusted.is_inert(value):
+        return True
+    if isinstance(value, (FunctionType, Unwatched)):
+        return True  # ours
+    if isinstance(value, torch.Tensor):
+        return kind in PLAIN
+    if isinstance(value, type):
+        if is_no_users(value):
+            return trusted.is_trusted(value)
+        bases = [b for b in (*kind.__mro__, *value.__mro__) if is_no_users(b)]
+        return all(b is type or trusted.is_trusted_base(b) for b in bases)
+    if isinstance(value, BuiltinFunctionType):
+        return trusted.is_trusted(value) or type(value.__self__) in _CONTAINERS
+    if isinstance(value, _METHODS):
+        return trusted.is_trusted_base(getattr(value, "__objclass__", object))
+    if isinstance(value, ReferenceType):
+        return type(value()) in PLAIN  # as torch's recurrent layers have them of their weights
+    if trusted.is_trusted(value):
+        return True
+    return trusted.is_trusted_base(kind) if is_no_users(kind) else True
+
+
+def _named(value: Any) -> str:
+    name = getattr(value, "__qualname__", None)
+    if name is None:
+        return f"an object of class {type(value).__module__}.{type(value).__qualname__}"
+    return f"{getattr(value, '__module__', None) or ''}.{name}".lstrip(".")

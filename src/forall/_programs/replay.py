@@ -1,0 +1,152 @@
+"""Calls that nobody called pure, replayed where it is certain that they are.
+
+A transformed function that has taken its time is looked at (`purity`). Where all that it does is
+certain, its calls are recorded as `jit` records them, kind by kind, and replayed while the guards
+hold: no one can tell, but by the clock. Whatever is in doubt goes on as it is.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from forall._core import config
+from forall._programs.guards import Guards, Unwatched
+from forall._programs.purity import doubt
+from forall._programs.recording import record
+from forall._programs.replayed import Differentiated
+from forall._programs.signature import Unfit, ambient, is_free, of_leaf, shared
+from forall._torch import generators, trees
+from forall._torch.names import has_global_hooks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from forall._programs.replayed import Recorded
+
+_MOST = 16  # kinds of calls that are kept, the last used ones
+_LOSSES = 8  # recordings that may be for nothing
+
+
+class Replays(Unwatched):
+    """The calls of one transformed function; ``why`` tells what stands against replaying them."""
+
+    def __init__(self, run: Callable) -> None:
+        self.eager = run
+        self.why: str | None = None
+        self.known: OrderedDict[Any, Recorded | str | None] = OrderedDict()
+        self.hits = 0
+        self.lost = 0
+
+    def run(self, args: tuple, kwargs: dict) -> Any:
+        if self.why is not None or not is_free() or sys.gettrace() or has_global_hooks():
+            return self.eager(*args, **kwargs)
+        leaves, outline = trees.outlined((args, kwargs))
+        try:
+            kind = (outline, *map(of_leaf, leaves), *ambient())
+        except Unfit:
+            return self.eager(*args, **kwargs)
+        tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
+        if len(tensors) > 1:
+            kind = (kind, shared(tensors))
+        recorded = self.known.get(kind, _NEW)
+        if recorded is None or (recorded is _NEW and config.now.replay == "check"):
+            return self._first(kind, args, kwargs)
+        if type(recorded) is str:
+            return self.eager(*args, **kwargs)
+        if recorded is _NEW or not recorded.stands(tensors):
+            self._seen(kind, lost=recorded is not _NEW)
+            return self.eager(*args, **kwargs)
+        return self._again(recorded, tensors, args, kwargs)
+
+    def _seen(self, kind: Any, *, lost: bool) -> None:
+        """Record the next call of this kind."""
+        self.known[kind] = None
+        if len(self.known) > _MOST:
+            self.known.popitem(last=False)
+        self._lose(lost, "what it reaches changes from call to call")
+
+    def _lose(self, lost: bool, why: str) -> None:
+        self.lost += lost
+        if self.lost > _LOSSES:
+            self.why = why
+            self.known.clear()
+
+    def _first(self, kind: Any, args: tuple, kwargs: dict) -> Any:
+        leaves, spec = trees.flatten((args, kwargs))
+        others = [x for x in leaves if not isinstance(x, torch.Tensor)]
+        self.why = doubt(Guards(self.eager, others))
+        if self.why is not None:
+            self.known.clear()
+            return self.eager(*args, **kwargs)
+        before = ambient()
+        made = record(self.eager, leaves, spec)
+        recorded, why = made.recorded, made.why
+        if recorded is not None:
+            why = doubt(recorded.guards) or _against(recorded)
+            if ambient() != before:
+                why = "it changes the state of torch"
+        if recorded is None or why is not None:
+            self.known[kind] = None if made.moved else why
+            self._lose(True, why or "")
+        else:
+            self.known[kind] = recorded
+            if config.now.replay == "check":
+                tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
+                _compared(recorded, tensors, made.result)
+        return made.result
+
+    def _again(
+        self, recorded: Recorded, tensors: Sequence[torch.Tensor], args: tuple, kwargs: dict
+    ) -> Any:
+        drawn = generators.states(tensors) if recorded.draws else None
+        try:
+            result = recorded(tensors)
+        except Exception:  # noqa: BLE001 - the function itself tells what is wrong, and for whom
+            if drawn is not None:
+                generators.restore(drawn)
+            return self.eager(*args, **kwargs)
+        self.hits += 1
+        if config.now.replay == "check":
+            if drawn is not None:
+                generators.restore(drawn)
+            _same(result, self.eager(*args, **kwargs))
+        return result
+
+
+_NEW: Any = object()
+
+
+def _against(recorded: Recorded) -> str | None:
+    """What of a program nobody but `jit` may replay."""
+    if isinstance(recorded, Differentiated):
+        return "a result requires grad"
+    if recorded.writes_outside():
+        return "it writes into a tensor from outside"  # half done where an operator fails
+    return None
+
+
+def _compared(recorded: Recorded, tensors: Sequence[torch.Tensor], result: Any) -> None:
+    if not recorded.draws:
+        _same(recorded(tensors), result)
+
+
+def _same(found: Any, expected: Any) -> None:
+    """What `config.replay = "check"` is for: a replayed call against the call itself."""
+    ours, tree = trees.flatten(found)
+    theirs, wanted = trees.flatten(expected)
+    if tree != wanted or not all(map(_is_same, ours, theirs)):
+        raise RuntimeError(f"forall: a replayed call gave\n{found}\nand not\n{expected}")
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return (
+            (a.dtype, a.shape, a.requires_grad) == (b.dtype, b.shape, b.requires_grad)
+            and torch.equal(a.isnan(), b.isnan())
+            and torch.equal(a.nan_to_num(), b.nan_to_num())
+        )
+    return type(a) is type(b) and (repr(a) == repr(b))

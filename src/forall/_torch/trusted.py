@@ -1,0 +1,163 @@
+"""What of torch and of Python does the same with each call, and nothing besides.
+
+A list of what is known, not of what is not: whatever is missing here runs as it is.
+"""
+
+from __future__ import annotations
+
+import builtins
+import collections
+import functools
+import itertools
+import operator
+import types
+from typing import Any
+
+import torch
+from torch.autograd import functional
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from forall._torch.names import OpOverload, OpOverloadPacket, function_homes
+
+# Modules of which every function is trusted, and packages whose classes are.
+_MODULES = frozenset({"math", "_operator", "operator", "itertools", "forall"})
+_CLASSES = ("torch.nn.", "torch.distributions.", "torch.autograd.", "forall.", "enum", "abc")
+
+_BUILTINS = """
+    abs all any bool bytes callable complex dict divmod enumerate filter float frozenset hasattr int
+    isinstance issubclass iter len list map max min next object pow range repr reversed round set
+    slice sorted str sum super tuple type zip property staticmethod classmethod True False None
+    NotImplemented Ellipsis __build_class__ __name__
+"""
+_TELLING = """
+    _version grad grad_fn is_leaf retains_grad output_nr data_ptr _base _cdata is_shared is_pinned
+    initial_seed seed manual_seed get_state set_state get_rng_state set_rng_state __dict__ __code__
+    __globals__ __closure__ __subclasses__ f_back gi_frame tb_frame
+"""
+BUILTINS = frozenset(_BUILTINS.split()) | {
+    n for n, e in vars(builtins).items() if isinstance(e, type) and issubclass(e, BaseException)
+}
+# What tells of a tensor, a generator or a function more than a kind of calls says.
+TELLING = frozenset(_TELLING.split())
+
+# Torch's functions of tensors, and what is not found where they are.
+_HOMES = (*function_homes[:-1], F, torch.functional, torch.linalg, torch.fft, torch.special)
+_UNFIT = ("__", "set_", "_cufft_set", "from_file")
+_MORE = (
+    checkpoint,
+    torch.autograd.grad,
+    functional.jacobian,
+    functional.hessian,
+    functional.vjp,
+    functional.jvp,
+    functional.hvp,
+    functional.vhp,
+    torch.tensor,
+    torch.as_tensor,
+    torch.is_tensor,
+    torch.is_floating_point,
+    torch.is_complex,
+    torch.is_grad_enabled,
+    torch.get_default_dtype,
+    torch.numel,
+    torch.no_grad,
+    torch.enable_grad,
+    torch.set_grad_enabled,
+    torch.autocast,
+    torch.finfo,
+    torch.iinfo,
+    torch.Tensor,
+    torch.Size,
+    torch.Generator,
+    types.SimpleNamespace,
+    collections.OrderedDict,
+    collections.defaultdict,
+    functools.partial,
+    functools.reduce,
+    collections.deque,
+    *(getattr(torch.func, n) for n in torch.func.__all__),
+)
+_FOUND = [getattr(home, n) for home in _HOMES for n in dir(home) if not n.startswith(_UNFIT)]
+_FUNCTIONS = frozenset(map(id, [*filter(callable, _FOUND), *_MORE]))  # none of them ever goes
+
+
+# Of these classes a value says all there is to say, or has nothing that changes.
+_INERT = (
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type(None),
+    type(...),
+    type(NotImplemented),
+    range,
+    slice,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+    torch.Size,
+    torch.Generator,
+    types.CodeType,
+    types.GetSetDescriptorType,
+    types.MemberDescriptorType,
+    types.GenericAlias,
+    types.UnionType,
+)
+_INERT_MODULES = frozenset({"typing", "dataclasses", "_abc", "enum"})
+
+
+def is_inert(value: Any) -> bool:
+    kind = type(value)
+    return isinstance(value, _INERT) or kind.__module__ in _INERT_MODULES
+
+
+def is_trusted(value: Any) -> bool:
+    """Whether a value of a library may be used: called, if it can be."""
+    if id(value) in _FUNCTIONS or is_inert(value):
+        return True
+    if value is operator.attrgetter or value is operator.methodcaller:
+        return False  # they read names that nobody reads here
+    if isinstance(value, type):
+        return _is_trusted_class(value)
+    module = getattr(value, "__module__", None) or ""
+    if isinstance(value, (types.BuiltinFunctionType, types.FunctionType)):
+        home = getattr(value, "__globals__", {}).get("__name__", module)
+        return home.partition(".")[0] in _MODULES or home == "torch.utils._contextlib"
+    return isinstance(value, (OpOverload, OpOverloadPacket))
+
+
+def _is_trusted_class(kind: type) -> bool:
+    module = kind.__module__
+    if module == "builtins":
+        return kind.__name__ in BUILTINS
+    return module in _MODULES or module.startswith(_CLASSES) or kind in _BASES
+
+
+_BASES = frozenset(
+    {
+        object,
+        torch.Tensor,
+        torch.nn.Module,
+        torch.nn.Parameter,
+        torch.autograd.Function,
+        types.SimpleNamespace,
+        itertools.chain,
+        collections.OrderedDict,
+        collections.defaultdict,
+        collections.deque,
+        collections.Counter,
+    }
+)
+
+
+def is_trusted_base(kind: type) -> bool:
+    """Whether a class of the user's may derive from this one of a library."""
+    return (
+        kind in _BASES
+        or kind.__module__ in ("typing", "enum", "abc")
+        or kind.__module__.startswith(_CLASSES)
+        or (kind.__module__ == "builtins" and kind.__name__ in BUILTINS)
+    )
