@@ -1035,6 +1035,54 @@ def dtypes_asked_for(jit):
     return lambda i: (g(xs(i), xs(i).double()), g(xs(i).double(), xs(i)), g(xs(i) > 0, xs(i) > 0))
 
 
+@unrecorded
+def arguments_that_get_a_history(jit):
+    total = torch.zeros(3)
+
+    def into(v, x):
+        v.add_(x.mean())
+
+    def in_place(x):
+        x.mul_(3)
+
+    def captured(x):
+        total.copy_(x)
+        return x.detach().sum()
+
+    f, g, h = jit(into), jit(in_place), jit(captured)
+
+    def call(i):
+        v, x = xs(i), xs(i).requires_grad_()
+        f(v, x)
+        y = x * 2
+        g(y)
+        total.detach_()
+        h(x)
+        return [torch.autograd.grad(t.sum(), x, allow_unused=True) for t in (v, y, total)]
+
+    return call
+
+
+@case
+def arguments_written_without_a_history(jit):
+    w = torch.ones(3, requires_grad=True)
+
+    def step(x):
+        with torch.no_grad():
+            x.add_(1)
+            w.mul_(0.5).add_(x)
+        return w.detach().sum()
+
+    f = jit(step)
+
+    def call(i):
+        x = xs(i).requires_grad_()
+        y = xs(i)
+        return f(y), f(x), x, y, w.detach().clone()
+
+    return call
+
+
 @case
 def results_cut_from_their_history(jit):
     w = torch.ones(3, requires_grad=True)

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 # What a result may be besides a tensor: it comes back as it is with each call.
 _WORDS = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
+_WRITTEN = "it writes into a tensor from outside, with a derivative at stake"
+
 
 class Recording(NamedTuple):
     """A first call: what it gave, and its program; or why it has none."""
@@ -49,8 +51,12 @@ def record(func: Callable, leaves: list, spec: Any, write: Callable = function) 
     recorder = Recorder(tensors, guards.tensors, guards.generators)
     if guards.why is not None:
         recorder.fails(guards.why)
+    outside = [*filter(_is_tensor, leaves), *guards.tensors.values()]
+    histories = [t.grad_fn for t in outside]
     with _seen_by(recorder), Watch(recorder):
         result = _called(func, leaves, spec, tensors)
+    if any(t.grad_fn is not history for t, history in zip(outside, histories, strict=True)):
+        recorder.fails(_WRITTEN)
     found, tree = trees.flatten(result)
     ends = [*filter(_is_tensor, found)]
     odd = next((x for x in found if not isinstance(x, (torch.Tensor, *_WORDS))), None)
@@ -151,7 +157,7 @@ def _entangled(program: Program) -> str | None:
     written = program.written()
     results = {*program.outputs}
     if written & outside:
-        return "it writes into a tensor from outside, with a derivative at stake"
+        return _WRITTEN
     if written & {roots[n] for n in program.constants}:
         return "it writes into a tensor made of numbers, with a derivative at stake"
     if outside & {roots[n] for n in results} or len({roots[n] for n in results}) < len(results):
