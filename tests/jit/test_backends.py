@@ -9,13 +9,17 @@ from __future__ import annotations
 import functools
 import subprocess
 import sys
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from forall import PerformanceWarning, grad, jit, vmap
+from forall._programs import backends
 from forall._torch import compilers
 from jit.cases import AS_IT_IS, CASES
 from jit.test_adversarial import same, six_calls
@@ -256,3 +260,56 @@ def test_on_a_gpu(backend):
         found = torch.autograd.grad(h(x), leaf)
         wanted = torch.autograd.grad((x * leaf).sin().exp().sum(), leaf)
         assert alike(found, wanted)
+
+
+# --- graphs, on a device that is made up ---------------------------------------------------------
+
+
+class Tape(TorchDispatchMode):
+    """What a graph of CUDA's is: operators that run again on the memory that they ran on."""
+
+    def __init__(self):
+        super().__init__()
+        self.ran = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        self.ran.append((func, args, kwargs or {}, made))
+        return made
+
+    def replay(self):
+        for func, args, kwargs, made in self.ran:
+            again = func(*args, **kwargs)
+            if again is not made:
+                made.copy_(again)
+
+
+def test_a_graph_reads_copies_and_hands_copies_back(monkeypatch):
+    device = SimpleNamespace(wait_stream=lambda other: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: device)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: device)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Tape)
+    monkeypatch.setattr(torch.cuda, "graph", lambda tape: tape)
+    monkeypatch.setattr(backends.Core, "_unfit", lambda core, tensors: None)
+    w = torch.ones(3)
+    f = lambda x: ((x * w).sin(), x.add_(1), (x * w).cos()[1])  # noqa: E731
+    g = jit(f, backend="cudagraphs")
+    kept = []
+    for i in range(4):
+        w.fill_(i + 1)
+        x, z = X + i, X + i
+        found, wanted = g(x), f(z)
+        assert alike([x, *found], [z, *wanted])
+        kept.append(([y.clone() for y in wanted], found))
+    for wanted, found in kept:
+        assert alike(found, wanted)  # no later call wrote into them
+
+
+def test_what_is_not_on_the_gpu_is_no_part_of_a_graph(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    g = jit(lambda x: (x.sin() * 2).exp(), backend="cudagraphs")
+    g(X)
+    with pytest.warns(PerformanceWarning, match="a tensor is not on the GPU"):
+        assert g(X).equal((X.sin() * 2).exp())

@@ -46,7 +46,8 @@ def jit(
     time: seconds once, and results equal to rounding. Draws, views and what a compiler refuses stay
     Python's; of the latter a `PerformanceWarning` tells. Both halves of a derivative are compiled,
     what a derivative of the second one needs is not. ``"cudagraphs"`` copies arguments and captured
-    tensors to where the graph reads them with each call, so it is for many small operators.
+    tensors to where the graph reads them with each call, so it is for many small operators; it is
+    tested on a made-up device alone.
 
     To look inside: ``jitted.cache_info()`` counts calls as `functools.lru_cache` does, where a miss
     ran ``func``; ``jitted.kinds()`` lists what is kept, and ``print(*jitted.kinds())`` shows each
