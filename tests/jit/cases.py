@@ -1074,6 +1074,25 @@ def a_quantised_tensor(jit):
 
 
 @case
+def constants_that_are_results_and_views_of_each_other(jit):
+    def f(x):
+        a = torch.arange(12.0).reshape(3, 4)
+        b = torch.tensor([1.0, 2.0, 3.0])
+        return x + 1, a, a[1:, ::2], a.t(), b, b[:2], torch.ones(3, 1).expand(3, 2)
+
+    g = jit(f)
+
+    def call(i):
+        x, a, v, t, b, w, e = g(xs(i))
+        layouts = [tuple(s.stride()) for s in (a, v, t, b, w, e)]
+        a[1, 0] += 5
+        w[0] = -1
+        return x, a, v, t, b, w, e, layouts
+
+    return call
+
+
+@case
 def no_elements(jit):
     f = jit(vmap(lambda x: x.sin().sum()))
     return lambda i: f(xs(i, i % 2, 3))
@@ -1086,6 +1105,96 @@ def trees(jit):
 
 
 # --- results --------------------------------------------------------------------------------------
+
+
+@case
+def dtypes_asked_for(jit):
+    def f(x, y):
+        dtype = torch.promote_types(x.dtype, torch.result_type(x, y))
+        return x.to(dtype) + y.to(dtype) * torch.can_cast(x.dtype, y.dtype)
+
+    g = jit(f)
+    return lambda i: (g(xs(i), xs(i).double()), g(xs(i).double(), xs(i)), g(xs(i) > 0, xs(i) > 0))
+
+
+@unrecorded
+def arguments_that_get_a_history(jit):
+    total = torch.zeros(3)
+
+    def into(v, x):
+        v.add_(x.mean())
+
+    def in_place(x):
+        x.mul_(3)
+
+    def captured(x):
+        total.copy_(x)
+        return x.detach().sum()
+
+    f, g, h = jit(into), jit(in_place), jit(captured)
+
+    def call(i):
+        v, x = xs(i), xs(i).requires_grad_()
+        f(v, x)
+        y = x * 2
+        g(y)
+        total.detach_()
+        h(x)
+        return [torch.autograd.grad(t.sum(), x, allow_unused=True) for t in (v, y, total)]
+
+    return call
+
+
+@case
+def arguments_written_without_a_history(jit):
+    w = torch.ones(3, requires_grad=True)
+
+    def step(x):
+        with torch.no_grad():
+            x.add_(1)
+            w.mul_(0.5).add_(x)
+        return w.detach().sum()
+
+    f = jit(step)
+
+    def call(i):
+        x = xs(i).requires_grad_()
+        y = xs(i)
+        return f(y), f(x), x, y, w.detach().clone()
+
+    return call
+
+
+@case
+def results_cut_from_their_history(jit):
+    w = torch.ones(3, requires_grad=True)
+    f = jit(lambda x: (x.detach(), x.detach()[1:], w.detach()))
+    g = jit(lambda x: (y := x.detach(), y, w.detach().view(3, 1)))
+
+    def call(i):
+        x = xs(i).requires_grad_()
+        with torch.no_grad() if i % 2 else torch.enable_grad():
+            found = [*f(x), *g(x)]
+        with torch.no_grad():
+            w.add_(1)  # a view of it would find its history now
+        return [y.requires_grad for y in found], found[3] is found[4], found
+
+    return call
+
+
+@case
+def arguments_and_views_of_them_without_grad(jit):
+    w = torch.ones(3, requires_grad=True)
+    f = jit(lambda x: (x, x[1:], w, w.view(3, 1), (x * w).sin()))
+
+    def call(i):
+        x = xs(i).requires_grad_()
+        y = x * 1 if i > 3 else x
+        with torch.no_grad():
+            found = f(y)
+        return [t.requires_grad for t in found], found[0] is y, found[2] is w, found
+
+    return call
 
 
 @case

@@ -106,6 +106,24 @@ assert_type(jvp(with_aux, aux, aux, has_aux=True), tuple[Tensor, Tensor, list[st
 assert_type(forall.linearize(one, x), tuple[Tensor, Callable[[Tensor], Tensor]])
 assert_type(forall.linearize(pair, x, x)[1](x, x), tuple[Tensor, Params])
 
+# --- jit -----------------------------------------------------------------------------------------
+
+
+class Model:
+    @forall.jit
+    def step(self, a: Tensor, n: int = 1) -> Tensor:
+        return a * n
+
+
+assert_type(forall.jit(one)(x), Tensor)
+assert_type(forall.jit(one, static_argnums=0).cache_info().hits, int)
+assert_type(forall.jit(one).kinds()[0].why, str | None)
+assert_type(Model().step(x, n=2), Tensor)
+assert_type(vmap(forall.jit(one))(x), Tensor)
+forall.jit(lambda a: a.sin())(x).sin()
+forall.jit(one)(x, x)  # pyright: ignore[reportCallIssue]
+Model().step(x, x)  # pyright: ignore[reportArgumentType]
+
 # --- lambdas and functions without types are let pass ------------------------------------------
 
 model = torch.nn.Linear(3, 3)

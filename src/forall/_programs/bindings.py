@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from forall._programs.program import Node, Program, Ref, with_refs
+from forall._programs.program import Node, Piece, Program, Ref, with_refs
 from forall._torch.dispatch import without_history
 from forall._torch.names import DispatchMode, fast_operator, function_homes
 from forall._torch.schema import facts
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 def binding(program: Program, node: Node) -> tuple[Callable, tuple, dict]:
     """A function, and its arguments, that does what a node says."""
+    if isinstance(node, Piece):
+        return node.op, node.args, node.kwargs
     for func, args, kwargs in () if facts(node.op).seeded else _candidates(node):  # it would draw
         if _reaches(program, node, func, args, kwargs):
             return func, args, kwargs

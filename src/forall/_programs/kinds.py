@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from forall._core.errors import Call, slow
+from forall._core.errors import Call, name_of, slow
 from forall._programs.guards import Unwatched
+from forall._programs.listing import CacheInfo, Kind, listed, unlisted, words
 from forall._programs.recording import record
 from forall._programs.signature import Unfit, ambient, is_free, of_leaf, shared
 from forall._torch import trees
@@ -18,49 +19,80 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from forall._programs.replayed import Recorded
+    from forall._programs.statics import Statics
 
-_NEW: Any = object()
 _MOST = 64  # kinds of calls that are kept, the last used ones
+
+
+class AsItIs(NamedTuple):
+    """What is kept of a kind that cannot be recorded."""
+
+    arguments: str
+    why: str
+    times: int = 0
 
 
 class Kinds(Unwatched):
     """The kinds of calls that were recorded of one function."""
 
-    def __init__(self, func: Callable) -> None:
+    def __init__(self, func: Callable, statics: Statics, write: Callable) -> None:
         self.func = func
-        self.known: OrderedDict[Any, Recorded | None] = OrderedDict()
-        self.newest: Recorded | None = None
+        self.write = write
+        self.boxed = statics.boxed if statics else None
+        self.known: OrderedDict[Any, Recorded | AsItIs] = OrderedDict()
+        self.newest: Recorded | AsItIs | None = None
         self.settling: set[Any] = set()  # whose first call changed what the function can reach
+        self.hits = self.misses = 0
 
     def clear(self) -> None:
+        """Forget all kinds, and count from 0."""
         self.known.clear()
         self.settling.clear()
         self.newest = None
+        self.hits = self.misses = 0
+
+    def info(self) -> CacheInfo:
+        """How many calls were replayed, how many ran the function, and how many kinds are kept."""
+        return CacheInfo(self.hits, self.misses, _MOST, len(self.known))
+
+    def listed(self) -> list[Kind]:
+        """The kinds that are kept, the last used one last."""
+        name = name_of(self.func)
+        return [
+            unlisted(name, *made[:2]) if type(made) is AsItIs else listed(name, made)
+            for made in self.known.values()
+        ]
 
     def run(self, args: tuple, kwargs: dict) -> Any:
         if not is_free():
+            self.misses += 1
             return self.func(*args, **kwargs)
-        leaves, outline = trees.outlined(args, kwargs)
+        given = self.boxed(args, kwargs) if self.boxed else (args, kwargs)
+        leaves, outline = trees.outlined(*given)
+        tensors = [x for x in leaves if isinstance(x, torch.Tensor)] if leaves else leaves
         try:
             kind = (outline, *map(of_leaf, leaves), *ambient())
+            if len(tensors) > 1:
+                kind = (kind, shared(tensors))
+            made = self.known.get(kind)
         except Unfit as unfit:
-            return self._as_it_is(args, kwargs, str(unfit))
-        tensors = [x for x in leaves if isinstance(x, torch.Tensor)] if leaves else leaves
-        if len(tensors) > 1:
-            kind = (kind, shared(tensors))
-        recorded = self.known.get(kind, _NEW)
-        if recorded is None:
+            kind = str(unfit)
+            made = self.known.get(kind) or self._as_it_is(kind, given, kind)
+        if type(made) is AsItIs:
+            self.misses += 1
             return self.func(*args, **kwargs)
-        if recorded is _NEW or not recorded.stands(tensors):
-            return self._first(kind, leaves, trees.flatten((args, kwargs))[1])
-        if recorded is not self.newest:
-            self.newest = recorded
+        if made is None or not made.stands(tensors):
+            self.misses += 1
+            return self._first(kind, given, leaves)
+        if made is not self.newest:
+            self.newest = made
             with suppress(KeyError):  # another thread's calls may have pushed it out
                 self.known.move_to_end(kind)
-        return recorded(tensors)
+        self.hits += 1
+        return made(tensors)
 
-    def _first(self, kind: Any, leaves: list, spec: Any) -> Any:
-        made = record(self.func, leaves, spec)
+    def _first(self, kind: Any, given: tuple[tuple, dict], leaves: list) -> Any:
+        made = record(self.func, leaves, trees.flatten(given)[1], self.write)
         if made.moved and kind not in self.settling:
             # A cache, a mask kept on a module, a wrapper that torch makes late: set up once. Who
             # changes something with each call is found out by the next one.
@@ -69,16 +101,24 @@ class Kinds(Unwatched):
             self.settling.add(kind)
             return made.result
         self.settling.discard(kind)
-        if made.why is not None:
-            self._tell(made.why)
-        self.known[kind] = made.recorded
-        if len(self.known) > _MOST:
-            self.known.popitem(last=False)
+        if made.recorded is None:
+            self._as_it_is(kind, given, made.why or "")
+        else:
+            before = self.known.get(kind)
+            made.recorded.arguments = words(*given)
+            made.recorded.times += before.times if before is not None else 0
+            self._keep(kind, made.recorded)
         return made.result
 
-    def _as_it_is(self, args: tuple, kwargs: dict, why: str) -> Any:
-        self._tell(why)
-        return self.func(*args, **kwargs)
-
-    def _tell(self, why: str) -> None:
+    def _as_it_is(self, kind: Any, given: tuple[tuple, dict], why: str) -> AsItIs:
+        """Say once why, and keep that."""
         slow(f"{Call('jit', self.func)}: not recorded, so run as it is: {why}.")
+        made = AsItIs(words(*given), why)
+        self._keep(kind, made)
+        return made
+
+    def _keep(self, kind: Any, made: Recorded | AsItIs) -> None:
+        self.known[kind] = self.newest = made
+        self.known.move_to_end(kind)
+        if len(self.known) > _MOST:
+            self.known.popitem(last=False)

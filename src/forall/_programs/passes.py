@@ -71,7 +71,8 @@ def constants(program: Program) -> None:
 def _constant(program: Program) -> list[Node]:
     """Operators on constants alone, whose memory nobody else writes into, or reads before."""
     roots = [v.root for v in program.values]
-    varying = {roots[n] for n in (*program.inputs, *program.captured)}
+    # What leaves is made anew with each call: it is the caller's, to write into.
+    varying = {roots[n] for n in (*program.inputs, *program.captured, *program.outputs)}
     while True:
         before = len(varying)
         nodes = []

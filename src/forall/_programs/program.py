@@ -82,6 +82,16 @@ class Node:
 
 
 @dataclass(slots=True)
+class Piece(Node):
+    """Several operators as one function, which writes into the values ``written``."""
+
+    written: list[int]
+
+    def writes(self) -> list[int]:
+        return self.written
+
+
+@dataclass(slots=True)
 class Program:
     """``inputs`` come with each call, ``captured`` are read anew, ``constants`` are kept."""
 

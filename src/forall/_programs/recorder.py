@@ -56,8 +56,14 @@ _UNFIT = {
 }
 
 
-# Questions about layouts: within a kind of calls their answer is one.
-_ASIDE = {aten.is_same_size.default, aten._has_same_storage_numel.default}
+# Questions about layouts and dtypes: within a kind of calls their answer is one.
+_ASIDE = {
+    aten.is_same_size.default,
+    aten._has_same_storage_numel.default,
+    aten.can_cast.default,
+    aten.promote_types.default,
+    *(getattr(aten.result_type, name) for name in aten.result_type.overloads()),
+}
 
 
 class Recorder(DispatchMode):
@@ -87,6 +93,7 @@ class Recorder(DispatchMode):
             if _has_memory(t):
                 self._known_at.setdefault(t.untyped_storage()._cdata, []).append(t)
         self._lazies: list[tuple[bool, bool]] = []
+        self._named: set[int] = set()  # values that leave under a name of their own
         self.inputs = [self._new(t, None) for t in inputs]
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -178,11 +185,25 @@ class Recorder(DispatchMode):
         n = self.number(t) if _has_memory(t) else None
         if n is None:
             self.fails("a result comes from where no operator was seen")
-        elif self._tensors[n]() is not t and self.why is None:  # it is to have a name of its own
-            self.values.append(self.values[n])
-            self.nodes.append(Node(aten.alias.default, (Ref(n),), {}, len(self.values) - 1))
-            return len(self.values) - 1
+        elif n in self._named:
+            return n
+        elif self.why is None and not t.requires_grad and self._leads_outside(n):
+            return self._renamed(n, t, aten.detach.default)
+        elif self.why is None and self._tensors[n]() is not t:  # it is to have a name of its own
+            return self._renamed(n, t, aten.alias.default)
         return n
+
+    def _leads_outside(self, n: int) -> bool:
+        """Whether a view of the value, made without history, is one of what requires grad."""
+        root = self.values[n].root
+        known = self._tensors[root]()
+        return known is not None and known.requires_grad and self.is_from_outside(known)
+
+    def _renamed(self, n: int, t: torch.Tensor, op: Any) -> int:
+        named = self._new(t, self.values[n].root)
+        self.nodes.append(Node(op, (Ref(n),), {}, named))
+        self._named.add(named)
+        return named
 
     def _met(self, func: Any, args: tuple, kwargs: dict) -> Node | None:
         fact = facts(func)

@@ -12,6 +12,8 @@ from forall._programs.guards import Guards
 from forall._programs.passes import clean
 from forall._programs.recorder import Recorder, Watch
 from forall._programs.replayed import Differentiated, Pullback, Recorded, Results
+from forall._programs.statics import unboxed
+from forall._programs.writing import function
 from forall._torch import trees
 from forall._torch.dispatch import aside
 
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
 # What a result may be besides a tensor: it comes back as it is with each call.
 _WORDS = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
+_WRITTEN = "it writes into a tensor from outside, with a derivative at stake"
+
 
 class Recording(NamedTuple):
     """A first call: what it gave, and its program; or why it has none."""
@@ -35,12 +39,15 @@ class Recording(NamedTuple):
     moved: bool = False  # Python's state alone was in the way, which a first call may set up
 
 
-def record(func: Callable, leaves: list, spec: Any, *, pulls: bool = True) -> Recording:
-    """Make a call of these arguments, and its program.
+def record(
+    func: Callable, leaves: list, spec: Any, write: Callable = function, *, pulls: bool = True
+) -> Recording:
+    """Make a call of these arguments, and its program, which ``write`` makes a function.
 
     Unless it ``pulls``, a call whose results require grad has none: recording the way back runs
     hooks and backward passes of the user's, once more than the user did.
     """
+    leaves = [*map(unboxed, leaves)]
 
     def again(tensors: Sequence[Tensor]) -> list[Tensor]:
         return [*filter(_is_tensor, trees.leaves(_called(func, leaves, spec, tensors)))]
@@ -50,32 +57,40 @@ def record(func: Callable, leaves: list, spec: Any, *, pulls: bool = True) -> Re
     recorder = Recorder(tensors, guards.tensors, guards.generators)
     if guards.why is not None:
         recorder.fails(guards.why)
+    outside = [*filter(_is_tensor, leaves), *guards.tensors.values()]
+    histories = [t.grad_fn for t in outside]
     with _seen_by(recorder), Watch(recorder):
         result = _called(func, leaves, spec, tensors)
+    if any(t.grad_fn is not history for t, history in zip(outside, histories, strict=True)):
+        recorder.fails(_WRITTEN)
     found, tree = trees.flatten(result)
     ends = [*filter(_is_tensor, found)]
-    odd = next((x for x in found if not isinstance(x, (torch.Tensor, *_WORDS))), None)
-    if odd is not None:
-        recorder.fails(f"a result of class {type(odd).__name__}")
+    _judge(recorder, found, pulls)
     moved = recorder.why is None and not guards.hold()
     if moved:
         recorder.fails("it changes Python's state: a list, an attribute, a global")
-    if not pulls and any(y.requires_grad for y in ends):
-        recorder.fails("a result requires grad")
     back = _pulled_back(recorder, tensors, ends) if pulls else None
     program = recorder.program(ends)
     if program is None:
         return Recording(result, None, recorder.why, moved)
     results = Results.of(found, tree)
     if back is None:
-        made = Recorded(clean(program), guards, results, tensors)
+        made = Recorded(clean(program), guards, results, tensors, write)
     elif (why := _entangled(program)) is not None:
         return Recording(result, None, why)
     else:
         back = _cleaned(program, back)
-        made = Differentiated(program, guards, results, tensors, back, again)
+        made = Differentiated(program, guards, results, tensors, write, back, again)
     guards.watch(program.captured.values())
     return Recording(result, made, None)
+
+
+def _judge(recorder: Recorder, found: list, pulls: bool) -> None:
+    if not pulls and any(x.requires_grad for x in filter(_is_tensor, found)):
+        recorder.fails("a result requires grad")
+    odd = next((x for x in found if not isinstance(x, (torch.Tensor, *_WORDS))), None)
+    if odd is not None:
+        recorder.fails(f"a result of class {type(odd).__name__}")
 
 
 def _is_tensor(x: Any) -> bool:
@@ -110,6 +125,9 @@ def _pulled_back(
 ) -> Pullback | None:
     """Pull the results back to all that requires grad outside, if anything does."""
     moved = {id(y): i for i, y in reversed([*enumerate(ends)]) if y.requires_grad}
+    if not torch.is_grad_enabled():  # what comes back as it came, or as a view, has no new history
+        outside = {id(t) for t in (*inputs, *recorder.captured.values())}
+        moved = {k: i for k, i in moved.items() if k not in outside and ends[i].grad_fn is not None}
     places = sorted(moved.values())
     if recorder.why is not None or not moved:
         return None
@@ -151,7 +169,7 @@ def _entangled(program: Program) -> str | None:
     written = program.written()
     results = {*program.outputs}
     if written & outside:
-        return "it writes into a tensor from outside, with a derivative at stake"
+        return _WRITTEN
     if written & {roots[n] for n in program.constants}:
         return "it writes into a tensor made of numbers, with a derivative at stake"
     if outside & {roots[n] for n in results} or len({roots[n] for n in results}) < len(results):

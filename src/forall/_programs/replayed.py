@@ -31,10 +31,19 @@ if TYPE_CHECKING:
 class Recorded:
     """A program, and what tells whether it still stands."""
 
+    arguments = ""  # of the call that was recorded, in words
+    times = 1  # that this kind was recorded: what it captures may change
+
     def __init__(
-        self, program: Program, guards: Guards, results: Results, tensors: Sequence[Tensor]
+        self,
+        program: Program,
+        guards: Guards,
+        results: Results,
+        tensors: Sequence[Tensor],
+        write: Callable = function,
     ) -> None:
         self.program = program
+        self.write = write  # makes a function of operators
         self.guards = guards
         self.results = results
         self.captured = [*program.captured.values()]
@@ -66,7 +75,7 @@ class Recorded:
         return not self.program.written().isdisjoint(roots[n] for n in self.given)
 
     def _compiled(self) -> Callable:
-        return function(self.program, self.program.nodes, self.given, self.program.outputs)
+        return self.write(self.program, self.program.nodes, self.given, self.program.outputs)
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
         outs = self._run(*tensors, *self.captured)
@@ -126,28 +135,30 @@ class Differentiated(Recorded):
         guards: Guards,
         results: Results,
         tensors: Sequence[Tensor],
+        write: Callable,
         back: Pullback,
         again: Callable,
     ) -> None:
         self.back = back
         self.again = again
+        second = {id(node) for node in back.nodes}
+        first = [node for node in program.nodes if id(node) not in second]
+        self.halves = first, [node for node in program.nodes if id(node) in second]
         self.outputs = [*dict.fromkeys(program.outputs)]
         self._order = [self.outputs.index(n) for n in program.outputs]
         self.moves = [self.outputs.index(program.outputs[i]) for i in back.moved]
-        super().__init__(program, guards, results, tensors)
+        super().__init__(program, guards, results, tensors, write)
 
     def _compiled(self) -> Callable:
-        second = {id(node) for node in self.back.nodes}
-        first = [node for node in self.program.nodes if id(node) not in second]
-        last = [node for node in self.program.nodes if id(node) in second]
+        first, last = self.halves
         found = [n for n in self.back.gradients if n is not None]
         made = {n for node in first for n in node.makes()}
         read = dict.fromkeys([*(n for node in last for n in node.reads()), *found])
         self.saved = [n for n in read if n in made or n in self.given]
         self.fresh = [n for n in self.saved if n in made and n not in self.outputs]
         self.shown = [i for i, n in enumerate(self.outputs) if n in self.saved]
-        self.backward = function(self.program, last, [*self.saved, *self.back.cotangents], found)
-        return function(self.program, first, self.given, [*self.outputs, *self.fresh])
+        self.backward = self.write(self.program, last, [*self.saved, *self.back.cotangents], found)
+        return self.write(self.program, first, self.given, [*self.outputs, *self.fresh])
 
     def forward(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         return self._run(*tensors)

@@ -15,6 +15,7 @@ from torch import (
 from torch.compiler import is_dynamo_compiling
 
 from forall._core.levels import stack
+from forall._programs.statics import Static
 from forall._torch.dispatch import (
     autocast_state,
     dispatch_modes,
@@ -57,6 +58,8 @@ def of_leaf(x: Any) -> Any:
         return type(x), repr(x)
     if isinstance(x, (int, str, bytes, type(None), torch.dtype, torch.device)):
         return type(x), x
+    if type(x) is Static:
+        return x.key
     return type(x), id(x)  # guarded, and held, by the program's guards
 
 

@@ -61,7 +61,8 @@ def views(program: Program) -> None:
     for node in program.nodes:
         node.replaced(other)
         n = node.outs
-        if not _only_views(node.op) or not isinstance(n, int):
+        cut = node.op is torch.ops.aten.detach.default and n in program.outputs
+        if cut or not _only_views(node.op) or not isinstance(n, int):
             bases.update(m for m in node.makes() if program.values[m].root == m)
             continue
         first = node.args[0].n

@@ -83,15 +83,19 @@ def _function(
 ) -> Callable:
     text = Text(program)
     made = [n for n in program.constants if n not in given]
-    written = {program.values[n].root for node in nodes for n in node.writes()}
+    roots = [v.root for v in program.values]
+    # Into these somebody writes: an operator, or the caller who is given them.
+    written = {roots[n] for node in nodes for n in node.writes()} | {roots[n] for n in results}
     for n in made:
-        text.names[f"c{n}" if program.values[n].root in written else f"v{n}"] = program.constants[n]
-        if program.values[n].root in written:
+        if roots[n] in written:
+            text.names[f"c{n}"] = program.constants[n]
             text.lines.append(f"v{n} = c{n}.clone()")
+        else:
+            text.names[f"v{n}"] = program.constants[n]
     kept = {*results, *given, *made}
     for node, last in zip(nodes, _last_reads(nodes, kept), strict=True):
         text.node(node, last)
-    out = ", ".join(f"v{n}.clone()" if n in made else f"v{n}" for n in results)
+    out = ", ".join(f"v{n}" for n in results)
     body = "\n        ".join([*text.lines, f"return ({out}{',' if results else ''})"])
     arguments = ", ".join(f"v{n}" for n in given)
     source = f"def program({arguments}):\n    with {below}:\n        {body}\n"

@@ -71,11 +71,11 @@ def _rounds_in_place(k0: Tensor, k1: Tensor, x0: Tensor, x1: Tensor) -> Words:
 def _few(k0: Tensor, k1: Tensor, x0: Tensor, x1: Tensor) -> Words:
     """For a handful of entries Python's ints are faster than a hundred operators."""
     shape = torch.broadcast_shapes(k0.shape, k1.shape, x0.shape, x1.shape)
-    if math.prod(shape) > 6:
+    if not 0 < math.prod(shape) <= 6:
         return _rounds_in_place(k0, k1, x0, x1)
     entries = zip(*(t.expand(shape).reshape(-1).tolist() for t in (k0, k1, x0, x1)), strict=True)
-    found = torch.tensor([_enciphered(*e) for e in entries], dtype=torch.int64).to(torch.int32)
-    first, second = found.view(*shape, 2).unbind(-1)
+    words = [*zip(*(_enciphered(*e) for e in entries), strict=True)]
+    first, second = torch.tensor(words, dtype=torch.int64).to(torch.int32).view(2, *shape)
     return first, second
 
 

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, cast
 
+from forall._core.errors import Call
 from forall._transforms import checks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Sequence
 
-    from forall._transforms.types import P, R
+    from forall._transforms.types import Jitted, P, R
 
 
-def jit(func: Callable[P, R]) -> Callable[P, R]:
+def jit(
+    func: Callable[P, R],
+    *,
+    static_argnums: int | Sequence[int] | None = None,
+    static_argnames: str | Iterable[str] | None = None,
+    backend: Literal["python", "inductor", "cudagraphs"] = "python",
+) -> Jitted[P, R]:
     """``func`` without its Python: recorded once for each kind of arguments, then replayed.
 
     The law: ``jit(f)(x)`` equals ``f(x)`` for a pure function ``f`` of trees of tensors: results,
@@ -23,9 +30,9 @@ def jit(func: Callable[P, R]) -> Callable[P, R]:
     Cost: the first call of a kind runs ``func`` as it is, and besides cleans and compiles what it
     saw, about a millisecond for each operator. A later call runs the operators. A kind is made of
     the tree of the arguments, the shape, strides, dtype, device and ``requires_grad`` of each
-    tensor, the value of everything else, and torch's state: grad mode, autocast, default dtype. The
-    last 64 kinds are kept. Where something outside requires grad, the backward pass is replayed as
-    well; a derivative of that pass runs ``func``.
+    tensor, the value of each number and string, the identity of everything else, and torch's state:
+    grad mode, autocast, default dtype. The last 64 kinds are kept. Where something outside requires
+    grad, the backward pass is replayed as well; a derivative of that pass runs ``func``.
 
     Captured tensors are read anew with each call. What ``func`` can be seen to reach (closure,
     globals, defaults, attributes, modules) is compared with each call by identity, and a change
@@ -34,12 +41,31 @@ def jit(func: Callable[P, R]) -> Callable[P, R]:
     values, numpy, a list or an attribute that ``func`` changes. Inside another transform, and for
     arguments of a class of their own, ``func`` runs as it is without a word.
 
+    Backends: ``"python"`` runs operator after operator, each bit as in ``f(x)``. ``"inductor"`` and
+    ``"cudagraphs"`` hand the operators to torch's compilers when a kind is called for the second
+    time: seconds once, and results equal to rounding. Draws, views and what a compiler refuses stay
+    Python's; of the latter a `PerformanceWarning` tells. Both halves of a derivative are compiled,
+    what a derivative of the second one needs is not. ``"cudagraphs"`` copies arguments and captured
+    tensors to where the graph reads them with each call, so it is for many small operators; it is
+    tested on a made-up device alone.
+
+    To look inside: ``jitted.cache_info()`` counts calls as `functools.lru_cache` does, where a miss
+    ran ``func``; ``jitted.kinds()`` lists what is kept, and ``print(*jitted.kinds())`` shows each
+    program, or why there is none; ``jitted.cache_clear()`` forgets all.
+
     Args:
         func: a function of trees of tensors, or a module. What it does besides (print, files,
             Python's own random numbers, the clock) happens while it is recorded, and not again.
+        static_argnums: the places of arguments that are part of the kind as a whole, by ``hash``
+            and ``==``: an object of your own, a frozen dataclass of settings. Negative ones count
+            from the end. What lists, tuples and dicts hold need not be static.
+        static_argnames: the same, by name. An argument is static however it is passed.
+        backend: what runs the operators, see above.
 
     Raises:
-        TypeError: where ``func`` cannot be called.
+        TypeError: where ``func`` cannot be called, or a static argument has no hash or is a tensor.
+        ValueError: where ``func`` has no argument that is said to be static, or no such backend is.
+        RuntimeError: where this machine has not what the backend needs.
         Exception: what ``func`` raises while it is recorded.
 
     Source: the idea is that of Frostig, Johnson and Leary, "Compiling machine learning programs via
@@ -57,15 +83,42 @@ def jit(func: Callable[P, R]) -> Callable[P, R]:
         >>> slopes(2 * w, xs)                          # replayed
         tensor([[-0.4161, -0.0000],
                 [-0.0000, -0.6536]])
+        >>> slopes.cache_info()
+        CacheInfo(hits=1, misses=1, maxsize=64, currsize=1)
+        >>> print(*slopes.kinds())
+        loss(float32[2], float32[2, 2]): 5 operators
+            v0: argument                       float32[2]
+            v1: argument                       float32[2, 2]
+            v4: constant                       float32[2]
+            v2 = mv.default(v1, v0)            float32[2]
+            v5 = cos_.default(v2)              float32[2]
+            v6 = mul.Tensor(v4, v5)            float32[2]
+            v7 = reshape.default(v6, [2, 1])   float32[2, 1]
+            v8 = mul.Tensor(v7, v1)            float32[2, 2]
+            return v8
     """
     checks.callable_("jit", func)
-    from forall._programs.kinds import Kinds  # a tenth of `import forall`, and many never ask
+    # A tenth of `import forall`, and many never ask.
+    from forall._programs.kinds import Kinds
+    from forall._programs.statics import Statics
 
-    kinds = Kinds(func)
+    kinds = Kinds(func, Statics(func, static_argnums, static_argnames), _writer(func, backend))
 
     @functools.wraps(func, updated=())
     def jitted(*args: Any, **kwargs: Any) -> Any:
         return kinds.run(args, kwargs)
 
+    jitted.cache_info = kinds.info
     jitted.cache_clear = kinds.clear
-    return jitted
+    jitted.kinds = kinds.listed
+    return cast("Jitted[P, R]", jitted)
+
+
+def _writer(func: Callable, backend: str) -> Callable:
+    from forall._programs.writing import function
+
+    if backend == "python":
+        return function
+    from forall._programs.backends import writer
+
+    return writer(Call("jit", func, backend=backend), backend)

@@ -2,7 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, ParamSpec, TypeVar, TypeVarTuple
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Concatenate,
+    Literal,
+    ParamSpec,
+    Protocol,
+    Self,
+    TypeVar,
+    TypeVarTuple,
+    overload,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from forall._programs.listing import CacheInfo, Kind
 
 P = ParamSpec("P")
 R = TypeVar("R")  # what the function returns
@@ -13,3 +29,26 @@ Ts = TypeVarTuple("Ts")  # primals
 
 # How many at once: so many, as many as memory takes, or all.
 Chunk = int | Literal["auto"] | None
+
+Q = ParamSpec("Q")  # the parameters of a method, without its object
+Out_co = TypeVar("Out_co", covariant=True)
+
+
+class Jitted(Protocol[P, Out_co]):
+    """What `jit` returns: a function, which is a method in a class, and what is kept of it."""
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Out_co: ...
+
+    @overload
+    def __get__(self, instance: None, owner: type, /) -> Self: ...
+
+    @overload
+    def __get__(
+        self: Jitted[Concatenate[Any, Q], Out_co], instance: object, owner: type, /
+    ) -> Callable[Q, Out_co]: ...
+
+    def cache_info(self) -> CacheInfo: ...
+
+    def cache_clear(self) -> None: ...
+
+    def kinds(self) -> list[Kind]: ...
