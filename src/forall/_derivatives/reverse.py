@@ -101,6 +101,13 @@ def is_closed(outputs: tuple[torch.Tensor, ...], own: list[torch.Tensor]) -> boo
         )
 
 
+def has_history(t: torch.Tensor) -> bool:
+    """Whether a tensor requires grad, or what it holds further out."""
+    while not t.requires_grad and isinstance(t, Wrapper):
+        t = t.value
+    return t.requires_grad
+
+
 _WRITTEN = torch.autograd.function.BackwardCFunction  # in Python
 
 

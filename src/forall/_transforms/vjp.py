@@ -165,7 +165,7 @@ class Pullback:
                 tuple(cots),
                 self.own,
                 retain_graph=retain_graph,
-                closes=not asked,
+                closes=not any(map(reverse.has_history, cots)),
             )
         if asked and outer:
             return found
