@@ -191,7 +191,11 @@ class Narrow(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g):
         for level in ctx.levels:
-            g = g if g is None else restricted(g, level)
+            if g is None:
+                break
+            if level.root is not level and not _has(g, level.root):
+                g = lift(g, level)  # what a backward of the user's made: for these examples alone
+            g = restricted(g, level)
         return g, None, None  # of some examples only, see NOTE [parts]
 
     @staticmethod

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.autograd.function import BackwardCFunction, once_differentiable
 
-from forall._core.levels import graph_free
+from forall._core.levels import deepest, graph_free, lift
 from forall._torch.dispatch import apply_function, functions_off
 
 _CODE = once_differentiable(lambda: None).__code__  # of each function that it has marked
@@ -47,10 +47,11 @@ class Refusing:
     def __call__(self, found: tuple, cotangents: tuple) -> tuple | None:
         if not torch.is_grad_enabled():
             return None
-        numbers = [graph_free(t) for t in found if t is not None]
         ways = [c for c in cotangents if c is not None]
         if (way := getattr(self.node, "came_from", None)) is not None:
             ways.append(way)
+        level = deepest(tuple(ways))  # whose numbers these are, though numpy has made them
+        numbers = [lift(graph_free(t), level) for t in found if t is not None]
         new = iter(apply_function(_Refused, self.node.name(), len(numbers), *numbers, *ways))
         return tuple(None if t is None else next(new) for t in found)
 

@@ -82,7 +82,7 @@ class Wrapper(torch.Tensor):
 
     def refuse_history(self, name: str) -> None:
         """In torch's words: who reads numbers gives up their history, and is to say so."""
-        if self.requires_grad and name != "tolist":
+        if self.requires_grad and torch.is_grad_enabled() and name != "tolist":
             raise RuntimeError(
                 f"Can't call {name}() on Tensor that requires grad. Use tensor.detach().{name}()."
             )
