@@ -12,7 +12,7 @@ from forall._programs.guards import Guards
 from forall._programs.passes import clean
 from forall._programs.recorder import Recorder, Watch
 from forall._programs.replayed import Differentiated, Pullback, Recorded, Results
-from forall._torch import trees
+from forall._torch import handover, trees
 from forall._torch.dispatch import aside
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def record(func: Callable, leaves: list, spec: Any) -> Recording:
     recorder = Recorder(tensors, guards.tensors, guards.generators)
     if guards.why is not None:
         recorder.fails(guards.why)
-    with _seen_by(recorder), Watch(recorder):
+    with handover.eagerly(), _seen_by(recorder), Watch(recorder):
         result = _called(func, leaves, spec, tensors)
     found, tree = trees.flatten(result)
     ends = [*filter(_is_tensor, found)]
