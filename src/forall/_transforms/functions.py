@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from forall._batching.merging import for_those_asked
 from forall._batching.narrowing import narrowed
 from forall._batching.sharing import SHARING, sharing
 from forall._core.again import as_made_by, may_carry_tangents, where_it_first_ran
@@ -127,8 +128,15 @@ def _making(gradients: Any) -> AbstractContextManager | None:
     return None if level is None or level.active else as_made_by(level)
 
 
+def _theirs(gradients: tuple, found: Any) -> Any:
+    """What a user's backward gives, for the examples that the gradients are of."""
+    return for_those_asked(gradients, found) if stack.ever_parted else found
+
+
 def install() -> None:
     """Put our apply in torch's place, once."""
     install_forward_level()
-    checkpoints.install(where_it_first_ran, resuming, may_carry_tangents, _function_mode, _making)
+    checkpoints.install(
+        where_it_first_ran, resuming, may_carry_tangents, _function_mode, _making, _theirs
+    )
     torch.autograd.Function.apply = classmethod(apply)  # pyright: ignore[reportAttributeAccessIssue]
