@@ -77,6 +77,12 @@ def hooked(x):  # (3,) -> (12,)
     return y * x[0]
 
 
+def clamped(x):  # (3,) -> (12,): by a hook of the node's own
+    y = x.repeat(4) * 2
+    y.grad_fn.register_hook(lambda gs, _: (gs[0].detach().clamp(-1, 1), *gs[1:]))
+    return y * x[0]
+
+
 def gated(x):  # (3,) -> (4, 3): no second backward of this on a CPU
     return LSTM(x.repeat(4).reshape(4, 3))[0]
 
@@ -106,7 +112,7 @@ def test_both_modes_agree(f, chunk_size, dtype):
     torch.testing.assert_close(found, jacfwd(of)(X.to(dtype)))
 
 
-@pytest.mark.parametrize("f", [unrecorded, hooked, gated])
+@pytest.mark.parametrize("f", [unrecorded, hooked, clamped, gated])
 def test_a_pull_back_that_cannot_be_pulled_back_is_taken_row_by_row(f):
     torch.testing.assert_close(jacobian(f)(X), jacrev(f)(X))
     xs = torch.stack([X, X.cos()])

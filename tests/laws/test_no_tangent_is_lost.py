@@ -1,9 +1,10 @@
 """Operators whose tangents torch's own forward mode drops, or gets wrong, without a word."""
 
+import numpy as np
 import pytest
 import torch
 
-from forall import jvp, vjp, vmap
+from forall import jacfwd, jvp, linearize, vjp, vmap
 from forall.testing import check_grad
 
 
@@ -98,3 +99,30 @@ def test_products_of_rows_that_differ_between_the_examples():
     _, found = jvp(mapped, (x,), (t,))
     c = torch.randn_like(found)
     torch.testing.assert_close((c * found).sum(), vjp(mapped, x)[1](c)[0] @ t)
+
+
+IN_NUMPY = {
+    "numpy": lambda x: torch.from_numpy(np.sin(x.numpy())),
+    "asarray": lambda x: torch.tensor(np.asarray(x)),
+}
+
+
+@pytest.mark.parametrize("f", IN_NUMPY.values(), ids=IN_NUMPY)
+def test_numpy_does_not_drop_it_without_a_word(f):
+    x = torch.tensor([[0.5, 2.0], [1.0, -1.0]])
+    for ours in (
+        lambda: jvp(f, (x,), (x,)),
+        lambda: jacfwd(f)(x),
+        lambda: linearize(f, x),
+        lambda: vmap(lambda x: jvp(f, (x,), (x,)))(x),
+        lambda: jvp(vmap(f), (x,), (x,)),
+        lambda: jvp(lambda w: vmap(lambda x: x * f(w))(x), (x[0],), (x[0],)),
+    ):
+        with pytest.raises(RuntimeError, match="would lose the tangent"):
+            ours()
+    for g in (f, vmap(f)):
+        value, tangent = jvp(lambda x, g=g: g(x.detach()), (x,), (x,))
+        torch.testing.assert_close(value, f(x))
+        assert not tangent.any()
+        with torch.no_grad():
+            torch.testing.assert_close(g(x), f(x))

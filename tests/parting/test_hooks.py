@@ -1,5 +1,6 @@
 """Hooks on tensors of examples that have parted: they run for the examples whose loop runs them."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -44,7 +45,62 @@ def function_used_by_some(x):
     return (y * x).sum() if x.sum() > 0 else x.sum()
 
 
-FUNCTIONS = [registered_by_some, used_by_some, function_of_some, function_used_by_some]
+def constant(_g):
+    return torch.full((3,), 2.0, dtype=D)
+
+
+def seen_by_no_mode(_g):
+    return torch.from_numpy(np.full(3, 2.0))
+
+
+def constant_of_some(x):
+    y = x * x if x.sum() > 0 else x * 3
+    y.register_hook(constant)
+    return y.sin().sum()
+
+
+def array_of_some(x):
+    y = x * x
+    if x.sum() > 0:
+        y = y * 1
+        y.register_hook(seen_by_no_mode)
+    return y.sin().sum()
+
+
+def of_the_argument(x):
+    if x.sum() > 0:
+        x.register_hook(seen_by_no_mode)
+    return (x * x).sum()
+
+
+def constant_used_by_some(x):
+    y = x * 2
+    y.register_hook(constant)
+    return (y * x).sum() if x.sum() > 0 else (x * 3).sum()
+
+
+class Array(AddsOne):
+    @staticmethod
+    def backward(_ctx, g):
+        return seen_by_no_mode(g)
+
+
+def array_of_a_function_used_by_some(x):
+    y = Array.apply(x)
+    return (y * x).sum() if x.sum() > 0 else x.sum()
+
+
+FUNCTIONS = [
+    registered_by_some,
+    used_by_some,
+    function_of_some,
+    function_used_by_some,
+    constant_of_some,
+    array_of_some,
+    of_the_argument,
+    constant_used_by_some,
+    array_of_a_function_used_by_some,
+]
 
 
 def of_one(f, x):

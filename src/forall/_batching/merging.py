@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forall._batching.batched import Batched, wrap
-from forall._batching.parts import common, covers, places_in
+from forall._batching.parts import common, covers, places_in, union
 from forall._core.levels import deepest, graph_free, lift, outside
 from forall._torch.dispatch import (
     apply_function,
@@ -20,7 +20,7 @@ from forall._torch.dispatch import (
 from forall._torch.wrapper import Wrapper
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
 Tensor = torch.Tensor
 
@@ -191,7 +191,7 @@ class Narrow(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g):
         for level in ctx.levels:
-            g = g if g is None else restricted(g, level)
+            g = for_those(g, level)
         return g, None, None  # of some examples only, see NOTE [parts]
 
     @staticmethod
@@ -260,16 +260,16 @@ class Merge(torch.autograd.Function):
 
 def fitted(t: Any, level: Any) -> Any:
     """A gradient of some of a root's examples as one of ``level``: theirs, zero for the others."""
-    if _own(t, level) in (None, level):
+    if examples_in(t, level) in (None, level):
         return t
     found = restricted(t, level)
     if found is None:
         return torch.zeros_like(t)  # of values that are nobody's
-    own = _own(found, level)
+    own = examples_in(found, level)
     return found if own is level else merged([(own, found)], level)
 
 
-def _own(t: Any, level: Any) -> Any:
+def examples_in(t: Any, level: Any) -> Any:
     """Of which of a root's examples a value is; None if it is of no root like ``level``'s."""
     return next((b.level for b in layers(t) if is_of(b, level.root)), None)
 
@@ -295,6 +295,32 @@ def _restricted(t: Any, some: Any) -> Any:
             return None if inner is None else t
         made = t.level.under([t], lambda value: _restricted(value, some))
     return apply_function(Narrow, t, [made], [some]) if _is_recorded(t) else made
+
+
+def for_those(t: Any, some: Any) -> Any:
+    """The same of a gradient; one that is nobody's, as user's code may make it, is theirs alone."""
+    if t is None:
+        return None
+    if some is not some.root and examples_in(t, some) is None:
+        return lift(t, some)
+    return restricted(t, some)
+
+
+def for_those_asked(given: Iterable[Any], found: Any) -> Any:
+    """What user's code makes of gradients: for the examples that these are of, and no others."""
+    asked: dict[Any, Any] = {}
+    for b in (b for g in given for b in layers(g) if type(b) is Batched):
+        root = b.level.root
+        asked[root] = union(asked[root], b.level) if root in asked else b.level
+    for some in asked.values():
+        if some is not some.root:
+            with functions_off():
+                found = (
+                    tuple(for_those(t, some) for t in found)
+                    if isinstance(found, tuple)
+                    else for_those(found, some)
+                )
+    return found
 
 
 def nothing(t: Any, some: Any) -> Any:

@@ -15,6 +15,8 @@ from forall._batching import standing
 from forall._batching.batched import Batched
 from forall._batching.merging import (
     cut,
+    examples_in,
+    for_those_asked,
     is_second_name,
     is_stale,
     layers,
@@ -26,8 +28,9 @@ from forall._batching.merging import (
 from forall._batching.parts import common, covers, places_in, without
 from forall._batching.sharing import NARROWED
 from forall._batching.shortcut import is_pointwise
+from forall._batching.table import CALLS
 from forall._batching.writing import written
-from forall._core.levels import act
+from forall._core.levels import act, lift, stack
 from forall._torch.dispatch import forward_mode_runs, functions_off, no_dispatch
 from forall._torch.wrapper import Wrapper
 
@@ -112,17 +115,34 @@ def _of_some(some: Any, hook: Callable[[Tensor], Tensor | None]) -> Callable:
     """A hook on the gradient of the examples that registered it."""
 
     def hooked(g: Any) -> Tensor | None:
+        if examples_in(g, some) is None:
+            g = lift(g, some.root)  # the same for all of them
         own: Any = restricted(g, some)
         out = None if own is None else hook(own)
-        if out is None or not isinstance(own, Batched):
-            return out
-        rest = without(g.level, own.level)
-        parts: list[Any] = [(own.level, restricted(out, own.level))]
-        if rest is not None:
-            parts.append((rest, restricted(g, rest)))
-        return merged(parts, g.level)
+        if out is None:
+            return None
+        level, found = examples_in(g, some), examples_in(own, some)
+        rest = without(level, found)
+        if rest is None:
+            return lift(out, found)
+        return merged([(found, restricted(out, found)), (rest, restricted(g, rest))], level)
 
     return hooked
+
+
+def _registered(x: Any, hook: Callable[[Tensor], Tensor | None]) -> Any:
+    """A hook, whose gradient may come to be one of some of the examples."""
+    if not isinstance(x, Wrapper):
+        return NotImplemented
+
+    def asked(g: Tensor) -> Tensor | None:
+        out = hook(g)
+        return for_those_asked((g,), out) if stack.ever_parted else out
+
+    return Tensor.register_hook(x, asked)
+
+
+CALLS[Tensor.register_hook] = _registered
 
 
 def _fit(a: Any, stands: dict[int, Tensor], reads: bool) -> Any:

@@ -79,6 +79,15 @@ class Dual(Wrapper):
         with outside(self.level), functions_off():
             return getattr(graph_free(self.level.afterwards(self)), name)(*args, **kwargs)
 
+    def loses(self, name: str) -> None:
+        super().loses(name)
+        with outside(self.level), functions_off():
+            if unpack(self, self.level)[1] is not None:
+                raise RuntimeError(
+                    f"jvp: x.{name}() would lose the tangent that x has.\n"
+                    f"Use x.detach().{name}() if that is meant, or operators of torch."
+                )
+
     def detach_(self) -> Dual:
         """Autograd's own kernel knows of the wrapper alone; the tangent hangs on the value."""
         self.value = torch.Tensor.detach(self).value

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
 
 from forall._core.again import may_carry_tangents
 from forall._core.levels import complete, graph_free, lift, top
@@ -20,6 +21,7 @@ from forall._torch.dispatch import (
     users_tangent,
     users_tangents,
 )
+from forall._torch.names import pop_functions, push_functions
 from forall._torch.wrapper import Wrapper, has_own_meaning, kind_of
 
 if TYPE_CHECKING:
@@ -99,6 +101,13 @@ def is_closed(outputs: tuple[torch.Tensor, ...], own: list[torch.Tensor]) -> boo
         )
 
 
+def has_history(t: torch.Tensor) -> bool:
+    """Whether a tensor requires grad, or what it holds further out."""
+    while not t.requires_grad and isinstance(t, Wrapper):
+        t = t.value
+    return t.requires_grad
+
+
 _WRITTEN = torch.autograd.function.BackwardCFunction  # in Python
 
 
@@ -139,14 +148,48 @@ def gradients(
     """
     if cotangents is None:
         cotangents = tuple(ones(y) for y in outputs)
-    found = reaching(
-        outputs,
-        cotangents,
-        inputs,
-        retain_graph=retain_graph,
-        create_graph=create_graph and not (closes and is_closed(outputs, inputs)),
-    )
+    if closes and create_graph and retain_graph and is_closed(outputs, inputs):
+        try:
+            with _Heard(inputs):
+                found = reaching(outputs, cotangents, inputs, create_graph=False)
+        except _Lost:
+            found = reaching(outputs, cotangents, inputs)
+    else:
+        how = {"retain_graph": retain_graph, "create_graph": create_graph}
+        found = reaching(outputs, cotangents, inputs, **how)
     return [torch.zeros_like(x) if g is None else g for g, x in zip(found, inputs, strict=True)]
+
+
+class _Lost(BaseException):
+    """A pass that does not record meets what somebody can ask the derivative of."""
+
+
+class _Heard(TorchFunctionMode):
+    """Listens to the hooks in a pass that does not record: no graph tells what they capture."""
+
+    def __init__(self, own: list[torch.Tensor]) -> None:
+        self.own = own
+
+    def __enter__(self) -> None:
+        push_functions(self)
+
+    def __exit__(self, *_: object) -> None:
+        pop_functions()
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if not torch.is_grad_enabled() and func not in _NO_HISTORY:
+            with functions_off():
+                given = [t for t in trees.leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+                if leads_outside([t for t in given if t.requires_grad], self.own):
+                    raise _Lost
+        return func(*args, **(kwargs or {}))
+
+
+# What answers without history, whatever it is asked of.
+_NO_HISTORY = frozenset(
+    getattr(torch.Tensor, name).__get__
+    for name in ("requires_grad", "grad_fn", "shape", "grad", "is_leaf", "dtype", "device", "ndim")
+) | {torch.Tensor.detach, torch.Tensor.size, torch.Tensor.dim}
 
 
 def ones(y: torch.Tensor) -> torch.Tensor:

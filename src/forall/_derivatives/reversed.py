@@ -21,7 +21,8 @@ from forall._derivatives.pullbacks import BACKWARD
 from forall._derivatives.reverse import closed, gradients, leads_outside, reaching, variable
 from forall._random.scopes import resuming
 from forall._torch import generators, trees
-from forall._torch.dispatch import apply_users, autograd_below, functions_off
+from forall._torch.dispatch import apply_users, autograd_below, functions_off, no_dispatch
+from forall._torch.wrapper import Wrapper
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -189,5 +190,31 @@ def _transposed(ys: list, us: list, xs: list, ts: list) -> list:
     """J t for outputs ``ys`` of variables ``xs``, by a variable u like each; None for zeros."""
     if not ys:
         return []
-    pulled = gradients(tuple(ys), tuple(us), xs)
-    return reaching(tuple(pulled), tuple(ts), us)
+    pulled = reaching(tuple(ys), tuple(us), xs)
+    _refuse_unrecorded(pulled, ys, xs)
+    live = [(p, t) for p, t in zip(pulled, ts, strict=True) if p is not None]
+    return reaching(tuple(p for p, _ in live), tuple(t for _, t in live), us)
+
+
+def _refuse_unrecorded(pulled: list, ys: list, xs: list) -> None:
+    """A gradient without history is none, or the backward has hidden how it comes about."""
+    hidden = [x for p, x in zip(pulled, xs, strict=True) if p is not None and not p.requires_grad]
+    if not hidden:
+        return
+    some = tuple(torch.ones_like(y).flatten().cumsum(0).view_as(y) for y in ys)
+    found = reaching(tuple(ys), some, hidden, create_graph=False)
+    if any(g is not None and _is_something(g) for g in found):
+        raise RuntimeError(
+            "jvp: the backward of a custom Function or operator computes what autograd does not "
+            "record: on detached tensors, in numpy or in an extension.\n"
+            "Forward mode differentiates that backward, and would take its gradient for zero.\n"
+            "Write the backward in operators of torch, or as a Function that has a backward too."
+        )
+
+
+def _is_something(t: torch.Tensor) -> bool:
+    """Whether any number of any example is not zero."""
+    while isinstance(t, Wrapper):
+        t = t.value
+    with no_dispatch(), functions_off():
+        return bool(t.any())

@@ -13,6 +13,7 @@ import torch
 from forall._core.levels import graph_free
 from forall._derivatives import reverse
 from forall._derivatives.nodes import NODES
+from forall._derivatives.once import Refusing, is_once_node
 from forall._torch.dispatch import apply_function, functions_off
 
 if TYPE_CHECKING:
@@ -20,13 +21,20 @@ if TYPE_CHECKING:
 
 
 class differentiable:
-    """While a pass runs that is to be differentiated, nodes of its graph in `NODES` can be."""
+    """While a pass runs that is to be differentiated, nodes of its graph in `NODES` can be.
+
+    Those that are marked not to be say so.
+    """
 
     __slots__ = ("handles",)
 
     def __init__(self, outputs: Iterable[torch.Tensor]) -> None:
-        found = [node for node in reverse.nodes(outputs) if type(node).__name__ in NODES]
-        self.handles = [node.register_hook(_Hook(node)) for node in found]
+        self.handles = []
+        for node in reverse.nodes(outputs):
+            if type(node).__name__ in NODES:
+                self.handles.append(node.register_hook(_Hook(node)))
+            elif is_once_node(node):
+                self.handles.append(node.register_hook(Refusing(node)))
 
     def __enter__(self) -> None:
         pass

@@ -14,7 +14,7 @@ from forall._programs.recorder import Recorder, Watch
 from forall._programs.replayed import Differentiated, Pullback, Recorded, Results
 from forall._programs.statics import unboxed
 from forall._programs.writing import function
-from forall._torch import trees
+from forall._torch import handover, trees
 from forall._torch.dispatch import aside
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def record(
         recorder.fails(guards.why)
     outside = [*filter(_is_tensor, leaves), *guards.tensors.values()]
     histories = [t.grad_fn for t in outside]
-    with _seen_by(recorder), Watch(recorder):
+    with handover.eagerly(), _seen_by(recorder), Watch(recorder):
         result = _called(func, leaves, spec, tensors)
     if any(t.grad_fn is not history for t, history in zip(outside, histories, strict=True)):
         recorder.fails(_WRITTEN)

@@ -36,6 +36,7 @@ def install(
     tangents: Callable[[], bool],
     modes: Callable[[], AbstractContextManager],
     making: Callable[[Any], AbstractContextManager | None],
+    theirs: Callable[[tuple, Any], Any],
 ) -> None:
     """Put all of this in torch's place, once.
 
@@ -43,14 +44,14 @@ def install(
     be repeated, by ``in_place(drawing(function))``. While there may be ``tangents`` nothing is
     recomputed, for what autograd saves loses them on its way through the hooks of a checkpoint: the
     same numbers for more memory. A backward pass runs in ``modes()``, the user's part of a node in
-    ``making(gradients)``.
+    ``making(gradients)``, and what that gives goes on as ``theirs(gradients, it)``.
     """
     if checkpoint.CheckpointFunction.forward is not _forward:
         return
     _install_checkpoints(in_place, drawing, tangents)
     _install_hooks(in_place, tangents)
     for name, backward in _backwards.items():
-        setattr(BackwardCFunction, name, _in_its_place(backward, making))
+        setattr(BackwardCFunction, name, _in_its_place(backward, making, theirs))
 
     @functools.wraps(_engine)
     def engine(*args: Any, **kwargs: Any) -> Any:
@@ -60,16 +61,17 @@ def install(
     torch.autograd._engine_run_backward = engine
 
 
-def _in_its_place(backward: Callable, making: Callable) -> Callable:
+def _in_its_place(backward: Callable, making: Callable, theirs: Callable) -> Callable:
     @functools.wraps(backward)
     def run(self: Any, *gradients: Any) -> Any:
         if self._forward_cls.__module__.startswith("forall."):
             return backward(self, *gradients)
         place = making(gradients)
         if place is None:
-            return backward(self, *gradients)
+            return theirs(gradients, backward(self, *gradients))
         with place:
-            return backward(self, *gradients)
+            found = backward(self, *gradients)
+        return theirs(gradients, found)
 
     return run
 

@@ -82,7 +82,14 @@ class Wrapper(torch.Tensor):
 
     def refuse_history(self, name: str) -> None:
         """In torch's words: who reads numbers gives up their history, and is to say so."""
-        if self.requires_grad and name != "tolist":
+        t: Any = self
+        while isinstance(t, Wrapper) and name != "tolist" and torch.is_grad_enabled():
+            t.loses(name)
+            t = t.value
+
+    def loses(self, name: str) -> None:
+        """An error where a derivative hangs on this wrapper."""
+        if self.requires_grad:
             raise RuntimeError(
                 f"Can't call {name}() on Tensor that requires grad. Use tensor.detach().{name}()."
             )

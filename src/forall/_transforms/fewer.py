@@ -24,13 +24,17 @@ if TYPE_CHECKING:
 
 
 class Hooks(TorchFunctionMode):
-    """Whether a tensor hook is registered while it is on: such may do anything to a cotangent."""
+    """Whether a hook is registered while it is on: such may do anything to a cotangent."""
 
     seen = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen = self.seen or func is torch.Tensor.register_hook
+        self.seen = self.seen or func in _HOOKED
         return func(*args, **(kwargs or {}))
+
+
+# A node's own hooks are registered where no mode sees it; the node is asked for before.
+_HOOKED = {torch.Tensor.register_hook, torch.Tensor.grad_fn.__get__}
 
 
 def by_fewer(

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from forall._batching.merging import for_those_asked
 from forall._batching.narrowing import narrowed
 from forall._batching.sharing import SHARING, sharing
 from forall._core.again import as_made_by, may_carry_tangents, where_it_first_ran
@@ -25,6 +26,7 @@ from forall._core.levels import (
     stack,
     top,
 )
+from forall._derivatives.once import is_once, remember
 from forall._random.scopes import resuming
 from forall._torch import checkpoints, trees
 from forall._torch.dispatch import (
@@ -39,6 +41,13 @@ from forall._torch.names import BACKWARD_HOOK
 from forall._torch.wrapper import Wrapper
 
 
+def _applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    out = apply_users(cls, *args, **kwargs)
+    if is_once(cls) and torch.is_grad_enabled():
+        remember(args, out)
+    return out
+
+
 def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     """torch.autograd.Function.apply, which see; under a level captured tensors are shared first."""
     if stack.parted:
@@ -48,7 +57,7 @@ def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     if level is None or (running is not None and level.is_outside(running)):
         level = running
     if level is None:
-        return apply_users(cls, *args, **kwargs)
+        return _applied(cls, *args, **kwargs)
     if stack.parted and (stack.again or not in_backward()) and not functions_are_off():
         fit = narrowed(cls.apply, args, kwargs)
         if fit.stands:
@@ -63,7 +72,7 @@ def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     if in_torch_func() or not any(isinstance(a, torch.Tensor) and peels(a) for a in args):
         # Under a transform of torch.func it comes by once more, with the values below that.
         with outside(level) if level.peels else nullcontext():
-            return apply_users(cls, *args, **kwargs)
+            return _applied(cls, *args, **kwargs)
     if cls is BACKWARD_HOOK:
         return _through(cls, args)
     return _with_tangents(cls, level, args, kwargs)
@@ -88,7 +97,7 @@ def _with_tangents(cls: Any, level: Level, args: tuple, kwargs: dict) -> Any:
         filled = list(args)
         for i, t in zip(places, tensors, strict=True):
             filled[i] = t.clone() if t.requires_grad else t  # a variable cannot be written to
-        out = apply_users(cls, *filled, **kwargs)
+        out = _applied(cls, *filled, **kwargs)
         single[:] = [isinstance(out, torch.Tensor)]
         outs = (out,) if single[0] else out
         others[:] = [None if isinstance(o, torch.Tensor) else o for o in outs]
@@ -119,8 +128,15 @@ def _making(gradients: Any) -> AbstractContextManager | None:
     return None if level is None or level.active else as_made_by(level)
 
 
+def _theirs(gradients: tuple, found: Any) -> Any:
+    """What a user's backward gives, for the examples that the gradients are of."""
+    return for_those_asked(gradients, found) if stack.ever_parted else found
+
+
 def install() -> None:
     """Put our apply in torch's place, once."""
     install_forward_level()
-    checkpoints.install(where_it_first_ran, resuming, may_carry_tangents, _function_mode, _making)
+    checkpoints.install(
+        where_it_first_ran, resuming, may_carry_tangents, _function_mode, _making, _theirs
+    )
     torch.autograd.Function.apply = classmethod(apply)  # pyright: ignore[reportAttributeAccessIssue]

@@ -158,12 +158,16 @@ class Pullback:
         return self._run_stacked(stacks)
 
     def _run(self, cots: list, retain_graph: bool) -> list:
-        outer = torch.is_grad_enabled()
+        outer, asked = torch.is_grad_enabled(), any(c.requires_grad for c in cots)
         with reverse.recording():
             found = reverse.gradients(
-                tuple(self.outputs), tuple(cots), self.own, retain_graph=retain_graph
+                tuple(self.outputs),
+                tuple(cots),
+                self.own,
+                retain_graph=retain_graph,
+                closes=not any(map(reverse.has_history, cots)),
             )
-        if any(c.requires_grad for c in cots) and outer:
+        if asked and outer:
             return found
         return reverse.closed(found, self.own, outer)
 

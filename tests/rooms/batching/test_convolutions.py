@@ -92,6 +92,52 @@ def test_nested_and_second_derivatives():
     assert difference(mine, truth) is None
 
 
+@pytest.mark.parametrize("rank", [1, 2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_filters_of_one_place(rank, dtype):
+    """A product of channels in the place of a convolution: values, and all derivatives."""
+    call = (F.conv1d, F.conv2d, F.conv3d)[rank - 1]
+    torch.manual_seed(rank)
+    given = (
+        torch.randn(3, 2, 4, *(5, 6, 7)[:rank], dtype=dtype),
+        torch.randn(3, 6, 4, *(1,) * rank, dtype=dtype),
+        torch.randn(3, 6, dtype=dtype),
+    )
+
+    def f(x, w, b):
+        return call(x, w, b).sin().sum()
+
+    def plain(*args):
+        args = [a.detach().clone().requires_grad_() for a in args]
+        return torch.autograd.grad(f(*args), args)
+
+    for in_dims in ((0, None, None), (0, 0, None), (0, None, 0), (None, 0, 0), (0, 0, 0)):
+        args = [a if d == 0 else a[0] for a, d in zip(given, in_dims, strict=True)]
+        assert difference(vmap(call, in_dims)(*args), loop(call, in_dims)(*args)) is None
+        mine = vmap(grad(f, argnums=(0, 1, 2)), in_dims)(*args)
+        assert difference(mine, loop(plain, in_dims)(*args)) is None
+    no_image, no_places = given[0][:, :0], given[0][:, :, :, :0]
+    truth = loop(call)(no_image, *given[1:])
+    assert difference(vmap(call)(no_image, *given[1:]), truth) is None
+    for way in (vmap(call), loop(call)):
+        with pytest.raises(RuntimeError):
+            way(no_places, *given[1:])
+    nested = vmap(vmap(call, (0, None, None)), (1, 0, 0))
+    xs = torch.stack([given[0], given[0] + 1])
+    truth = loop(loop(call, (0, None, None)), (1, 0, 0))
+    assert difference(nested(xs, *given[1:]), truth(xs, *given[1:])) is None
+
+
+@pytest.mark.parametrize("kernel", [1, 3])
+@pytest.mark.parametrize("weight_dim", [None, 0])
+@pytest.mark.parametrize(("bias", "bias_dim"), [((2, 1), 0), ((1,), None), ((2, 6, 1), 0)])
+def test_a_bias_of_another_size_is_refused(kernel, weight_dim, bias, bias_dim):
+    x, w = torch.randn(2, 1, 4, 5, 5), torch.randn(2, 6, 4, kernel, kernel)
+    w = w if weight_dim == 0 else w[0]
+    with pytest.raises(RuntimeError, match="expected bias to be 1-dimensional with 6 elements"):
+        vmap(F.conv2d, (0, weight_dim, bias_dim))(x, w, torch.randn(bias))
+
+
 @pytest.mark.parametrize(
     ("filters", "image", "form"),
     [

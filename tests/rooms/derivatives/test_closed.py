@@ -1,5 +1,6 @@
 """A backward pass records itself only where somebody can ask for its derivative."""
 
+import pytest
 import torch
 from torch.testing import assert_close
 
@@ -65,3 +66,57 @@ def test_a_gradient_that_a_hook_keeps_has_the_numbers_of_the_loop():
     xs = torch.tensor([1.0, 2.0])
     assert_close(forall.vmap(forall.grad(f))(xs), 2 * xs.sin() * xs.cos())
     assert_close(kept[0].detach(), 2 * xs.sin())
+
+
+HOOKED = {
+    "tensor": lambda y, hook: y.register_hook(hook),
+    "node": lambda y, hook: y.grad_fn.register_prehook(lambda gs: (hook(gs[0]),)),
+    "behind": lambda y, hook: y.grad_fn.register_hook(lambda gs, _: (hook(gs[0]), *gs[1:])),
+}
+
+
+@pytest.mark.parametrize("register", HOOKED.values(), ids=HOOKED)
+@pytest.mark.parametrize("mapped", [False, True])
+def test_what_a_hook_captures_has_its_derivative(register, mapped):
+    """Nothing in the graph of the function tells of ``w``."""
+    x, w = torch.tensor([0.5, 2.0]), torch.tensor([3.0, 4.0])
+
+    def summed(gradient_of, w):
+        def f(x):
+            y = x * x
+            register(y, lambda g: g * w * w)
+            return y.sin().sum()
+
+        return gradient_of(f)(x).sum()
+
+    def plain(f):
+        def gradient(x):
+            x = x.detach().requires_grad_()
+            return torch.autograd.grad(f(x), x, create_graph=True)[0]
+
+        return gradient
+
+    given = torch.stack([w, w + 1]) if mapped else w
+    ours = forall.grad(lambda w: summed(forall.grad, w))
+    ours = forall.vmap(ours) if mapped else ours
+    rows = [v.detach().requires_grad_() for v in (given if mapped else (w,))]
+    truth = [torch.autograd.grad(summed(plain, v), v)[0] for v in rows]
+    assert_close(ours(given), torch.stack(truth) if mapped else truth[0])
+
+    leaves = [w.clone().requires_grad_() for _ in range(2)]
+    for gradient_of, leaf in zip((forall.grad, plain), leaves, strict=True):
+        summed(gradient_of, leaf).backward()
+    assert_close(leaves[0].grad, leaves[1].grad)
+
+
+def test_a_hook_that_needs_no_derivative_runs_once():
+    seen, x, w = [], torch.tensor(0.5), torch.tensor(2.0).requires_grad_()
+
+    def f(x):
+        y = x * x
+        y.register_hook(lambda g: seen.append(g.detach() + w.shape.numel()))
+        y.register_hook(lambda g: g * w.detach() * y.sign())
+        return y
+
+    assert_close(forall.grad(f)(x), 2 * 2 * x)
+    assert len(seen) == 1

@@ -113,10 +113,15 @@ def convolution(size, x, w, bias, *how):
         y = torch.convolution(x, w, None, *geometry, groups).unsqueeze(0)
         return y + _per_channel(bias.v, y)
     place = (Groups if isinstance(w, Stack) else Images) if isinstance(x, Stack) else Filters
-    p = place(size, groups, transposed=geometry[3])
     within = bias if place is Images and not isinstance(bias, Stack) else None
-    x, w = p.x(_value(x)), p.w(_value(w))
-    y = p.y_back(torch.convolution(x, w, within, *geometry, p.groups))
+    if isinstance(x, Stack) and _is_product(x.v, w, *how):
+        y = _product(x.v, w, within)
+    else:
+        p = place(size, groups, transposed=geometry[3])
+        x, w = p.x(_value(x)), p.w(_value(w))
+        y = p.y_back(torch.convolution(x, w, within, *geometry, p.groups))
+    if bias is not None and _shape(bias) != y.shape[2:3]:  # here it would be broadcast
+        raise RuntimeError(f"a bias of shape {tuple(_shape(bias))} for {y.shape[2]} filters")
     if bias is None or within is not None:
         return y
     return y + _per_channel(_all(bias, size), y)
@@ -131,7 +136,9 @@ def _convolution_backward(size, g, x, w, _bias_sizes, *how):
     for_x, for_w, for_bias = how[6]
     g, how = _all(g, size), how[:6]
     gx = gw = None
-    if for_x:
+    if for_x and _is_product(g, w, *how):
+        gx = _product(g, w, None, back=True)
+    elif for_x:
         place = Groups if isinstance(w, Stack) else Images
         # Kernels ask a stand-in for its shape, and copy it if its entries lie in one place.
         gx = _pulled(place, g, g.new_empty((size, *_shape(x))), _value(w), 0, how)
@@ -149,6 +156,42 @@ def _pulled(place, g, x, w, which, how):
         p.y(g), p.x(x), p.w(w), None, *how[:5], p.groups, [which == 0, which == 1, False]
     )[which]
     return p.w_back(out) if which else p.x_back(out)
+
+
+# --- filters of one place -------------------------------------------------------------------------
+
+# NOTE [1x1]
+#     A filter of one place meets each place once, so the convolution is a product over channels.
+#     Torch's convolution first puts the images in blocks of channels, and back. On CPU the product
+#     takes 0.36 of its time in float32, in the mean over 500 shapes; its derivative in x 0.33, and
+#     with weights of each example 0.27. In float64, which has no fast convolution, it is 0.93,
+#     0.52 and 0.35.
+
+
+def _is_product(v: Tensor, w: Stack | Tensor, *how: Any) -> bool:
+    """Whether images, or cotangents, (B, N, ..) may be multiplied with their filters."""
+    if prod(_shape(w)[2:]) != 1:
+        return False
+    (stride, padding, _, transposed, _, groups), w = how[:6], _value(w)
+    if transposed or groups != 1 or any(padding) or any(s != 1 for s in stride):
+        return False
+    # A level further out has its own rule: what is expanded here it might have to copy.
+    plain = type(v) is Tensor and type(w) in _PLAIN and v.is_cpu
+    return plain and v.dtype == w.dtype and v.dtype in _MEASURED and bool(v.numel() and w.numel())
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+_MEASURED = (torch.float32, torch.float64)
+
+
+def _product(v: Tensor, w: Stack | Tensor, bias: Tensor | None, back: bool = False) -> Tensor:
+    """(B, N, I, *) -> (B, N, O, *), or ``back``; ``bias`` (O,) is shared."""
+    m = w.v.flatten(2).unsqueeze(1) if isinstance(w, Stack) else w.flatten(1)  # (.., O, I)
+    m = m.mT if back else m
+    m = m.expand(*v.shape[:2], *m.shape[-2:]).flatten(0, 1)
+    x = v.flatten(0, 1).flatten(2)
+    y = torch.bmm(m, x) if bias is None else torch.baddbmm(bias.unsqueeze(1), m, x)
+    return y.view(*v.shape[:2], -1, *v.shape[3:])
 
 
 # --- per-example weights --------------------------------------------------------------------------
