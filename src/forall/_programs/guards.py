@@ -35,6 +35,7 @@ from forall._core.remembering import (
     names_of,
 )
 from forall._programs.holding import UNSET, holding, if_any, looking
+from forall._torch.trusted import is_torchs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -136,7 +137,8 @@ class Guards:
         elif isinstance(value, (bytearray, memoryview, array.array)) or _is_array(value):
             self._numbers(value)
         elif isinstance(value, FunctionType):
-            self._function(value)
+            if not is_torchs(value):
+                self._function(value)
         elif isinstance(value, (MethodType, staticmethod, classmethod)):
             self._left += [value.__func__, getattr(value, "__self__", None)]
         elif isinstance(value, functools.partial):

@@ -46,6 +46,8 @@ _WRAPPERS = (MethodType, staticmethod, classmethod, property, functools.partial)
 _METHODS = (MethodDescriptorType, WrapperDescriptorType, MethodWrapperType)
 # What torch calls of a class without its name being written anywhere.
 _CALLED_BY_TORCH = frozenset({"forward", "backward", "setup_context", "vmap", "jvp"})
+# What Python calls of a class without a say in what a function gives.
+_ASIDE = frozenset({"__hash__", "__del__", "__reduce__", "__reduce_ex__", "__getstate__"})
 _SKIPPED = frozenset(
     {"CACHE", "PUSH_NULL", "PRECALL", "EXTENDED_ARG", "COPY_FREE_VARS", "RESUME", "NOP"}
 )
@@ -97,7 +99,7 @@ class _Reading:
         return None
 
     def _is_called(self, name: str) -> bool:
-        return name in self.names or name.startswith("__")
+        return name in self.names or (name.startswith("__") and name not in _ASIDE)
 
     def _function(self, func: FunctionType) -> str | None:
         home = func.__globals__

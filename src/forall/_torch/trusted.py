@@ -126,9 +126,14 @@ def is_inert(value: Any) -> bool:
     return isinstance(value, _INERT) or kind.__module__ in _INERT_MODULES
 
 
+def is_torchs(value: Any) -> bool:
+    """Whether this is a function of torch's of which nothing but its name need be looked at."""
+    return id(value) in _FUNCTIONS
+
+
 def is_trusted(value: Any) -> bool:
     """Whether a value of a library may be used: called, if it can be."""
-    if id(value) in _FUNCTIONS or is_inert(value):
+    if is_torchs(value) or is_inert(value):
         return True
     if value is operator.attrgetter or value is operator.methodcaller:
         return False  # they read names that nobody reads here
