@@ -33,9 +33,9 @@ programs = st.builds(
 )
 
 
-def many(test: Callable) -> Callable:
+def many(test: Callable, programs: int = PROGRAMS) -> Callable:
     options = settings(
-        max_examples=PROGRAMS,
+        max_examples=programs,
         deadline=None,
         database=None,
         derandomize=SEED is None,

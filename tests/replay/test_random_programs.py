@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
@@ -17,8 +18,9 @@ from forall import PerformanceWarning, grad, jacfwd, vmap
 from forall._torch import trees
 from jit.test_random_programs import numbers
 from limits.programs import NOT_FORWARD
-from limits.test_random_programs import B, agree, detached, many, programs
+from limits.test_random_programs import PROGRAMS, B, agree, detached, many, programs
 
+few = partial(many, programs=max(1, PROGRAMS // 8))
 TRANSFORMS = {
     "vmap": lambda f: vmap(f),
     "vmap of grad": lambda f: vmap(grad(f, (0, 1))),
@@ -27,7 +29,7 @@ TRANSFORMS = {
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
-@many
+@few  # each is recorded, twice
 @given(programs)
 def test_a_program(transform, program):
     if transform == "vmap of jacfwd":
