@@ -10,12 +10,14 @@ import torch.func
 from torch.utils._pytree import tree_map
 
 import forall
+from forall._programs.replay import Replays
 
 Program = Callable[[], Any]
 Quantity = Literal["time", "peak memory"]
 Limits = dict[tuple[int, int], float]
 
-JIT = 3  # the place of the recorded program, after those that every workload has
+JIT, REPLAYED = 3, 4  # the places of the recorded programs, after those that every workload has
+MORE = ("jit", "replayed")
 NAMES = ("forall", "torch.func", "hand-written")
 # Where examples part ways torch.func refuses, and the loop over examples takes its place.
 PARTING = ("forall", "loop", "hand-written")
@@ -29,18 +31,20 @@ class Contestants:
         times: by how much the measurement of each is multiplied: a loop over a sample of the
             examples stands for the loop over all of them.
         jitted: the first one under `forall.jit`, None where that cannot record it.
+        replayed: the first one with `forall.config.replay`, None where nothing of it is replayed.
     """
 
     programs: tuple[Program, Program, Program]
     check: Callable[[Any, Any], None]
     times: tuple[float, float, float] = (1.0, 1.0, 1.0)
     jitted: Program | None = None
+    replayed: Program | None = None
 
     @property
-    def all(self) -> list[tuple[Program, float]]:
+    def all(self) -> list[tuple[Program | None, float]]:
         """Each program, and by how much its measurement is multiplied."""
-        found = [*zip(self.programs, self.times, strict=True)]
-        return found if self.jitted is None else [*found, (self.jitted, self.times[0])]
+        more = [(program, self.times[0]) for program in (self.jitted, self.replayed)]
+        return [*zip(self.programs, self.times, strict=True), *more]
 
 
 @dataclass(frozen=True)
@@ -140,10 +144,40 @@ def with_jit(contestants: Contestants) -> Contestants:
     recorded = forall.jit(contestants.programs[0])
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        recorded()
+        for _ in range(2):
+            recorded()
     if any("not recorded" in str(warning.message) for warning in told):
         return contestants
     return replace(contestants, jitted=recorded)
+
+
+def with_replay(contestants: Contestants) -> Contestants:
+    """The same, and beside them the first one replayed without being asked, where anything is."""
+    program = contestants.programs[0]
+    given = forall.config
+
+    def replayed() -> Any:
+        before = given.replay, given.patience
+        given.replay, given.patience = True, 0
+        try:
+            return program()
+        finally:
+            given.replay, given.patience = before
+
+    hits = []
+    original = Replays.again
+
+    def counted(self: Replays, *args: Any) -> Any:
+        hits.append(self)
+        return original(self, *args)
+
+    Replays.again = counted
+    try:
+        for _ in range(6):  # two before it is looked at, one that is seen, one that is recorded
+            replayed()
+    finally:
+        Replays.again = original
+    return replace(contestants, replayed=replayed) if hits else contestants
 
 
 def looped(f: Callable, stacks: Sequence[torch.Tensor], chosen: Sequence[int]) -> Program:

@@ -1,5 +1,6 @@
 """Turning measurements into a table of ratios."""
 
+import math
 import os
 import platform
 import statistics
@@ -8,12 +9,12 @@ from collections.abc import Sequence
 import torch
 
 from measure import MEMORY_ROUNDS
-from registry import JIT, NAMES, PARTING, Quantity, Workload
+from registry import JIT, MORE, NAMES, PARTING, REPLAYED, Quantity, Workload
 
 Row = tuple[Workload, list[tuple[float, ...]]]
 
 # Places in a workload's names: what is divided by what.
-RATIOS = ((0, 1), (JIT, 1), (0, 2), (JIT, 2), (1, 2))
+RATIOS = ((0, 1), (REPLAYED, 1), (JIT, 1), (0, 2), (REPLAYED, 2), (JIT, 2), (1, 2))
 
 
 def ratios(measured: Sequence[tuple[float, ...]], above: int, below: int) -> list[float]:
@@ -43,9 +44,10 @@ def header(device: torch.device, rounds: int) -> list[str]:
 
 def ratio(workload: Workload, measured: Sequence[tuple[float, ...]], pair: tuple[int, int]) -> str:
     """The median, and behind it the limit where one is set; a dash without a recorded program."""
-    if max(pair) >= len(measured[0]):
+    median = statistics.median(ratios(measured, *pair))
+    if math.isnan(median):
         return "-"
-    text = number(statistics.median(ratios(measured, *pair)))
+    text = number(median)
     return f"{text} (<= {workload.limits[pair]:g})" if pair in workload.limits else text
 
 
@@ -55,9 +57,12 @@ def number(value: float) -> str:
 
 
 def table(rows: Sequence[Row]) -> list[str]:
-    names = (*rows[0][0].names, "jit")
-    count = max(len(measured[0]) for _, measured in rows)
-    pairs = [pair for pair in RATIOS if max(pair) < count]
+    names = (*rows[0][0].names, *MORE)
+    pairs = [
+        pair
+        for pair in RATIOS
+        if not all(math.isnan(ratios(measured, *pair)[0]) for _, measured in rows)
+    ]
     titles = [f"{names[above]} / {names[below]}" for above, below in pairs]
     columns = ["workload", *titles, f"quartiles of {titles[0]}", "what it does"]
     lines = [
@@ -86,7 +91,8 @@ def render(rows: Sequence[Row], device: torch.device, rounds: int) -> str:
         "contestant's measurement divided by another's in the same round. Below 1 the first-named",
         "contestant is the faster, or the more economical. Before anything is measured, all have",
         "to agree in values. A number in parentheses is the limit for a ratio. jit is the program",
-        "of forall under `forall.jit`, where that can record it.",
+        "of forall under `forall.jit`, where that can record it; replayed is the program as it is,",
+        "with `forall.config.replay` on, where that replays anything. forall alone has it off.",
         "",
         *header(device, rounds),
         *section("Time", "time", NAMES, rows),

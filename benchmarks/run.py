@@ -18,7 +18,7 @@ import torch
 
 import workloads  # noqa: F401
 from measure import check, measure
-from registry import WORKLOADS, Workload, with_jit
+from registry import WORKLOADS, Workload, with_jit, with_replay
 from report import Row, render, table
 
 RESULTS = Path(__file__).with_name("results.md")
@@ -82,7 +82,7 @@ def check_all(chosen: list[Workload], device: torch.device):
     for workload in chosen:
         torch.manual_seed(0)
         try:
-            contestants = with_jit(workload.build(device))
+            contestants = with_replay(with_jit(workload.build(device)))
             check(workload, contestants)
         except Exception as error:
             traceback.print_exception(error)

@@ -60,7 +60,7 @@ class Replays(Unwatched):
         if recorded is _NEW or not recorded.stands(tensors):
             self._seen(kind, lost=recorded is not _NEW)
             return self.eager(*args, **kwargs)
-        return self._again(recorded, tensors, args, kwargs)
+        return self.again(recorded, tensors, args, kwargs)
 
     def doubt(self) -> str | None:
         """What stands against replaying calls, as far as is known."""
@@ -110,7 +110,7 @@ class Replays(Unwatched):
                 _compared(recorded, tensors, made.result)
         return made.result
 
-    def _again(
+    def again(
         self, recorded: Recorded, tensors: Sequence[torch.Tensor], args: tuple, kwargs: dict
     ) -> Any:
         drawn = generators.states(tensors) if recorded.draws else None

@@ -27,7 +27,9 @@ _OF_PYTHON = frozenset(
     {"collections", "enum", "dataclasses", "abc", "typing", "types", "functools"}
 )
 _CLASSES = (
-    "torch.nn.",
+    "torch.nn.modules.",
+    "torch.nn.parameter",
+    "torch.nn.utils.rnn",
     "torch.distributions.",
     "torch.autograd.function",
     "torch.autograd.grad_mode",
