@@ -14,7 +14,7 @@ _CUTS = _NO_EXAMPLE + "where to cut"
 _BOTH = ("vmap", "vmap∘vmap")
 _WRITING = (*_BOTH, "vmap∘vjp")
 _MAPPED = (*_BOTH, "vmap∘vjp", "vmap∘jvp", "vjp∘vmap", "jvp∘vmap")
-_PULLED = ("vmap∘vjp", "vmap∘jvp", "vjp∘vmap")
+_PULLED = ("vmap∘jvp", "vjp∘vmap")
 
 _ERRORS = [
     ("item", _BOTH, _NO_EXAMPLE + "for a Python number"),
@@ -27,8 +27,6 @@ _ERRORS = [
     ("nn.functional.gaussian_nll_loss", _MAPPED, _VARIANCE),
     ("index_reduce:prod", _PULLED, _PRODUCT),
     ("scatter_reduce:prod", _PULLED, _PRODUCT),
-    ("index_reduce:prod in place", ("vmap∘vjp",), _PRODUCT),
-    ("scatter_reduce:prod in place", ("vmap∘vjp",), _PRODUCT),
     ("to_sparse", ("vmap∘jvp", "jvp∘vmap"), "forward mode has no tangent of a sparse tensor"),
     ("addbmm in place", _BOTH, "torch gives the caller's tensor another shape in place"),
     ("as_strided in place", _WRITING, _SEATED),
