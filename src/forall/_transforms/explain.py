@@ -43,7 +43,7 @@ def explain(mapped: Callable[..., Any]) -> Callable[..., Explanation]:
         ...     while (x * x - a).abs() > 1e-4:
         ...         x = (x + a / x) / 2
         ...     return x
-        >>> forall.explain(vmap(root))(torch.tensor([1.0, 4.0, 100.0])).result
+        >>> forall.explain(forall.vmap(root))(torch.tensor([1.0, 4.0, 100.0])).result
         tensor([ 1.,  2., 10.])
     """
     given = getattr(mapped, "__forall_run__", None)
@@ -82,7 +82,8 @@ class Explanation:
     Source: see `explain`.
 
     Example:
-        >>> e = forall.explain(vmap(lambda x: x.exp() if x > 0 else 0 * x))(torch.arange(-1.0, 2.0))
+        >>> f = forall.vmap(lambda x: x.exp() if x > 0 else 0 * x)
+        >>> e = forall.explain(f)(torch.arange(-1.0, 2.0))
         >>> [(p.construct, p.sizes) for p in e.partings]
         [('if else', (1, 2))]
     """
