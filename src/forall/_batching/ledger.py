@@ -11,7 +11,7 @@ NOTE [older memory]
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -21,10 +21,8 @@ from forall._batching.undoing import Before, grad_of
 from forall._core.errors import columns, short
 from forall._core.levels import top
 from forall._torch.dispatch import below_autograd, functions_off
+from forall._torch.memory import storage_of
 from forall._torch.wrapper import Wrapper
-
-if TYPE_CHECKING:
-    pass
 
 Tensor = torch.Tensor
 
@@ -39,7 +37,7 @@ def memory(t: Tensor) -> int:
             return id(t.family)
         t = t.value
     try:
-        return t.untyped_storage()._cdata
+        return storage_of(t)
     except NotImplementedError:  # sparse: no memory that another tensor could view
         return id(t)
 

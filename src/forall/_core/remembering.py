@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _CONTAINERS = (list, dict, set, bytearray, deque)
 _EMPTIED = frozenset(_CONTAINERS)
 _MOST = 10_000  # entries in all: what is longer is data, not a record of calls
-_UNSET = object()
+UNSET = object()  # what an empty cell holds, and a name that nothing has
 _HERE = __file__.rsplit("_core", 1)[0]
 
 
@@ -78,10 +78,10 @@ class Remembered:
             self._reached(value, depth)
         names = func.__globals__
         for name, written in globals_of(code):
-            value = names.get(name, _UNSET)
+            value = names.get(name, UNSET)
             if written:
                 self.names.append((names, name, value))
-            if value is not _UNSET:  # else a builtin's name
+            if value is not UNSET:  # else a builtin's name
                 self._reached(value, depth)
 
     def _reached(self, value: Any, depth: int) -> None:
@@ -135,7 +135,7 @@ class Remembered:
         """Whether anything is not as it was."""
         return (
             any(contents(cell) is not value for cell, value in self.cells)
-            or any(names.get(name, _UNSET) is not value for names, name, value in self.names)
+            or any(names.get(name, UNSET) is not value for names, name, value in self.names)
             or any(not _same(dict(vars(kind)), state) for kind, state in self.classes)
             or any(not _same(container, copy) for container, copy in self.copies.values())
         )
@@ -143,12 +143,12 @@ class Remembered:
     def restore(self) -> None:
         for cell, value in self.cells:
             if contents(cell) is not value:
-                if value is _UNSET:
+                if value is UNSET:
                     del cell.cell_contents
                 else:
                     cell.cell_contents = value
         for names, name, value in self.names:
-            if value is not _UNSET:
+            if value is not UNSET:
                 names[name] = value
             else:
                 names.pop(name, None)
@@ -204,8 +204,17 @@ def is_no_users(thing: Any) -> bool:
     """Whether a class or function is a library's or Python's own: then it is what it is."""
     module = thing.__module__ or ""
     if isinstance(thing, FunctionType):  # functools.wraps gives it the name of another
-        module = thing.__globals__.get("__name__", module)
+        module = home_of(thing)
     return is_library(module) or module.partition(".")[0] in sys.stdlib_module_names
+
+
+def is_ours(func: FunctionType) -> bool:
+    return home_of(func).partition(".")[0] == "forall"
+
+
+def home_of(func: FunctionType) -> str:
+    """The name of the module whose globals a function has; "" where it was made without one."""
+    return func.__globals__.get("__name__") or ""
 
 
 def is_library(module: str) -> bool:
@@ -218,7 +227,7 @@ def _restore_class(kind: type, state: dict[str, Any]) -> None:
     for name in now.keys() - state.keys():
         delattr(kind, name)
     for name, value in state.items():
-        if now.get(name, _UNSET) is not value:
+        if now.get(name, UNSET) is not value:
             setattr(kind, name, value)
 
 
@@ -226,7 +235,7 @@ def contents(cell: CellType) -> Any:
     try:
         return cell.cell_contents
     except ValueError:
-        return _UNSET
+        return UNSET
 
 
 _GLOBALS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"})

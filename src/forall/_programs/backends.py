@@ -21,6 +21,7 @@ from forall._core.errors import Call, columns, slow
 from forall._programs.program import Layout, Node, Piece, Ref
 from forall._programs.writing import function
 from forall._torch import compilers
+from forall._torch.memory import storage_of
 from forall._torch.schema import facts
 
 if TYPE_CHECKING:
@@ -203,8 +204,8 @@ class Core:
 
 def _apart(run: Callable, given: Sequence[Tensor], made: Sequence[Tensor]) -> Callable:
     """The same with results that share no memory: a compiler may have one for two."""
-    places = [*map(_memory, given), *map(_memory, made)]
-    shared = [i for i, y in enumerate(made) if y.numel() and places.count(_memory(y)) > 1]
+    places = [*map(storage_of, given), *map(storage_of, made)]
+    shared = [i for i, y in enumerate(made) if y.numel() and places.count(storage_of(y)) > 1]
     if not shared:
         return run
 
@@ -218,12 +219,8 @@ def _apart(run: Callable, given: Sequence[Tensor], made: Sequence[Tensor]) -> Ca
 
 
 def _shares_memory(tensors: Sequence[Tensor]) -> bool:
-    places = [_memory(t) for t in tensors if t.numel()]
+    places = [storage_of(t) for t in tensors if t.numel()]
     return len({*places}) < len(places)
-
-
-def _memory(t: Tensor) -> int:
-    return t.untyped_storage()._cdata
 
 
 def _copy(t: Tensor) -> Tensor:

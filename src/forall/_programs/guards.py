@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Iterator
 from types import (
     BuiltinFunctionType,
-    CellType,
     CodeType,
     FunctionType,
     MappingProxyType,
@@ -27,14 +26,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forall._core.remembering import (
+    UNSET,
     contents,
     globals_of,
     is_a_library,
     is_library,
     is_no_users,
+    is_ours,
     names_of,
 )
-from forall._programs.holding import UNSET, holding, if_any, looking
+from forall._programs.holding import holding, if_any, looking
 from forall._torch.trusted import is_torchs
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 
 _MOST = 10_000  # things that are watched
 _MOST_BYTES = 4096  # that are compared with each call
-_CONTAINERS = (dict, list, tuple, set, frozenset, deque, bytearray)
+CONTAINERS = (dict, list, tuple, set, frozenset, deque, bytearray)
 _LEAVES = (
     CodeType,
     int,
@@ -55,9 +56,6 @@ _LEAVES = (
     torch.device,
     torch.Size,
 )
-
-
-_EMPTY = contents(CellType())
 
 
 class Unwatched:
@@ -154,11 +152,11 @@ class Guards:
             self.why = "the function reaches an iterator, and nothing tells how far that has come"
         elif not isinstance(value, (ModuleType, Unwatched)):
             self._object(value)
-        if isinstance(value, _CONTAINERS) and type(value) not in _CONTAINERS:
+        if isinstance(value, CONTAINERS) and type(value) not in CONTAINERS:
             self._object(value)  # a class of the user's with entries: a NamedTuple, a dict
 
     def _function(self, func: FunctionType) -> None:
-        if func.__globals__.get("__name__", "").partition(".")[0] == "forall":
+        if is_ours(func):
             # Ours never change, nor what they are bound to.
             self._left += [*map(contents, func.__closure__ or ()), *func.__dict__.values()]
             return
@@ -168,8 +166,7 @@ class Guards:
             self._left.append(value)
         for cell in func.__closure__ or ():
             value = contents(cell)
-            full = value is not _EMPTY
-            self._attributes.append((cell, "cell_contents", value if full else UNSET))
+            self._attributes.append((cell, "cell_contents", value))
             self._leads_to(value, names_of(func.__code__))
         if not is_no_users(func):
             names, wanted = func.__globals__, [n for n, _ in globals_of(func.__code__)]

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from forall._core.remembering import UNSET
 from forall._torch.unchanged import alike, beneath, writes_into
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-UNSET = object()
 _SIZED = (dict, OrderedDict)  # that are true where they hold anything
 _values = methodcaller("values")
 _kind = attrgetter("shape", "dtype", "requires_grad")

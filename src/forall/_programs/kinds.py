@@ -12,7 +12,7 @@ from forall._core.errors import Call, name_of, slow
 from forall._programs.guards import Unwatched
 from forall._programs.listing import CacheInfo, Kind, listed, unlisted, words
 from forall._programs.recording import record
-from forall._programs.signature import Unfit, ambient, is_free, of_leaf, shared
+from forall._programs.signature import Unfit, is_free, kind_of
 from forall._torch import trees
 
 if TYPE_CHECKING:
@@ -71,9 +71,7 @@ class Kinds(Unwatched):
         leaves, outline = trees.outlined(*given)
         tensors = [x for x in leaves if isinstance(x, torch.Tensor)] if leaves else leaves
         try:
-            kind = (outline, *map(of_leaf, leaves), *ambient())
-            if len(tensors) > 1:
-                kind = (kind, shared(tensors))
+            kind = kind_of(outline, leaves, tensors)
             made = self.known.get(kind)
         except Unfit as unfit:
             kind = str(unfit)

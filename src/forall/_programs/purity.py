@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import dis
 import functools
-from collections import deque
 from types import (
     BuiltinFunctionType,
     CodeType,
@@ -31,8 +30,8 @@ from weakref import ReferenceType
 
 import torch
 
-from forall._core.remembering import contents, is_library, is_no_users
-from forall._programs.guards import Unwatched
+from forall._core.remembering import contents, home_of, is_library, is_no_users, is_ours
+from forall._programs.guards import CONTAINERS, Unwatched
 from forall._torch import trusted
 from forall._torch.names import PLAIN
 
@@ -41,8 +40,7 @@ if TYPE_CHECKING:
 
     from forall._programs.guards import Guards
 
-_CONTAINERS = (dict, list, tuple, set, frozenset, bytearray, deque, MappingProxyType)
-_WRAPPERS = (MethodType, staticmethod, classmethod, property, functools.partial)
+_WRAPPERS = (MappingProxyType, MethodType, staticmethod, classmethod, property, functools.partial)
 _METHODS = (MethodDescriptorType, WrapperDescriptorType, MethodWrapperType)
 # What torch calls of a class without its name being written anywhere.
 _CALLED_BY_TORCH = frozenset({"forward", "backward", "setup_context", "vmap", "jvp"})
@@ -64,7 +62,7 @@ def doubt(guards: Guards) -> str | None:
     methods = {id(f): name for kind in classes for name, v in vars(kind).items() for f in _in(v)}
     read = []
     for value in guards.reached():
-        if isinstance(value, FunctionType) and not _is_ours(value):
+        if isinstance(value, FunctionType) and not is_ours(value):
             if not trusted.is_trusted(value):
                 read.append(value)
         elif not _is_certain(value):
@@ -103,7 +101,7 @@ class _Reading:
 
     def _function(self, func: FunctionType) -> str | None:
         home = func.__globals__
-        if is_library(home.get("__name__", "")) or is_no_users(func):
+        if is_library(home_of(func)) or is_no_users(func):
             return f"it reaches {_named(func)}"
         cells = zip(func.__code__.co_freevars, func.__closure__ or (), strict=True)
         found = {n: contents(c) for n, c in cells if isinstance(contents(c), ModuleType)}
@@ -201,14 +199,10 @@ def _overridden(classes: Iterable[type]) -> set[str]:
     }
 
 
-def _is_ours(func: FunctionType) -> bool:
-    return func.__globals__.get("__name__", "").partition(".")[0] == "forall"
-
-
 def _is_certain(value: Any) -> bool:
     """Whether the guards see all of a value, or it never changes; functions are read."""
     kind: Any = type(value)
-    if kind in _CONTAINERS or kind in _WRAPPERS or trusted.is_inert(value):
+    if kind in CONTAINERS or kind in _WRAPPERS or trusted.is_inert(value):
         return True
     if isinstance(value, (FunctionType, Unwatched)):
         return True  # ours
@@ -220,7 +214,7 @@ def _is_certain(value: Any) -> bool:
         bases = [b for b in (*kind.__mro__, *value.__mro__) if is_no_users(b)]
         return is_no_users(kind) and all(b is type or trusted.is_trusted_base(b) for b in bases)
     if isinstance(value, BuiltinFunctionType):
-        return trusted.is_trusted(value) or type(value.__self__) in _CONTAINERS
+        return trusted.is_trusted(value) or type(value.__self__) in CONTAINERS
     if isinstance(value, _METHODS):
         return trusted.is_trusted_base(getattr(value, "__objclass__", object))
     if isinstance(value, ReferenceType):

@@ -25,7 +25,8 @@ from forall._programs.draws import Draws
 from forall._programs.program import Layout, Node, Program, Ref, Value
 from forall._torch import trees
 from forall._torch.dispatch import functions_off, in_torch_func
-from forall._torch.names import PLAIN, DispatchMode, StorageWeakRef
+from forall._torch.memory import has_memory, storage_of
+from forall._torch.names import DispatchMode, StorageWeakRef
 from forall._torch.schema import facts
 from forall._torch.wrapper import Wrapper
 
@@ -90,8 +91,8 @@ class Recorder(DispatchMode):
         self._in_memory: dict[int, tuple[Any, list[int]]] = {}
         self._known_at: dict[int, list[torch.Tensor]] = {}
         for t in known.values():
-            if _has_memory(t):
-                self._known_at.setdefault(t.untyped_storage()._cdata, []).append(t)
+            if has_memory(t):
+                self._known_at.setdefault(storage_of(t), []).append(t)
         self._lazies: list[tuple[bool, bool]] = []
         self._named: set[int] = set()  # values that leave under a name of their own
         self.inputs = [self._new(t, None) for t in inputs]
@@ -138,14 +139,14 @@ class Recorder(DispatchMode):
 
     def _alias(self, t: torch.Tensor) -> int | None:
         """The value of a tensor that torch or a level made as a second name, which no mode sees."""
-        storage = t.untyped_storage()
-        held, numbers = self._in_memory.get(storage._cdata, (None, ()))
+        place = storage_of(t)
+        held, numbers = self._in_memory.get(place, (None, ()))
         if held is not None and not held.expired():
             layout, lazy = Layout.of(t), _lazy(t)
             for n in numbers:
                 if self.values[n].layout == layout and self._lazies[n] == lazy:
                     return n
-        for known in self._known_at.get(storage._cdata, ()):
+        for known in self._known_at.get(place, ()):
             if Layout.of(known) == Layout.of(t) and _lazy(known) == _lazy(t):
                 return self.number(known)
         return None
@@ -157,7 +158,7 @@ class Recorder(DispatchMode):
 
     def is_from_outside(self, t: torch.Tensor) -> bool:
         """Whether a tensor was there before the call, as far as is known."""
-        n = self.number(t) if _has_memory(t) else -1
+        n = self.number(t) if has_memory(t) else -1
         return n is None or n in self.inputs or n in self.captured
 
     def program(self, outputs: Iterable[torch.Tensor]) -> Program | None:
@@ -182,7 +183,7 @@ class Recorder(DispatchMode):
 
     def result(self, t: torch.Tensor) -> int | None:
         """The value of a tensor that leaves, under a name of its own."""
-        n = self.number(t) if _has_memory(t) else None
+        n = self.number(t) if has_memory(t) else None
         if n is None:
             self.fails("a result comes from where no operator was seen")
         elif n in self._named:
@@ -220,18 +221,18 @@ class Recorder(DispatchMode):
 
     def _given(self, t: torch.Tensor) -> Ref | None:
         """What stands for an argument."""
-        n = self.number(t) if _has_memory(t) else None
+        n = self.number(t) if has_memory(t) else None
         if n is None:
             self.fails(
                 f"a tensor of class {type(t).__name__}, {t.layout}, {t.dtype}"
-                if not _has_memory(t)
+                if not has_memory(t)
                 else f"a tensor {t.dtype} {[*t.shape]} that is captured where it is not seen"
             )
         return None if n is None else Ref(n)
 
     def _outs(self, node: Node, args: tuple, out: Any) -> Any:
         if isinstance(out, torch.Tensor):
-            if not _has_memory(out):
+            if not has_memory(out):
                 self.fails(f"{node.op} returns a tensor of {out.layout}, {out.dtype}")
                 return None
             n = self.number(out)
@@ -244,10 +245,10 @@ class Recorder(DispatchMode):
 
     def _root(self, node: Node, args: tuple, out: torch.Tensor) -> int | None:
         """The root of the argument that a result shares memory with."""
-        memory = out.untyped_storage()
+        place = storage_of(out)
         tensors = [a for a in trees.leaves((args, node.kwargs)) if isinstance(a, torch.Tensor)]
         for n, a in zip(node.reads(), tensors, strict=False):
-            if a.untyped_storage()._cdata == memory._cdata:
+            if storage_of(a) == place:
                 return self.values[n].root
         return None
 
@@ -257,17 +258,12 @@ class Recorder(DispatchMode):
         self._numbers[id(t)] = n
         self._tensors.append(weakref.ref(t))
         self._lazies.append(_lazy(t))
-        storage = t.untyped_storage()
-        held, numbers = self._in_memory.get(storage._cdata, (None, []))
+        place = storage_of(t)
+        held, numbers = self._in_memory.get(place, (None, []))
         if held is None or held.expired():
-            held, numbers = StorageWeakRef(storage), []
-        self._in_memory[storage._cdata] = held, [*numbers, n]
+            held, numbers = StorageWeakRef(t.untyped_storage()), []
+        self._in_memory[place] = held, [*numbers, n]
         return n
-
-
-def _has_memory(t: torch.Tensor) -> bool:
-    """Whether a tensor is no more than entries in memory, laid out by strides."""
-    return type(t) in PLAIN and t.layout is torch.strided and not t.is_quantized
 
 
 def _has_mask(indices: Any) -> bool:

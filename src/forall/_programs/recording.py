@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -39,8 +40,19 @@ class Recording(NamedTuple):
     moved: bool = False  # Python's state alone was in the way, which a first call may set up
 
 
+def guarding(func: Callable, leaves: list) -> Guards:
+    """What a call depends on besides its tensors, as it is now."""
+    return Guards(func, [x for x in map(unboxed, leaves) if not _is_tensor(x)])
+
+
 def record(
-    func: Callable, leaves: list, spec: Any, write: Callable = function, *, pulls: bool = True
+    func: Callable,
+    leaves: list,
+    spec: Any,
+    write: Callable = function,
+    guards: Guards | None = None,
+    *,
+    pulls: bool = True,
 ) -> Recording:
     """Make a call of these arguments, and its program, which ``write`` makes a function.
 
@@ -48,21 +60,14 @@ def record(
     hooks and backward passes of the user's, once more than the user did.
     """
     leaves = [*map(unboxed, leaves)]
-
-    def again(tensors: Sequence[Tensor]) -> list[Tensor]:
-        return [*filter(_is_tensor, trees.leaves(_called(func, leaves, spec, tensors)))]
-
-    guards = Guards(func, [x for x in leaves if not _is_tensor(x)])
+    guards = guards or guarding(func, leaves)
     tensors = [_variable(x) for x in leaves if _is_tensor(x)]
     recorder = Recorder(tensors, guards.tensors, guards.generators)
     if guards.why is not None:
         recorder.fails(guards.why)
     outside = [*filter(_is_tensor, leaves), *guards.tensors.values()]
-    histories = [t.grad_fn for t in outside]
-    with handover.eagerly(), _seen_by(recorder), Watch(recorder):
+    with handover.eagerly(), _same_history(recorder, outside), _seen_by(recorder), Watch(recorder):
         result = _called(func, leaves, spec, tensors)
-    if any(t.grad_fn is not history for t, history in zip(outside, histories, strict=True)):
-        recorder.fails(_WRITTEN)
     found, tree = trees.flatten(result)
     ends = [*filter(_is_tensor, found)]
     _judge(recorder, found, pulls)
@@ -79,7 +84,7 @@ def record(
     elif (why := _entangled(program)) is not None:
         return Recording(result, None, why)
     else:
-        back = _cleaned(program, back)
+        back, again = _cleaned(program, back), partial(_ends, func, leaves, spec)
         made = Differentiated(program, guards, results, tensors, write, back, again)
     guards.watch(program.captured.values())
     return Recording(result, made, None)
@@ -106,6 +111,19 @@ def _called(func: Callable, leaves: list, spec: Any, tensors: Sequence[Tensor]) 
     given = iter(tensors)
     args, kwargs = trees.unflatten([next(given) if _is_tensor(x) else x for x in leaves], spec)
     return func(*args, **kwargs)
+
+
+def _ends(func: Callable, leaves: list, spec: Any, tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [*filter(_is_tensor, trees.leaves(_called(func, leaves, spec, tensors)))]
+
+
+@contextmanager
+def _same_history(recorder: Recorder, tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Nothing is written into these tensors from outside that a derivative would have to know."""
+    histories = [t.grad_fn for t in tensors]
+    yield
+    if any(t.grad_fn is not history for t, history in zip(tensors, histories, strict=True)):
+        recorder.fails(_WRITTEN)
 
 
 @contextmanager

@@ -16,8 +16,8 @@ import torch
 from forall._core import config
 from forall._programs.guards import Guards, Unwatched
 from forall._programs.purity import doubt
-from forall._programs.recording import record
-from forall._programs.signature import Unfit, ambient, is_free, of_leaf, shared
+from forall._programs.recording import guarding, record
+from forall._programs.signature import Unfit, ambient, is_free, kind_of
 from forall._torch import generators, trees
 from forall._torch.names import has_global_hooks
 
@@ -45,13 +45,11 @@ class Replays(Unwatched):
         if self.why is not None or not is_free() or sys.gettrace() or has_global_hooks():
             return self.eager(*args, **kwargs)
         leaves, outline = trees.outlined(args, kwargs)
+        tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
         try:
-            kind = (outline, *map(of_leaf, leaves), *ambient())
+            kind = kind_of(outline, leaves, tensors)
         except Unfit:
             return self.eager(*args, **kwargs)
-        tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
-        if len(tensors) > 1:
-            kind = (kind, shared(tensors))
         recorded = self.known.get(kind, _NEW)
         if recorded is None or (recorded is _NEW and config.now.replay == "check"):
             return self._first(kind, args, kwargs)
@@ -84,16 +82,15 @@ class Replays(Unwatched):
 
     def _first(self, kind: Any, args: tuple, kwargs: dict) -> Any:
         leaves, spec = trees.flatten((args, kwargs))
-        others = [x for x in leaves if not isinstance(x, torch.Tensor)]
-        self.why = doubt(Guards(self.eager, others))
+        guards = guarding(self.eager, leaves)
+        self.why = doubt(guards)
         if self.why is not None:
             self.known.clear()
             return self.eager(*args, **kwargs)
         before = ambient()
-        made = record(self.eager, leaves, spec, pulls=False)
+        made = record(self.eager, leaves, spec, guards=guards, pulls=False)
         recorded, why = made.recorded, made.why
         if recorded is not None:
-            why = doubt(recorded.guards)
             if ambient() != before:
                 why = "it changes the state of torch"
             elif recorded.writes_outside():  # half done where an operator fails

@@ -16,7 +16,7 @@ import torch
 
 from forall._programs.writing import function
 from forall._torch import generators, trees
-from forall._torch.names import PLAIN
+from forall._torch.memory import has_memory, storage_of
 from forall._torch.schema import facts
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class Recorded:
 
 
 def _memory(t: Tensor) -> int:
-    return t.untyped_storage()._cdata if type(t) in PLAIN and t.layout is torch.strided else id(t)
+    return storage_of(t) if has_memory(t) else id(t)
 
 
 class Results(NamedTuple):

@@ -27,7 +27,7 @@ from forall._torch.dispatch import (
 from forall._torch.names import PLAIN
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
 _place = attrgetter("_cdata")
 
@@ -96,7 +96,13 @@ def ambient() -> tuple:
     )
 
 
-def shared(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
+def kind_of(outline: Any, leaves: Iterable[Any], tensors: Sequence[torch.Tensor]) -> Any:
+    """What calls that one program serves have in common; ``tensors`` are those of the leaves."""
+    kind = (outline, *map(of_leaf, leaves), *ambient())
+    return (kind, _shared(tensors)) if len(tensors) > 1 else kind
+
+
+def _shared(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
     """Which arguments are the same tensor, or share memory: the first such of each, if any are."""
     places = [*map(_place, map(torch.Tensor.untyped_storage, tensors))]
     if len({*places}) == len(places):

@@ -21,6 +21,7 @@ import torch
 
 from forall._batching.families import Stack, by_front
 from forall._batching.table import register
+from forall._torch.names import PLAIN
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -176,11 +177,10 @@ def _is_product(v: Tensor, w: Stack | Tensor, *how: Any) -> bool:
     if transposed or groups != 1 or any(padding) or any(s != 1 for s in stride):
         return False
     # A level further out has its own rule: what is expanded here it might have to copy.
-    plain = type(v) is Tensor and type(w) in _PLAIN and v.is_cpu
+    plain = type(v) is Tensor and type(w) in PLAIN and v.is_cpu
     return plain and v.dtype == w.dtype and v.dtype in _MEASURED and bool(v.numel() and w.numel())
 
 
-_PLAIN = (Tensor, torch.nn.Parameter)
 _MEASURED = (torch.float32, torch.float64)
 
 
