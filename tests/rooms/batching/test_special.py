@@ -33,6 +33,21 @@ def test_histogram(density):
         check_vmap(lambda x, e: torch.histogram(x, e, density=density), tuple(args), in_dims)
 
 
+@pytest.mark.parametrize("size", [0, 4])
+@pytest.mark.parametrize("limits", [None, (0.0, 0.0), (2.0, 2.0)])
+def test_histograms_of_nothing_and_of_an_empty_range(size, limits):
+    x, points = X[:, :size, :1], X[:, :size, :2]
+    check_vmap(lambda x: torch.histogram(x, 3, range=limits), (x,))
+    limits = limits and limits * 2
+    check_vmap(lambda x: torch.histogramdd(x, [3, 2], range=limits)[0], (points,))
+    check_vmap(lambda x: tuple(torch.histogramdd(x, [3, 2], range=limits)[1]), (points,))
+
+
+def test_histc_of_nothing():
+    for limits in (0, 0), (1, 1), (0, 2):
+        check_vmap(lambda x, limits=limits: torch.histc(x, 3, *limits), (X[:, :0],))
+
+
 def test_bincount_of_one_length():
     i = torch.tensor([[0, 2, 1], [2, 2, 2], [1, 1, 2]])
     check_vmap(torch.bincount, (i,))

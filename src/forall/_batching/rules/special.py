@@ -68,12 +68,12 @@ def _tally(bins: Tensor, weights: Any, valid: Tensor, count: int, dtype: torch.d
     return out.scatter_add(1, torch.where(valid, bins, 0), weights)
 
 
-def _outer_edges(x: Tensor, lo: float, hi: float, room: float) -> tuple[Any, Any]:
-    """Torch's range for bins: (0, 0) asks for that of the values; an empty one gets room."""
-    if lo == hi == 0 and x.shape[1]:
+def _outer_edges(x: Tensor, limits: Any, room: float) -> tuple[Any, Any]:
+    """Torch's range for bins: without limits that of the values; an empty one gets room."""
+    if limits is None and x.shape[1]:
         low, high = x.amin(1, keepdim=True), x.amax(1, keepdim=True)
     else:
-        low, high = (x.new_full((x.shape[0], 1), limit) for limit in (lo, hi))
+        low, high = (x.new_full((x.shape[0], 1), limit) for limit in limits or (0, 1))
     aten._assert_async.msg(
         (low.isfinite() & high.isfinite()).all(), "histogram: the range of values is not finite"
     )
@@ -84,7 +84,8 @@ def _outer_edges(x: Tensor, lo: float, hi: float, room: float) -> tuple[Any, Any
 @by_front
 def _histc(size, x, bins=100, min=0, max=0):
     x = _rows(x, size)
-    low, high = _outer_edges(x, min, max, 1)
+    of_values = min == max == 0 and x.shape[1]
+    low, high = _outer_edges(x, None if of_values else (min, max), 1)
     valid = (x >= low) & (x <= high)
     # In the kernel's own order of operations: entries lie on the edges more often than not.
     place = torch.where(valid, (x - low) * bins / (high - low), 0).long().clamp(max=bins - 1)
@@ -109,8 +110,7 @@ def _pairs(low: Tensor, high: Tensor) -> zip:
 @by_front
 def _histogram_counts(size, x, bins=100, *, range=None, weight=None, density=False):
     x = _rows(x, size)
-    least, most = range or (0, 0)
-    low, high = _outer_edges(x, least, most, 0.5)
+    low, high = _outer_edges(x, range, 0.5)
     # Edges to the last bit: linspace does not round as its formula would.
     edges = torch.stack(
         [
@@ -137,8 +137,7 @@ def _edges(x: Tensor, bins: list[int], limits: list[float] | None) -> list[Tenso
     """(B, N, D) -> (B, bins + 1) for each coordinate."""
     found = []
     for d, n in enumerate(bins):
-        least, most = limits[2 * d : 2 * d + 2] if limits else (0, 0 if x.shape[1] else 1)
-        low, high = _outer_edges(x[..., d], least, most, 0.5)
+        low, high = _outer_edges(x[..., d], limits and limits[2 * d : 2 * d + 2], 0.5)
         ends = [torch.linspace(a, b, n + 1, dtype=x.dtype) for a, b in _pairs(low, high)]
         found.append(torch.stack(ends).to(x.device))
     return found
