@@ -19,6 +19,7 @@ from forall._core.errors import PerformanceWarning
 from forall._lanes import wiring as _wiring
 from forall._transforms import captured as _captured
 from forall._transforms import functions as _functions
+from forall._transforms.chunking import Chunks
 from forall._transforms.explain import Explanation, explain
 from forall._transforms.grad import grad, grad_and_value
 from forall._transforms.jacobian import hessian, jacfwd, jacrev
@@ -39,6 +40,7 @@ _captured.install()
 _torchs.install()
 del _captured, _functions, _wiring, _rules, _torchs
 __all__ = [
+    "Chunks",
     "Explanation",
     "PerformanceWarning",
     "associative_scan",

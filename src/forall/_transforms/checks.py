@@ -12,6 +12,7 @@ from forall._random.keys import check as check_key
 from forall._torch import trees
 from forall._torch.dispatch import functions_off
 from forall._torch.wrapper import has_own_meaning, kind_of, only_keeps_class
+from forall._transforms.chunking import Chunks
 
 
 def callable_(verb: str, func: Any) -> None:
@@ -63,8 +64,12 @@ def max_steps(verb: str, steps: Any) -> None:
         )
 
 
+def _is_automatic(size: Any) -> bool:
+    return size == "auto" or isinstance(size, Chunks)
+
+
 def chunk_size(verb: str, size: Any, *, auto: bool = False) -> None:
-    if size is None or (isinstance(size, int) and size > 0) or (auto and size == "auto"):
+    if size is None or (isinstance(size, int) and size > 0) or (auto and _is_automatic(size)):
         return
     fitting = ", 'auto' for as many as fit," if auto else ","
     raise ValueError(

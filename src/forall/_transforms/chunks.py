@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forall._torch import generators, trees
+from forall._transforms.chunking import chunks_of
 from forall._transforms.groups import Altered, is_out_of_memory, joined
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
+    from forall._transforms.chunking import Chunks
     from forall._transforms.types import Chunk
     from forall._transforms.vmap import Mapping
 
@@ -26,9 +28,10 @@ class Sparing(Altered):
 def in_chunks(call: Mapping, chunk: Chunk) -> Any:
     """The results of all examples."""
     size = call.entering.size
-    if size <= 1 or chunk is None or (chunk != "auto" and chunk >= size):
+    chunks = chunks_of(chunk)
+    if size <= 1 or chunks is None or (chunks.size != "auto" and chunks.size >= size):
         return call.run()
-    if chunk == "auto":
+    if chunks.size == "auto":
         call = call._replace(options=Sparing(call.options))
     same = call.draws.flag == "same"
     drawn = generators.states(call.entering.leaves) if same else {}
@@ -40,23 +43,43 @@ def in_chunks(call: Mapping, chunk: Chunk) -> Any:
             part = call if len(numbers) == size else call.some(numbers)
             return numbers, *trees.flatten(part.run())
 
-    flat, spec = joined(call.places, [*each(one, size, chunk)])
+    parts = [*each(one, size, chunks, call.entering.leaves, "example")]
+    flat, spec = joined(call.places, parts)
     return trees.unflatten(flat, spec)
 
 
-def each(run: Callable[[range], Any], size: int, chunk: Chunk) -> Iterator[Any]:
+def each(
+    run: Callable[[range], Any], size: int, chunk: Chunk, given: Iterable[Any], unit: str
+) -> Iterator[Any]:
     """What ``run`` finds for chunks of ``size`` things, which cover them in order.
 
     With "auto" a chunk for which memory does not suffice is halved, and so are those after it; the
     ones before it are kept. ``run`` leaves nothing behind of a chunk that failed so.
     """
-    start, step = 0, size if chunk == "auto" else chunk or size
+    chunks = chunks_of(chunk)
+    if chunks is None:
+        yield run(range(size))
+        return
+    with chunks.bar(size, unit) as bar:
+        for numbers, found in _each(
+            run, size, chunks, [x for x in given if isinstance(x, torch.Tensor)]
+        ):
+            yield found
+            if bar is not None:
+                bar.update(len(numbers))
+
+
+def _each(
+    run: Callable[[range], Any], size: int, chunks: Chunks, given: list[torch.Tensor]
+) -> Iterator[tuple[range, Any]]:
+    start, step = 0, size if chunks.size == "auto" else chunks.size
     while start < size:
         numbers = range(start, min(start + step, size))
         try:
-            found = run(numbers)
+            with chunks.budget(given):
+                found = run(numbers)
         except (RuntimeError, MemoryError) as error:
-            if chunk != "auto" or len(numbers) == 1 or not is_out_of_memory(error):
+            if chunks.size != "auto" or len(numbers) == 1 or not is_out_of_memory(error):
                 raise
             found, step = None, (len(numbers) + 1) // 2
         if found is None:  # out here nothing holds the frames that failed, nor their tensors
@@ -64,5 +87,5 @@ def each(run: Callable[[range], Any], size: int, chunk: Chunk) -> Iterator[Any]:
             if torch.cuda.is_initialized():
                 torch.cuda.empty_cache()
             continue
-        yield found
+        yield numbers, found
         start = numbers.stop

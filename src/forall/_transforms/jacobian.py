@@ -9,6 +9,7 @@ from forall._core.errors import Call
 from forall._torch import handover
 from forall._transforms import checks
 from forall._transforms.arguments import Arguments, by_torch, called, valued
+from forall._transforms.chunking import for_torch
 from forall._transforms.replaying import replaying
 from forall._transforms.sweeps import Blocks, First, answered, by_columns, by_rows
 from forall._transforms.types import Chunk, P, R, X
@@ -117,7 +118,7 @@ def jacrev(
         return by_rows(call, f, xs, has_aux, chunk_size)
 
     which = (argnums, argnames)
-    options = {"error": RuntimeError, "chunk_size": None if chunk_size == "auto" else chunk_size}
+    options = {"error": RuntimeError, "chunk_size": for_torch(chunk_size)}
     return derived("jacrev", func, which, has_aux, return_value, rows, **options)
 
 

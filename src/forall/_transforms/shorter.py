@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from forall._transforms import checks
+from forall._transforms.chunking import for_torch
 from forall._transforms.fewer import by_fewer
 from forall._transforms.jacobian import derived
 from forall._transforms.types import Chunk, P, R, X
@@ -110,7 +111,7 @@ def jacobian(
     options = {
         "error": RuntimeError,
         "torchs": "jacrev",
-        "chunk_size": None if chunk_size == "auto" else chunk_size,
+        "chunk_size": for_torch(chunk_size),
     }
     which = (argnums, argnames)
     return derived("jacobian", func, which, has_aux, return_value, fewer, **options)

@@ -137,7 +137,7 @@ def _rows(pull: Pullback, chunk: Chunk) -> list[torch.Tensor]:
     def some(numbers: range) -> list[torch.Tensor]:
         return pull.stacked(basis.rows(pull.outputs, numbers.start, numbers.stop), top())
 
-    parts = [*each(some, total, chunk)]
+    parts = [*each(some, total, chunk, pull.own, "row")]
     return parts[0] if len(parts) == 1 else [torch.cat(p) for p in zip(*parts, strict=True)]
 
 

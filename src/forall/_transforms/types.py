@@ -10,6 +10,7 @@ from typing import (
     ParamSpec,
     Protocol,
     Self,
+    TypeAlias,
     TypeVar,
     TypeVarTuple,
     overload,
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from forall._programs.listing import CacheInfo, Kind
+    from forall._transforms.chunking import Chunks
 
 P = ParamSpec("P")
 R = TypeVar("R")  # what the function returns
@@ -28,7 +30,7 @@ X = TypeVar("X")  # the aux
 Ts = TypeVarTuple("Ts")  # primals
 
 # How many at once: so many, as many as memory takes, or all.
-Chunk = int | Literal["auto"] | None
+Chunk: TypeAlias = "int | Literal['auto'] | Chunks | None"
 
 Q = ParamSpec("Q")  # the parameters of a method, without its object
 Out_co = TypeVar("Out_co", covariant=True)

@@ -25,6 +25,7 @@ from forall._torch import handover, trees
 from forall._torch.dispatch import functions_off
 from forall._torch.wrapper import Wrapper, has_own_meaning, kind_of
 from forall._transforms import apart, checks, mapping
+from forall._transforms.chunking import for_torch
 from forall._transforms.chunks import in_chunks
 from forall._transforms.groups import once_more, rows
 from forall._transforms.ragged import apiece, nested
@@ -79,8 +80,9 @@ def vmap(
             ``forall.random.scope(key, i)`` gives example i alone. A vmap inside one with a key
             needs no flag: its examples draw from the keys of the one around.
         chunk_size: run at most so many examples at once. Changes memory, not values. ``"auto"``
-            runs all, and half as many from where an allocation fails: that chunk is undone and
-            begun again, those before it are kept.
+            runs all, and half as many from where memory does not suffice: that chunk is undone
+            and begun again, those before it are kept. `Chunks` sets a budget of memory, and shows
+            how far a call has come.
         divergence: ``"split"`` runs any Python: where examples want to go different ways (``if x >
             0``, ``while``, ``x.item()``, ``x[mask]``, an operator that fails for some), they
             part, and meet again. `explain` tells where. ``"error"`` refuses that.
@@ -149,7 +151,7 @@ class Verb(NamedTuple):
     def run(self, options: Options, args: tuple, kwargs: dict) -> Any:
         """One call of the mapped function."""
         func, in_dims, out_dims, randomness, chunk_size = self
-        torchs = None if chunk_size == "auto" else chunk_size
+        torchs = for_torch(chunk_size)
         call = Call("vmap", func, in_dims=in_dims)
         if isinstance(in_dims, dict):
             args, kwargs, *dims = mapping.named(call, func, in_dims, args, kwargs)
