@@ -76,10 +76,28 @@ def table(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
+def means(rows: Sequence[Row]) -> list[str]:
+    """Geometric means over all rows that are timed against torch.func."""
+    chosen = [measured for workload, measured in rows if is_row(workload, "time", NAMES)]
+    titles, found = (*NAMES, *MORE), []
+    for above, below in RATIOS:
+        medians = [statistics.median(ratios(measured, above, below)) for measured in chosen]
+        known = [m for m in medians if not math.isnan(m)]
+        if known:
+            mean = number(statistics.geometric_mean(known))
+            found.append(f"| {titles[above]} / {titles[below]} | {mean} | {len(known)} |")
+    head = ["| ratio | geometric mean | rows |", "| --- | ---: | ---: |"]
+    return ["", "## Time, all rows together", "", *head, *found] if found else []
+
+
+def is_row(workload: Workload, quantity: Quantity, names: tuple[str, ...]) -> bool:
+    return workload.quantity == quantity and workload.names == names
+
+
 def section(
     title: str, quantity: Quantity, names: tuple[str, ...], rows: Sequence[Row]
 ) -> list[str]:
-    chosen = [row for row in rows if row[0].quantity == quantity and row[0].names == names]
+    chosen = [row for row in rows if is_row(row[0], quantity, names)]
     return ["", f"## {title}", "", *table(chosen)] if chosen else []
 
 
@@ -97,6 +115,7 @@ def render(rows: Sequence[Row], device: torch.device, rounds: int) -> str:
         *header(device, rounds),
         *section("Time", "time", NAMES, rows),
         *section("Time, where examples part ways", "time", PARTING, rows),
+        *means(rows),
         *section("Peak memory", "peak memory", NAMES, rows),
     ]
     return "\n".join(lines) + "\n"

@@ -1,6 +1,7 @@
 """Importing the groups registers their workloads, in the order of the report."""
 
 from . import pointwise  # noqa: F401, I001
+from . import small  # noqa: F401
 from . import per_example  # noqa: F401
 from . import attention  # noqa: F401
 from . import recurrent  # noqa: F401

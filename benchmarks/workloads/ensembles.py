@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from registry import Contestants, contest, workload
+from registry import JIT, Contestants, contest, workload
 
 MODELS, EXAMPLES = 32, 64
 
@@ -43,7 +43,11 @@ def forward(parameters: dict[str, torch.Tensor], inputs: torch.Tensor) -> torch.
     )
 
 
-@workload("ensemble-forward", f"forward pass of {MODELS} perceptrons 64-64-10, 64 examples")
+@workload(
+    "ensemble-forward",
+    f"forward pass of {MODELS} perceptrons 64-64-10, 64 examples",
+    limits={(JIT, 2): 1.1},
+)
 def ensemble_forward(device: torch.device) -> Contestants:
     models, inputs, _ = ensemble(device)
     weights = stacked(models)

@@ -2,10 +2,14 @@
 
 import torch
 
-from registry import Contestants, contest, workload
+from registry import JIT, Contestants, contest, workload
 
 
-@workload("batched-hessian", "`vmap(hessian)` of a 16-32-1 perceptron at 64 points")
+@workload(
+    "batched-hessian",
+    "`vmap(hessian)` of a 16-32-1 perceptron at 64 points",
+    limits={(JIT, 2): 0.6},
+)
 def batched_hessian(device: torch.device) -> Contestants:
     first = torch.randn(32, 16, device=device) / 4
     bias = torch.randn(32, device=device)
@@ -56,7 +60,9 @@ class Regression:
         return dict(zip(leaves, products, strict=True))
 
 
-@workload("hvp-forward-over-reverse", "Hessian-vector product by `jvp` of `grad`")
+@workload(
+    "hvp-forward-over-reverse", "Hessian-vector product by `jvp` of `grad`", limits={(JIT, 2): 0.7}
+)
 def hvp_forward_over_reverse(device: torch.device) -> Contestants:
     problem = Regression(device)
 
@@ -67,7 +73,11 @@ def hvp_forward_over_reverse(device: torch.device) -> Contestants:
     return contest(transformed, problem.double_backward)
 
 
-@workload("hvp-reverse-over-reverse", "Hessian-vector product by `grad` of a product with `grad`")
+@workload(
+    "hvp-reverse-over-reverse",
+    "Hessian-vector product by `grad` of a product with `grad`",
+    limits={(JIT, 2): 0.7},
+)
 def hvp_reverse_over_reverse(device: torch.device) -> Contestants:
     problem = Regression(device)
 

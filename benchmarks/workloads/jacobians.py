@@ -3,7 +3,7 @@
 import torch
 
 import forall
-from registry import Contestants, assert_agree, contest, workload
+from registry import JIT, Contestants, assert_agree, contest, workload
 
 WIDTH, TANGENTS = 64, 16
 
@@ -25,7 +25,7 @@ class Perceptron:
         return (self.second * (1 - hidden * hidden)) @ self.first
 
 
-@workload("jacrev", "`jacrev` of a 64-64-64 perceptron at one point")
+@workload("jacrev", "`jacrev` of a 64-64-64 perceptron at one point", limits={(JIT, 2): 1.0})
 def jacrev(device: torch.device) -> Contestants:
     function = Perceptron(device)
     x = torch.randn(WIDTH, device=device)
@@ -37,7 +37,7 @@ def jacrev(device: torch.device) -> Contestants:
     return contest(transformed, lambda: function.jacobian(x))
 
 
-@workload("jacfwd", "`jacfwd` of the same perceptron")
+@workload("jacfwd", "`jacfwd` of the same perceptron", limits={(JIT, 2): 1.2})
 def jacfwd(device: torch.device) -> Contestants:
     function = Perceptron(device)
     x = torch.randn(WIDTH, device=device)

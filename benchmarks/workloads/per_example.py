@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.nn.grad import conv2d_weight
 
 import forall
-from registry import Contestants, assert_agree, contest, workload
+from registry import JIT, Contestants, assert_agree, contest, workload
 
 
 def per_example_gradients(api, model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor):
@@ -102,12 +102,20 @@ def convolutional(device: torch.device, examples: int) -> Contestants:
     return contest(lambda api: per_example_gradients(api, model, inputs, labels), handwritten)
 
 
-@workload("per-example-mlp", "per-example gradients of a 784-128-10 perceptron, 64 examples")
+@workload(
+    "per-example-mlp",
+    "per-example gradients of a 784-128-10 perceptron, 64 examples",
+    limits={(JIT, 2): 1.15},
+)
 def per_example_mlp(device: torch.device) -> Contestants:
     return perceptron(device, 64)
 
 
-@workload("per-example-cnn", "per-example gradients of a small CNN, 32 images of 28x28")
+@workload(
+    "per-example-cnn",
+    "per-example gradients of a small CNN, 32 images of 28x28",
+    limits={(JIT, 2): 1.0},
+)
 def per_example_cnn(device: torch.device) -> Contestants:
     return convolutional(device, 32)
 

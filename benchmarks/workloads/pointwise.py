@@ -2,7 +2,7 @@
 
 import torch
 
-from registry import Contestants, contest, workload
+from registry import JIT, REPLAYED, Contestants, contest, workload
 
 
 def chain(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -16,7 +16,11 @@ def chain(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return x
 
 
-@workload("pointwise-chain", "`vmap` over 50 pointwise operations, 64 examples of shape (8,)")
+@workload(
+    "pointwise-chain",
+    "`vmap` over 50 pointwise operations, 64 examples of shape (8,)",
+    limits={(REPLAYED, 1): 0.7, (JIT, 2): 1.0},
+)
 def pointwise_chain(device: torch.device) -> Contestants:
     x = torch.randn(64, 8, device=device)
     y = torch.randn(64, 8, device=device)
