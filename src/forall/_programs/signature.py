@@ -9,6 +9,7 @@ import torch
 from torch import (
     are_deterministic_algorithms_enabled,
     get_default_dtype,
+    is_anomaly_enabled,
     is_grad_enabled,
     is_inference_mode_enabled,
 )
@@ -82,6 +83,7 @@ def is_free() -> bool:
         or users_tangents()
         or in_torch_func()
         or is_dynamo_compiling()
+        or is_anomaly_enabled()  # errors that no program raises
     )
 
 
