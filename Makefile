@@ -6,7 +6,7 @@ PIP := $(RUN) -m pip --disable-pip-version-check install -q -c constraints.txt
 # MACHINES=0/1 is the part of the entries that this machine takes: 0/2 and 1/2 are halves.
 MACHINES ?= 0/1
 
-.PHONY: demo test check static doctest limitations bench coverage fuzz format clean
+.PHONY: replayed leaks demo test check static doctest limitations bench coverage fuzz format clean
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/.installed
@@ -14,7 +14,16 @@ demo: $(VENV)/.installed
 
 # A process for each core, so one thread of torch's for each.
 test: $(VENV)/.installed
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n auto
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n auto --dist worksteal
+
+# All tests, each replayed call compared with the call itself.
+replayed: $(VENV)/.installed
+	FORALL_REPLAY=check OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n auto --dist worksteal
+
+# What calls leave behind, in a quarter of an hour or more.
+leaks: $(VENV)/.installed
+	FORALL_CALLS=10000 $(RUN) -m pytest -q tests/laws/test_thousands_of_calls.py
+	FORALL_CALLS=100000 $(RUN) -m pytest -q tests/jit/test_nothing_is_kept.py
 
 check: static test doctest
 

@@ -1,6 +1,6 @@
 """Many replayed calls leave Python's live objects, and the process's memory, as they are.
 
-FORALL_CALLS says how many calls (2000); 100 000 take about a quarter of an hour.
+FORALL_CALLS says how many calls (1000); 100 000 take about a quarter of an hour.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 from forall import grad, jit, vmap
 
-CALLS = int(os.environ.get("FORALL_CALLS", "2000"))
+CALLS = int(os.environ.get("FORALL_CALLS", "1000"))
 X = torch.linspace(0.1, 0.7, 6).reshape(2, 3)
 WAYS: dict[str, tuple[Callable[[], Callable[[int], object]], int]] = {}
 

@@ -271,6 +271,7 @@ def test_without_a_derivative_all_examples_are_one_call(name, layers):
     assert all_["aten::tanh"] == one["aten::tanh"]
 
 
+@pytest.mark.counted
 @pytest.mark.parametrize("name", CELLS)
 def test_without_a_derivative_a_cell_is_one_call(name):
     kind, options = CELLS[name]

@@ -464,6 +464,7 @@ def live_tensors():
     return sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
 
 
+@pytest.mark.counted
 @pytest.mark.parametrize(
     "step",
     [

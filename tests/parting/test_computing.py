@@ -62,6 +62,7 @@ def chooses(x):
     return x
 
 
+@pytest.mark.counted
 @pytest.mark.parametrize(("f", "kind"), [(calls, "functions"), (chooses, "ifs")])
 def test_what_only_computes_runs_on_bare_stacks(f, kind, ran):
     assert difference(vmap(f)(X), loop(f)(X)) is None
@@ -85,6 +86,7 @@ def viewed(x):
     return torch.stack([x, x])[0]
 
 
+@pytest.mark.counted
 def test_what_turns_out_to_need_wrappers_is_left_some_times_only():
     def f(x):
         for _ in range(9):

@@ -208,6 +208,7 @@ def test_what_the_readme_says_of_its_example(monkeypatch, capsys):
     assert f"```text\n{text}\n```" in page, "put into README.md what examples/roots.py prints"
 
 
+@pytest.mark.counted
 def test_a_call_whose_examples_agree():
     e = forall.explain(vmap(lambda x: x * 2, out_dims=0))(XS)
     assert torch.equal(e.result, XS * 2)

@@ -19,11 +19,12 @@ class Config:
     ``patience``: for how many seconds in all a function has to have run before that.
 
     Example:
-        >>> forall.config.replay = False
+        >>> forall.config.replay = False                           # each call runs as it is
+        >>> forall.config.replay = True
     """
 
-    replay: bool | str = False
+    replay: bool | str = True
     patience: float = 0.05
 
 
-now = Config(_WORDS.get(os.environ.get("FORALL_REPLAY", "0"), False))
+now = Config(_WORDS.get(os.environ.get("FORALL_REPLAY", "1"), True))

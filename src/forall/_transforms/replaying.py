@@ -55,10 +55,12 @@ class Calls:
         return result
 
     def told(self, eager: Callable) -> str:
-        """How the calls are replayed, or why not."""
+        """How the calls are replayed, or why not; nothing where that is not known yet."""
         replays = self._looked_at(eager) if self.replays is None else self.replays
         why = replays.doubt()
-        return f"{replays.hits} calls so far" if why is None else f"no: {why}"
+        if why is not None:
+            return f"no: {why}"
+        return f"{replays.hits} calls so far" if replays.hits else ""
 
     def _looked_at(self, eager: Callable) -> Replays:
         from forall._programs.replay import Replays  # with all that records, which is much

@@ -134,6 +134,7 @@ def test_what_fails_in_the_loop_fails_alike(f):
         vmap(f)(x)
 
 
+@pytest.mark.counted
 @pytest.mark.parametrize(
     "f",
     [
@@ -218,6 +219,7 @@ def test_inside_a_transform_of_torch():
     check_vmap(torch.func.grad(lambda x: F.linear(x.sin(), w).sum()), (x,))
 
 
+@pytest.mark.counted
 def test_a_rule_of_the_users_is_asked():
     op = torch.ops.aten.addmm.default
     shortcut._known.clear()
