@@ -182,3 +182,13 @@ def test_anomalies_are_errors_as_ever(hits):
         pytest.raises(RuntimeError, match="returned nan"),
     ):
         f(torch.tensor(0.0))
+
+
+def test_what_changes_now_and_then_is_recorded_anew(hits):
+    rate = {"lr": 1.0}
+    step = grad(lambda x: (x * rate["lr"]).sum())
+    for i in range(20):
+        rate["lr"] = float(i)
+        for _ in range(40):
+            assert step(torch.ones(2))[0] == i
+    assert len(hits) > 600

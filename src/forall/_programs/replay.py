@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 _MOST = 16  # kinds of calls that are kept, the last used ones
 _MOST_BYTES = 2**24  # of constants that a program keeps
 _LOSSES = 8  # recordings that may be for nothing
+_WORTH = 32  # replayed calls, which make up for one more
 
 
 class Replays(Unwatched):
@@ -88,7 +89,7 @@ class Replays(Unwatched):
 
     def _lose(self, lost: bool, why: str) -> None:
         self.lost += lost
-        if self.lost > _LOSSES:
+        if self.lost > _LOSSES + self.hits // _WORTH:
             self.why = why
             self._forget()
 
