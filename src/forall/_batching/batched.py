@@ -19,7 +19,7 @@ from forall._core.levels import Level, dispatched, innermost, is_over, left_over
 from forall._torch import trees
 from forall._torch.dispatch import functions_off, no_dispatch
 from forall._torch.names import subclass_functions_off
-from forall._torch.wrapper import READS, Wrapper, make_wrapper
+from forall._torch.wrapper import ENTRYWISE, READS, Wrapper, make_wrapper
 from forall._torch.wrapper import strides as strides_of
 
 if TYPE_CHECKING:
@@ -109,12 +109,17 @@ class Batched(Wrapper):
         array.flags.writeable = False  # of one example for a group of them: a write would be lost
         return array
 
+    # There is a rule for these, which a method of ours would pass by.
+    apply_, map_, map2_ = (getattr(torch.Tensor, name) for name in ENTRYWISE)
+
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         # Reached only where the level's function mode is not: in a backward pass, a hook or a
         # recomputation after the level has ended. The innermost value's level shares for itself.
         if not all(issubclass(t, torch.Tensor) for t in types):
             return NotImplemented
+        if getattr(func, "__name__", "") in ENTRYWISE:
+            raise escaped(f"x.{func.__name__}()", args[0], args[0].level.origin)
         with subclass_functions_off():
             args, kwargs = left_over(func, args, kwargs or {})
             found = levels_in(args, kwargs)

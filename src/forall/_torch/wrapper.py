@@ -136,7 +136,9 @@ def _of_memory(name: str) -> Any:
 
 
 READS = ("numpy", "tolist", "__array__")
-for _name in (*READS, "data_ptr", "storage", "share_memory_", "__dlpack__", "__reduce_ex__"):
+_READS_TOO = ("data_ptr", "storage", "share_memory_", "__dlpack__", "__reduce_ex__")
+ENTRYWISE = ("apply_", "map_", "map2_")  # functions of Python's, which are handed numbers
+for _name in (*READS, *_READS_TOO, *ENTRYWISE):
     setattr(Wrapper, _name, _of_memory(_name))
 
 

@@ -10,6 +10,7 @@ from forall._batching.rules import (
     conv,
     dynamic,
     embedding,
+    entrywise,
     factory,
     fft,
     indexing,

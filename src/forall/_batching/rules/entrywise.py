@@ -1,0 +1,84 @@
+"""``apply_``, ``map_`` and ``map2_``: a function of Python's on each entry, read from memory.
+
+They pass the dispatcher by, so a wrapper, which has no memory, would crash the process.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from forall._batching.batched import Batched, wrap
+from forall._batching.ledger import note_read
+from forall._batching.one_by_one import all_places, example_of, levels_of
+from forall._batching.table import CALLS
+from forall._core.errors import shared_write
+from forall._core.levels import outside, top
+from forall._torch.dispatch import functions_off
+from forall._torch.wrapper import ENTRYWISE, Wrapper
+
+Tensor = torch.Tensor
+
+
+def _entrywise(name: str) -> Any:
+    method = getattr(Tensor, name)
+
+    def call(x: Tensor, *others_and_function: Any) -> Any:
+        *others, function = others_and_function
+        tensors = [x, *others]
+        if top() is None and not any(isinstance(t, Wrapper) for t in tensors):
+            return NotImplemented
+        if any(t.requires_grad for t in tensors):
+            raise RuntimeError(
+                f"{name}: a function of Python's has no derivative, and a tensor requires grad.\n"
+                f"Use x.detach().{name}(..), or torch's functions."
+            )
+        for t in others:
+            if not isinstance(t, Wrapper):
+                note_read(f"x.{name}()", t)
+        around = _levels()
+        if any(hasattr(level, "ledger") for level in around) and _is_shared_older(x):
+            raise shared_write(f"x.{name}()", x, [])  # each example would go on from the last
+        levels, root = levels_of(tensors), around[-1] if around else None
+        found = []
+        for places in all_places(levels):  # in the order of the loop
+            with outside(root) if root is not None else nullcontext():
+                with functions_off():
+                    first, *rest = (example_of(t, places) for t in tensors)
+                    first = first.clone()
+                found.append(method(first, *rest, function))  # who records calls is to see this
+        return x.copy_(_joined(found, levels))
+
+    return call
+
+
+def _is_shared_older(t: Any) -> bool:
+    while isinstance(t, Wrapper):
+        if type(t) is Batched and (t.axis is not None or not t.older):
+            return False
+        t = t.value
+    return True
+
+
+def _levels() -> list[Any]:
+    """The innermost first."""
+    found, level = [], top()
+    while level is not None:
+        found.append(level)
+        level = level.parent
+    return found
+
+
+def _joined(found: list[Tensor], levels: list) -> Tensor:
+    if not levels:
+        return found[0]
+    with functions_off(), outside(levels[0]):
+        out = torch.stack(found).reshape(*(level.size for level in levels), *found[0].shape)
+        for level in levels:
+            out = wrap(out, 0, level)
+    return out
+
+
+CALLS.update({getattr(Tensor, name): _entrywise(name) for name in ENTRYWISE})
