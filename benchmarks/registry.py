@@ -32,6 +32,9 @@ class Contestants:
             examples stands for the loop over all of them.
         jitted: the first one under `forall.jit`, None where that cannot record it.
         replayed: the first one with `forall.config.replay`, None where nothing of it is replayed.
+        transformed: what `contest` was given: each call makes a program that was never called.
+        by_jax: `by_jax(jax)` gives the same as a function for `jax.jit`, and its arguments as
+            tensors of torch's.
     """
 
     programs: tuple[Program, Program, Program]
@@ -39,6 +42,8 @@ class Contestants:
     times: tuple[float, float, float] = (1.0, 1.0, 1.0)
     jitted: Program | None = None
     replayed: Program | None = None
+    transformed: Callable[[Any], Program] | None = None
+    by_jax: Callable[[Any], tuple[Callable, tuple]] | None = None
 
     @property
     def all(self) -> list[tuple[Program | None, float]]:
@@ -127,6 +132,7 @@ def contest(
     handwritten: Program,
     *,
     tolerance: float = 1e-4,
+    by_jax: Callable[[Any], tuple[Callable, tuple]] | None = None,
 ) -> Contestants:
     """Give `transformed` to both libraries, so that they run the same source text.
 
@@ -136,7 +142,8 @@ def contest(
     def check(actual: Any, expected: Any) -> None:
         assert_agree(actual, expected, tolerance)
 
-    return Contestants((transformed(forall), transformed(torch.func), handwritten), check)
+    programs = (transformed(forall), transformed(torch.func), handwritten)
+    return Contestants(programs, check, transformed=transformed, by_jax=by_jax)
 
 
 def with_jit(contestants: Contestants) -> Contestants:
