@@ -9,10 +9,13 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from memory import peak_bytes
-from registry import MORE, Contestants, Program, Workload
+from registry import MORE, Contestants, Program, Workload, with_jit, with_replay
 
 # The allocator's figures hardly vary: a few rounds show whether they do.
 MEMORY_ROUNDS = 3
+
+
+Built = Sequence[tuple[Workload, Contestants]]
 
 
 class Disagreement(Exception):
@@ -41,6 +44,14 @@ def check(workload: Workload, contestants: Contestants) -> None:
             except Exception as error:
                 message = f"{name}, {call} call: {type(error).__name__}: {error}"
                 raise Disagreement(message) from error
+
+
+def make(workload: Workload, device: torch.device) -> Contestants:
+    """The contestants of one workload; they agree."""
+    torch.manual_seed(0)
+    contestants = with_replay(with_jit(workload.build(device)))
+    check(workload, contestants)
+    return contestants
 
 
 def seconds(program: Program, repetitions: int, synchronise: Callable[[], None]) -> float:

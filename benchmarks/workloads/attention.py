@@ -99,4 +99,7 @@ def per_example_attention(device: torch.device) -> Contestants:
         gradients = jax.vmap(jax.grad(by_jax_loss(jax)), (None, 0, 0))
         return gradients, (parameters, inputs, targets)
 
-    return contest(transformed, handwritten, by_jax=by_jax)
+    def of_all(block):
+        return (block(inputs) - targets).square().sum() / (LENGTH * WIDTH)
+
+    return contest(transformed, handwritten, by_jax=by_jax, by_opacus=(block, of_all))

@@ -63,6 +63,7 @@ def perceptron(
         lambda api: per_example_gradients(api, model, inputs, labels),
         handwritten,
         by_jax=lambda jax: by_jax(jax, perceptron_by_jax(jax), model, inputs, labels),
+        by_opacus=(model, lambda m: F.cross_entropy(m(inputs), labels, reduction="sum")),
     )
 
 
@@ -129,6 +130,7 @@ def convolutional(device: torch.device, examples: int) -> Contestants:
         lambda api: per_example_gradients(api, model, inputs, labels),
         handwritten,
         by_jax=lambda jax: by_jax(jax, convolutional_by_jax(jax), model, inputs, labels),
+        by_opacus=(model, lambda m: F.cross_entropy(m(inputs), labels, reduction="sum")),
     )
 
 
