@@ -152,10 +152,9 @@ def cells(row: Row) -> list[str]:
 def summed(name: str, rows: Sequence[Row]) -> list[str]:
     """Several rows as one: geometric means, and how many are within."""
     ratios = [mean(row[i] for row in rows) for i in range(3, 7)]
-    operators = statistics.median(row.operators for row in rows)
     within = sum(row.to_allowed <= 1 for row in rows)
     most = max(row.tries for row in rows)
-    return [name, f"{operators:g}", f"{most}", *ratios, f"{within} of {len(rows)}"]
+    return [name, "-", f"at most {most}", *ratios, f"{within} of {len(rows)}"]
 
 
 def table(rows: Sequence[Row]) -> list[str]:
@@ -174,8 +173,8 @@ def table(rows: Sequence[Row]) -> list[str]:
     shown = [row for row in rows if row not in loops or row.to_allowed > 1 or row.watched > LIMIT]
     lines = [*map(cells, shown)]
     if loops:
-        lines.append(summed(f"all {len(loops)} rows `{FALLBACKS}*`, means", loops))
-    lines.append(summed(f"all {len(rows)} rows, means", rows))
+        lines.append(summed(f"all {len(loops)} rows `{FALLBACKS}*`, geometric means", loops))
+    lines.append(summed(f"all {len(rows)} rows, geometric means", rows))
     return lined(titles, lines, said=1)
 
 

@@ -1,8 +1,10 @@
 """Programs of `forall.jit` beside those of other compilers and libraries, on one thread."""
 
+import contextlib
 import math
 import statistics
 import warnings
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -80,10 +82,11 @@ def measured(
     wanted = contestants.programs[-1]()
     programs, costs, left = [], [], []
     base = recorded(contestants, device)
+    torch.compiler.reset()  # what it took out of other rows' programs
     for rival in rivals:
         program, cost = None, math.nan
         try:
-            with nothing_kept():
+            with nothing_kept(), refusals(rival.name, name, left):
                 program, cost = compiled(rival, contestants, wanted, device)
         except Exception as error:
             if rival.name == "jit":
@@ -93,6 +96,16 @@ def measured(
         programs.append(program)
         costs.append(cost / base)
     return Row(name, time_programs(programs, rounds, 0.01, device), costs, left)
+
+
+@contextlib.contextmanager
+def refusals(rival: str, name: str, left: list[str]) -> Iterator[None]:
+    """What forall says where it runs a program as it is, or not as it was asked to."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        yield
+    ours = [w.message for w in told if issubclass(w.category, forall.PerformanceWarning)]
+    left += [f"- {rival} of {name}: {message}" for message in ours]
 
 
 def warm_up(rivals: list[Rival], device: torch.device) -> None:

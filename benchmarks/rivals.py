@@ -50,7 +50,7 @@ def no_module(name: str) -> Callable[[], str | None]:
 
 def no_compiler() -> str | None:
     lacks = compilers.no_inductor()
-    return lacks and f"there is not {lacks}"
+    return lacks and f"this machine lacks {lacks}"
 
 
 def jax_() -> Any:
@@ -109,11 +109,10 @@ RIVALS = (
 
 @contextlib.contextmanager
 def nothing_kept() -> Iterator[None]:
-    """Compilers find nothing of what was compiled before, here or in another process."""
+    """Inductor finds nothing of what was compiled before, here or in another process."""
     from torch._inductor import config
     from torch._inductor.utils import fresh_cache
 
     logging.getLogger("torch._inductor.utils").setLevel(logging.ERROR)  # tells of kept folders
-    torch._dynamo.reset()  # noqa: SLF001
     with config.patch(force_disable_caches=True), fresh_cache():
         yield

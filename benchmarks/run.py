@@ -132,7 +132,7 @@ def main() -> int:
         "peers": lambda: peers.section(built, options.rounds, device),
     }
     lines = report.opening(device, options.rounds)
-    for name in options.sections:
+    for name in filter(options.sections.__contains__, SECTIONS):
         lines += sections[name]()
         # After each: whatever stops a later one, what was measured stays.
         if options.out is not None:

@@ -162,5 +162,6 @@ def section(rounds: int, device: torch.device) -> list[str]:
         left = [f"{size}" for size in series.sizes[len(points) :]]
         if left:
             lines += ["", f"Left out, as a call takes over 1 GB or 2 s: {', '.join(left)}."]
-        lines += ["", growth(points), room(points)]
+        if points:
+            lines += ["", growth(points), room(points)]
     return lines
