@@ -83,7 +83,7 @@ class Clock:
                 before = len(notes)
                 elapsed = self.once(program)
                 total += elapsed if len(notes) > before else 0.0
-        return total
+        return total or math.nan
 
 
 def until_recorded(jitted: Any, once: Any) -> list[float]:

@@ -126,7 +126,7 @@ def growth(points: Sequence[Point]) -> str:
             continue
         verdict = answer(after <= before)
         if before < after <= 1:
-            verdict += ", but it stays below"
+            verdict += ", but it stays below 1"
         said.append(
             f"{name} {verdict} ({number(before)} at {first.size}, {number(after)} at {last.size})"
         )
