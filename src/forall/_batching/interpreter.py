@@ -46,9 +46,9 @@ from forall._torch.dispatch import (
     in_backward,
     is_accumulating,
     is_excluded,
-    set_lazy_bits,
     users_tangents,
 )
+from forall._torch.lazy import set_lazy_bits, with_lazy_bits
 from forall._torch.names import DispatchMode, pop_functions, push_functions
 from forall._torch.schema import facts
 from forall._torch.wrapper import Wrapper
@@ -212,12 +212,7 @@ class VmapLevel(Level, DispatchMode):
         """An operator on values of different examples of one root."""
         from forall._batching.meeting import meet  # which stands on the level
 
-        was = is_excluded(CONJUGATE)
-        set_lazy_bits(True)
-        try:
-            return meet(func, args, kwargs)
-        finally:
-            set_lazy_bits(not was)
+        return with_lazy_bits(meet, (func, args, kwargs), {})
 
     def under(self, tensors: list, f: Any) -> Batched:
         with outside(self):
@@ -288,7 +283,7 @@ class VmapLevel(Level, DispatchMode):
                 return handler(self, func, args, kwargs)
         if not is_excluded(CONJUGATE):
             return handler(self, func, args, kwargs)
-        set_lazy_bits(True)
+        set_lazy_bits(True)  # `with_lazy_bits`, at less for each operator
         try:
             return handler(self, func, args, kwargs)
         finally:

@@ -40,7 +40,7 @@ class Kinds(Unwatched):
         self.write = write
         self.boxed = statics.boxed if statics else None
         self.known: OrderedDict[Any, Recorded | AsItIs] = OrderedDict()
-        self.newest: Recorded | AsItIs | None = None
+        self.newest: Recorded | None = None
         self.settling: set[Any] = set()  # whose first call changed what the function can reach
         self.hits = self.misses = 0
 
@@ -70,6 +70,10 @@ class Kinds(Unwatched):
         given = self.boxed(args, kwargs) if self.boxed else (args, kwargs)
         leaves, outline = trees.outlined(*given)
         tensors = [x for x in leaves if isinstance(x, torch.Tensor)] if leaves else leaves
+        made = self.newest
+        if made is not None and made.serves(outline, leaves, tensors):
+            self.hits += 1
+            return made(tensors)
         try:
             kind = kind_of(outline, leaves, tensors)
             made = self.known.get(kind)
@@ -82,15 +86,17 @@ class Kinds(Unwatched):
         if made is None or not made.stands(tensors):
             self.misses += 1
             return self._first(kind, given, leaves)
-        if made is not self.newest:
-            self.newest = made
-            with suppress(KeyError):  # another thread's calls may have pushed it out
-                self.known.move_to_end(kind)
+        if made is self.newest:
+            made.served(outline, leaves, tensors)
+        self.newest = made
+        with suppress(KeyError):  # another thread's calls may have pushed it out
+            self.known.move_to_end(kind)
         self.hits += 1
         return made(tensors)
 
     def _first(self, kind: Any, given: tuple[tuple, dict], leaves: list) -> Any:
-        made = record(self.func, leaves, trees.flatten(given)[1], self.write)
+        self.newest = None  # it may hold what the function no longer does
+        made = record(self.func, leaves, trees.flatten(given)[1], self.write, given=given)
         if made.moved and kind not in self.settling:
             # A cache, a mask kept on a module, a wrapper that torch makes late: set up once. Who
             # changes something with each call is found out by the next one.
@@ -116,7 +122,7 @@ class Kinds(Unwatched):
         return made
 
     def _keep(self, kind: Any, made: Recorded | AsItIs) -> None:
-        self.known[kind] = self.newest = made
+        self.known[kind] = made
         self.known.move_to_end(kind)
         if len(self.known) > _MOST:
             self.known.popitem(last=False)

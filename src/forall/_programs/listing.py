@@ -74,6 +74,8 @@ def words(args: tuple, kwargs: dict[str, Any]) -> str:
 def _word(a: Any) -> str:
     a = unboxed(a)
     if isinstance(a, torch.Tensor):
+        if a.is_nested:  # it has no shape to show
+            return "nested"
         strides = "" if a.layout is not torch.strided or a.is_contiguous() else f" by {a.stride()}"
         return f"{short(a)}{strides}{' requires_grad' if a.requires_grad else ''}"
     if isinstance(a, _SHOWN):

@@ -25,6 +25,7 @@ from forall._programs.draws import Draws
 from forall._programs.program import Layout, Node, Program, Ref, Value
 from forall._torch import trees
 from forall._torch.dispatch import functions_off, in_torch_func
+from forall._torch.lazy import with_lazy_bits
 from forall._torch.memory import has_memory, storage_of
 from forall._torch.names import DispatchMode, StorageWeakRef
 from forall._torch.schema import facts
@@ -103,13 +104,13 @@ class Recorder(DispatchMode):
             with self:  # a level that has ended takes its values apart
                 return dispatched(func, args, kwargs)
         if self.why is not None or func in _ASIDE or func.namespace == "profiler":
-            return func(*args, **kwargs)
+            return with_lazy_bits(func, args, kwargs)
         if in_torch_func():  # its wrappers have no memory, and their values are not ours to take
             self.fails(_TORCHS)
             return func(*args, **kwargs)
         with functions_off():  # a backward pass has them on, and what we ask is not the user's
             node = self._met(func, args, kwargs)
-        out = func(*args, **kwargs)
+        out = with_lazy_bits(func, args, kwargs)
         if node is not None:
             with functions_off():
                 if facts(func).seeded:

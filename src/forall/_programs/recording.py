@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from functools import partial
+from operator import is_
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -52,22 +53,25 @@ def record(
     write: Callable = function,
     guards: Guards | None = None,
     *,
+    given: tuple[tuple, dict] | None = None,
     pulls: bool = True,
 ) -> Recording:
     """Make a call of these arguments, and its program, which ``write`` makes a function.
+
+    ``given`` are the user's own containers of them, if they are at hand.
 
     Unless it ``pulls``, a call whose results require grad has none: recording the way back runs
     hooks and backward passes of the user's, once more than the user did.
     """
     leaves = [*map(unboxed, leaves)]
     guards = guards or guarding(func, leaves)
-    tensors = [_variable(x) for x in leaves if _is_tensor(x)]
+    tensors = [_variable(x) if pulls else x for x in leaves if _is_tensor(x)]
     recorder = Recorder(tensors, guards.tensors, guards.generators)
     if guards.why is not None:
         recorder.fails(guards.why)
     outside = [*filter(_is_tensor, leaves), *guards.tensors.values()]
     with handover.eagerly(), _same_history(recorder, outside), _seen_by(recorder), Watch(recorder):
-        result = _called(func, leaves, spec, tensors)
+        result = _called_once(recorder, func, leaves, spec, tensors, given)
     found, tree = trees.flatten(result)
     ends = [*filter(_is_tensor, found)]
     _judge(recorder, found, pulls)
@@ -111,6 +115,28 @@ def _called(func: Callable, leaves: list, spec: Any, tensors: Sequence[Tensor]) 
     given = iter(tensors)
     args, kwargs = trees.unflatten([next(given) if _is_tensor(x) else x for x in leaves], spec)
     return func(*args, **kwargs)
+
+
+def _called_once(
+    recorder: Recorder,
+    func: Callable,
+    leaves: list,
+    spec: Any,
+    tensors: Sequence[Tensor],
+    given: tuple[tuple, dict] | None,
+) -> Any:
+    """A call with the user's own lists and dicts, if it can be, which no program changes."""
+    stand_ins = iter(tensors)
+    leaves = [next(stand_ins) if _is_tensor(x) else x for x in leaves]
+    if given is not None and all(map(is_, trees.leaves(given), leaves)):
+        args, kwargs = given
+    else:
+        args, kwargs = trees.unflatten(leaves, spec)
+    result = func(*args, **kwargs)
+    after, now = trees.flatten((args, kwargs))
+    if now != spec or not all(map(is_, after, leaves)):
+        recorder.fails("it changes what it is given: a list, a dict")
+    return result
 
 
 def _ends(func: Callable, leaves: list, spec: Any, tensors: Sequence[Tensor]) -> list[Tensor]:

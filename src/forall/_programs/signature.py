@@ -9,6 +9,7 @@ import torch
 from torch import (
     are_deterministic_algorithms_enabled,
     get_default_dtype,
+    is_anomaly_enabled,
     is_grad_enabled,
     is_inference_mode_enabled,
 )
@@ -25,11 +26,13 @@ from forall._torch.dispatch import (
     users_tangents,
 )
 from forall._torch.names import PLAIN
+from forall._torch.unchanged import alike
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 _place = attrgetter("_cdata")
+_own = attrgetter("__dict__")
 
 
 class Unfit(Exception):  # noqa: N818 - no error: the call runs as it is
@@ -39,8 +42,8 @@ class Unfit(Exception):  # noqa: N818 - no error: the call runs as it is
 def of_leaf(x: Any) -> Any:
     """What a program knows of an argument: all of it, but for the numbers of a tensor."""
     if type(x) in PLAIN:
-        if x.layout is not torch.strided or x.is_quantized:
-            raise Unfit(f"an argument of layout {x.layout}")
+        if x.layout is not torch.strided or x.is_quantized or x.is_nested:
+            raise Unfit(f"an argument of layout {'nested' if x.is_nested else x.layout}")
         return (
             _attributes(x),
             x.shape,
@@ -82,6 +85,7 @@ def is_free() -> bool:
         or users_tangents()
         or in_torch_func()
         or is_dynamo_compiling()
+        or is_anomaly_enabled()  # errors that no program raises
     )
 
 
@@ -100,6 +104,38 @@ def kind_of(outline: Any, leaves: Iterable[Any], tensors: Sequence[torch.Tensor]
     """What calls that one program serves have in common; ``tensors`` are those of the leaves."""
     kind = (outline, *map(of_leaf, leaves), *ambient())
     return (kind, _shared(tensors)) if len(tensors) > 1 else kind
+
+
+class Like:
+    """Calls of the kind of one that was made, told by less than their whole kind, mostly in C.
+
+    A yes is sure; a no says nothing.
+    """
+
+    def __init__(
+        self, outline: Any, leaves: Sequence[Any], tensors: Sequence[torch.Tensor]
+    ) -> None:
+        self.outline = outline
+        plain = len(leaves) == len(tensors) and not any(map(_attributes, tensors))
+        self.looks = alike(tensors) if plain and tensors else _no
+        self.rest = self._rest(tensors)
+
+    def holds(self, outline: Any, leaves: Sequence[Any], tensors: Sequence[torch.Tensor]) -> bool:
+        return (
+            outline == self.outline
+            and len(tensors) == len(leaves)
+            and self.looks(*tensors)
+            and self._rest(tensors) == self.rest
+            and not any(map(_own, tensors))
+        )
+
+    def _rest(self, tensors: Sequence[torch.Tensor]) -> tuple:
+        places = _shared(tensors) if len(tensors) > 1 else ()
+        return [*map(torch.Tensor.storage_offset, tensors)], places, ambient()
+
+
+def _no(*tensors: torch.Tensor) -> bool:
+    return False
 
 
 def _shared(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:

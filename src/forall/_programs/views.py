@@ -68,6 +68,8 @@ def views(program: Program) -> None:
         first = node.args[0].n
         if program.values[first].root != program.values[n].root:
             continue  # a copy after all
+        if program.values[first].layout.dtype != program.values[n].layout.dtype:
+            continue  # other entries
         chain = [first]
         while chain[-1] in made:
             chain.append(made[chain[-1]].args[0].n)

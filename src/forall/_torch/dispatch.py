@@ -39,35 +39,6 @@ _ABOVE_PYTHON = (
 )
 
 
-def set_lazy_bits(on: bool) -> None:
-    """Whether kernels look at the conj, neg and zero bits of their tensors.
-
-    Inside a Python handler they do not: for its own tensors that is settled. But many a kernel
-    (``pinv``, complex ``lstsq``) calls others with a lazy conjugate it made itself.
-    """
-    off = not on
-    set_excluded(CONJUGATE, off)
-    set_excluded(NEGATIVE, off)
-    set_excluded(ZEROS, off)
-
-
-class lazy_zeros_pass:
-    """Let zeros without memory reach our handlers, which take them down to where they are plain.
-
-    Else their own kernel comes first. It moves wrappers to the meta device and answers with plain
-    zeros that bear the history of our examples. A graph that forward mode made is full of them.
-    """
-
-    __slots__ = ("was",)
-
-    def __enter__(self) -> None:
-        self.was = is_excluded(DispatchKey.ZeroTensor)
-        set_excluded(DispatchKey.ZeroTensor, True)
-
-    def __exit__(self, *_: object) -> None:
-        set_excluded(DispatchKey.ZeroTensor, self.was)
-
-
 class autograd_below:
     """Inside a Python handler, let autograd (and forward mode) act on the values one level down.
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from forall._torch.dispatch import functions_off
+from forall._torch.lazy import with_lazy_bits
 from forall._torch.memory import has_memory, storage_of
 from forall._torch.names import DispatchMode, StorageWeakRef
 from forall._torch.wrapper import Wrapper
@@ -36,7 +37,7 @@ class Budget(DispatchMode):
         with functions_off():
             for given in (args, kwargs.values()):
                 self._note(given, made=False)
-        out = func(*args, **kwargs)
+        out = with_lazy_bits(func, args, kwargs)
         with functions_off():
             self._note((out,), made=True)
         if self._bytes > self.limit:

@@ -26,6 +26,8 @@ class Chunks:
     ``chunk_size=n`` is short for ``Chunks(n)``, and ``chunk_size="auto"`` for ``Chunks("auto")``.
     The results are the same for every choice; memory and time differ.
 
+    Cost: that of all at once, and with a budget a few microseconds per operator for counting.
+
     Args:
         size: how many examples of `vmap`, rows of `jacrev`, columns of `jacfwd` at once. ``"auto"``
             begins with all, and goes on with half as many from where memory does not suffice:
@@ -34,14 +36,16 @@ class Chunks:
             those that it is given, and results of earlier chunks, are not counted. By default what
             memory allows: allocations that fail, and on a CPU, where none does until the system
             ends the process, four fifths of the memory that is free (as far as Linux tells).
-            Counting takes a few microseconds per operator. One operator may overrun the budget
-            by its own result.
+            One operator may overrun the budget by its own result.
         progress: show a bar of what is done (`tqdm`).
 
     Raises:
         ValueError: for a size below 1, a budget below 1, and a budget for chunks of a given size.
         MemoryError: in the call, where one example alone takes more than the budget.
         ImportError: in the call, with ``progress``, where tqdm is not installed.
+
+    Source: a batch that is halved until it fits is old usage; that a failed one leaves nothing
+    behind is ours.
 
     Example:
         >>> fits = forall.Chunks(memory_budget=2000)              # bytes

@@ -152,7 +152,7 @@ def _grad_and_value(
             return tree, (value, aux) if has_aux else value
         return (tree, aux) if has_aux else tree
 
-    @replaying(func)
+    @replaying(func, verb, argnums, argnames, has_aux)
     def derivative(*args: Any, **kwargs: Any) -> Any:
         if handover.needed():
             name = "grad_and_value" if valued else "grad"

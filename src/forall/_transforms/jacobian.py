@@ -119,7 +119,7 @@ def jacrev(
 
     which = (argnums, argnames)
     options = {"error": RuntimeError, "chunk_size": for_torch(chunk_size)}
-    return derived("jacrev", func, which, has_aux, return_value, rows, **options)
+    return derived("jacrev", func, which, has_aux, return_value, rows, (chunk_size,), **options)
 
 
 @overload
@@ -225,7 +225,8 @@ def jacfwd(
 
     which = (argnums, argnames)
     options = {"error": ValueError, "randomness": randomness}
-    return derived("jacfwd", func, which, has_aux, return_value, columns, **options)
+    how = randomness, chunk_size
+    return derived("jacfwd", func, which, has_aux, return_value, columns, how, **options)
 
 
 @overload
@@ -322,7 +323,7 @@ def hessian(
     checks.callable_("hessian", func)
     checks.chunk_size("hessian", chunk_size, auto=True)
 
-    @replaying(func)
+    @replaying(func, "hessian", argnums, argnames, has_aux, return_value, chunk_size)
     def second(*args: Any, **kwargs: Any) -> Any:
         if handover.needed():
             return _hessian_by_torch(func, argnums, argnames, has_aux, return_value, args, kwargs)
@@ -350,6 +351,7 @@ def derived(
     has_aux: bool,
     return_value: bool,
     sweep: Callable[..., Blocks],
+    how: tuple,  # what else tells a sweep
     error: type[Exception],
     torchs: str | None = None,  # the transform of torch.func that does the same
     **options: Any,
@@ -358,7 +360,7 @@ def derived(
     f = valued(verb, func, has_aux) if return_value else func
     beside = has_aux or return_value
 
-    @replaying(func)
+    @replaying(func, verb, *which, has_aux, return_value, *how)
     def jacobian(*args: Any, **kwargs: Any) -> Any:
         if handover.needed():
             return by_torch(torchs or verb, f, args, kwargs, *which, has_aux=beside, **options)

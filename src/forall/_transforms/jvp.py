@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
@@ -13,6 +14,7 @@ from forall._lanes import users
 from forall._torch import handover, trees
 from forall._torch.dispatch import forward_level
 from forall._transforms import checks
+from forall._transforms.replaying import calls_of, is_on
 from forall._transforms.types import R, Ts, X
 
 if TYPE_CHECKING:
@@ -79,6 +81,13 @@ def jvp(
     checks.callable_("jvp", func)
     if handover.needed():
         return handover.call("jvp", func, primals, tangents, strict=strict, has_aux=has_aux)
+    eager = functools.partial(_jvp, func, strict, has_aux)
+    if is_on():
+        return calls_of(func, "jvp", strict, has_aux).run(eager, (primals, tangents), {})
+    return eager(primals, tangents)
+
+
+def _jvp(func: Callable, strict: bool, has_aux: bool, primals: Any, tangents: Any) -> Any:
     call = Call("jvp", func)
     checks.a_tuple(call, primals)
     return push(call, func, primals, tangents, strict=strict, has_aux=has_aux)

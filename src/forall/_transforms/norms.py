@@ -81,7 +81,9 @@ def per_example_grad_norm(
     def of_one(*args: Any, **kwargs: Any) -> tuple:
         return _of_one(func, args, kwargs, (argnums, argnames), has_aux)
 
-    @replaying(func)
+    how = argnums, argnames, has_aux, return_value, in_dims, randomness, chunk_size
+
+    @replaying(func, verb, *how)
     def norms(*args: Any, **kwargs: Any) -> Any:
         call = called(verb, func, argnums, argnames)
         dims = _dims(in_dims, places(call, args, kwargs, argnums, argnames), len(args))

@@ -1,14 +1,25 @@
-"""Transformed functions that are called often become programs; see `_programs.replay`."""
+"""Transformed functions that are called often become programs; see `_programs.replay`.
+
+NOTE [one count for all wrappers]
+    ``grad(f)(x)`` in a loop makes a wrapper for each call. What they share is kept with ``f``: in
+    the attributes of a function of the user's, or with the calls of ``f`` where that is a wrapper
+    of ours. It holds nothing of ``f``, so a function that is dropped goes at once, as ever; one
+    that has been replayed is held by its own program, until the next garbage collection.
+"""
 
 from __future__ import annotations
 
 import functools
 from time import perf_counter
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 from forall._core import config
 from forall._core.levels import top
 from forall._torch import handover
+from forall._torch.dispatch import dispatch_modes
+from forall._transforms.chunking import Chunks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -16,58 +27,124 @@ if TYPE_CHECKING:
     from forall._programs.replay import Replays
 
 _CALLS = 2  # of a function before it is looked at, however long they take
+_MOST = 16  # transforms of one function that are counted together
 
 
 class Calls:
-    """The calls of a transformed function so far."""
+    """The calls of a transformed function so far, and of what is made of it."""
 
-    __slots__ = ("count", "eager", "replays", "spent")
+    __slots__ = ("count", "further", "replays", "spent")
 
-    def __init__(self, eager: Callable) -> None:
-        self.eager = eager
+    def __init__(self) -> None:
         self.count = 0
         self.spent = 0.0
         self.replays: Replays | None = None
+        self.further: dict[Any, Calls] = {}
 
-    def run(self, args: tuple, kwargs: dict) -> Any:
+    def run(self, eager: Callable, args: tuple, kwargs: dict) -> Any:
         if self.replays is not None:
             return self.replays.run(args, kwargs)
         if config.now.replay == "check":
-            return self._looked_at().run(args, kwargs)
+            return self._looked_at(eager).run(args, kwargs)
         start = perf_counter()
-        result = self.eager(*args, **kwargs)
+        result = eager(*args, **kwargs)
         self.spent += perf_counter() - start
         self.count += 1
         if self.count >= _CALLS and self.spent >= config.now.patience:
-            self._looked_at()
+            self._looked_at(eager)
         return result
 
-    def told(self) -> str:
+    def told(self, eager: Callable) -> str:
         """How the calls are replayed, or why not."""
-        replays = self._looked_at() if self.replays is None else self.replays
+        replays = self._looked_at(eager) if self.replays is None else self.replays
         why = replays.doubt()
         return f"{replays.hits} calls so far" if why is None else f"no: {why}"
 
-    def _looked_at(self) -> Replays:
+    def _looked_at(self, eager: Callable) -> Replays:
         from forall._programs.replay import Replays  # with all that records, which is much
 
-        self.replays = Replays(self.eager)
+        self.replays = Replays(eager)
         return self.replays
 
 
-def replaying(func: Callable) -> Callable[[Callable], Callable]:
-    """A transform of ``func``, under the name of ``func``, and replayed where it can be."""
+class _Further:
+    """The calls of transforms of a function of the user's."""
+
+    __slots__ = ("calls", "of")
+
+    def __init__(self, func: FunctionType) -> None:
+        self.of = ref(func)  # attributes are copied to other functions (functools.wraps)
+        self.calls: dict[Any, Calls] = {}
+
+    def __reduce__(self) -> tuple:
+        return _nothing, ()  # with a function that is pickled by value
+
+
+def _nothing() -> None: ...
+
+
+def is_on() -> bool:
+    """Whether a call that begins now may be replayed."""
+    return bool(config.now.replay) and not handover.needed() and top() is None
+
+
+def calls_of(func: Callable, *how: Any) -> Calls:
+    """The calls of a transform of ``func``, told from others by ``how``, whoever has made it."""
+    if not is_on() or dispatch_modes():  # a function that is recorded is to stay as it is
+        return Calls()
+    try:
+        key = _key(how)
+    except TypeError:
+        return Calls()
+    kept = _kept(func)
+    calls = kept.get(key)
+    if calls is None:
+        calls = Calls()
+        if len(kept) < _MOST:
+            kept[key] = calls
+    return calls
+
+
+def _key(value: Any) -> Any:
+    """Equal where two values say the same: 1, 1.0 and True do not."""
+    if isinstance(value, tuple):
+        return tuple(map(_key, value))
+    if value is None or isinstance(value, (int, str, Chunks)):
+        return type(value), value
+    raise TypeError
+
+
+def _kept(func: Callable) -> dict[Any, Calls]:
+    if type(func) is not FunctionType:
+        return {}
+    if func.__code__ is _OURS:
+        return vars(func)["__forall_calls__"].further
+    kept = vars(func).get("__forall_further__")
+    if type(kept) is not _Further or kept.of() is not func:
+        kept = vars(func)["__forall_further__"] = _Further(func)
+    return kept.calls
+
+
+def replaying(func: Callable, *how: Any) -> Callable[[Callable], Callable]:
+    """A transform of ``func``, under the name of ``func``, and replayed where it can be.
+
+    ``how`` says all that the transform was given besides.
+    """
 
     def decorated(eager: Callable) -> Callable:
-        calls = Calls(eager)
+        calls = calls_of(func, *how) if how else Calls()
 
         @functools.wraps(func, updated=())
         def transformed(*args: Any, **kwargs: Any) -> Any:
-            if config.now.replay and not handover.needed() and top() is None:
-                return calls.run(args, kwargs)
+            if is_on():
+                return calls.run(eager, args, kwargs)
             return eager(*args, **kwargs)
 
-        vars(transformed)["__forall_calls__"] = calls  # what `explain` asks for
+        vars(transformed)["__forall_calls__"] = calls
+        vars(transformed)["__forall_eager__"] = eager  # what `explain` asks for
         return transformed
 
     return decorated
+
+
+_OURS = getattr(replaying(_nothing)(_nothing), "__code__")  # noqa: B009 - a Callable has none

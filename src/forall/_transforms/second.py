@@ -102,7 +102,7 @@ def hvp(
     """
     checks.callable_("hvp", func)
 
-    @replaying(func)
+    @replaying(func, "hvp", argnums, argnames, has_aux, return_value)
     def product(*args_and_vector: Any, **kwargs: Any) -> Any:
         call = called("hvp", func, argnums, argnames)
         args, vector = checks.vector_last(call, args_and_vector)
@@ -304,7 +304,7 @@ def _from_diagonal(
     checks.callable_(verb, func)
     checks.chunk_size(verb, chunk_size)
 
-    @replaying(func)
+    @replaying(func, verb, *which, has_aux, return_value, chunk_size)
     def second(*args: Any, **kwargs: Any) -> Any:
         first = First(called(verb, func, *which), func, args, kwargs, which, has_aux)
         found, j, y = _diagonal(first, chunk_size or COLUMNS)

@@ -114,4 +114,4 @@ def jacobian(
         "chunk_size": for_torch(chunk_size),
     }
     which = (argnums, argnames)
-    return derived("jacobian", func, which, has_aux, return_value, fewer, **options)
+    return derived("jacobian", func, which, has_aux, return_value, fewer, (chunk_size,), **options)

@@ -14,7 +14,8 @@ from forall._core.levels import Level, lift, outside, top
 from forall._derivatives import forward, reverse
 from forall._lanes import users
 from forall._torch import handover, trees
-from forall._torch.dispatch import lazy_zeros_pass, torch_funcs
+from forall._torch.dispatch import torch_funcs
+from forall._torch.lazy import lazy_zeros_pass
 from forall._transforms import checks
 from forall._transforms.arguments import Moved
 from forall._transforms.types import R, Ts, X

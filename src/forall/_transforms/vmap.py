@@ -131,7 +131,7 @@ def vmap(
     verb = Verb(func, in_dims, out_dims, randomness, chunk_size)
     options = Options(divergence, ragged, max_steps, None)
 
-    @replaying(func)
+    @replaying(func, *verb[1:], *options[:3])
     def mapped(*args: Any, **kwargs: Any) -> Any:
         return verb.run(options, args, kwargs)
 

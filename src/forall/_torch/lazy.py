@@ -1,0 +1,50 @@
+"""Bits by which a tensor puts work off: to be conjugated, to be negated, to be zeros at all."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from forall._torch.dispatch import CONJUGATE, NEGATIVE, ZEROS, is_excluded, set_excluded
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def set_lazy_bits(on: bool) -> None:
+    """Whether kernels look at the conj, neg and zero bits of their tensors.
+
+    Inside a Python handler they do not: for its own tensors that is settled. But many a kernel
+    (``pinv``, complex ``lstsq``) calls others with a lazy conjugate it made itself.
+    """
+    off = not on
+    set_excluded(CONJUGATE, off)
+    set_excluded(NEGATIVE, off)
+    set_excluded(ZEROS, off)
+
+
+def with_lazy_bits(func: Callable, args: tuple, kwargs: dict) -> Any:
+    """A call from inside a Python handler, whose kernels look at these bits as anywhere else."""
+    if not is_excluded(CONJUGATE):
+        return func(*args, **kwargs)
+    set_lazy_bits(True)
+    try:
+        return func(*args, **kwargs)
+    finally:
+        set_lazy_bits(False)
+
+
+class lazy_zeros_pass:
+    """Let zeros without memory reach our handlers, which take them down to where they are plain.
+
+    Else their own kernel comes first. It moves wrappers to the meta device and answers with plain
+    zeros that bear the history of our examples. A graph that forward mode made is full of them.
+    """
+
+    __slots__ = ("was",)
+
+    def __enter__(self) -> None:
+        self.was = is_excluded(ZEROS)
+        set_excluded(ZEROS, True)
+
+    def __exit__(self, *_: object) -> None:
+        set_excluded(ZEROS, self.was)
