@@ -71,7 +71,7 @@ class Clock:
         return Round(theirs, sum(recorded), first[False], first[True], warm, kept)
 
     def first(self, *, replayed: bool) -> float:
-        program = self.made(forall)
+        program = self.made(forall)  # with replay off, so that its calls are counted anew
         with replay(replayed, forall.config.patience):
             return self.once(program)
 
