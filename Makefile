@@ -40,8 +40,10 @@ doctest: $(VENV)/.installed
 limitations: $(VENV)/.installed
 	$(RUN) tests/limits/limitations.py
 
+# benchmarks/results.md and results.png: for a quiet machine. BENCH takes the options of benchmarks/run.py, as in
+# `make bench BENCH='--sections peers --quick'`.
 bench: $(VENV)/.installed
-	$(RUN) benchmarks/run.py
+	$(RUN) benchmarks/run.py $(BENCH)
 
 # Every operator in torch's own database, under every transform: long, so not part of `test`. It takes all cores,
 # and goes on where it was cut short; `make clean` makes it begin anew.

@@ -1,17 +1,21 @@
 """Measuring the contestants of one workload side by side."""
 
+import contextlib
 import gc
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 from memory import peak_bytes
-from registry import MORE, Contestants, Program, Workload
+from registry import MORE, Contestants, Program, Workload, with_jit, with_replay
 
 # The allocator's figures hardly vary: a few rounds show whether they do.
 MEMORY_ROUNDS = 3
+
+
+Built = Sequence[tuple[Workload, Contestants]]
 
 
 class Disagreement(Exception):
@@ -42,6 +46,14 @@ def check(workload: Workload, contestants: Contestants) -> None:
                 raise Disagreement(message) from error
 
 
+def make(workload: Workload, device: torch.device) -> Contestants:
+    """The contestants of one workload; they agree."""
+    torch.manual_seed(0)
+    contestants = with_replay(with_jit(workload.build(device)))
+    check(workload, contestants)
+    return contestants
+
+
 def seconds(program: Program, repetitions: int, synchronise: Callable[[], None]) -> float:
     """Wall-clock time of `repetitions` calls, without garbage collections in between."""
     gc.collect()
@@ -70,33 +82,50 @@ def repetitions_for(program: Program, target: float, synchronise: Callable[[], N
     return max(1, math.ceil(target / warm))
 
 
+def time_programs(
+    programs: Sequence[Program | None], rounds: int, target: float, device: torch.device
+) -> list[tuple[float, ...]]:
+    """Seconds per call of each program, one tuple per round; nan where there is none.
+
+    All programs run in every round, so that a slow phase of the machine meets all of them; the
+    order rotates, so that none always inherits the caches of the same predecessor.
+    """
+    synchronise = synchroniser(device)
+    repetitions = [p and repetitions_for(p, target, synchronise) for p in programs]
+    measured = []
+    with settled():
+        for turn in range(rounds):
+            sample = [math.nan] * len(programs)
+            for step in range(len(programs)):
+                which = (turn + step) % len(programs)
+                program, count = programs[which], repetitions[which]
+                if program is not None and count is not None:
+                    sample[which] = seconds(program, count, synchronise) / count
+            measured.append(tuple(sample))
+    return measured
+
+
+@contextlib.contextmanager
+def settled() -> Iterator[None]:
+    """What exists by now stays out of the collections before every sample, keeping them short."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
 def time_rounds(
     contestants: Contestants, rounds: int, target: float, device: torch.device
 ) -> list[tuple[float, ...]]:
-    """Seconds per call of each contestant, one tuple per round.
-
-    All contestants run in every round, so that a slow phase of the machine meets all of them;
-    the order rotates, so that none always inherits the caches of the same predecessor.
-    """
-    synchronise = synchroniser(device)
+    """Seconds per call of each contestant, for all of its examples."""
     programs = [program for program, _ in contestants.all]
-    # What exists by now stays out of the collections before every sample, keeping them short.
-    gc.collect()
-    gc.freeze()
-    repetitions = [p and repetitions_for(p, target, synchronise) for p in programs]
-    measured = []
-    for turn in range(rounds):
-        sample = [math.nan] * len(programs)
-        for step in range(len(programs)):
-            which = (turn + step) % len(programs)
-            program, count = programs[which], repetitions[which]
-            if program is None or count is None:
-                continue
-            elapsed = seconds(program, count, synchronise) / count
-            sample[which] = elapsed * contestants.all[which][1]
-        measured.append(tuple(sample))
-    gc.unfreeze()
-    return measured
+    factors = [factor for _, factor in contestants.all]
+    return [
+        tuple(t * factor for t, factor in zip(sample, factors, strict=True))
+        for sample in time_programs(programs, rounds, target, device)
+    ]
 
 
 def memory_rounds(

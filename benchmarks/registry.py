@@ -21,6 +21,8 @@ MORE = ("jit", "replayed")
 NAMES = ("forall", "torch.func", "hand-written")
 # Where examples part ways torch.func refuses, and the loop over examples takes its place.
 PARTING = ("forall", "loop", "hand-written")
+# What the names of the many rows begin with that torch.func maps by a loop.
+FALLBACKS = "fallback-"
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,10 @@ class Contestants:
             examples stands for the loop over all of them.
         jitted: the first one under `forall.jit`, None where that cannot record it.
         replayed: the first one with `forall.config.replay`, None where nothing of it is replayed.
+        transformed: what `contest` was given: each call makes a program that was never called.
+        by_jax: `by_jax(jax)` gives the same as a function for `jax.jit`, and its arguments as
+            tensors of torch's.
+        by_opacus: a model, and the sum over examples of its loss, a function of the model.
     """
 
     programs: tuple[Program, Program, Program]
@@ -39,12 +45,21 @@ class Contestants:
     times: tuple[float, float, float] = (1.0, 1.0, 1.0)
     jitted: Program | None = None
     replayed: Program | None = None
+    transformed: Callable[[Any], Program] | None = None
+    by_jax: Callable[[Any], tuple[Callable, tuple]] | None = None
+    by_opacus: tuple[torch.nn.Module, Callable[[torch.nn.Module], torch.Tensor]] | None = None
 
     @property
     def all(self) -> list[tuple[Program | None, float]]:
         """Each program, and by how much its measurement is multiplied."""
         more = [(program, self.times[0]) for program in (self.jitted, self.replayed)]
         return [*zip(self.programs, self.times, strict=True), *more]
+
+    def anew(self, api: Any) -> Program:
+        """A program that was never called."""
+        if self.transformed is None:
+            raise ValueError("only what `contest` made can be made anew")
+        return self.transformed(api)
 
 
 @dataclass(frozen=True)
@@ -127,16 +142,19 @@ def contest(
     handwritten: Program,
     *,
     tolerance: float = 1e-4,
+    **by_peers: Any,
 ) -> Contestants:
     """Give `transformed` to both libraries, so that they run the same source text.
 
-    `transformed(api)` returns the program written with `api.vmap`, `api.grad` and so on.
+    `transformed(api)` returns the program written with `api.vmap`, `api.grad` and so on. The same
+    by other libraries goes into `Contestants` as it is.
     """
 
     def check(actual: Any, expected: Any) -> None:
         assert_agree(actual, expected, tolerance)
 
-    return Contestants((transformed(forall), transformed(torch.func), handwritten), check)
+    programs = (transformed(forall), transformed(torch.func), handwritten)
+    return Contestants(programs, check, transformed=transformed, **by_peers)
 
 
 def with_jit(contestants: Contestants) -> Contestants:

@@ -4,12 +4,12 @@ import math
 import os
 import platform
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from measure import MEMORY_ROUNDS
-from registry import JIT, MORE, NAMES, PARTING, REPLAYED, Quantity, Workload
+from registry import JIT, MORE, NAMES, REPLAYED, Quantity, Workload
 
 Row = tuple[Workload, list[tuple[float, ...]]]
 
@@ -52,7 +52,9 @@ def ratio(workload: Workload, measured: Sequence[tuple[float, ...]], pair: tuple
 
 
 def number(value: float) -> str:
-    """Two decimals, more where they would be zeros."""
+    """Two decimals, more where they would be zeros, and a dash for what is not known."""
+    if math.isnan(value):
+        return "-"
     return f"{value:.2f}" if value >= 0.1 else f"{value:.2g}"
 
 
@@ -64,16 +66,29 @@ def table(rows: Sequence[Row]) -> list[str]:
         if not all(math.isnan(ratios(measured, *pair)[0]) for _, measured in rows)
     ]
     titles = [f"{names[above]} / {names[below]}" for above, below in pairs]
-    columns = ["workload", *titles, f"quartiles of {titles[0]}", "what it does"]
-    lines = [
-        "| " + " | ".join(columns) + " |",
-        "| --- |" + " ---: |" * (len(columns) - 2) + " --- |",
+    cells = [
+        [
+            workload.name,
+            *(ratio(workload, measured, pair) for pair in pairs),
+            quartiles(ratios(measured, 0, 1)),
+            workload.summary,
+        ]
+        for workload, measured in rows
     ]
-    for workload, measured in rows:
-        cells = [workload.name, *(ratio(workload, measured, pair) for pair in pairs)]
-        cells += [quartiles(ratios(measured, 0, 1)), workload.summary]
-        lines.append("| " + " | ".join(cells) + " |")
-    return lines
+    columns = ["workload", *titles, f"quartiles of {titles[0]}", "what it does"]
+    return lined(columns, cells, said=1)
+
+
+def lined(columns: Sequence[str], rows: Sequence[Sequence[str]], said: int = 0) -> list[str]:
+    """A table: numbers to the right of the first column, and the `said` last ones are words."""
+    rule = ["---", *["---:"] * (len(columns) - 1 - said), *["---"] * said]
+    return ["| " + " | ".join(cells) + " |" for cells in (columns, rule, *rows)]
+
+
+def mean(values: Iterable[float]) -> str:
+    """The geometric mean of those that are known, a dash without any."""
+    known = [v for v in values if not math.isnan(v)]
+    return number(statistics.geometric_mean(known)) if known else "-"
 
 
 def means(rows: Sequence[Row]) -> list[str]:
@@ -84,25 +99,23 @@ def means(rows: Sequence[Row]) -> list[str]:
         medians = [statistics.median(ratios(measured, above, below)) for measured in chosen]
         known = [m for m in medians if not math.isnan(m)]
         if known:
-            mean = number(statistics.geometric_mean(known))
-            found.append(f"| {titles[above]} / {titles[below]} | {mean} | {len(known)} |")
-    head = ["| ratio | geometric mean | rows |", "| --- | ---: | ---: |"]
-    return ["", "## Time, all rows together", "", *head, *found] if found else []
+            found.append([f"{titles[above]} / {titles[below]}", mean(known), f"{len(known)}"])
+    if not found:
+        return []
+    return [
+        "",
+        "## Time, all rows with a hand-written program together",
+        "",
+        *lined(["ratio", "geometric mean", "rows"], found),
+    ]
 
 
 def is_row(workload: Workload, quantity: Quantity, names: tuple[str, ...]) -> bool:
     return workload.quantity == quantity and workload.names == names
 
 
-def section(
-    title: str, quantity: Quantity, names: tuple[str, ...], rows: Sequence[Row]
-) -> list[str]:
-    chosen = [row for row in rows if is_row(row[0], quantity, names)]
-    return ["", f"## {title}", "", *table(chosen)] if chosen else []
-
-
-def render(rows: Sequence[Row], device: torch.device, rounds: int) -> str:
-    lines = [
+def opening(device: torch.device, rounds: int) -> list[str]:
+    return [
         "# Benchmark results",
         "",
         "Written by `make bench`. Every figure is a ratio: the median over rounds of one",
@@ -113,9 +126,16 @@ def render(rows: Sequence[Row], device: torch.device, rounds: int) -> str:
         "with `forall.config.replay` on, where that replays anything. forall alone has it off.",
         "",
         *header(device, rounds),
-        *section("Time", "time", NAMES, rows),
-        *section("Time, where examples part ways", "time", PARTING, rows),
-        *means(rows),
-        *section("Peak memory", "peak memory", NAMES, rows),
     ]
-    return "\n".join(lines) + "\n"
+
+
+def times(rows: Sequence[Row]) -> list[str]:
+    """A table for each quantity and triple of contestants, in the order in which they come."""
+    groups: dict[tuple[Quantity, tuple[str, ...]], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row[0].quantity, row[0].names), []).append(row)
+    lines = []
+    for (quantity, names), group in groups.items():
+        title = f"{quantity.capitalize()}: {', '.join(names)}"
+        lines += ["", f"## {title}", "", *table(group)]
+    return [*lines, *means(rows)]

@@ -16,17 +16,29 @@ warnings.filterwarnings("ignore", module="torch.fx", category=UserWarning)
 
 import torch
 
+import first_calls
+import peers
+import picture
+import report
+import sizes
 import workloads  # noqa: F401
-from measure import check, measure
-from registry import WORKLOADS, Workload, with_jit, with_replay
-from report import Row, render, table
+from measure import Built, make, measure
+from registry import WORKLOADS, Workload
 
 RESULTS = Path(__file__).with_name("results.md")
+SECTIONS = ("times", "first", "sizes", "peers")
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="workloads to run")
+    parser.add_argument(
+        "--sections",
+        nargs="+",
+        choices=SECTIONS,
+        help="what to measure: times and peak memory, first calls, sizes, and peers (all; with "
+        "--only: times)",
+    )
     parser.add_argument("--list", action="store_true", help="list the workloads and stop")
     parser.add_argument("--rounds", type=int, help="rounds per workload (41, quick: 5)")
     parser.add_argument("--quick", action="store_true", help="fewer and shorter samples")
@@ -36,8 +48,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--out",
         type=Path,
-        help=f"file to write; by default {RESULTS.name} beside this program for a complete run, "
-        "and none for --only or --quick",
+        help=f"file to write, and beside it a picture; by default {RESULTS.name} beside this "
+        "program for a complete run, and none for --only, --sections or --quick",
     )
     options = parser.parse_args()
     unknown = set(options.only or ()) - set(WORKLOADS)
@@ -49,8 +61,10 @@ def arguments() -> argparse.Namespace:
         options.rounds = 5 if options.quick else 41
     if options.rounds < 1 or options.threads < 1:
         parser.error("--rounds and --threads take a positive number")
-    if options.out is None and not (options.only or options.quick):
+    if options.out is None and not (options.only or options.sections or options.quick):
         options.out = RESULTS
+    if options.sections is None:
+        options.sections = ["times"] if options.only else SECTIONS
     return options
 
 
@@ -76,20 +90,26 @@ def prepare(options: argparse.Namespace) -> torch.device:
     return torch.device(options.device)
 
 
-def check_all(chosen: list[Workload], device: torch.device):
+def make_all(chosen: list[Workload], device: torch.device) -> tuple[Built, list[str]]:
     """Build every workload and find all disagreements before any time goes into measuring."""
     built, failures = [], []
     for workload in chosen:
-        torch.manual_seed(0)
         try:
-            contestants = with_replay(with_jit(workload.build(device)))
-            check(workload, contestants)
+            built.append((workload, make(workload, device)))
         except Exception as error:
             traceback.print_exception(error)
             failures.append(f"{workload.name}: {type(error).__name__}: {error}")
-        else:
-            built.append((workload, contestants))
     return built, failures
+
+
+def times(built: Built, options: argparse.Namespace, device: torch.device) -> list[str]:
+    rows: list[report.Row] = []
+    target = 0.005 if options.quick else 0.02
+    for workload, contestants in built:
+        rows.append((workload, measure(workload, contestants, options.rounds, target, device)))
+        print(report.table(rows[-1:])[-1], flush=True)
+    shown = options.out and picture.draw(rows, options.out.with_suffix(".png"))
+    return [*report.times(rows), *([shown] if shown else [])]
 
 
 def main() -> int:
@@ -100,20 +120,25 @@ def main() -> int:
         return 0
     device = prepare(options)
     chosen = [WORKLOADS[name] for name in options.only or WORKLOADS]
-    built, failures = check_all(chosen, device)
+    needed = {"times", "first", "peers"} & {*options.sections}
+    built, failures = make_all(chosen if needed else [], device)
     if failures:
         print("\nNothing was measured:", *failures, sep="\n", file=sys.stderr)
         return 1
-    target = 0.005 if options.quick else 0.02
-    rows: list[Row] = []
-    for workload, contestants in built:
-        rows.append((workload, measure(workload, contestants, options.rounds, target, device)))
-        print(table(rows[-1:])[-1], flush=True)
-    text = render(rows, device, options.rounds)
+    sections = {
+        "times": lambda: times(built, options, device),
+        "first": lambda: first_calls.section(built, options.rounds, device),
+        "sizes": lambda: sizes.section(options.rounds, device),
+        "peers": lambda: peers.section(built, options.rounds, device),
+    }
+    lines = report.opening(device, options.rounds)
+    for name in filter(options.sections.__contains__, SECTIONS):
+        lines += sections[name]()
+        # After each: whatever stops a later one, what was measured stays.
+        if options.out is not None:
+            options.out.write_text("\n".join(lines) + "\n")
     if options.out is None:
-        print(text)
-    else:
-        options.out.write_text(text)
+        print("\n".join(lines))
     return 0
 
 

@@ -37,6 +37,25 @@ def layer_gradients(inputs: torch.Tensor, grad: torch.Tensor):
     return torch.bmm(grad.transpose(1, 2), inputs), grad.sum(1)
 
 
+def by_jax_loss(jax):
+    """The mean squared error of one sequence."""
+    np = jax.numpy
+
+    def loss(p, x, target):
+        standard = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5)
+        normal = standard * p["norm.weight"] + p["norm.bias"]
+        packed = normal @ p["pack.weight"].T + p["pack.bias"]
+        query, key, value = (
+            part.reshape(LENGTH, HEADS, -1).swapaxes(0, 1) for part in np.split(packed, 3, -1)
+        )
+        scores = query @ key.swapaxes(1, 2) / (WIDTH // HEADS) ** 0.5
+        attended = (jax.nn.softmax(scores) @ value).swapaxes(0, 1).reshape(LENGTH, WIDTH)
+        output = x + attended @ p["out.weight"].T + p["out.bias"]
+        return ((output - target) ** 2).mean()
+
+    return loss
+
+
 @workload(
     "per-example-attention",
     f"per-example gradients of a {HEADS}-head attention block, {EXAMPLES} sequences of "
@@ -76,4 +95,11 @@ def per_example_attention(device: torch.device) -> Contestants:
             "out.bias": out_bias,
         }
 
-    return contest(transformed, handwritten)
+    def by_jax(jax):
+        gradients = jax.vmap(jax.grad(by_jax_loss(jax)), (None, 0, 0))
+        return gradients, (parameters, inputs, targets)
+
+    def of_all(block):
+        return (block(inputs) - targets).square().sum() / (LENGTH * WIDTH)
+
+    return contest(transformed, handwritten, by_jax=by_jax, by_opacus=(block, of_all))

@@ -43,6 +43,16 @@ def forward(parameters: dict[str, torch.Tensor], inputs: torch.Tensor) -> torch.
     )
 
 
+def by_jax_forward(jax):
+    """One model."""
+
+    def forward(p, inputs):
+        hidden = jax.nn.relu(inputs @ p["0.weight"].T + p["0.bias"])
+        return hidden @ p["2.weight"].T + p["2.bias"]
+
+    return forward
+
+
 @workload(
     "ensemble-forward",
     f"forward pass of {MODELS} perceptrons 64-64-10, 64 examples",
@@ -63,7 +73,10 @@ def ensemble_forward(device: torch.device) -> Contestants:
         batched = api.vmap(call, in_dims=(0, 0, None))
         return lambda: batched(parameters, buffers, inputs)
 
-    return contest(transformed, lambda: forward(weights, inputs))
+    def by_jax(jax):
+        return jax.vmap(by_jax_forward(jax), (0, None)), (weights, inputs)
+
+    return contest(transformed, lambda: forward(weights, inputs), by_jax=by_jax)
 
 
 @workload("ensemble-grad", "the same ensemble's losses differentiated in its parameters")
@@ -91,4 +104,13 @@ def ensemble_grad(device: torch.device) -> Contestants:
         grads = torch.autograd.grad(loss, list(leaves.values()))
         return dict(zip(leaves, grads, strict=True))
 
-    return contest(transformed, handwritten)
+    def by_jax(jax):
+        logits = by_jax_forward(jax)
+
+        def loss(p, inputs, labels):
+            chosen = jax.nn.log_softmax(logits(p, inputs))[jax.numpy.arange(EXAMPLES), labels]
+            return -chosen.mean()
+
+        return jax.vmap(jax.grad(loss), (0, None, None)), (weights, inputs, labels)
+
+    return contest(transformed, handwritten, by_jax=by_jax)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional as F
 
-from registry import Contestants, contest, looped, workload
+from registry import FALLBACKS, Contestants, contest, looped, workload
 
 EXAMPLES = 64
 aten = torch.ops.aten
@@ -288,7 +288,7 @@ def build(row: Row, _device: torch.device) -> Contestants:
 
 for _name, _row in ROWS.items():
     workload(
-        f"fallback-{_name}",
+        f"{FALLBACKS}{_name}",
         f"{_row.of} of `{_name}`, which torch.func maps by a loop{reason(_name)}",
         names=("forall", "torch.func", "loop"),
         limits={(0, 1): 0.3},

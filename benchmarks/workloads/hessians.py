@@ -11,10 +11,14 @@ from registry import JIT, Contestants, contest, workload
     limits={(JIT, 2): 0.6},
 )
 def batched_hessian(device: torch.device) -> Contestants:
-    first = torch.randn(32, 16, device=device) / 4
-    bias = torch.randn(32, device=device)
-    second = torch.randn(32, device=device)
-    points = torch.randn(64, 16, device=device)
+    return at_points(device, 64)
+
+
+def at_points(device: torch.device, examples: int, hidden_units: int = 32) -> Contestants:
+    first = torch.randn(hidden_units, 16, device=device) / 4
+    bias = torch.randn(hidden_units, device=device)
+    second = torch.randn(hidden_units, device=device)
+    points = torch.randn(examples, 16, device=device)
 
     def function(x):
         return second @ torch.tanh(first @ x + bias)
@@ -29,9 +33,16 @@ def batched_hessian(device: torch.device) -> Contestants:
         curvature = -2 * second * hidden * (1 - hidden * hidden)
         # Summing rank-one matrices over the hidden units is one matrix product for all points.
         squares = (first.unsqueeze(2) * first.unsqueeze(1)).flatten(1)
-        return (curvature @ squares).view(64, 16, 16)
+        return (curvature @ squares).view(examples, 16, 16)
 
-    return contest(transformed, handwritten)
+    def by_jax(jax):
+        def function(x, first, bias, second):
+            return second @ jax.numpy.tanh(first @ x + bias)
+
+        hessians = jax.vmap(jax.hessian(function), (0, None, None, None))
+        return hessians, (points, first, bias, second)
+
+    return contest(transformed, handwritten, by_jax=by_jax)
 
 
 class Regression:

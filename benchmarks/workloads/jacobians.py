@@ -24,6 +24,12 @@ class Perceptron:
         hidden = torch.tanh(torch.addmv(self.bias1, self.first, x))
         return (self.second * (1 - hidden * hidden)) @ self.first
 
+    def by_jax(self, jax, x: torch.Tensor):
+        def function(x, first, bias1, second, bias2):
+            return second @ jax.numpy.tanh(first @ x + bias1) + bias2
+
+        return function, (x, self.first, self.bias1, self.second, self.bias2)
+
 
 @workload("jacrev", "`jacrev` of a 64-64-64 perceptron at one point", limits={(JIT, 2): 1.0})
 def jacrev(device: torch.device) -> Contestants:
@@ -34,7 +40,11 @@ def jacrev(device: torch.device) -> Contestants:
         jacobian = api.jacrev(function)
         return lambda: jacobian(x)
 
-    return contest(transformed, lambda: function.jacobian(x))
+    def by_jax(jax):
+        f, given = function.by_jax(jax, x)
+        return jax.jacrev(f), given
+
+    return contest(transformed, lambda: function.jacobian(x), by_jax=by_jax)
 
 
 @workload("jacfwd", "`jacfwd` of the same perceptron", limits={(JIT, 2): 1.2})
@@ -46,7 +56,11 @@ def jacfwd(device: torch.device) -> Contestants:
         jacobian = api.jacfwd(function)
         return lambda: jacobian(x)
 
-    return contest(transformed, lambda: function.jacobian(x))
+    def by_jax(jax):
+        f, given = function.by_jax(jax, x)
+        return jax.jacfwd(f), given
+
+    return contest(transformed, lambda: function.jacobian(x), by_jax=by_jax)
 
 
 @workload("linearize", f"`linearize` at a point, then {TANGENTS} tangents one after the other")

@@ -25,9 +25,23 @@ def per_example_gradients(api, model: nn.Module, inputs: torch.Tensor, labels: t
     return lambda: gradients(parameters, inputs, labels)
 
 
-def perceptron(device: torch.device, examples: int) -> Contestants:
-    model = nn.Sequential(nn.Linear(784, 128), nn.ReLU(), nn.Linear(128, 10)).to(device)
-    inputs = torch.randn(examples, 784, device=device)
+def by_jax(jax, logits, model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor):
+    """The same in JAX, where `logits` is the network on one example."""
+
+    def loss(parameters, example, label):
+        return -jax.nn.log_softmax(logits(parameters, example))[label]
+
+    gradients = jax.vmap(jax.grad(loss), (None, 0, 0))
+    return gradients, (dict(model.named_parameters()), inputs, labels)
+
+
+def perceptron(
+    device: torch.device, examples: int, width: int = 784, hidden_units: int = 128
+) -> Contestants:
+    model = nn.Sequential(
+        nn.Linear(width, hidden_units), nn.ReLU(), nn.Linear(hidden_units, 10)
+    ).to(device)
+    inputs = torch.randn(examples, width, device=device)
     labels = torch.randint(10, (examples,), device=device)
     weight1, bias1, weight2, bias2 = (value.detach() for value in model.parameters())
 
@@ -45,7 +59,20 @@ def perceptron(device: torch.device, examples: int) -> Contestants:
             "2.bias": grad2,
         }
 
-    return contest(lambda api: per_example_gradients(api, model, inputs, labels), handwritten)
+    return contest(
+        lambda api: per_example_gradients(api, model, inputs, labels),
+        handwritten,
+        by_jax=lambda jax: by_jax(jax, perceptron_by_jax(jax), model, inputs, labels),
+        by_opacus=(model, lambda m: F.cross_entropy(m(inputs), labels, reduction="sum")),
+    )
+
+
+def perceptron_by_jax(jax):
+    def logits(p, x):
+        hidden = jax.nn.relu(p["0.weight"] @ x + p["0.bias"])
+        return p["2.weight"] @ hidden + p["2.bias"]
+
+    return logits
 
 
 def convolution_weight_gradient(inputs: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
@@ -99,7 +126,28 @@ def convolutional(device: torch.device, examples: int) -> Contestants:
             "7.bias": grad3,
         }
 
-    return contest(lambda api: per_example_gradients(api, model, inputs, labels), handwritten)
+    return contest(
+        lambda api: per_example_gradients(api, model, inputs, labels),
+        handwritten,
+        by_jax=lambda jax: by_jax(jax, convolutional_by_jax(jax), model, inputs, labels),
+        by_opacus=(model, lambda m: F.cross_entropy(m(inputs), labels, reduction="sum")),
+    )
+
+
+def convolutional_by_jax(jax):
+    def convolved(x, weight, bias):
+        y = jax.lax.conv_general_dilated(x[None], weight, (1, 1), "SAME")[0]
+        return jax.nn.relu(y + bias[:, None, None])
+
+    def pooled(x):
+        return jax.lax.reduce_window(x, -jax.numpy.inf, jax.lax.max, (1, 2, 2), (1, 2, 2), "VALID")
+
+    def logits(p, x):
+        first = pooled(convolved(x, p["0.weight"], p["0.bias"]))
+        second = pooled(convolved(first, p["3.weight"], p["3.bias"]))
+        return p["7.weight"] @ second.reshape(-1) + p["7.bias"]
+
+    return logits
 
 
 @workload(

@@ -5,15 +5,22 @@ import torch
 from registry import JIT, REPLAYED, Contestants, contest, workload
 
 
-def chain(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """50 pointwise operations, values staying of order one."""
-    for _ in range(10):
-        x = x * y
-        x = x + 0.5
-        x = torch.sin(x)
-        x = x - y
-        x = torch.tanh(x)
-    return x
+def chain_of(np):
+    """50 pointwise operations of torch, or of jax.numpy, values staying of order one."""
+
+    def chain(x, y):
+        for _ in range(10):
+            x = x * y
+            x = x + 0.5
+            x = np.sin(x)
+            x = x - y
+            x = np.tanh(x)
+        return x
+
+    return chain
+
+
+chain = chain_of(torch)
 
 
 @workload(
@@ -22,14 +29,21 @@ def chain(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     limits={(REPLAYED, 1): 0.7, (JIT, 2): 1.0},
 )
 def pointwise_chain(device: torch.device) -> Contestants:
-    x = torch.randn(64, 8, device=device)
-    y = torch.randn(64, 8, device=device)
+    return of_size(device, 64, 8)
+
+
+def of_size(device: torch.device, examples: int, width: int) -> Contestants:
+    x = torch.randn(examples, width, device=device)
+    y = torch.randn(examples, width, device=device)
 
     def transformed(api):
         batched = api.vmap(chain)
         return lambda: batched(x, y)
 
-    return contest(transformed, lambda: chain(x, y))
+    def by_jax(jax):
+        return jax.vmap(chain_of(jax.numpy)), (x, y)
+
+    return contest(transformed, lambda: chain(x, y), by_jax=by_jax)
 
 
 @workload("pointwise-chain-grad", "`vmap(grad)` of the sum of the same chain")
@@ -46,4 +60,8 @@ def pointwise_chain_grad(device: torch.device) -> Contestants:
         leaf = x.detach().requires_grad_()
         return torch.autograd.grad(chain(leaf, y).sum(), leaf)[0]
 
-    return contest(transformed, handwritten)
+    def by_jax(jax):
+        by_numbers = chain_of(jax.numpy)
+        return jax.vmap(jax.grad(lambda x, y: by_numbers(x, y).sum())), (x, y)
+
+    return contest(transformed, handwritten, by_jax=by_jax)

@@ -30,7 +30,7 @@ def grad_of_two_numbers(device: torch.device) -> Contestants:
         gradient = api.grad(well)
         return lambda: gradient(x)
 
-    return contest(transformed, by_autograd(well, x))
+    return contest(transformed, by_autograd(well, x), by_jax=lambda jax: (jax.grad(well), (x,)))
 
 
 @workload(
