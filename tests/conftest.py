@@ -1,5 +1,6 @@
 """Which tests run with replay as it is by default, which compared with each call, which without."""
 
+import gc
 from collections.abc import Iterator
 from zlib import crc32
 
@@ -8,6 +9,12 @@ import pytest
 import forall
 
 ONE_IN = 16  # tests whose replayed calls are compared with the calls themselves
+
+
+def pytest_collection_finish() -> None:
+    """Torch and the tests stay: to look for garbage among them takes most of a second."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -145,7 +145,9 @@ class Replays(Unwatched):
     def again(
         self, recorded: Recorded, tensors: Sequence[torch.Tensor], args: tuple, kwargs: dict
     ) -> Any:
-        drawn = generators.states(tensors) if recorded.draws else None
+        drawn = None
+        if recorded.draws:
+            drawn = generators.states([*tensors, *recorded.guards.generators])
         try:
             result = recorded(tensors)
         except Exception:  # noqa: BLE001 - the function itself tells what is wrong, and for whom
