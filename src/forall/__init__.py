@@ -7,38 +7,41 @@ from torch.func import (
     replace_all_batch_norm_modules_,
 )
 
-from forall import random as random
-from forall._batching import rules as _rules
-from forall._control import torchs as _torchs
-from forall._control.associative_scan import associative_scan
-from forall._control.cond import cond, switch
-from forall._control.scan import map, scan  # noqa: A004 - the name that it has in JAX
-from forall._control.while_loop import fori_loop, while_loop
-from forall._core.config import now as config
-from forall._core.errors import PerformanceWarning
-from forall._lanes import wiring as _wiring
-from forall._transforms import captured as _captured
-from forall._transforms import functions as _functions
-from forall._transforms.chunking import Chunks
-from forall._transforms.explain import Explanation, explain
-from forall._transforms.grad import grad, grad_and_value
-from forall._transforms.jacobian import hessian, jacfwd, jacrev
-from forall._transforms.jit import jit
-from forall._transforms.jvp import jvp
-from forall._transforms.linearize import linearize
-from forall._transforms.modules import stack_module_state
-from forall._transforms.norms import per_example_grad_norm
-from forall._transforms.second import hessian_diag, hvp, laplacian
-from forall._transforms.shorter import jacobian
-from forall._transforms.stacked import stacked
-from forall._transforms.unwrap import debug_unwrap
-from forall._transforms.vjp import vjp
-from forall._transforms.vmap import vmap
+from forall._core.loading import without_collector as _without_collector
 
-_functions.install()
-_captured.install()
-_torchs.install()
-del _captured, _functions, _wiring, _rules, _torchs
+with _without_collector():
+    from forall import random as random
+    from forall._batching import rules as _rules
+    from forall._control import torchs as _torchs
+    from forall._control.associative_scan import associative_scan
+    from forall._control.cond import cond, switch
+    from forall._control.scan import map, scan  # noqa: A004 - the name that it has in JAX
+    from forall._control.while_loop import fori_loop, while_loop
+    from forall._core.config import now as config
+    from forall._core.errors import PerformanceWarning
+    from forall._lanes import wiring as _wiring
+    from forall._transforms import captured as _captured
+    from forall._transforms import functions as _functions
+    from forall._transforms.chunking import Chunks
+    from forall._transforms.explain import Explanation, explain
+    from forall._transforms.grad import grad, grad_and_value
+    from forall._transforms.jacobian import hessian, jacfwd, jacrev
+    from forall._transforms.jit import jit
+    from forall._transforms.jvp import jvp
+    from forall._transforms.linearize import linearize
+    from forall._transforms.modules import stack_module_state
+    from forall._transforms.norms import per_example_grad_norm
+    from forall._transforms.second import hessian_diag, hvp, laplacian
+    from forall._transforms.shorter import jacobian
+    from forall._transforms.stacked import stacked
+    from forall._transforms.unwrap import debug_unwrap
+    from forall._transforms.vjp import vjp
+    from forall._transforms.vmap import vmap
+
+    _functions.install()
+    _captured.install()
+    _torchs.install()
+del _captured, _functions, _wiring, _rules, _torchs, _without_collector
 __all__ = [
     "Chunks",
     "Explanation",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import re
 import sys
-import sysconfig
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -75,12 +74,6 @@ _HANDS_ON = {
     ("torch/nn/modules/container.py", "forward"),
     ("contextlib.py", "inner"),
 }
-_LIBRARIES = tuple(
-    {
-        *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
-        __file__.rsplit("/_lanes/", 1)[0],
-    }
-)
 OPAQUE = object()
 # Whose methods in C change nothing
 _CONSTANT = (
@@ -200,7 +193,15 @@ def is_library(filename: str, name: str) -> bool:
     for ending, known in _HANDS_ON:
         if name == known and filename.endswith(ending):
             return False
-    return filename.startswith(_LIBRARIES)
+    return filename.startswith(_libraries())
+
+
+@functools.cache
+def _libraries() -> tuple[str, ...]:
+    import sysconfig  # four milliseconds of `import forall`
+
+    found = (sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+    return (*{*found, __file__.rsplit("/_lanes/", 1)[0]},)
 
 
 def _made(cls: Any, args: tuple, kwargs: dict) -> Any:
