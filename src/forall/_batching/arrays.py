@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from forall._batching.batched import Batched, without_ended, wrap
-from forall._batching.one_by_one import all_places, example_of, levels_of
+from forall._batching.batched import Batched, without_ended
+from forall._batching.one_by_one import all_places, back_in, example_of, levels_of
 from forall._core.errors import data_dependent, slow
 from forall._core.levels import outside
 from forall._torch import numpys, trees
@@ -72,8 +72,4 @@ def _joined(func: Any, results: list, levels: list) -> Any:
         if any(t.shape != tensors[0].shape for t in tensors):
             what = f"the shape that {_name(func)} gives"
             raise data_dependent(what, "Use an operation with a result of fixed shape.")
-        out = torch.stack(tensors)
-        out = out.reshape(*(level.size for level in levels), *out.shape[1:])
-        for level in levels:
-            out = wrap(out, 0, level)
-    return out
+        return back_in(torch.stack(tensors), levels)

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from forall._batching.batched import wrap
-from forall._batching.one_by_one import Copied, all_places, example_of, levels_of
+from forall._batching.one_by_one import Copied, all_places, back_in, example_of, levels_of
 from forall._batching.parting import one_answer
 from forall._core.errors import DataDependentError, columns
 from forall._core.levels import outside
@@ -83,10 +82,7 @@ def _parted(errors: list[Exception | None], levels: list) -> BaseException | Non
     """What to raise where not all examples fail alike."""
     kinds = [None if e is None else (type(e), str(e)) for e in errors]
     known = list(dict.fromkeys(kinds))
-    codes = torch.tensor([known.index(k) for k in kinds])
-    codes = codes.reshape([level.size for level in levels])
-    for level in levels:
-        codes = wrap(codes, 0, level)
+    codes = back_in(torch.tensor([known.index(k) for k in kinds]), levels)
     try:
         one_answer(codes, RuntimeError)
     except Parted as parted:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from forall._batching.batched import Batched
+from forall._batching.batched import Batched, wrap
 from forall._torch import trees
 from forall._torch.wrapper import Wrapper
 
@@ -43,6 +43,14 @@ def all_places(levels: list) -> Iterator[Places]:
     """Every example of these levels, as the loop comes to them."""
     for numbers in itertools.product(*(range(level.size) for level in levels)):
         yield dict(zip(levels, numbers, strict=True))
+
+
+def back_in(stack: torch.Tensor, levels: list) -> torch.Tensor:
+    """(N, *S), the examples of these levels as the loop comes to them, as one value of theirs."""
+    out = stack.reshape(*(level.size for level in levels), *stack.shape[1:])
+    for level in levels:
+        out = wrap(out, 0, level)
+    return out
 
 
 def example_of(a: Any, places: Places) -> Any:

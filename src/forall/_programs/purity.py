@@ -30,7 +30,7 @@ from weakref import ReferenceType
 
 import torch
 
-from forall._core.remembering import contents, home_of, is_library, is_no_users, is_ours
+from forall._core.remembering import contents, is_library, is_no_users, is_ours
 from forall._programs.guards import CONTAINERS, Unwatched
 from forall._torch import trusted
 from forall._torch.names import PLAIN
@@ -101,7 +101,7 @@ class _Reading:
 
     def _function(self, func: FunctionType) -> str | None:
         home = func.__globals__
-        if is_library(home_of(func)) or is_no_users(func):
+        if is_no_users(func):
             return f"it reaches {_named(func)}"
         cells = zip(func.__code__.co_freevars, func.__closure__ or (), strict=True)
         found = {n: contents(c) for n, c in cells if isinstance(contents(c), ModuleType)}

@@ -111,10 +111,10 @@ def _variable(x: Tensor) -> Tensor:
     return x.view_as(x) if x.requires_grad and torch.is_grad_enabled() else x
 
 
-def _called(func: Callable, leaves: list, spec: Any, tensors: Sequence[Tensor]) -> Any:
-    given = iter(tensors)
-    args, kwargs = trees.unflatten([next(given) if _is_tensor(x) else x for x in leaves], spec)
-    return func(*args, **kwargs)
+def _filled(leaves: list, tensors: Sequence[Tensor]) -> list:
+    """The leaves with these in the place of their tensors."""
+    stand_ins = iter(tensors)
+    return [next(stand_ins) if _is_tensor(x) else x for x in leaves]
 
 
 def _called_once(
@@ -126,8 +126,7 @@ def _called_once(
     given: tuple[tuple, dict] | None,
 ) -> Any:
     """A call with the user's own lists and dicts, if it can be, which no program changes."""
-    stand_ins = iter(tensors)
-    leaves = [next(stand_ins) if _is_tensor(x) else x for x in leaves]
+    leaves = _filled(leaves, tensors)
     if given is not None and all(map(is_, trees.leaves(given), leaves)):
         args, kwargs = given
     else:
@@ -141,7 +140,8 @@ def _called_once(
 
 
 def _ends(func: Callable, leaves: list, spec: Any, tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [*filter(_is_tensor, trees.leaves(_called(func, leaves, spec, tensors)))]
+    args, kwargs = trees.unflatten(_filled(leaves, tensors), spec)
+    return [*filter(_is_tensor, trees.leaves(func(*args, **kwargs)))]
 
 
 @contextmanager

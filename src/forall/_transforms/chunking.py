@@ -102,7 +102,7 @@ class Chunks:
 
 
 def _is_count(n: Any) -> bool:
-    return isinstance(n, int) and not isinstance(n, bool) and n > 0
+    return isinstance(n, int) and n > 0
 
 
 def chunks_of(chunk: Any) -> Chunks | None:

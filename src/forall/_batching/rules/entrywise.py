@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from forall._batching.batched import Batched, wrap
+from forall._batching.batched import Batched
 from forall._batching.ledger import note_read
-from forall._batching.one_by_one import all_places, example_of, levels_of
+from forall._batching.one_by_one import all_places, back_in, example_of, levels_of
 from forall._batching.table import CALLS
 from forall._core.errors import shared_write
 from forall._core.levels import outside, top
@@ -49,7 +49,11 @@ def _entrywise(name: str) -> Any:
                     first, *rest = (example_of(t, places) for t in tensors)
                     first = first.clone()
                 found.append(method(first, *rest, function))  # who records calls is to see this
-        return x.copy_(_joined(found, levels))
+        if not levels:
+            return x.copy_(found[0])
+        with functions_off(), outside(levels[0]):
+            out = back_in(torch.stack(found), levels)
+        return x.copy_(out)
 
     return call
 
@@ -69,16 +73,6 @@ def _levels() -> list[Any]:
         found.append(level)
         level = level.parent
     return found
-
-
-def _joined(found: list[Tensor], levels: list) -> Tensor:
-    if not levels:
-        return found[0]
-    with functions_off(), outside(levels[0]):
-        out = torch.stack(found).reshape(*(level.size for level in levels), *found[0].shape)
-        for level in levels:
-            out = wrap(out, 0, level)
-    return out
 
 
 CALLS.update({getattr(Tensor, name): _entrywise(name) for name in ENTRYWISE})
