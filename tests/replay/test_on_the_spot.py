@@ -10,6 +10,7 @@ import torch
 
 import forall
 from forall import grad, grad_and_value, hessian, jacfwd, jacrev, jvp, vmap
+from forall._core.config import replay_of
 from forall._programs.replay import Replays
 
 D = torch.float64
@@ -192,3 +193,9 @@ def test_what_changes_now_and_then_is_recorded_anew(hits):
         for _ in range(40):
             assert step(torch.ones(2))[0] == i
     assert len(hits) > 600
+
+
+def test_a_word_for_replay_that_says_nothing():
+    assert [replay_of(word) for word in ("0", "1", "check")] == [False, True, "check"]
+    with pytest.raises(ValueError, match=r"FORALL_REPLAY='off' .*\n.*0, 1 or check"):
+        replay_of("off")

@@ -27,4 +27,14 @@ class Config:
     patience: float = 0.05
 
 
-now = Config(_WORDS.get(os.environ.get("FORALL_REPLAY", "1"), True))
+def replay_of(word: str) -> bool | str:
+    """What FORALL_REPLAY says."""
+    if word not in _WORDS:
+        raise ValueError(
+            f"FORALL_REPLAY={word!r} does not say whether calls are replayed.\n"
+            "Set it to 0, 1 or check, or leave it out for 1."
+        )
+    return _WORDS[word]
+
+
+now = Config(replay_of(os.environ.get("FORALL_REPLAY", "1")))
