@@ -1093,6 +1093,60 @@ def constants_that_are_results_and_views_of_each_other(jit):
 
 
 @case
+def a_vector_times_a_matrix(jit):
+    matrix = xs(9, 3, 4)
+    f = jit(lambda x: x @ matrix)  # torch takes a dimension away in place
+    return lambda i: f(xs(i))
+
+
+@case
+def shapes_changed_in_place(jit):
+    def f(x):
+        y = x * 2
+        z = y.reshape(3, 1)
+        z.squeeze_(1)
+        y.unsqueeze_(0)
+        a, b = y.sin(), y.transpose_(0, 1) * 3
+        z += 1
+        c = (x.reshape(1, 3) + 1).t_().squeeze_()
+        c.unsqueeze_(1).mul_(3)
+        return a, b, c, y, z
+
+    f = jit(f)
+    return lambda i: f(xs(i))
+
+
+@case
+def shapes_changed_in_place_and_a_derivative(jit):
+    matrix = xs(9, 3, 4).requires_grad_()
+
+    def f(x):
+        y = x @ matrix
+        z = (y.exp() * 2).unsqueeze_(0)
+        return z.transpose_(0, 1).squeeze_() * y
+
+    f = jit(f)
+
+    def call(i):
+        x = xs(i).requires_grad_()
+        y = f(x)
+        return y.detach(), *torch.autograd.grad(y.square().sum(), (x, matrix))
+
+    return call
+
+
+@unrecorded
+def the_shape_of_an_argument_changed_in_place(jit):
+    f = jit(lambda x: x.unsqueeze_(0) * 2)
+
+    def call(i):
+        x = xs(i)
+        return f(x), x
+
+    return call
+
+
+@case
 def no_elements(jit):
     f = jit(vmap(lambda x: x.sin().sum()))
     return lambda i: f(xs(i, i % 2, 3))

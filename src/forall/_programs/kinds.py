@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from forall._core.errors import Call, name_of, slow
+from forall._programs.differentiated import Differentiated
 from forall._programs.guards import Unwatched
 from forall._programs.listing import CacheInfo, Kind, listed, unlisted, words
 from forall._programs.recording import record
@@ -96,7 +97,10 @@ class Kinds(Unwatched):
 
     def _first(self, kind: Any, given: tuple[tuple, dict], leaves: list) -> Any:
         self.newest = None  # it may hold what the function no longer does
-        made = record(self.func, leaves, trees.flatten(given)[1], self.write, given=given)
+        before = self.known.get(kind)
+        live = before.asked if type(before) is Differentiated else ()
+        spec = trees.flatten(given)[1]
+        made = record(self.func, leaves, spec, given=given, write=self.write, live=live)
         if made.moved and kind not in self.settling:
             # A cache, a mask kept on a module, a wrapper that torch makes late: set up once. Who
             # changes something with each call is found out by the next one.
@@ -108,7 +112,6 @@ class Kinds(Unwatched):
         if made.recorded is None:
             self._as_it_is(kind, given, made.why or "")
         else:
-            before = self.known.get(kind)
             made.recorded.arguments = words(*given)
             made.recorded.times += before.times if before is not None else 0
             self._keep(kind, made.recorded)

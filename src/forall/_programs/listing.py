@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from forall._core.errors import columns, short
+from forall._programs.differentiated import Differentiated
 from forall._programs.program import Ref
-from forall._programs.replayed import Differentiated, Recorded
 from forall._programs.statics import unboxed
 from forall._torch import trees
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from forall._programs.program import Node, Program
+    from forall._programs.replayed import Recorded
 
 _SHOWN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 

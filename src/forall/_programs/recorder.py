@@ -58,6 +58,16 @@ _UNFIT = {
 }
 
 
+# Operators that give a tensor another shape in place, and the view that each comes down to.
+_AS_VIEWS = {
+    aten.squeeze_.default: aten.squeeze.default,
+    aten.squeeze_.dim: aten.squeeze.dim,
+    aten.squeeze_.dims: aten.squeeze.dims,
+    aten.unsqueeze_.default: aten.unsqueeze.default,
+    aten.t_.default: aten.t.default,
+    aten.transpose_.default: aten.transpose.int,
+}
+
 # Questions about layouts and dtypes: within a kind of calls their answer is one.
 _ASIDE = {
     aten.is_same_size.default,
@@ -86,6 +96,7 @@ class Recorder(DispatchMode):
         self.constants: dict[int, torch.Tensor] = {}  # made of Python's numbers
         self.why: str | None = None
         self.makes_leaves = False  # a result's history may end in a tensor of the function's own
+        self.makes_hooks = False  # that run in a backward pass
         self._numbers: dict[int, int] = {}  # of each tensor's identity, as long as it lives
         self._tensors: list[weakref.ref] = []
         # The numbers of those that lie in a storage, for as long as it is there.
@@ -116,7 +127,10 @@ class Recorder(DispatchMode):
                 if facts(func).seeded:
                     self._draws.made()
                 before = len(self.values)
-                node.outs = self._outs(node, args, out)
+                if node.op is func:
+                    node.outs = self._outs(node, args, out)
+                else:
+                    node.outs = self._new(out, self._root(node, args, out))
             # Else another name for what there was. What gives nothing is there to raise.
             if out is None or len(self.values) > before or node.writes():
                 self.nodes.append(node)
@@ -210,7 +224,11 @@ class Recorder(DispatchMode):
     def _met(self, func: Any, args: tuple, kwargs: dict) -> Node | None:
         fact = facts(func)
         looks = fact.dynamic and not (func is _INDEX and not _has_mask(args[1]))
-        if func in _UNFIT or looks or torch.Tag.inplace_view in func.tags:
+        changes = torch.Tag.inplace_view in func.tags
+        if changes and not self.is_from_outside(args[0]):
+            func = _AS_VIEWS.get(func, func)  # the tensor goes on as a view of what it was
+            changes = torch.Tag.inplace_view in func.tags
+        if func in _UNFIT or looks or changes:
             self.fails(f"{func} looks at numbers, or changes what a tensor is")
             return None
         if fact.seeded and (self._draws.stray() or self._draws.of_a_stranger((args, kwargs))):
@@ -306,6 +324,9 @@ _CHANGES = {
 }
 
 
+_HOOKS = {torch.Tensor.register_hook, torch.Tensor.retain_grad}
+
+
 class Watch(TorchFunctionMode):
     """Sees the calls that no operator tells of."""
 
@@ -324,4 +345,5 @@ class Watch(TorchFunctionMode):
             if any(isinstance(a, arrays) for a in trees.leaves((args, kwargs))):
                 self.recorder.fails("the numbers of an array of numpy's may change")
         self.recorder.makes_leaves |= changes
+        self.recorder.makes_hooks |= func in _HOOKS
         return func(*args, **(kwargs or {}))

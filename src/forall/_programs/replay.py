@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from forall._core import config
+from forall._programs.differentiated import Differentiated
 from forall._programs.guards import Guards, Unwatched
 from forall._programs.purity import doubt
 from forall._programs.recording import guarding, record
@@ -57,12 +58,12 @@ class Replays(Unwatched):
         except Unfit:
             return self.eager(*args, **kwargs)
         recorded = self.known.get(kind, _NEW)
-        if recorded is None or (recorded is _NEW and config.now.replay == "check"):
+        if type(recorded) is _Due or (recorded is _NEW and config.now.replay == "check"):
             return self._first(kind, args, kwargs)
         if type(recorded) is str:
             return self.eager(*args, **kwargs)
         if recorded is _NEW or not recorded.stands(tensors):
-            self._seen(kind, lost=recorded is not _NEW)
+            self._seen(kind, recorded)
             return self.eager(*args, **kwargs)
         if recorded is self.newest:
             recorded.served(outline, leaves, tensors)
@@ -76,11 +77,17 @@ class Replays(Unwatched):
         found = (k for k in self.known.values() if type(k) is str)
         return self.why or next(found, None)
 
-    def _seen(self, kind: Any, *, lost: bool) -> None:
-        """Record the next call of this kind."""
-        self.known[kind] = self.newest = None
+    def _seen(self, kind: Any, before: Recorded) -> None:
+        """Record the next call of this kind, unless one that was recorded says better not."""
+        self.newest = None
+        if type(before) is Differentiated and before.is_differentiated():
+            self.known[kind] = "derivatives of its backward pass are taken"
+            return
+        asked = before.asked if type(before) is Differentiated else ()
+        self.known[kind] = _Due(asked)
         if len(self.known) > _MOST:
             self.known.popitem(last=False)
+        lost = before is not _NEW and not asked
         self._lose(lost, "what it reaches changes from call to call")
 
     def _forget(self) -> None:
@@ -101,7 +108,9 @@ class Replays(Unwatched):
             self._forget()
             return self.eager(*args, **kwargs)
         before = ambient()
-        made = self._recorded(leaves, spec, guards, args, kwargs)
+        due = self.known.get(kind)
+        live = due.asked if type(due) is _Due else ()
+        made = self._recorded(leaves, spec, guards, live, args, kwargs)
         if made is None:
             return self.eager(*args, **kwargs)
         recorded, why = made.recorded, made.why
@@ -113,17 +122,24 @@ class Replays(Unwatched):
             elif sum(c.nbytes for c in recorded.program.constants.values()) > _MOST_BYTES:
                 why = "its program would keep too much in memory"
         if recorded is None or why is not None:
-            self.known[kind] = None if made.moved else why
+            self.known[kind] = _Due() if made.moved else why
             self._lose(True, why or "")
         else:
             self.known[kind] = recorded
+            recorded.certain = True
             if config.now.replay == "check":
                 tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
                 _compared(recorded, tensors, made.result)
         return made.result
 
     def _recorded(
-        self, leaves: list, spec: Any, guards: Guards, args: tuple, kwargs: dict
+        self,
+        leaves: list,
+        spec: Any,
+        guards: Guards,
+        live: Sequence[int],
+        args: tuple,
+        kwargs: dict,
     ) -> Recording | None:
         """None where it fails before it has changed anything: the call itself tells what is wrong.
 
@@ -133,9 +149,8 @@ class Replays(Unwatched):
         writes = [*map(version, tensors)]
         drawn = generators.states([*leaves, *guards.generators])
         try:
-            return record(
-                self.eager, leaves, spec, guards=guards, given=(args, kwargs), pulls=False
-            )
+            how = {"given": (args, kwargs), "certain": True, "live": live}
+            return record(self.eager, leaves, spec, guards, **how)
         except Exception:
             if not guards.hold() or [*map(version, tensors)] != writes:
                 raise
@@ -158,24 +173,42 @@ class Replays(Unwatched):
         if config.now.replay == "check":
             if drawn is not None:
                 generators.restore(drawn)
-            _same(result, self.eager(*args, **kwargs))
+            _same(result, self.eager(*args, **kwargs), recorded, tensors)
         return result
 
 
 _NEW: Any = object()
 
 
+class _Due(NamedTuple):
+    """A kind whose next call is to be recorded, for cotangents of these results."""
+
+    asked: Sequence[int] = ()
+
+
 def _compared(recorded: Recorded, tensors: Sequence[torch.Tensor], result: Any) -> None:
     if not recorded.draws:
-        _same(recorded(tensors), result)
+        _same(recorded(tensors), result, recorded, tensors)
 
 
-def _same(found: Any, expected: Any) -> None:
+def _same(found: Any, expected: Any, recorded: Recorded, tensors: Sequence[torch.Tensor]) -> None:
     """What `config.replay = "check"` is for: a replayed call against the call itself."""
     ours, tree = trees.flatten(found)
     theirs, wanted = trees.flatten(expected)
     if tree != wanted or not all(map(_is_same, ours, theirs)):
         raise RuntimeError(f"forall: a replayed call gave\n{found}\nand not\n{expected}")
+    if isinstance(recorded, Differentiated):
+        given = [t for t in (*tensors, *recorded.captured) if t.requires_grad]
+        slopes, expected = (_slopes(leaves, given) for leaves in (ours, theirs))
+        if not all(map(_is_same, slopes, expected)):
+            raise RuntimeError(f"forall: a replayed pull-back gave\n{slopes}\nand not\n{expected}")
+
+
+def _slopes(leaves: list, given: list[torch.Tensor]) -> list[torch.Tensor | None]:
+    ends = [x for x in leaves if isinstance(x, torch.Tensor) and x.requires_grad]
+    cotangents = [torch.ones_like(y) for y in ends]
+    slopes = torch.autograd.grad(ends, given, cotangents, retain_graph=True, allow_unused=True)
+    return [*slopes]
 
 
 def _is_close(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack, contextmanager
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -25,11 +26,11 @@ from forall._torch.dispatch import (
     is_autocast,
     users_tangents,
 )
-from forall._torch.names import PLAIN
+from forall._torch.names import PLAIN, has_hooks_on_saved
 from forall._torch.unchanged import alike
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
 _place = attrgetter("_cdata")
 _own = attrgetter("__dict__")
@@ -86,6 +87,7 @@ def is_free() -> bool:
         or in_torch_func()
         or is_dynamo_compiling()
         or is_anomaly_enabled()  # errors that no program raises
+        or has_hooks_on_saved()  # the user's, who are told of each tensor that is saved
     )
 
 
@@ -98,6 +100,25 @@ def ambient() -> tuple:
         get_default_dtype(),
         are_deterministic_algorithms_enabled(),
     )
+
+
+@contextmanager
+def under(state: tuple) -> Iterator[None]:
+    """Within it torch's state is the one that `ambient` told, but for inference mode."""
+    grad, _, casts, dtype, deterministic = state
+    now, wanted = dict(autocast_state()), dict(casts or ())
+    before = get_default_dtype(), are_deterministic_algorithms_enabled()
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    with ExitStack() as contexts:
+        contexts.enter_context(torch.set_grad_enabled(grad))
+        for device in now.keys() | wanted.keys():
+            to = wanted.get(device)
+            contexts.enter_context(torch.autocast(device, dtype=to, enabled=to is not None))
+        contexts.callback(torch.set_default_dtype, before[0])
+        contexts.callback(torch.use_deterministic_algorithms, before[1], warn_only=warns)
+        torch.set_default_dtype(dtype)
+        torch.use_deterministic_algorithms(deterministic)
+        yield
 
 
 def kind_of(outline: Any, leaves: Iterable[Any], tensors: Sequence[torch.Tensor]) -> Any:

@@ -237,6 +237,7 @@ without_history = torch._C._AutoDispatchBelowAutograd
 no_dispatch = torch._C._DisableTorchDispatch
 # Our own code is not the user's: no function mode is to see what it asks of tensors.
 functions_off = torch._C.DisableTorchFunction
+functions_on = torch._C._EnableTorchFunction
 functions_are_off = torch._C._is_torch_function_all_disabled
 function_modes = torch._C._len_torch_function_stack
 graph_task = torch._C._current_graph_task_id

@@ -108,6 +108,11 @@ def set_version(tensor: torch.Tensor, number: int) -> None:
         torch._C._autograd._unsafe_set_version_counter((tensor,), (number,))
 
 
+def has_hooks_on_saved() -> bool:
+    """Whether hooks are set on what autograd saves (torch.autograd.graph.saved_tensors_hooks)."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
 # Whether hooks are set that all modules of the process run.
 has_global_hooks = torch.nn.modules.module._has_any_global_hook
 has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key

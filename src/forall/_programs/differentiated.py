@@ -1,0 +1,235 @@
+"""A recorded call with a derivative outside: a program in two halves, one node of torch's graph.
+
+NOTE [a program's derivative]
+    Where something outside requires grad, the first call is also pulled back once, and that is
+    recorded as well. The two halves are one program, cleaned as one and cut in two: what the second
+    reads of the first is what the call saves. So custom Functions, ``no_grad`` and detached values
+    mean in a replayed backward pass what they meant in the recorded one.
+
+    The second half is for cotangents of the results that had one when it was recorded. A zero in
+    the place of one that is missing would not do: torch leaves such paths out, and zero times an
+    infinite slope is nan. Other cotangents, a derivative of the backward pass, and whatever acts on
+    cotangents as a transform does, are left to the function itself, run once more as it was called.
+    If it is asked for others again, the next call is recorded for these.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from forall._core.again import where_it_first_ran
+from forall._programs.replayed import Recorded, Results
+from forall._programs.signature import ambient, under
+from forall._torch import generators
+from forall._torch.dispatch import functions_on, in_torch_func, run_backward
+from forall._torch.history import Gate
+from forall._torch.names import version
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from forall._programs.guards import Guards
+    from forall._programs.program import Layout, Program
+    from forall._programs.pulling import Pullback
+
+    Tensor = torch.Tensor
+
+_FEW = 2  # backward passes that are differentiated, besides one in so many:
+_WORTH = 32
+_TURNS = 8  # recordings of one kind, each for other cotangents
+
+
+class Differentiated(Recorded):
+    """A program with its pull-back. ``again`` calls the function, of tensors in the inputs' place.
+
+    What is at hand when it has run are ``given``, its outputs, and ``fresh``, in this order; of
+    these the second half reads ``saved``.
+    """
+
+    asked: Sequence[int] = ()  # the results that had a cotangent, where these were others
+    passes = 0  # backward passes so far
+    graphs = 0  # of these, such as were to be differentiated
+
+    def __init__(
+        self,
+        program: Program,
+        guards: Guards,
+        results: Results,
+        tensors: Sequence[Tensor],
+        write: Callable,
+        back: Pullback,
+        again: Callable,
+    ) -> None:
+        self.back = back
+        self.again = where_it_first_ran(partial(_stood_in, again))
+        self.ambient = ambient()
+        second = {id(node) for node in back.nodes}
+        first = [node for node in program.nodes if id(node) not in second]
+        self.halves = first, [node for node in program.nodes if id(node) in second]
+        self.outputs = [*dict.fromkeys(program.outputs)]
+        self._order = [self.outputs.index(n) for n in program.outputs]
+        self.moves = [self.outputs.index(program.outputs[i]) for i in back.moved]
+        self.live = [i in back.live for i in back.moved]
+        self.constant = {*range(len(self.outputs))} - {*self.moves}
+        super().__init__(program, guards, results, tensors, write)
+
+    def _compiled(self) -> Callable:
+        first, last = self.halves
+        found = [n for n in self.back.gradients if n is not None]
+        made = {n for node in first for n in node.makes()}
+        read = dict.fromkeys([*(n for node in last for n in node.reads()), *found])
+        saved = [n for n in read if n in made or n in self.given]
+        fresh = [n for n in saved if n in made and n not in self.outputs]
+        hand = [*self.given, *self.outputs, *fresh]
+        self.saved = _picked([hand.index(n) for n in saved])
+        self.others = _picked([i for i, n in enumerate(self.given) if n not in saved])
+        self.places = [saved.index(n) if n in saved else -1 for n in self.given]
+        self.gradients = [
+            None if n not in self.back.wanted else self.back.wanted.index(n) for n in self.given
+        ]
+        self.backward = self.write(self.program, last, [*saved, *self.back.cotangents], found)
+        return self.write(self.program, first, self.given, [*self.outputs, *fresh])
+
+    def forward(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        return self._run(*tensors)
+
+    def stands(self, tensors: Sequence[Tensor]) -> bool:
+        return not (self.asked or (self.certain and self.is_differentiated())) and (
+            super().stands(tensors)
+        )
+
+    def is_differentiated(self) -> bool:
+        """Whether what is recorded of it is hardly ever of use."""
+        return self.graphs > _FEW + self.passes // _WORTH
+
+    def __call__(self, tensors: Sequence[Tensor]) -> Any:
+        outs = Replayed.apply(self, *tensors, *self.captured)
+        return self.results.tree([outs[i] for i in self._order])
+
+    def serves_backward(self, cotangents: Sequence[Tensor | None]) -> bool:
+        """Whether the second half is what these are pulled back by."""
+        live = [c is not None for c in cotangents]
+        self.passes += 1
+        if torch.is_grad_enabled():
+            self.graphs += 1
+            return False
+        if live != self.live:
+            if self.times < _TURNS:
+                self.asked = [i for i, c in zip(self.back.moved, live, strict=True) if c]
+            return False
+        return not in_torch_func()
+
+    def pulled(
+        self, saved: Sequence[Tensor], cotangents: Sequence[Tensor | None]
+    ) -> list[Tensor | None]:
+        """The gradients of what is wanted."""
+        values, numbers = self.program.values, self.back.cotangents
+        live = (c for c in cotangents if c is not None)
+        laid = [_laid_out(c, values[n].layout) for c, n in zip(live, numbers, strict=True)]
+        found = iter(self.backward(*saved, *laid))
+        return [None if n is None else next(found) for n in self.back.gradients]
+
+
+def _picked(places: Sequence[int]) -> Callable[[Sequence], tuple]:
+    if len(places) > 1:
+        return itemgetter(*places)
+    return (lambda hand: (hand[places[0]],)) if places else (lambda _: ())
+
+
+def _laid_out(t: Tensor, layout: Layout) -> Tensor:
+    """A cotangent with the strides of the one that was recorded."""
+    if t.stride() == layout.strides and not (t.is_conj() or t.is_neg()):
+        return t
+    made = torch.empty_strided(
+        layout.shape, layout.strides, dtype=layout.dtype, device=layout.device
+    )
+    return made.copy_(t)
+
+
+class Replayed(torch.autograd.Function):
+    """A recorded call as one node of the graph around it."""
+
+    @staticmethod
+    def forward(ctx: Any, recorded: Differentiated, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.recorded = recorded
+        ctx.drawn = generators.states(tensors) if recorded.draws else None
+        found = recorded.forward(tensors)
+        outs = found[: len(recorded.outputs)]
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*recorded.saved((*tensors, *found)))
+        # What the second half does not read may change, unless the function is to run again.
+        ctx.others = recorded.others(tensors)
+        ctx.versions = [*map(version, ctx.others)]
+        ctx.mark_non_differentiable(*(outs[i] for i in recorded.constant))
+        return outs
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        recorded: Differentiated = ctx.recorded
+        given = [cotangents[i] for i in recorded.moves]
+        if recorded.serves_backward(given):
+            found = recorded.pulled(ctx.saved_tensors, given)
+        elif all(c is None for c in given):
+            return (None,) * (1 + len(recorded.given))
+        else:
+            found = _again(ctx, given)
+        return (None, *(None if i is None else found[i] for i in recorded.gradients))
+
+
+def _again(ctx: Any, cotangents: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+    """The pull-back by the function itself, as it would be had it not been recorded."""
+    recorded: Differentiated = ctx.recorded
+    saved, others = ctx.saved_tensors, iter(ctx.others)
+    if not recorded.guards.hold() or [*map(version, ctx.others)] != ctx.versions:
+        raise RuntimeError(
+            "forall: a derivative needs a recorded call to be made once more, and what the "
+            "function captures, or was given, has changed since.\n"
+            "Take the derivative before that is changed, or make the call with "
+            "forall.config.replay = False, and not by forall.jit."
+        )
+    tensors = [saved[i] if i >= 0 else next(others) for i in recorded.places]
+    graph = torch.is_grad_enabled()
+    drawn = generators.states(tensors) if ctx.drawn is not None else None
+    if ctx.drawn is not None:
+        generators.restore(ctx.drawn)
+    gate = Gate()
+    try:
+        inputs, results = recorded.again(recorded, tensors, gate.through if graph else _alone)
+    finally:
+        if drawn is not None:
+            generators.restore(drawn)
+    wanted = [*inputs, *tensors[len(inputs) :]]
+    ends = [results[i] for i in recorded.back.moved]
+    pairs = zip(ends, cotangents, strict=True)
+    live = [(y, c) for y, c in pairs if c is not None and y.requires_grad]
+    stops = [wanted[recorded.given.index(n)] for n in recorded.back.wanted]
+    with gate:
+        return run_backward(
+            tuple(y for y, _ in live),
+            tuple(c for _, c in live),
+            tuple(stops),
+            retain_graph=graph,
+            create_graph=graph,
+        )
+
+
+def _stood_in(
+    again: Callable, recorded: Differentiated, tensors: Sequence[Tensor], through: Callable
+) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """Others in the inputs' place, where gradients stop as in the recording; and their results."""
+    # An argument that is also captured is one tensor, if it was one to the recording.
+    one = recorded.guards.tensors.keys() - {*map(id, recorded.captured)}
+    inputs = [
+        through(t) if t.requires_grad and id(t) not in one else t
+        for t in tensors[: len(recorded.program.inputs)]
+    ]
+    with functions_on(), under(recorded.ambient):
+        return inputs, again(inputs)
+
+
+def _alone(t: Tensor) -> Tensor:
+    return t.detach().requires_grad_()

@@ -1,0 +1,255 @@
+"""What torch's own autograd outside takes of a recorded call is what it takes of the function."""
+
+import warnings
+
+import pytest
+import torch
+
+import forall
+from forall import jit, vmap
+from forall._transforms.replaying import replaying
+
+D = torch.float64
+
+
+@pytest.fixture(params=["jit", "replayed", "checked"])
+def recorded(request, monkeypatch):
+    if request.param == "jit":
+        return jit
+    monkeypatch.setattr(forall.config, "replay", True if request.param == "replayed" else "check")
+    monkeypatch.setattr(forall.config, "patience", 0)
+    return lambda f: replaying(f)(f)
+
+
+def leaf(*shape, shift=0.0):
+    numbers = torch.arange(1, 1 + torch.Size(shape).numel(), dtype=D) / 7 + shift
+    return numbers.reshape(shape).requires_grad_()
+
+
+def alike(found, wanted):
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12, equal_nan=True)
+
+
+def test_results_that_nobody_differentiates_give_nothing(recorded):
+    x = torch.zeros(3, dtype=D, requires_grad=True)
+    f = vmap(lambda x: (x * 2, x.log(), x.exp()))
+    g = recorded(f)
+    for live in ([0], [0], [0], [0, 2], [0, 2], [2], [2], [2], [0], [0, 1, 2], [2], [0]):
+        found, wanted = ([h(x)[i].sum() for i in live] for h in (g, f))
+        alike(torch.autograd.grad(found, x), torch.autograd.grad(wanted, x))
+
+
+def test_a_loss_next_to_what_it_is_made_of(recorded):
+    w, x = leaf(3, 2), leaf(4, 3).detach()
+
+    def f(w, x):
+        y = torch.tanh(x @ w)
+        return y.square().sum(), y
+
+    g = recorded(f)
+    for _ in range(9):
+        loss, y = g(w, x)
+        alike(torch.autograd.grad(loss, w)[0], torch.autograd.grad(f(w, x)[0], w)[0])
+        assert y.requires_grad
+
+
+def test_only_what_is_needed_must_stay_as_it_was(recorded):
+    w, x = leaf(3), leaf(3)
+    g = recorded(lambda x: w + x * 2)
+    for _ in range(6):
+        y = g(x)
+        with torch.no_grad():
+            w.add_(1)
+            x.mul_(2)
+        alike(
+            torch.autograd.grad(y.sum(), (w, x)), (torch.ones(3, dtype=D), 2 * torch.ones(3).to(D))
+        )
+
+
+def test_what_is_needed_and_written_is_an_error(recorded):
+    w, x = leaf(3), leaf(3)
+    g = recorded(lambda x: w * x)
+    for _ in range(6):
+        y = g(x)
+        with torch.no_grad():
+            w.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            torch.autograd.grad(y.sum(), x)
+
+
+W = leaf(3)
+V = W * 2
+_SQUARES = W * W
+
+
+@pytest.mark.filterwarnings("ignore:.*not recorded:forall.PerformanceWarning")
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x: x * 5 + W,
+        lambda x: x.sin() * W,
+        lambda x: x + W + V,
+        lambda x: x * V * _SQUARES,
+        lambda x: V * 2 + W + x.detach(),
+    ],
+)
+@pytest.mark.parametrize(
+    "history", [lambda: W * 2, lambda: W.exp(), lambda: leaf(3), lambda: V * 3, lambda: V]
+)
+def test_histories_that_lead_to_what_is_captured_count_once(f, history, recorded):
+    g = recorded(f)
+    for _ in range(6):
+        x = history()
+        found, wanted = (torch.autograd.grad(h(x).sum(), W, retain_graph=True) for h in (g, f))
+        alike(found, wanted)
+
+
+def test_arguments_made_of_each_other(recorded):
+    x = leaf(3)
+
+    def f(a, b):
+        return a * 3 + b.sin() * a
+
+    g = recorded(f)
+    for _ in range(6):
+        a = x.exp()
+        for b in (a * 2, a, a[:], a.clone()):
+            found, wanted = (
+                torch.autograd.grad(h(a, b).sum(), (x, a, b), retain_graph=True) for h in (g, f)
+            )
+            alike(found, wanted)
+
+
+def test_a_recurrent_cell(recorded):
+    """The state that goes in was made by the same weights, which are captured."""
+    w, u = leaf(3, 3), leaf(3, 3, shift=0.3)
+
+    def cell(h, c):
+        c = torch.sigmoid(h @ w) * c + torch.tanh(h @ u)
+        return torch.tanh(c), c
+
+    def losses(cell):
+        h, c = leaf(3).detach() / 9, leaf(3).detach() / 3
+        for _ in range(12):
+            h, c = cell(h, c)
+        return torch.autograd.grad(h.sum(), (w, u))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", forall.PerformanceWarning)
+        g = recorded(cell)
+        for _ in range(3):
+            alike(losses(g), losses(cell))
+
+
+def test_a_second_derivative_under_the_state_of_the_call(recorded):
+    w, x = torch.randn(3, 3, requires_grad=True), torch.randn(2, 3, requires_grad=True)
+
+    def f(x):
+        return torch.nn.functional.silu(x @ w)
+
+    def penalty(h):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = h(x)
+        (slope,) = torch.autograd.grad(y.float().sum(), x, create_graph=True)
+        return torch.autograd.grad(slope.square().sum(), w)
+
+    g = recorded(f)
+    for _ in range(6):
+        alike(penalty(g), penalty(f))
+
+
+def test_a_second_derivative_after_the_numbers_have_changed(recorded):
+    scale = {"by": 2.0}
+    x = leaf(3)
+
+    def f(x):
+        return x.sin() * scale["by"]
+
+    g = recorded(f)
+    for _ in range(6):
+        scale["by"] = 2.0
+        g(x)
+    y = g(x)
+    scale["by"] = 3.0
+    try:
+        (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    except RuntimeError as error:
+        assert "changed since" in str(error)  # noqa: PT017 - or the right numbers
+    else:
+        alike(slope, x.cos() * 2)
+
+
+def test_vectors_mapped_over_a_backward_pass(recorded):
+    x, vs = leaf(3), torch.eye(3, dtype=D)
+    for f in (vmap(lambda x: x.sin() * x), lambda x: x.sin() * x):
+        g = recorded(f)
+        wanted = torch.diag(x.cos() * x + x.sin()).detach()
+        for _ in range(6):
+            y = g(x)
+
+            def pulled(v, y=y):
+                return torch.autograd.grad(y, x, v, retain_graph=True)[0]
+
+            alike(vmap(pulled)(vs), wanted)
+
+
+def test_torchs_own_mapped_backward_pass(recorded):
+    x, vs = leaf(3), torch.eye(3, dtype=D)
+    g = recorded(lambda x: x.sin() * x)
+    for _ in range(6):
+        (found,) = torch.autograd.grad(g(x), x, vs, is_grads_batched=True)
+        alike(found, torch.diag(x.cos() * x + x.sin()).detach())
+
+
+def test_hooks_on_what_is_saved_are_called(recorded):
+    x = leaf(3)
+    f = vmap(lambda x: x.sin() * x)
+    g = recorded(f)
+    for _ in range(6):
+        counts = []
+        for h in (g, f):
+            packed = []
+            with torch.autograd.graph.saved_tensors_hooks(
+                lambda t, packed=packed: packed.append(t) or t, lambda t: t
+            ):
+                y = h(x)
+            torch.autograd.grad(y.sum(), x)
+            counts.append(len(packed))
+        assert counts[0] == counts[1]
+
+
+def test_hooks_run_as_often_as_the_function_has_them_run(recorded):
+    x, seen = leaf(3), []
+
+    def f(x):
+        y = x.sin()
+        y.register_hook(seen.append)
+        return y * 2
+
+    if recorded is jit:
+        pytest.skip("jit is told that a function is pure")
+    g = recorded(f)
+    for i in range(1, 7):
+        torch.autograd.grad(g(x).sum(), x)
+        assert len(seen) == i
+
+
+def test_a_backward_of_the_users_own_runs_as_often_as_ever(recorded):
+    seen = []
+
+    class Noted(torch.autograd.Function):
+        @staticmethod
+        def forward(_, x):
+            return x * 2
+
+        @staticmethod
+        def backward(_, g):
+            seen.append(1)
+            return g * 2
+
+    if recorded is jit:
+        pytest.skip("jit is told that a function is pure")
+    x, g = leaf(3), recorded(lambda x: Noted.apply(x) * 3)
+    for i in range(1, 7):
+        torch.autograd.grad(g(x).sum(), x)
+        assert len(seen) == i
