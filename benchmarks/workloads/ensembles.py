@@ -79,6 +79,18 @@ def ensemble_forward(device: torch.device) -> Contestants:
     return contest(transformed, lambda: forward(weights, inputs), by_jax=by_jax)
 
 
+def gradients_by_hand(
+    weights: dict[str, torch.Tensor], inputs: torch.Tensor, labels: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """The gradients of every model's loss."""
+    leaves = {name: value.detach().requires_grad_() for name, value in weights.items()}
+    logits = forward(leaves, inputs).flatten(0, 1)
+    # Every model's mean over the examples, summed over the models.
+    loss = F.cross_entropy(logits, labels.repeat(MODELS), reduction="sum") / EXAMPLES
+    grads = torch.autograd.grad(loss, list(leaves.values()))
+    return dict(zip(leaves, grads, strict=True))
+
+
 @workload("ensemble-grad", "the same ensemble's losses differentiated in its parameters")
 def ensemble_grad(device: torch.device) -> Contestants:
     models, inputs, labels = ensemble(device)
@@ -97,12 +109,7 @@ def ensemble_grad(device: torch.device) -> Contestants:
         return lambda: batched(parameters, buffers)
 
     def handwritten():
-        leaves = {name: value.detach().requires_grad_() for name, value in weights.items()}
-        logits = forward(leaves, inputs).flatten(0, 1)
-        # Every model's mean over the examples, summed over the models.
-        loss = F.cross_entropy(logits, labels.repeat(MODELS), reduction="sum") / EXAMPLES
-        grads = torch.autograd.grad(loss, list(leaves.values()))
-        return dict(zip(leaves, grads, strict=True))
+        return gradients_by_hand(weights, inputs, labels)
 
     def by_jax(jax):
         logits = by_jax_forward(jax)
@@ -114,3 +121,28 @@ def ensemble_grad(device: torch.device) -> Contestants:
         return jax.vmap(jax.grad(loss), (0, None, None)), (weights, inputs, labels)
 
     return contest(transformed, handwritten, by_jax=by_jax)
+
+
+@workload("ensemble-backward", "the losses by `vmap`, differentiated outside by torch's autograd")
+def ensemble_backward(device: torch.device) -> Contestants:
+    models, inputs, labels = ensemble(device)
+    weights = stacked(models)
+    skeleton = copy.deepcopy(models[0]).to("meta")
+
+    def transformed(api):
+        parameters, buffers = api.stack_module_state(models)
+
+        def loss(parameters, buffers):
+            logits = api.functional_call(skeleton, (parameters, buffers), (inputs,))
+            return F.cross_entropy(logits, labels)
+
+        batched = api.vmap(loss)
+
+        def program():
+            total = batched(parameters, buffers).sum()
+            grads = torch.autograd.grad(total, list(parameters.values()))
+            return dict(zip(parameters, grads, strict=True))
+
+        return program
+
+    return contest(transformed, lambda: gradients_by_hand(weights, inputs, labels))

@@ -253,3 +253,17 @@ def test_a_backward_of_the_users_own_runs_as_often_as_ever(recorded):
     for i in range(1, 7):
         torch.autograd.grad(g(x).sum(), x)
         assert len(seen) == i
+
+
+@pytest.mark.filterwarnings("ignore:.*not recorded:forall.PerformanceWarning")
+def test_a_view_that_is_older_than_that_its_base_requires_grad(recorded):
+    def f(x, v):
+        return x * 2 + v, v
+
+    g = recorded(f)
+    for _ in range(6):
+        x = leaf(4, 3).detach()
+        v = x[1]
+        x.requires_grad_()
+        (slope,) = torch.autograd.grad(g(x, v)[0].sum(), x, allow_unused=True)
+        alike(slope, torch.full((4, 3), 2.0, dtype=D))

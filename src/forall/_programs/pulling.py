@@ -15,7 +15,7 @@ import torch
 
 from forall._programs.passes import clean
 from forall._programs.seeing import seen_by
-from forall._torch.history import are_apart, has_pythons
+from forall._torch.history import are_apart, has_pythons, node_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -60,8 +60,8 @@ def pulled_back(
     if recorder.why is not None or not moved:
         return None
     ways = [*zip(recorder.inputs, inputs, strict=True), *recorder.captured.items()]
-    wanted = [(n, t) for n, t in ways if t.requires_grad]
-    asked = [i for i in places if i in live] or places
+    wanted = [(n, t) for n, t in ways if t.requires_grad and node_of(t) is not None]
+    asked = [i for i in places if i in live] or [i for i in places if node_of(ends[i]) is not None]
     _judge(recorder, [t for _, t in wanted], [ends[i] for i in asked], certain=certain)
     if recorder.why is not None:
         return None

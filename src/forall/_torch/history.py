@@ -17,7 +17,7 @@ _MOST = 100_000  # nodes that are looked at
 
 def are_apart(tensors: Sequence[Tensor]) -> bool:
     """Whether it is certain that none of these was made of another, or of a view of one."""
-    own = {id(node): node for node in map(_own, tensors)}
+    own = {id(node): node for node in map(node_of, tensors) if node is not None}
     if len(own) < 2 or not any(t.grad_fn is not None for t in tensors):
         return True
     nodes = [n for node in own.values() for n in _before(node)]
@@ -26,8 +26,8 @@ def are_apart(tensors: Sequence[Tensor]) -> bool:
 
 def has_pythons(ends: Iterable[Tensor], stops: Iterable[Tensor]) -> bool:
     """Whether a node between these may run Python that is not ours."""
-    stop = {id(node): node for node in map(_own, stops)}
-    nodes = _walk(map(_own, ends), lambda node: id(node) in stop)
+    stop = {id(node): node for node in map(node_of, stops)}
+    nodes = _walk(filter(None, map(node_of, ends)), lambda node: id(node) in stop)
     return any(
         node is None
         or (
@@ -60,10 +60,16 @@ def _before(node: Any) -> list[Any]:
     return [n for n, _ in node.next_functions if n is not None]
 
 
-def _own(t: Tensor) -> Any:
-    """The node that gradients of a tensor arrive at."""
-    with torch.inference_mode(False):
-        return torch.autograd.graph.get_gradient_edge(t).node
+def node_of(t: Tensor) -> Any:
+    """The node that gradients of a tensor arrive at; None where none ever do.
+
+    That is a view which is older than that its base requires grad.
+    """
+    if t.grad_fn is not None:
+        return t.grad_fn
+    with torch.inference_mode(False), torch.enable_grad():
+        after = t.view_as(t).grad_fn
+    return None if after is None else after.next_functions[0][0]
 
 
 class Gate:
