@@ -326,11 +326,11 @@ def run_shared(level: VmapLevel, func: Any, args: tuple, kwargs: dict) -> Any:
         return special(level, func, args, kwargs)
     fact = facts(func)
     if fact.seeded:
-        return (_HANDLERS.get(func) or resolve(func))(level, func, args, kwargs)
+        return resolve(func)(level, func, args, kwargs)
     if fact.mutates:
         return writing.shared_data_write(level, func, args, kwargs)
     if fact.view and func not in table.VIEWS and func is not _LIFT_FRESH:
-        handler = _HANDLERS.get(func) or resolve(func)
+        handler = resolve(func)
         if table.WAYS[func] == "decomposed":  # into views that can be derived again
             return handler(level, func, args, kwargs)
     plain = [lower(a, level) for a in args]

@@ -24,10 +24,12 @@ from forall._torch.schema import factory_of, facts, functional_of
 
 
 def resolve(func: Any) -> Any:
-    """The handler for ``func``, found once and kept."""
-    handler, way = _find(func)
-    table.HANDLERS[func] = handler
-    table.WAYS[func] = way
+    """The handler for ``func``: its row, or what is found once and kept."""
+    handler = table.HANDLERS.get(func)
+    if handler is None:
+        handler, way = _find(func)
+        table.HANDLERS[func] = handler
+        table.WAYS[func] = way
     return handler
 
 

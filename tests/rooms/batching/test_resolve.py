@@ -8,7 +8,7 @@ import warnings
 import pytest
 import torch
 
-from forall import PerformanceWarning, vmap
+from forall import PerformanceWarning, jvp, vmap
 from forall._batching import families, resolve, table
 from oracle import check_vmap
 
@@ -137,3 +137,16 @@ def test_torchs_zeros_without_memory_are_added_after_the_level_has_ended():
 
     (found,) = torch.autograd.grad(vmap(f)(leaf).sum(), leaf)
     torch.testing.assert_close(found, leaf.sign() + 2 * leaf)
+
+
+def test_an_operator_that_has_a_rule_keeps_it():
+    rule, way = table.HANDLERS[aten.clone.default], table.WAYS[aten.clone.default]
+    assert resolve.resolve(aten.clone.default) is rule
+    assert (table.HANDLERS[aten.clone.default], table.WAYS[aten.clone.default]) == (rule, way)
+
+
+def test_a_sum_with_zeros_under_forward_mode_leaves_other_calls_as_they_are():
+    """It is a copy, and a copy of images is laid out as the images of one example are."""
+    vmap(lambda x, t: jvp(lambda x: torch.addcmul(X[0], x, X[0]), (x,), (t,)))(X, X)
+    images = torch.arange(72.0).view(3, 2, 2, 2, 3)
+    check_vmap(lambda x: x.clone(memory_format=torch.channels_last) + 0, (images,))
