@@ -57,6 +57,15 @@ _UNFIT = {
     )
 }
 
+# In place a tensor becomes a view of what it was: to a program that is the view.
+_RESEATED = {
+    aten.squeeze_.default: aten.squeeze.default,
+    aten.squeeze_.dim: aten.squeeze.dim,
+    aten.squeeze_.dims: aten.squeeze.dims,
+    aten.unsqueeze_.default: aten.unsqueeze.default,
+    aten.t_.default: aten.t.default,
+    aten.transpose_.default: aten.transpose.int,
+}
 
 # Questions about layouts and dtypes: within a kind of calls their answer is one.
 _ASIDE = {
@@ -109,14 +118,20 @@ class Recorder(DispatchMode):
             self.fails(_TORCHS)
             return func(*args, **kwargs)
         with functions_off():  # a backward pass has them on, and what we ask is not the user's
-            node = self._met(func, args, kwargs)
+            view = _RESEATED.get(func)
+            if view is not None and self.is_from_outside(args[0]):
+                view = None  # its owner would find it changed
+            node = self._met(view or func, args, kwargs)
         out = with_lazy_bits(func, args, kwargs)
         if node is not None:
             with functions_off():
                 if facts(func).seeded:
                     self._draws.made()
                 before = len(self.values)
-                node.outs = self._outs(node, args, out)
+                if view is None:
+                    node.outs = self._outs(node, args, out)
+                else:
+                    node.outs = self._new(out, self.values[node.args[0].n].root)
             # Else another name for what there was. What gives nothing is there to raise.
             if out is None or len(self.values) > before or node.writes():
                 self.nodes.append(node)
