@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -154,3 +155,70 @@ def test_what_makes_a_kind_is_told():
         "float32[2]; under inference_mode",
         "float32[2]; under autocast",
     ]
+
+
+@contextmanager
+def default_dtype():
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@contextmanager
+def deterministic():
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@contextmanager
+def inference_with_grad():
+    with torch.inference_mode(), torch.enable_grad():
+        yield
+
+
+STATES = {
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
+    "inference_mode and grad": inference_with_grad,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "autocast to half": lambda: torch.autocast("cpu", torch.float16),
+    "default dtype": default_dtype,
+    "deterministic": deterministic,
+}
+
+
+@pytest.mark.parametrize("first", [nullcontext, *STATES.values()], ids=["nothing", *STATES])
+@pytest.mark.parametrize("then", STATES.values(), ids=STATES)
+def test_a_change_of_torchs_state_is_another_kind_also_at_a_glance(first, then):
+    def f(x):
+        return x @ x + torch.full((2, 2), 0.1), torch.is_grad_enabled()
+
+    def facts(made):
+        return made[0].dtype, made[0].is_inference(), made[0].tolist(), made[1]
+
+    x = torch.eye(2) / 3
+    g = jit(f)
+    for state in (first, then, first, then):
+        with state():
+            for _ in range(4):  # the last ones are told at a glance
+                assert facts(g(x)) == facts(f(x))
+    assert g.cache_info().misses == (1 if first is then else 2)
+
+
+def test_arguments_that_are_no_tensors_are_looked_at():
+    f = jit(lambda *xs: sum(xs))
+    for _ in range(4):
+        assert f(X, X).equal(2 * X)
+    assert f(X, 2.0).equal(X + 2)
+    assert f(X).equal(X)
+    assert f(X, X, X).equal(3 * X)
+    assert f(X, torch.nn.Parameter(X)).requires_grad
+    for _ in range(4):
+        assert f(X, X.clone()).equal(2 * X)
+    with pytest.raises(TypeError):
+        f(X, y=X)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from forall import hessian, jacfwd, jacrev, jvp, linearize, vmap
+from forall import hessian, jacfwd, jacrev, jit, jvp, linearize, vmap
 
 X = torch.tensor([1.0, math.inf, -math.inf, math.nan], dtype=torch.float64)
 C = torch.tensor([2.0, 3.0, 4.0, 5.0], dtype=torch.float64)
@@ -55,13 +55,63 @@ def test_linearize_is_so_too(name):
         torch.testing.assert_close(push(t), f(t) - f(0 * t))
 
 
+OF_A_VECTOR = {
+    "mv": lambda w, x: w @ x,
+    "mv of a transpose": lambda w, x: w.t().contiguous().t() @ x,
+    "from the left": lambda w, x: x @ w.t(),
+    "from the left, rows": lambda w, x: x @ w.t().contiguous(),
+    "linear": lambda w, x: F.linear(x, w),
+    "linear with a bias": lambda w, x: F.linear(x, w, torch.ones_like(w[:, 0])),
+    "linear of one row": lambda w, x: F.linear(x.unsqueeze(0), w).squeeze(0),
+    "mm": lambda w, x: (w @ x.unsqueeze(1)).squeeze(1),
+    "mm from the left": lambda w, x: (x.unsqueeze(0) @ w.t()).squeeze(0),
+    "a part": lambda w, x: torch.cat([w, w], 1)[:, : w.shape[1]] @ x,
+}
+OF_ALL = {
+    "alone": lambda j, f, x: j(f)(x),
+    "jit": lambda j, f, x: jit(j(f))(x),
+    "of examples": lambda j, f, x: vmap(j(f))(x.repeat(3, 1))[1],
+    "jit of examples": lambda j, f, x: jit(vmap(j(f)))(x.repeat(3, 1))[1],
+    "in chunks": lambda j, f, x: j(f, chunk_size=100)(x),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("way", OF_ALL)
+@pytest.mark.parametrize("product", OF_A_VECTOR)
 @pytest.mark.parametrize("jacobian", [jacfwd, jacrev])
-def test_an_entry_of_a_matrix_is_not_multiplied_with_the_zeros_of_others(jacobian):
-    w = torch.tensor([[math.inf, 2.0], [3.0, math.nan], [-0.0, 1.0]])
-    x = torch.tensor([1.0, 2.0])
-    torch.testing.assert_close(jacobian(lambda x: w @ x)(x), w, equal_nan=True)
-    found = vmap(jacobian(lambda x: w @ x))(x.expand(3, 2))
-    torch.testing.assert_close(found, w.expand(3, 3, 2), equal_nan=True)
+def test_an_entry_of_a_matrix_is_not_multiplied_with_the_zeros_of_others(
+    jacobian, product, way, dtype
+):
+    w = torch.tensor([[math.inf, 2.0], [3.0, math.nan], [-0.0, 1.0], [math.pi, -math.inf]]).to(
+        dtype
+    )
+    x = torch.tensor([1.0, 2.0], dtype=dtype)
+    found = OF_ALL[way](jacobian, lambda x: OF_A_VECTOR[product](w, x), x)
+    torch.testing.assert_close(found, w, equal_nan=True, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("product", OF_A_VECTOR)
+@pytest.mark.parametrize("jacobian", [jacfwd, jacrev])
+def test_a_matrix_of_each_example(jacobian, product):
+    w, x = torch.randn(5, 3, 4, dtype=torch.float64), torch.randn(5, 4, dtype=torch.float64)
+    found = vmap(lambda w, x: jacobian(lambda x: OF_A_VECTOR[product](w, x))(x))(w, x)
+    torch.testing.assert_close(found, w)
+    f = lambda x: OF_A_VECTOR[product](w[0], x).sin()  # noqa: E731
+    found = vmap(jacobian(f))(x)
+    truth = [torch.autograd.functional.jacobian(f, row) for row in x]
+    torch.testing.assert_close(found, torch.stack(truth))
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 20])
+@pytest.mark.parametrize("product", OF_A_VECTOR)
+def test_second_derivatives_of_products_that_are_read(product, size):
+    w, x = torch.randn(3, size, dtype=torch.float64), torch.randn(size, dtype=torch.float64)
+    f = lambda x: OF_A_VECTOR[product](w, x).sin().prod()  # noqa: E731
+    truth = torch.autograd.functional.hessian(f, x)
+    ways = hessian(f), jacfwd(jacfwd(f)), jacrev(jacrev(f)), jacfwd(jacrev(f)), jit(hessian(f))
+    for way in ways:
+        torch.testing.assert_close(way(x), truth)
 
 
 @pytest.mark.parametrize("jacobian", [jacfwd, jacrev])

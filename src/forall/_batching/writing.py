@@ -13,7 +13,7 @@ from forall._batching.batched import Batched, promote, refit
 from forall._batching.families import common_dtype, front, is_mapped, level_on, lower, wrapped
 from forall._batching.ledger import conflict, memory, unrecorded
 from forall._core.errors import columns, shared_write, short
-from forall._torch import trees
+from forall._torch import identities, trees
 from forall._torch.dispatch import is_accumulating, no_dispatch
 from forall._torch.schema import Facts, facts
 from forall._torch.wrapper import Wrapper
@@ -134,14 +134,19 @@ def writable(level: Any, func: Any, target: Any, data: list) -> Tensor:
 def note_write(target: Any) -> None:
     """For those who ask later whether something was written, and into what."""
     written.times += 1
+    identities.written()
     if type(target) is Batched and target.family is not None:
         target.family.times += 1
 
 
 def _note_write(target: Batched) -> None:
-    """Rules run below the version count; a caller's tensor must still show that it changed."""
-    if not isinstance(target.value, Batched):
-        torch.autograd.graph.increment_version(target.value)
+    """Rules run below the version count; a caller's tensor must still show that it changed.
+
+    A view that was made there has a count of its own.
+    """
+    value = target.value if target.family is None else target.family.value
+    if not isinstance(value, Batched):
+        torch.autograd.graph.increment_version(value)
 
 
 def pointwise_in_place(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:

@@ -32,8 +32,9 @@ def holding(
     attributes, dicts = [*attributes], [*dicts]
     empty = [row[0] for row in dicts if not row[1] and type(row[0]) in _SIZED]
     dicts = [row for row in dicts if row[1] or type(row[0]) not in _SIZED]
-    same = _written_out([row for row in attributes if row[2] is not UNSET], empty)
-    unwritten = _of_dicts([*names], dicts)
+    counted, counts, unwritten = _of_dicts([*names], dicts)
+    rows = [row for row in attributes if row[2] is not UNSET]
+    same = _written_out(rows, empty, counted, counts)
     rest = [
         *_of_unset([row[:2] for row in attributes if row[2] is UNSET]),
         *_of_lists(*_columns(lists, 2)),
@@ -44,7 +45,9 @@ def holding(
     def holds() -> bool:
         try:
             return (
-                same() and unwritten() and looks() and (not rest or all(check() for check in rest))
+                (same() or (unwritten() and same()))
+                and looks()
+                and (not rest or all(check() for check in rest))
             )
         except (AttributeError, ValueError):  # it has none now, or a cell is empty
             return False
@@ -66,32 +69,39 @@ def if_any(there: Any, check: Callable[[], bool]) -> list[Callable[[], bool]]:
     return [check] if there else []
 
 
-def _written_out(rows: Sequence[tuple[Any, str, Any]], empty: Sequence[Any]) -> Callable[[], bool]:
+def _written_out(
+    rows: Sequence[tuple[Any, str, Any]],
+    empty: Sequence[Any],
+    counted: Sequence[dict],
+    counts: list[int],
+) -> Callable[[], bool]:
     """One line of Python for all attributes, which takes half of what a pass over columns does."""
     given = {f"a{i}": thing for i, (thing, _, _) in enumerate(rows)}
     given |= {f"v{i}": value for i, (_, _, value) in enumerate(rows)}
     given |= {f"e{i}": d for i, d in enumerate(empty)}
+    given |= {"of": writes_into, "counted": counted, "counts": counts, "map": map}
     tests = [f"a{i}.{name} is v{i}" for i, (_, name, _) in enumerate(rows)]
     tests += [f"not e{i}" for i, _ in enumerate(empty)]
+    tests += ["[*map(of, counted)] == counts"] if counted else []
     return eval(f"lambda: {' and '.join(tests) or True}", given)  # noqa: S307 - our own text
 
 
-def _of_dicts(names: list, dicts: list) -> Callable[[], bool]:
-    """Those that nobody has written into since they were read hold what they held."""
+def _of_dicts(names: list, dicts: list) -> tuple[list[dict], list[int], Callable[[], bool]]:
+    """Dicts, how often each was written into when all were looked at, and what looks anew."""
     homes = [beneath(row[0]) for row in (*names, *dicts)]
     counted = [*{id(d): d for d in homes if type(d) is dict}.values()]
     checks = [*_of_names(*_columns(names, 3)), *_of_entries(*_columns(dicts, 3))]
-    found: list[int] = []
+    counts: list[int] = []
 
     def unwritten() -> bool:
         now = [*map(writes_into, counted)]
-        if now != found:
+        if now != counts:
             if not all(check() for check in checks):
                 return False
-            found[:] = now
+            counts[:] = now
         return True
 
-    return unwritten
+    return counted, counts, unwritten
 
 
 def _of_unset(rows):

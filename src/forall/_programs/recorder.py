@@ -57,7 +57,6 @@ _UNFIT = {
     )
 }
 
-
 # Operators that give a tensor another shape in place, and the view that each comes down to.
 _AS_VIEWS = {
     aten.squeeze_.default: aten.squeeze.default,

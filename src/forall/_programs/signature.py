@@ -27,13 +27,14 @@ from forall._torch.dispatch import (
     users_tangents,
 )
 from forall._torch.names import PLAIN, has_hooks_on_saved
-from forall._torch.unchanged import alike
+from forall._torch.unchanged import alike, state
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
 _place = attrgetter("_cdata")
 _own = attrgetter("__dict__")
+_offset = torch.Tensor.storage_offset
 
 
 class Unfit(Exception):  # noqa: N818 - no error: the call runs as it is
@@ -139,20 +140,21 @@ class Like:
         self.outline = outline
         plain = len(leaves) == len(tensors) and not any(map(_attributes, tensors))
         self.looks = alike(tensors) if plain and tensors else _no
-        self.rest = self._rest(tensors)
+        self.begin = [*map(_offset, tensors)]
+        self.places = _shared(tensors) if len(tensors) > 1 else None
+        self.state = state()
 
     def holds(self, outline: Any, leaves: Sequence[Any], tensors: Sequence[torch.Tensor]) -> bool:
         return (
             outline == self.outline
             and len(tensors) == len(leaves)
             and self.looks(*tensors)
-            and self._rest(tensors) == self.rest
+            and [*map(_offset, tensors)] == self.begin
+            and (self.places is None or _shared(tensors) == self.places)
+            and self.state()
+            and not is_inference_mode_enabled()
             and not any(map(_own, tensors))
         )
-
-    def _rest(self, tensors: Sequence[torch.Tensor]) -> tuple:
-        places = _shared(tensors) if len(tensors) > 1 else ()
-        return [*map(torch.Tensor.storage_offset, tensors)], places, ambient()
 
 
 def _no(*tensors: torch.Tensor) -> bool:

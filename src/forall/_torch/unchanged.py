@@ -36,3 +36,11 @@ def alike(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
     return torch._C._dynamo.guards.TensorGuards(
         *tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides
     ).check
+
+
+def state() -> Callable[[], bool]:
+    """Tells whether torch's state is what it is now, but for inference mode.
+
+    That is grad mode, autocast, default dtype and determinism; of others it may say no.
+    """
+    return torch._C._dynamo.guards.GlobalStateGuard().check

@@ -273,3 +273,72 @@ def test_a_backward_pass_can_be_made_twice():
                 found, torch.autograd.grad(wanted, its, c, retain_graph=True)[0]
             )
             assert c.equal(torch.full_like(x, scale))
+
+
+# --- what becomes a view of itself ----------------------------------------------------------------
+
+
+def under_another_name(y):
+    z = y * 2
+    w = z.view(-1)
+    return w, z.t_(), w.add_(1)
+
+
+def a_part_of_it(y):
+    z = y * 2
+    w = z[0]
+    return w, z.t_().mul_(2), w + z[:, 0]
+
+
+RESEATED = {
+    "squeeze": lambda y: y.unsqueeze(0).mul(2).squeeze_(),
+    "squeeze of one": lambda y: y.unsqueeze(1).mul(2).squeeze_(1),
+    "squeeze of some": lambda y: y[None, :, None].mul(2).squeeze_((0, 2)),
+    "unsqueeze": lambda y: (y * 2).unsqueeze_(1),
+    "t": lambda y: (y * 2).t_(),
+    "transpose": lambda y: (y * 2).transpose_(0, 1),
+    "twice": lambda y: (y * 2).t_().unsqueeze_(0).transpose_(1, 2),
+    "a view of an argument": lambda y: y.unsqueeze(0).squeeze_(0),
+    "written to": lambda y: (y * 2).t_().mul_(3).add_(1),
+    "another name, from before": under_another_name,
+    "a view, from before": a_part_of_it,
+    "a product of a row": lambda y: y[0].nan_to_num() @ torch.ones(3, 4),
+}
+
+
+@pytest.mark.parametrize("name", RESEATED)
+def test_what_becomes_a_view_of_itself_is_recorded(name):
+    agree(RESEATED[name], X)
+    assert names(RESEATED[name], X)
+
+
+@pytest.mark.parametrize("f", [lambda x: x.t_() + 1, lambda x: x.unsqueeze_(0) * 2])
+def test_an_argument_that_becomes_one_is_not(f):
+    why = record(f, *trees.flatten(((X.clone(),), {}))).why
+    assert "changes what a tensor is" in str(why)
+
+
+def test_a_captured_tensor_that_becomes_one_is_not():
+    w = torch.ones(2, 3)
+
+    def f(x):
+        return x @ w.t_()
+
+    why = record(f, *trees.flatten(((X,), {}))).why
+    assert "changes what a tensor is" in str(why)
+    assert w.shape == (3, 2)
+
+
+@pytest.mark.parametrize("product", [lambda w, x: x @ w, lambda w, x: w.t() @ x])
+def test_the_derivative_of_a_vector_times_a_matrix(product):
+    w, x = torch.randn(3, 4), torch.randn(3, requires_grad=True)
+    f = jit(lambda x: product(w, x).sin())
+    (wanted,) = torch.autograd.grad(product(w, x).sin().sum(), x)
+    for _ in range(3):
+        (found,) = torch.autograd.grad(f(x).sum(), x)
+        assert found.equal(wanted)
+    assert f.cache_info().misses == 1
+    g = jit(grad(lambda x: product(w, x).sin().sum()))
+    assert g(x.detach()).equal(wanted)
+    assert g(x.detach()).equal(wanted)
+    assert g.cache_info().misses == 1

@@ -44,6 +44,8 @@ def _folds(x: Tensor, w: Tensor) -> bool:
     """Whether x (N, K) is best multiplied with all examples' columns of w (B, K, M) at once."""
     if x.layout is not torch.strided:
         return True  # it has no expanded form
+    if w.shape[2] == 1 and is_identity(w):
+        return True
     return x.shape[0] >= _ROWS and w.stride(0) == w.shape[2] * w.stride(2)  # else that is a copy
 
 
@@ -56,9 +58,28 @@ def _both(x: Tensor, w: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 def _times(x: Tensor, w: Tensor, dtype: torch.dtype | None) -> Tensor:
-    if dtype is None:  # torch's function takes half of what its operator does
-        return torch.mm(x, w) if x.dim() == 2 else torch.bmm(x, w)
-    return (aten.mm if x.dim() == 2 else aten.bmm).dtype(x, w, dtype)
+    if dtype is not None:
+        return (aten.mm if x.dim() == 2 else aten.bmm).dtype(x, w, dtype)
+    if x.dim() != 2:  # torch's function takes half of what its operator does
+        return torch.bmm(x, w)
+    fits = x.shape[1] == w.shape[0] and x.dtype == w.dtype
+    if fits and x.shape[0] == x.shape[1] and _is_read(w) and is_identity(x):
+        return _copy(w)
+    if fits and w.shape[0] == w.shape[1] and _is_read(x) and is_identity(w):
+        return _copy(x)
+    return torch.mm(x, w)
+
+
+def _is_read(x: Tensor) -> bool:
+    """Whether a copy of it is what its product with an identity would be."""
+    return x.layout is torch.strided and not x.is_neg()
+
+
+def _copy(x: Tensor) -> Tensor:
+    """A matrix in memory of its own, row by row as a product is."""
+    if x.stride(0) == 1 != x.stride(1):
+        return torch.t_copy(x.t())  # in two thirds of the time of the other
+    return x.clone(memory_format=torch.contiguous_format)  # which `jit` leaves out
 
 
 def on(x: Stack | Tensor, f) -> Stack | Tensor:
@@ -83,10 +104,6 @@ def _mm(size, x, w, out_dtype=None):
 def _mv(size, w, x):
     if isinstance(w, Stack):
         return product(w, column(x)).squeeze(-1)
-    if isinstance(x, Stack) and is_identity(x.v) and w.layout is torch.strided and not w.is_neg():
-        if w.stride(0) != 1:
-            return torch.t_copy(w)  # in two thirds of the time of the other, which `jit` leaves out
-        return w.t().clone(memory_format=torch.contiguous_format)
     return _times(x.v, w.t(), None)
 
 
