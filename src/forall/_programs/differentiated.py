@@ -25,7 +25,7 @@ from forall._core.again import where_it_first_ran
 from forall._programs.replayed import Recorded, Results
 from forall._programs.signature import ambient, under
 from forall._torch import generators
-from forall._torch.dispatch import functions_on, in_torch_func, run_backward
+from forall._torch.dispatch import functions_on, run_backward, torch_funcs
 from forall._torch.history import Gate
 from forall._torch.names import version
 
@@ -112,7 +112,7 @@ class Differentiated(Recorded):
 
     def serves_backward(self, cotangents: Sequence[Tensor | None]) -> bool:
         """Whether the second half is what these are pulled back by."""
-        live = [c is not None for c in cotangents]
+        live = [*map(_is_given, cotangents)]
         self.passes += 1
         if torch.is_grad_enabled():
             self.graphs += 1
@@ -121,17 +121,21 @@ class Differentiated(Recorded):
             if self.times < _TURNS:
                 self.asked = [i for i, c in zip(self.back.moved, live, strict=True) if c]
             return False
-        return not in_torch_func()
+        return not any(map(torch_funcs, filter(_is_given, cotangents)))
 
     def pulled(
         self, saved: Sequence[Tensor], cotangents: Sequence[Tensor | None]
     ) -> list[Tensor | None]:
         """The gradients of what is wanted."""
         values, numbers = self.program.values, self.back.cotangents
-        live = (c for c in cotangents if c is not None)
+        live = filter(_is_given, cotangents)
         laid = [_laid_out(c, values[n].layout) for c, n in zip(live, numbers, strict=True)]
         found = iter(self.backward(*saved, *laid))
         return [None if n is None else next(found) for n in self.back.gradients]
+
+
+def _is_given(cotangent: Tensor | None) -> bool:
+    return cotangent is not None
 
 
 def _picked(places: Sequence[int]) -> Callable[[Sequence], tuple]:
