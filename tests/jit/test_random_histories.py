@@ -19,7 +19,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+import forall
 from forall import PerformanceWarning, grad, jit, vmap
+from forall._transforms.replaying import replaying
 from limits.programs import SHAPES, D, Program
 from limits.test_random_programs import many, outcome, programs
 from oracle import difference
@@ -51,23 +53,24 @@ class Home:
         self.rows = [1.0]
         self.draws = False
 
-    def changed(self, n: int, i: int) -> None:
-        """Nothing, or one of the things that may change between two calls."""
-        new = numbers(i, 2)
-        changes: list[Callable[[], Any]] = [
-            lambda: self.w.detach().copy_(new),
-            lambda: setattr(self, "w", new),
-            lambda: setattr(self, "w", torch.nn.Parameter(new)),
-            lambda: setattr(self, "w", numbers(i, 4)[::2]),
-            lambda: setattr(self, "w", new.float()),
-            lambda: setattr(self, "scale", [2.0, 2, -0.0, 0.0, True, 3.0][i % 6]),
-            lambda: self.rows.__setitem__(0, float(i)),
-            lambda: setattr(self, "rows", [float(i)]),
-            lambda: setattr(self, "draws", not self.draws),
-            lambda: self.w.requires_grad_() if self.w.is_leaf else None,
-        ]
-        if n < len(changes):
-            changes[n]()
+
+def change(home: Home, n: int, i: int) -> None:
+    """Nothing, or one of the things that may change between two calls."""
+    new = numbers(i, 2)
+    changes: list[Callable[[], Any]] = [
+        lambda: home.w.detach().copy_(new),
+        lambda: setattr(home, "w", new),
+        lambda: setattr(home, "w", torch.nn.Parameter(new)),
+        lambda: setattr(home, "w", numbers(i, 4)[::2]),
+        lambda: setattr(home, "w", new.float()),
+        lambda: setattr(home, "scale", [2.0, 2, -0.0, 0.0, True, 3.0][i % 6]),
+        lambda: home.rows.__setitem__(0, float(i)),
+        lambda: setattr(home, "rows", [float(i)]),
+        lambda: setattr(home, "draws", not home.draws),
+        lambda: home.w.requires_grad_() if home.w.is_leaf else None,
+    ]
+    if n < len(changes):
+        changes[n]()
 
 
 def numbers(i: int, *shape: int) -> Tensor:
@@ -141,7 +144,7 @@ class Side:
         self.f = jit(wrap(f))
 
     def call(self, call: Call, i: int) -> list[Any]:
-        self.home.changed(call.change, i)
+        change(self.home, call.change, i)
         x, v = arguments(self.program, call, self.home, i)
         torch.manual_seed(i)
         with mode(call.mode):
@@ -166,9 +169,24 @@ def plainly(f: Callable) -> Callable:
     return f
 
 
+def replayed(f: Callable) -> Callable:
+    """A function of which nobody has said that it is pure, recorded as soon as it can be."""
+    g = replaying(f)(f)
+
+    def called(x: Tensor, v: Tensor) -> list[Tensor]:
+        before = forall.config.replay, forall.config.patience
+        forall.config.replay, forall.config.patience = True, 0
+        try:
+            return g(x, v)
+        finally:
+            forall.config.replay, forall.config.patience = before
+
+    return called
+
+
 def twice(history: list[Call]) -> list[Call]:
-    """Each call, and one like it with other numbers: what the first has recorded."""
-    return [c for call in history for c in (call, replace(call, change=0))]
+    """Each call, and three like it with other numbers: looked at, recorded, and run so."""
+    return [c for call in history for c in (call, *[replace(call, change=0)] * 3)]
 
 
 def compare(program: Program, history: list[Call], wrap: Callable, jit: Callable) -> None:
@@ -197,6 +215,12 @@ def number(f: Callable) -> Callable:
 @given(programs, calls)
 def test_a_history(program, history):
     compare(program, history, plainly, jit)
+
+
+@many
+@given(programs, calls)
+def test_a_history_of_replayed_calls(program, history):
+    compare(program, history, plainly, replayed)
 
 
 @many
