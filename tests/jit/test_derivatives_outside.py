@@ -7,6 +7,7 @@ import torch
 
 import forall
 from forall import jit, vmap
+from forall._programs import differentiated
 from forall._transforms.replaying import replaying
 
 D = torch.float64
@@ -267,3 +268,20 @@ def test_a_view_that_is_older_than_that_its_base_requires_grad(recorded):
         x.requires_grad_()
         (slope,) = torch.autograd.grad(g(x, v)[0].sum(), x, allow_unused=True)
         alike(slope, torch.full((4, 3), 2.0, dtype=D))
+
+
+def test_what_is_differentiated_in_ever_other_ways_is_recorded_no_more(monkeypatch):
+    monkeypatch.setattr(forall.config, "replay", True)
+    monkeypatch.setattr(forall.config, "patience", 0)
+    x, f = leaf(3), vmap(lambda x: (x.sin(), x.cos()))
+    recorded = []
+    make = differentiated.Differentiated.__init__
+    monkeypatch.setattr(
+        differentiated.Differentiated,
+        "__init__",
+        lambda self, *args: recorded.append(1) or make(self, *args),
+    )
+    for i in range(100):
+        (slope,) = torch.autograd.grad(f(x)[i % 2].sum(), x)
+        alike(slope, x.cos() if i % 2 == 0 else -x.sin())
+    assert 2 <= len(recorded) <= 9

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     Tensor = torch.Tensor
 
-_FEW = 2  # backward passes that are differentiated, besides one in so many:
+_FEW = 2  # backward passes that the function makes again, besides one in so many:
 _WORTH = 32
 _TURNS = 8  # recordings of one kind, each for other cotangents
 
@@ -52,7 +52,7 @@ class Differentiated(Recorded):
 
     asked: Sequence[int] = ()  # the results that had a cotangent, where these were others
     passes = 0  # backward passes so far
-    graphs = 0  # of these, such as were to be differentiated
+    missed = 0  # of these, such as the function had to make again
 
     def __init__(
         self,
@@ -98,13 +98,13 @@ class Differentiated(Recorded):
         return self._run(*tensors)
 
     def stands(self, tensors: Sequence[Tensor]) -> bool:
-        return not (self.asked or (self.certain and self.is_differentiated())) and (
+        return not (self.asked or (self.certain and self.is_in_vain())) and (
             super().stands(tensors)
         )
 
-    def is_differentiated(self) -> bool:
-        """Whether what is recorded of it is hardly ever of use."""
-        return self.graphs > _FEW + self.passes // _WORTH
+    def is_in_vain(self) -> bool:
+        """Whether what is recorded of the backward pass is hardly ever of use."""
+        return self.missed > _FEW + self.passes // _WORTH
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
         outs = Replayed.apply(self, *tensors, *self.captured)
@@ -115,11 +115,13 @@ class Differentiated(Recorded):
         live = [*map(_is_given, cotangents)]
         self.passes += 1
         if torch.is_grad_enabled():
-            self.graphs += 1
+            self.missed += 1
             return False
         if live != self.live:
             if self.times < _TURNS:
                 self.asked = [i for i, c in zip(self.back.moved, live, strict=True) if c]
+            else:
+                self.missed += 1
             return False
         return not any(map(torch_funcs, filter(_is_given, cotangents)))
 

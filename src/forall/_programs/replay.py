@@ -40,7 +40,7 @@ class Replays(Unwatched):
     def __init__(self, run: Callable) -> None:
         self.eager = run
         self.why: str | None = None
-        self.known: OrderedDict[Any, Recorded | str | None] = OrderedDict()
+        self.known: OrderedDict[Any, Recorded | _Due | str] = OrderedDict()
         self.newest: Recorded | None = None
         self.hits = 0
         self.lost = 0
@@ -80,11 +80,13 @@ class Replays(Unwatched):
     def _seen(self, kind: Any, before: Recorded) -> None:
         """Record the next call of this kind, unless one that was recorded says better not."""
         self.newest = None
-        if type(before) is Differentiated and before.is_differentiated():
-            self.known[kind] = "derivatives of its backward pass are taken"
+        if type(before) is Differentiated and before.is_in_vain():
+            self.known[kind] = (
+                "derivatives of its backward pass are taken, or of ever other results"
+            )
             return
         asked = before.asked if type(before) is Differentiated else ()
-        self.known[kind] = _Due(asked)
+        self.known[kind] = _Due() if before is _NEW else _Due(asked, before.times)
         if len(self.known) > _MOST:
             self.known.popitem(last=False)
         lost = before is not _NEW and not asked
@@ -109,8 +111,8 @@ class Replays(Unwatched):
             return self.eager(*args, **kwargs)
         before = ambient()
         due = self.known.get(kind)
-        live = due.asked if type(due) is _Due else ()
-        made = self._recorded(leaves, spec, guards, live, args, kwargs)
+        due = due if type(due) is _Due else _Due()
+        made = self._recorded(leaves, spec, guards, due.asked, args, kwargs)
         if made is None:
             return self.eager(*args, **kwargs)
         recorded, why = made.recorded, made.why
@@ -127,6 +129,7 @@ class Replays(Unwatched):
         else:
             self.known[kind] = recorded
             recorded.certain = True
+            recorded.times += due.times
             if config.now.replay == "check":
                 tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
                 _compared(recorded, tensors, made.result)
@@ -184,6 +187,7 @@ class _Due(NamedTuple):
     """A kind whose next call is to be recorded, for cotangents of these results."""
 
     asked: Sequence[int] = ()
+    times: int = 0  # that it was recorded before
 
 
 def _compared(recorded: Recorded, tensors: Sequence[torch.Tensor], result: Any) -> None:
