@@ -39,7 +39,7 @@ GAPS = {(name, word): why for name, words, why in _ERRORS for word in words}
 # (entry, word) -> why another value than torch's is none to mend.
 EXCEPTIONS = {
     ("masked.prod", word): "next to a nan torch's backward divides by it, unless some factor is "
-    "zero; a stack takes the form that never divides if a factor of any example is, a dual always"
+    "zero; of a tensor subclass, so of a stack or a dual, torch takes the form that never divides"
     for word in ("vmap∘vjp", "vjp∘vmap", "jvp∘vjp")
 }
 SHOWN_IN = {("masked.prod", "jvp∘vjp"): "float32"}  # where not in float64

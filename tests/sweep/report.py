@@ -9,7 +9,7 @@ from typing import Any
 from .engines import WAYS
 from .judge import STATUSES
 from .known_gaps import EXCEPTIONS, GAPS
-from .words import WORDS
+from .words import PART, PART_WORDS, WORDS, WRITING_WORDS
 
 Row = dict[str, Any]
 ENGINES = ("forall", "torch.func")
@@ -94,6 +94,9 @@ def _head(verdicts: list[Row], rows: list[Row], entries: int) -> list[str]:
         "",
         f"Entries: {len({r['name'] for r in rows})} of {entries}.",
         *(f"{engine}: {dtypes}.  " for engine, dtypes in ran.items()),
+        f"{', '.join(PART[:-1])} and {PART[-1]} were tried under {' and '.join(PART_WORDS)} alone,",
+        "forms that write, and what only the references of torch have, under",
+        f"{', '.join(WRITING_WORDS[:-1])} and {WRITING_WORDS[-1]}.",
         f"Cases: {cases}, both engines together. Not counted: {none} cases in which plain tensors,",
         "or torch's own autograd, raise, or torch gives a view another value than its copy. Of",
         f"forall's equal cases {rounded} are equal up to the order of summation (relative to the",

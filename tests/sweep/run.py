@@ -24,13 +24,8 @@ import torch
 from sweep.entries import dtypes_for
 from sweep.forms import Form, entries
 from sweep.report import markdown, summary
-from sweep.words import WORDS
+from sweep.words import FULL, PART, PART_WORDS, WORDS, WRITING_WORDS
 from sweep.workers import Job, judge_all
-
-FULL = ("float64", "float32")  # under every word
-PART = ("bfloat16", "complex64", "complex128", "int64", "bool")  # under these:
-PART_WORDS = ("vmap", "vmap∘vjp")
-WRITING_WORDS = ("vmap", "vmap∘vmap", "vmap∘vjp")  # forms in place and with out=
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:

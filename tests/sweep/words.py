@@ -237,6 +237,10 @@ WORDS: dict[str, Callable[[Any, Task], Any]] = {
 }
 DERIVATIVES = set(WORDS) - {"vmap", "vmap∘vmap"}
 ALONE = {"jvp∘vjp", "vjp∘vjp"}  # without a vmap: one example, nothing to place
+FULL = ("float64", "float32")  # under every word
+PART = ("bfloat16", "complex64", "complex128", "int64", "bool")  # under these:
+PART_WORDS = ("vmap", "vmap∘vjp")
+WRITING_WORDS = ("vmap", "vmap∘vmap", "vmap∘vjp")  # forms in place and with out=
 
 
 def in_double(t: Task, dtype: torch.dtype) -> Task:
