@@ -194,19 +194,19 @@ STATES = {
 
 @pytest.mark.parametrize("first", [nullcontext, *STATES.values()], ids=["nothing", *STATES])
 @pytest.mark.parametrize("then", STATES.values(), ids=STATES)
-def test_a_change_of_torchs_state_is_another_kind_also_at_a_glance(first, then):
-    def f(x):
+@pytest.mark.parametrize("args", [(torch.eye(2) / 3,), ()], ids=["an argument", "none"])
+def test_a_change_of_torchs_state_is_another_kind_also_at_a_glance(args, first, then):
+    def f(x=torch.eye(2) / 5):  # noqa: B008 - captured, as a global is
         return x @ x + torch.full((2, 2), 0.1), torch.is_grad_enabled()
 
     def facts(made):
         return made[0].dtype, made[0].is_inference(), made[0].tolist(), made[1]
 
-    x = torch.eye(2) / 3
     g = jit(f)
     for state in (first, then, first, then):
         with state():
             for _ in range(4):  # the last ones are told at a glance
-                assert facts(g(x)) == facts(f(x))
+                assert facts(g(*args)) == facts(f(*args))
     assert g.cache_info().misses == (1 if first is then else 2)
 
 

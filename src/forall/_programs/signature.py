@@ -139,10 +139,10 @@ class Like:
     ) -> None:
         self.outline = outline
         plain = len(leaves) == len(tensors) and not any(map(_attributes, tensors))
-        self.looks = alike(tensors) if plain and tensors else _no
+        self.looks = (alike(tensors) if tensors else _yes) if plain else _no
         self.begin = [*map(_offset, tensors)]
         self.places = _shared(tensors) if len(tensors) > 1 else None
-        self.state = state()
+        self.state, self.inference = state(), is_inference_mode_enabled()
 
     def holds(self, outline: Any, leaves: Sequence[Any], tensors: Sequence[torch.Tensor]) -> bool:
         return (
@@ -152,9 +152,13 @@ class Like:
             and [*map(_offset, tensors)] == self.begin
             and (self.places is None or _shared(tensors) == self.places)
             and self.state()
-            and not is_inference_mode_enabled()
+            and is_inference_mode_enabled() == self.inference
             and not any(map(_own, tensors))
         )
+
+
+def _yes() -> bool:
+    return True
 
 
 def _no(*tensors: torch.Tensor) -> bool:
