@@ -47,8 +47,11 @@ def ratio(workload: Workload, measured: Sequence[tuple[float, ...]], pair: tuple
     median = statistics.median(ratios(measured, *pair))
     if math.isnan(median):
         return "-"
-    text = number(median)
-    return f"{text} (<= {workload.limits[pair]:g})" if pair in workload.limits else text
+    above, below = pair
+    if above == 0 and math.isnan(ratios(measured, REPLAYED, below)[0]):
+        pair = REPLAYED, below  # what is not replayed is to be as fast as it is
+    limit = f" (<= {workload.limits[pair]:g})" if pair in workload.limits else ""
+    return number(median) + limit
 
 
 def number(value: float) -> str:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional as F
 
-from registry import FALLBACKS, Contestants, contest, looped, workload
+from registry import FALLBACKS, REPLAYED, Contestants, contest, looped, workload
 
 EXAMPLES = 64
 aten = torch.ops.aten
@@ -235,34 +235,18 @@ POINTWISE = {
 ROWS = {**LOSSES, **TABLES, **COUNTS, **MATRICES, **IMAGES, **SIGNALS, **POINTWISE}
 
 
-# Why a row takes more than 0.3 of torch.func's time: measured by `fallback_costs.py`. Of what is
-# named nowhere else, a call that only doubles its argument takes that long.
-MET = {
-    *("bilinear", "embedding_renorm_", "isin", "lu", "ormqr", "tensorsolve"),
-    *("laguerre_polynomial_l", "legendre_polynomial_p", "chebyshev_polynomial_w"),
-    *("shifted_chebyshev_polynomial_v", "shifted_chebyshev_polynomial_w"),
-}
-KERNELS = {
-    *("ctc_loss", "ctc_loss-grad", "multilabel_margin_loss", "embedding_bag-grad"),
-    *("histc", "histogram-count", "histogram-edges", "attention", "attention-grad", "ldl_solve"),
-    *("upsample_nearest_exact2d", "upsample_nearest_exact3d", "upsample_nearest_exact3d-grad"),
-}
-STEPS = {
-    *("kl_div", "margin_ranking_loss", "soft_margin_loss", "triplet_margin_loss", "isclose"),
-    *("quantile", "quantile-tensor", "nanquantile", "nanquantile-tensor", "embedding_bag"),
-    *("bilinear-grad", "lu_solve", "ormqr-grad", "ihfft2", "ihfftn", "stft", "istft"),
-}
+# Why a row takes more than 0.3 of torch.func's time.
+KERNELS = {"ctc_loss", "ctc_loss-grad", "histogram-count"}
+SHAPES = {"argwhere", "bincount"}
 
 
 def reason(name: str) -> str:
     """What keeps this row above its limit."""
-    if name in MET:
-        return ""
     if name in KERNELS:
         return "; above the limit, the operators on the stacks are most of the time"
-    if name in STEPS:
-        return "; above the limit, torch makes it of many operators, each mapped by itself"
-    return "; above the limit, the price of one call is too much of a time so short"
+    if name in SHAPES:
+        return "; above the limit, its shape depends on values, so no call is replayed"
+    return ""
 
 
 def taken(api: Any, row: Row) -> Callable:
@@ -291,5 +275,5 @@ for _name, _row in ROWS.items():
         f"{FALLBACKS}{_name}",
         f"{_row.of} of `{_name}`, which torch.func maps by a loop{reason(_name)}",
         names=("forall", "torch.func", "loop"),
-        limits={(0, 1): 0.3},
+        limits={(REPLAYED, 1): 0.3},
     )(partial(build, _row))
