@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import forall
-from forall import jit, vmap
+from forall import jacfwd, jacrev, jit, vmap
 from forall._programs import differentiated
 from forall._transforms.replaying import replaying
 
@@ -285,3 +285,20 @@ def test_what_is_differentiated_in_ever_other_ways_is_recorded_no_more(monkeypat
         (slope,) = torch.autograd.grad(f(x)[i % 2].sum(), x)
         alike(slope, x.cos() if i % 2 == 0 else -x.sin())
     assert 2 <= len(recorded) <= 9
+
+
+def test_many_are_pulled_back_at_once_through_calls_of_transforms_inside(monkeypatch):
+    monkeypatch.setattr(forall.config, "replay", "check")
+    x, inner = leaf(2, 2), vmap(jacfwd(lambda x: (x * x.flip(0)).sin()))
+    outer = jacrev(inner)
+
+    def slope(jacobian):
+        y, pull = forall.vjp(jacobian, x)
+        return torch.autograd.grad(pull(torch.ones_like(y))[0].square().sum(), x)[0]
+
+    def plain(x):
+        return torch.autograd.functional.jacobian(inner, x, create_graph=True)
+
+    wanted = slope(plain)
+    for _ in range(3):
+        alike(slope(outer), wanted)

@@ -199,6 +199,7 @@ def test_max_steps_is_a_number():
 # --- explain -------------------------------------------------------------------------------------
 
 
+@pytest.mark.counted  # it says whether calls are replayed
 def test_what_the_readme_says_of_its_example(monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr("sys.argv", ["roots.py"])

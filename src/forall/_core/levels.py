@@ -133,6 +133,7 @@ class _Stack(threading.local):
     parted = 0  # how many levels have a part of their examples act
     ever_parted = False
     again = 0  # how often code of a forward pass runs once more, for such a part
+    reversing = 0  # how many calls and passes of ours run with torch's autograd on
     listening: tuple = ()  # who hears of each question of Python's, see `questions`
 
 

@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 
 from forall._core.again import may_carry_tangents
-from forall._core.levels import complete, graph_free, lift, top
+from forall._core.levels import complete, graph_free, lift, stack, top
 from forall._torch import trees
 from forall._torch.dispatch import (
     ACCUMULATE,
@@ -38,11 +38,13 @@ class recording:
     __slots__ = ("was",)
 
     def __enter__(self) -> None:
+        stack.reversing += 1
         self.was = torch.is_grad_enabled()
         if not self.was:
             self._set(True)
 
     def __exit__(self, *_: object) -> None:
+        stack.reversing -= 1
         if torch.is_grad_enabled() is not self.was:
             self._set(self.was)
 

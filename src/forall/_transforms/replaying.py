@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 from forall._core import config
-from forall._core.levels import top
+from forall._core.levels import stack
 from forall._torch import handover
 from forall._torch.dispatch import dispatch_modes
 from forall._transforms.chunking import Chunks
@@ -86,8 +86,13 @@ def _nothing() -> None: ...
 
 
 def is_on() -> bool:
-    """Whether a call that begins now may be replayed."""
-    return bool(config.now.replay) and not handover.needed() and top() is None
+    """Whether a call that begins now may be replayed.
+
+    Not inside a transform, which has the whole call to replay, and may pull back many at once.
+    """
+    if not config.now.replay or stack.top is not None or stack.reversing:
+        return False
+    return not handover.needed()
 
 
 def calls_of(func: Callable, *how: Any) -> Calls:
