@@ -251,11 +251,12 @@ def reason(name: str) -> str:
 
 def taken(api: Any, row: Row) -> Callable:
     """The function of one example whose value, gradient or tangent is wanted."""
+    f = row.f  # of the rest, which makes numbers, no function is to reach anything
     if row.of == "gradient":
-        return api.grad(lambda *args: row.f(*args).square().sum())
+        return api.grad(lambda *args: f(*args).square().sum())
     if row.of == "tangent":
-        return lambda *args: api.jvp(row.f, args, args)[1]
-    return row.f
+        return lambda *args: api.jvp(f, args, args)[1]
+    return f
 
 
 def build(row: Row, _device: torch.device) -> Contestants:
