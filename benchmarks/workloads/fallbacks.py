@@ -238,6 +238,7 @@ ROWS = {**LOSSES, **TABLES, **COUNTS, **MATRICES, **IMAGES, **SIGNALS, **POINTWI
 # Why a row takes more than 0.3 of torch.func's time.
 KERNELS = {
     *("ctc_loss", "ctc_loss-grad", "histogram-count", "fractional_max_pool3d"),
+    "fractional_max_pool3d-grad",
     *("upsample_nearest_exact3d", "upsample_nearest_exact3d-grad"),
 }
 SHAPES = {"argwhere", "bincount"}
