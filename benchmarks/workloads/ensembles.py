@@ -23,6 +23,17 @@ def ensemble(device: torch.device):
     return models, inputs, labels
 
 
+def losses(api, models: Sequence[nn.Module], inputs: torch.Tensor, labels: torch.Tensor):
+    """The loss of one model, and all models' parameters and buffers."""
+    skeleton = copy.deepcopy(models[0]).to("meta")
+
+    def loss(parameters, buffers):
+        logits = api.functional_call(skeleton, (parameters, buffers), (inputs,))
+        return F.cross_entropy(logits, labels)
+
+    return loss, *api.stack_module_state(models)
+
+
 def stacked(models: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
     """The models' parameters stacked by hand."""
     names = [name for name, _ in models[0].named_parameters()]
@@ -95,16 +106,10 @@ def gradients_by_hand(
 def ensemble_grad(device: torch.device) -> Contestants:
     models, inputs, labels = ensemble(device)
     weights = stacked(models)
-    skeleton = copy.deepcopy(models[0]).to("meta")
 
     def transformed(api):
-        parameters, buffers = api.stack_module_state(models)
+        loss, parameters, buffers = losses(api, models, inputs, labels)
         parameters = {name: value.detach() for name, value in parameters.items()}
-
-        def loss(parameters, buffers):
-            logits = api.functional_call(skeleton, (parameters, buffers), (inputs,))
-            return F.cross_entropy(logits, labels)
-
         batched = api.vmap(api.grad(loss))
         return lambda: batched(parameters, buffers)
 
@@ -127,15 +132,9 @@ def ensemble_grad(device: torch.device) -> Contestants:
 def ensemble_backward(device: torch.device) -> Contestants:
     models, inputs, labels = ensemble(device)
     weights = stacked(models)
-    skeleton = copy.deepcopy(models[0]).to("meta")
 
     def transformed(api):
-        parameters, buffers = api.stack_module_state(models)
-
-        def loss(parameters, buffers):
-            logits = api.functional_call(skeleton, (parameters, buffers), (inputs,))
-            return F.cross_entropy(logits, labels)
-
+        loss, parameters, buffers = losses(api, models, inputs, labels)
         batched = api.vmap(loss)
 
         def program():

@@ -3,9 +3,12 @@
 import pytest
 import torch
 
+import forall
 import jit.cases as home
+from forall import jit
 from forall._programs import backends
 from forall._torch import compilers
+from forall._transforms.replaying import replaying
 
 
 @pytest.fixture(autouse=True)
@@ -46,3 +49,13 @@ def stand_in(monkeypatch):
     monkeypatch.setattr(compilers, "no_inductor", lambda: None)
     monkeypatch.setattr(backends, "_FEWEST", 1)
     return asked
+
+
+@pytest.fixture(params=["jit", "replayed", "checked"])
+def recorded(request, monkeypatch):
+    """What makes a function one whose second call is a recorded one."""
+    if request.param == "jit":
+        return jit
+    monkeypatch.setattr(forall.config, "replay", True if request.param == "replayed" else "check")
+    monkeypatch.setattr(forall.config, "patience", 0)
+    return lambda f: replaying(f)(f)

@@ -8,18 +8,8 @@ import torch
 import forall
 from forall import jacfwd, jacrev, jit, vmap
 from forall._programs import differentiated
-from forall._transforms.replaying import replaying
 
 D = torch.float64
-
-
-@pytest.fixture(params=["jit", "replayed", "checked"])
-def recorded(request, monkeypatch):
-    if request.param == "jit":
-        return jit
-    monkeypatch.setattr(forall.config, "replay", True if request.param == "replayed" else "check")
-    monkeypatch.setattr(forall.config, "patience", 0)
-    return lambda f: replaying(f)(f)
 
 
 def leaf(*shape, shift=0.0):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import forall
-from forall import grad, jit, jvp, vmap
+from forall import grad, jvp, vmap
 
 D = torch.float64
 X = torch.linspace(0.1, 1, 12, dtype=D).reshape(4, 3)
@@ -29,17 +29,6 @@ PURE = {
         X[0],
     ),
 }
-
-
-@pytest.fixture(params=["jit", "replayed", "checked"])
-def recorded(request, monkeypatch):
-    if request.param == "jit":
-        return jit
-    monkeypatch.setattr(forall.config, "replay", True if request.param == "replayed" else "check")
-    monkeypatch.setattr(forall.config, "patience", 0)
-    from forall._transforms.replaying import replaying
-
-    return lambda f: replaying(f)(f)
 
 
 @pytest.mark.parametrize("name", PURE)

@@ -21,15 +21,12 @@ from forall._torch.dispatch import (
     users_tangent,
     users_tangents,
 )
+from forall._torch.history import WRITTEN, nodes
 from forall._torch.names import pop_functions, push_functions
 from forall._torch.wrapper import Wrapper, has_own_meaning, kind_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
-    from torch.autograd.graph import GradientEdge
-
-    End = torch.Tensor | GradientEdge
+    from collections.abc import Iterable
 
 
 class recording:
@@ -98,7 +95,7 @@ def is_closed(outputs: tuple[torch.Tensor, ...], own: list[torch.Tensor]) -> boo
     ours = {id(v) for v in own}
     with functions_off():
         return all(
-            id(n.variable) in ours if type(n) is ACCUMULATE else not isinstance(n, _WRITTEN)
+            id(n.variable) in ours if type(n) is ACCUMULATE else not isinstance(n, WRITTEN)
             for n in nodes(outputs)
         )
 
@@ -108,25 +105,6 @@ def has_history(t: torch.Tensor) -> bool:
     while not t.requires_grad and isinstance(t, Wrapper):
         t = t.value
     return t.requires_grad
-
-
-_WRITTEN = torch.autograd.function.BackwardCFunction  # in Python
-
-
-def nodes(ends: Iterable[End], stop: tuple[type, ...] = ()) -> Iterator[Any]:
-    """Every node of the graphs that lead to ``ends``, none behind one of a type in ``stop``."""
-    starts = [e.grad_fn if isinstance(e, torch.Tensor) else e.node for e in ends]
-    todo = [node for node in starts if node is not None]
-    seen = {None, *todo}
-    while todo:
-        node = todo.pop()
-        yield node
-        if stop and isinstance(node, stop):
-            continue
-        for following, _ in node.next_functions:
-            if following not in seen:
-                seen.add(following)
-                todo.append(following)
 
 
 def variables(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:

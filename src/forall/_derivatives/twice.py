@@ -15,6 +15,7 @@ from forall._derivatives import reverse
 from forall._derivatives.nodes import NODES
 from forall._derivatives.once import Refusing, is_once_node
 from forall._torch.dispatch import apply_function, functions_off
+from forall._torch.history import nodes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -30,7 +31,7 @@ class differentiable:
 
     def __init__(self, outputs: Iterable[torch.Tensor]) -> None:
         self.handles = []
-        for node in reverse.nodes(outputs):
+        for node in nodes(outputs):
             if type(node).__name__ in NODES:
                 self.handles.append(node.register_hook(_Hook(node)))
             elif is_once_node(node):

@@ -94,13 +94,10 @@ class Differentiated(Recorded):
         self.backward = self.write(self.program, last, [*saved, *self.back.cotangents], found)
         return self.write(self.program, first, self.given, [*self.outputs, *fresh])
 
-    def forward(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        return self._run(*tensors)
-
     def stands(self, tensors: Sequence[Tensor]) -> bool:
-        return not (self.asked or (self.certain and self.is_in_vain())) and (
-            super().stands(tensors)
-        )
+        if self.asked or (self.certain and self.is_in_vain()):
+            return False
+        return super().stands(tensors)
 
     def is_in_vain(self) -> bool:
         """Whether what is recorded of the backward pass is hardly ever of use."""
@@ -163,7 +160,7 @@ class Replayed(torch.autograd.Function):
     def forward(ctx: Any, recorded: Differentiated, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.recorded = recorded
         ctx.drawn = generators.states(tensors) if recorded.draws else None
-        found = recorded.forward(tensors)
+        found = recorded.run(*tensors)
         outs = found[: len(recorded.outputs)]
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*recorded.saved((*tensors, *found)))

@@ -322,7 +322,6 @@ _CHANGES = {
     torch.Tensor.requires_grad.__set__,  # pyright: ignore[reportAttributeAccessIssue]
 }
 
-
 _HOOKS = {torch.Tensor.register_hook, torch.Tensor.retain_grad}
 
 

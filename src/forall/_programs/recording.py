@@ -45,7 +45,7 @@ def guarding(func: Callable, leaves: list) -> Guards:
 
 
 @dataclass
-class Call:
+class FirstCall:
     """A call to be recorded: of a function, of leaves hung together as ``spec`` says.
 
     Its results may be pulled back on the way. With ``certain`` that runs no Python of the user's.
@@ -85,9 +85,8 @@ class Call:
         if guards.why is not None:
             recorder.fails(guards.why)
         outside = [*tensors, *guards.tensors.values()]
-        watched = seen_by(recorder), Watch(recorder)
-        with handover.eagerly(), _same_history(recorder, outside), watched[0], watched[1]:
-            result = _called_once(recorder, self.func, leaves, self.spec, given)
+        with handover.eagerly(), _same_history(recorder, outside):
+            result = self._called(recorder, leaves, given)
         found, tree = trees.flatten(result)
         ends = [*filter(_is_tensor, found)]
         odd = next((x for x in found if not isinstance(x, (torch.Tensor, *_WORDS))), None)
@@ -113,6 +112,20 @@ class Call:
         guards.watch(program.captured.values())
         return Recording(result, made, None)
 
+    def _called(self, recorder: Recorder, leaves: list, given: tuple[tuple, dict] | None) -> Any:
+        """With the user's own lists and dicts, if they are at hand, which no program changes."""
+        if given is not None and all(map(is_, trees.leaves(given), leaves)):
+            args, kwargs = given
+        else:
+            args, kwargs = trees.unflatten(leaves, self.spec)
+        before, was = trees.flatten((args, kwargs))
+        with seen_by(recorder), Watch(recorder):
+            result = self.func(*args, **kwargs)
+        after, now = trees.flatten((args, kwargs))
+        if now != was or not all(map(is_, after, before)):
+            recorder.fails("it changes what it is given: a list, a dict")
+        return result
+
     def _again(self) -> Callable[[Sequence[Tensor]], list[Tensor]]:
         """The function of tensors in the arguments' place, for its results; it keeps no tensor."""
         func, spec = self.func, self.spec
@@ -136,12 +149,12 @@ def record(
     given: tuple[tuple, dict] | None = None,
     **how: Any,
 ) -> Recording:
-    """Make a call and its program; ``how`` are the fields of a `Call`.
+    """Make a call and its program; ``how`` are the fields of a `FirstCall`.
 
     ``given`` are the user's own containers of the arguments, if they are at hand.
     """
-    call = Call(func, [*map(unboxed, leaves)], spec, guards or guarding(func, leaves), **how)
-    return call.record(given)
+    guards = guards or guarding(func, leaves)
+    return FirstCall(func, [*map(unboxed, leaves)], spec, guards, **how).record(given)
 
 
 def _is_tensor(x: Any) -> bool:
@@ -159,26 +172,6 @@ def _apart(leaves: list) -> list:
         found.append(x.detach().requires_grad_() if cut else x)
         seen.add(id(x))
     return found
-
-
-def _called_once(
-    recorder: Recorder,
-    func: Callable,
-    leaves: list,
-    spec: Any,
-    given: tuple[tuple, dict] | None,
-) -> Any:
-    """A call with the user's own lists and dicts, if they are at hand, which no program changes."""
-    if given is not None and all(map(is_, trees.leaves(given), leaves)):
-        args, kwargs = given
-    else:
-        args, kwargs = trees.unflatten(leaves, spec)
-    before, was = trees.flatten((args, kwargs))
-    result = func(*args, **kwargs)
-    after, now = trees.flatten((args, kwargs))
-    if now != was or not all(map(is_, after, before)):
-        recorder.fails("it changes what it is given: a list, a dict")
-    return result
 
 
 @contextmanager

@@ -43,7 +43,7 @@ class Recorded:
         self.captured = [*program.captured.values()]
         self.given = [*program.inputs, *program.captured]
         self.draws = any(facts(node.op).seeded for node in program.nodes)
-        self._run = self._compiled()
+        self.run = self._compiled()
         self._is_one = results.is_one()
         # An argument that is also captured is one tensor to the recording. And what is written to
         # the one is seen in the other.
@@ -83,7 +83,7 @@ class Recorded:
         return self.write(self.program, self.program.nodes, self.given, self.program.outputs)
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
-        outs = self._run(*tensors, *self.captured)
+        outs = self.run(*tensors, *self.captured)
         return outs[0] if self._is_one else self.results.tree(outs)
 
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     Tensor = torch.Tensor
+    End = Tensor | GradientEdge
+
+WRITTEN = BackwardCFunction  # nodes whose formula is written in Python
 
 _MOST = 100_000  # nodes that are looked at
 
@@ -20,44 +25,37 @@ def are_apart(tensors: Sequence[Tensor]) -> bool:
     own = {id(node): node for node in map(node_of, tensors) if node is not None}
     if len(own) < 2 or not any(t.grad_fn is not None for t in tensors):
         return True
-    nodes = [n for node in own.values() for n in _before(node)]
-    return all(n is not None and id(n) not in own for n in _walk(nodes))
+    before = [GradientEdge(*edge) for node in own.values() for edge in node.next_functions]
+    behind = [*islice(nodes(before), _MOST)]
+    return len(behind) < _MOST and all(id(n) not in own for n in behind)
 
 
 def has_pythons(ends: Iterable[Tensor], stops: Iterable[Tensor]) -> bool:
     """Whether a node between these may run Python that is not ours."""
     stop = {id(node): node for node in map(node_of, stops)}
-    nodes = _walk(filter(None, map(node_of, ends)), lambda node: id(node) in stop)
-    return any(
-        node is None
-        or (
-            isinstance(node, BackwardCFunction)
-            and id(node) not in stop
-            and not node._forward_cls.__module__.startswith("forall.")  # pyright: ignore[reportAttributeAccessIssue]
-        )
-        for node in nodes
+    way = [*islice(nodes(ends, lambda node: id(node) in stop), _MOST)]
+    return len(way) == _MOST or any(
+        isinstance(node, WRITTEN)
+        and id(node) not in stop
+        and not node._forward_cls.__module__.startswith("forall.")  # pyright: ignore[reportAttributeAccessIssue]
+        for node in way
     )
 
 
-def _walk(nodes: Iterable[Any], stops: Callable[[Any], bool] = lambda _: False) -> Iterator[Any]:
-    """These and all that they come from; None at the end where there are too many."""
-    left = [*nodes]
-    seen = {}  # held, so that no other node takes its identity
-    while left:
-        node = left.pop()
-        if id(node) in seen:
-            continue
-        if len(seen) == _MOST:
-            yield None
-            return
-        seen[id(node)] = node
+def nodes(ends: Iterable[End], stops: Callable[[Any], bool] = lambda _: False) -> Iterator[Any]:
+    """Every node of the graphs that lead to ``ends``, none behind one that ``stops``."""
+    starts = [e.grad_fn if isinstance(e, torch.Tensor) else e.node for e in ends]
+    todo: list[Any] = [node for node in starts if node is not None]
+    seen = {None, *todo}
+    while todo:
+        node = todo.pop()
         yield node
-        if not stops(node):
-            left += _before(node)
-
-
-def _before(node: Any) -> list[Any]:
-    return [n for n, _ in node.next_functions if n is not None]
+        if stops(node):
+            continue
+        for following, _ in node.next_functions:
+            if following not in seen:
+                seen.add(following)
+                todo.append(following)
 
 
 def node_of(t: Tensor) -> Any:

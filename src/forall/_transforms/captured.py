@@ -22,8 +22,8 @@ from forall._batching.table import CALLS
 from forall._core.errors import columns, short
 from forall._core.levels import is_from_outside, lift, top
 from forall._derivatives.forward import JvpLevel
-from forall._derivatives.reverse import nodes
 from forall._torch.dispatch import functions_off, run_backward
+from forall._torch.history import nodes
 from forall._transforms.vjp import Pullback
 from forall._transforms.vmap import vmap
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from forall._core.levels import Level
-    from forall._derivatives.reverse import End
+    from forall._torch.history import End
 
 Tensors = list[torch.Tensor]
 
@@ -183,7 +183,7 @@ def _crossings(level: Level, roots: Iterable[End], wanted: Tensors) -> list[Cros
     ]
     entered = [
         Crossing(GradientEdge(node, 0), GradientEdge(*node.next_functions[0]), node.axis)
-        for node in nodes(roots, _BORDER)
+        for node in nodes(roots, lambda n: isinstance(n, _BORDER))
         if isinstance(node, Enter._backward_cls) and node.level is level.root and not node.worn
     ]
     entered = [c for c in entered if _leads(c.outside, wanted)]

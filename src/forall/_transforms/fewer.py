@@ -12,6 +12,7 @@ from forall._core.again import may_carry_tangents
 from forall._core.levels import top
 from forall._derivatives import reverse
 from forall._torch.dispatch import functions_off
+from forall._torch.history import nodes
 from forall._transforms import checks
 from forall._transforms.sweeps import Blocks, blocks_of, moved
 from forall._transforms.vjp import Pullback, pullback
@@ -73,7 +74,7 @@ def _is_torchs(pull: Pullback) -> bool:
             return False
         if torch.is_grad_enabled() and reverse.leads_outside(pull.outputs, pull.own):
             return False
-        return all(_TORCHS.fullmatch(type(n).__name__) for n in reverse.nodes(pull.outputs))
+        return all(_TORCHS.fullmatch(type(n).__name__) for n in nodes(pull.outputs))
 
 
 def _pushed(call: Call, pull: Pullback, xs: list, chunk: Chunk) -> list | None:

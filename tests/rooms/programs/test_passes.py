@@ -102,7 +102,7 @@ def test_a_chain_of_views_of_an_argument_goes_where_the_argument_lies():
 def test_memory_is_given_back_where_it_is_read_last():
     recorded = record(lambda x: x.sin().cos().exp(), *trees.flatten(((X,), {}))).recorded
     assert recorded is not None
-    run: Any = recorded._run
+    run: Any = recorded.run
     assert run.source.count("del ") == 2
 
 
