@@ -50,11 +50,21 @@ def _folds(x: Tensor, w: Tensor) -> bool:
 
 
 def _both(x: Tensor, w: Tensor, dtype: torch.dtype | None) -> Tensor:
-    if dtype is None and x.shape[-1] == w.shape[-2] == 1 and x.shape[-2] * w.shape[-1] < 1 << 14:
-        return x * w  # many small outer products: bmm pays its set-up for each (measured on CPU)
+    if dtype is None and x.shape[-1] == w.shape[-2] == 1 and _is_multiplied(x, w):
+        return x * w
     if x.dim() == 3:
         return _times(x, w, dtype)
     return _times(x.flatten(0, 1), w.flatten(0, 1), dtype).unflatten(0, x.shape[:2])
+
+
+def _is_multiplied(x: Tensor, w: Tensor) -> bool:
+    """Whether outer products take less as one multiplication (measured on CPU).
+
+    It reads and writes as fast as memory goes, but begins each row anew; bmm has no rows, and goes
+    through small matrices entry by entry.
+    """
+    columns = w.shape[-1]
+    return x.dtype == w.dtype != torch.bool and (columns >= 32 or x.shape[-2] * columns < 400)
 
 
 def _times(x: Tensor, w: Tensor, dtype: torch.dtype | None) -> Tensor:
