@@ -35,7 +35,7 @@ from forall._core.remembering import (
     is_ours,
     names_of,
 )
-from forall._programs.holding import holding, if_any, looking
+from forall._programs.holding import Looks, holding, if_any
 from forall._torch.trusted import is_torchs
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class Guards:
         self._lists: list[tuple[Any, tuple]] = []
         self._sets: list[tuple[Any, Any]] = []
         self._data: list[tuple[Any, bytes]] = []
-        self._looking: Callable[[], bool] = looking(())
+        self._looks = Looks()
         self._holding: Callable[[], bool] | None = None
         self._modules: set[tuple[int, frozenset[str]]] = set()
         self._held: dict[int, Any] = {}  # all that was met: no other takes its identity
@@ -95,7 +95,7 @@ class Guards:
                 self._names,
                 self._dicts,
                 self._lists,
-                self._looking,
+                self._looks,
                 if_any(sets, lambda: all(known == copy for known, copy in sets))
                 + if_any(data, lambda: all(_bytes(known) == copy for known, copy in data)),
             )
@@ -112,7 +112,7 @@ class Guards:
 
     def watch(self, tensors: Iterable[torch.Tensor]) -> None:
         """These are read by the program: they must stay what they are, but for their numbers."""
-        self._looking, self._holding = looking([*tensors]), None
+        self._looks, self._holding = Looks(tensors), None
 
     def _look(self, value: Any) -> None:
         if len(self._held) > _MOST:

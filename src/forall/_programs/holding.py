@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from itertools import chain, repeat, starmap
-from operator import attrgetter, is_, methodcaller
+from operator import is_, methodcaller
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 _SIZED = (dict, OrderedDict)  # that are true where they hold anything
 _values = methodcaller("values")
-_kind = attrgetter("shape", "dtype", "requires_grad")
 
 
 def holding(
@@ -25,7 +24,7 @@ def holding(
     names: Iterable[tuple[Mapping, str, Any]],
     dicts: Iterable[tuple[Mapping, tuple, tuple]],
     lists: Iterable[tuple[Any, tuple]],
-    looks: Callable[[], bool],
+    looks: Looks,
     others: Iterable[Callable[[], bool]] = (),
 ) -> Callable[[], bool]:
     """A function that tells whether all of these hold what they held, compared by identity."""
@@ -34,7 +33,10 @@ def holding(
     dicts = [row for row in dicts if row[1] or type(row[0]) not in _SIZED]
     counted, counts, unwritten = _of_dicts([*names], dicts)
     rows = [row for row in attributes if row[2] is not UNSET]
-    same = _written_out(rows, empty, counted, counts)
+    same, slowly = (
+        _of_attributes(rows, empty, counted, counts, looks.tensors, check)
+        for check in (looks.at_once or looks.exactly, looks.exactly)
+    )
     rest = [
         *_of_unset([row[:2] for row in attributes if row[2] is UNSET]),
         *_of_lists(*_columns(lists, 2)),
@@ -44,10 +46,8 @@ def holding(
 
     def holds() -> bool:
         try:
-            return (
-                (same() or (unwritten() and same()))
-                and looks()
-                and (not rest or all(check() for check in rest))
+            return (same() or (unwritten() and slowly())) and (
+                not rest or all(check() for check in rest)
             )
         except (AttributeError, ValueError):  # it has none now, or a cell is empty
             return False
@@ -55,35 +55,49 @@ def holding(
     return holds
 
 
-def looking(tensors: Sequence[torch.Tensor]) -> Callable[[], bool]:
-    """A function that tells whether tensors look as they do now: but for their numbers the same."""
-    kinds, strides = [*map(_kind, tensors)], [*map(torch.Tensor.stride, tensors)]
-    quick = alike(tensors)
-    return lambda: (
-        quick(*tensors)
-        or ([*map(_kind, tensors)] == kinds and [*map(torch.Tensor.stride, tensors)] == strides)
-    )
+class Looks:
+    """What tensors look like now: they are to stay so, but for their numbers."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor] = ()) -> None:
+        self.tensors = [*tensors]
+        self.at_once = alike(self.tensors)
+        self._now = [*map(_look, self.tensors)]
+
+    def exactly(self, *tensors: torch.Tensor) -> bool:
+        return [*map(_look, tensors)] == self._now
+
+
+def _look(t: torch.Tensor) -> tuple:
+    return t.shape, t.dtype, t.device, t.requires_grad, t.stride()
 
 
 def if_any(there: Any, check: Callable[[], bool]) -> list[Callable[[], bool]]:
     return [check] if there else []
 
 
-def _written_out(
+def written_out(tests: Iterable[str], given: dict[str, Any], arguments: str = "") -> Callable:
+    """One line of Python for all tests: each costs what it does, and nothing is called for it."""
+    return eval(f"lambda {arguments}: {' and '.join(tests) or True}", given)  # noqa: S307 - ours
+
+
+def _of_attributes(
     rows: Sequence[tuple[Any, str, Any]],
     empty: Sequence[Any],
     counted: Sequence[dict],
     counts: list[int],
+    tensors: Sequence[torch.Tensor],
+    look: Callable[..., bool],
 ) -> Callable[[], bool]:
-    """One line of Python for all attributes, which takes half of what a pass over columns does."""
     given = {f"a{i}": thing for i, (thing, _, _) in enumerate(rows)}
     given |= {f"v{i}": value for i, (_, _, value) in enumerate(rows)}
     given |= {f"e{i}": d for i, d in enumerate(empty)}
     given |= {"of": writes_into, "counted": counted, "counts": counts, "map": map}
+    given |= {"look": look, "tensors": tensors}
     tests = [f"a{i}.{name} is v{i}" for i, (_, name, _) in enumerate(rows)]
     tests += [f"not e{i}" for i, _ in enumerate(empty)]
     tests += ["[*map(of, counted)] == counts"] if counted else []
-    return eval(f"lambda: {' and '.join(tests) or True}", given)  # noqa: S307 - our own text
+    tests += ["look(*tensors)"] if tensors else []
+    return written_out(tests, given)
 
 
 def _of_dicts(names: list, dicts: list) -> tuple[list[dict], list[int], Callable[[], bool]]:

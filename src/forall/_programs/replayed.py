@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from forall._programs.signature import Like
+from forall._programs.signature import like
 from forall._programs.writing import function
 from forall._torch import trees
 from forall._torch.memory import has_memory, storage_of
@@ -50,17 +50,17 @@ class Recorded:
         self._known = [*guards.tensors.values()]
         self._met = self._meetings(tensors)
         self._meet = bool(self._met) or self.writes_outside()
-        self._like: Like | None = None
+        self._like: Callable[..., bool] | None = None
 
     def serves(self, outline: Any, leaves: Sequence[Any], tensors: Sequence[Tensor]) -> bool:
         """Whether it is certain, at a glance, that this is the program of a call."""
-        like = self._like
-        return like is not None and like.holds(outline, leaves, tensors) and self.stands(tensors)
+        known = self._like
+        return known is not None and known(outline, leaves, tensors) and self.stands(tensors)
 
     def served(self, outline: Any, leaves: Sequence[Any], tensors: Sequence[Tensor]) -> None:
         """Remember what calls look like that come one after the other."""
         if self._like is None:
-            self._like = Like(outline, leaves, tensors)
+            self._like = like(outline, leaves, tensors)
 
     def stands(self, tensors: Sequence[Tensor]) -> bool:
         """Whether a call with these arguments is the one that was recorded."""

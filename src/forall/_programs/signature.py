@@ -17,6 +17,7 @@ from torch import (
 from torch.compiler import is_dynamo_compiling
 
 from forall._core.levels import stack
+from forall._programs.holding import written_out
 from forall._programs.statics import Static
 from forall._torch.dispatch import (
     autocast_state,
@@ -26,11 +27,11 @@ from forall._torch.dispatch import (
     is_autocast,
     users_tangents,
 )
-from forall._torch.names import PLAIN, has_hooks_on_saved
+from forall._torch.names import PLAIN, hooks_on_saved
 from forall._torch.unchanged import alike, state
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
 _place = attrgetter("_cdata")
 _own = attrgetter("__dict__")
@@ -88,7 +89,7 @@ def is_free() -> bool:
         or in_torch_func()
         or is_dynamo_compiling()
         or is_anomaly_enabled()  # errors that no program raises
-        or has_hooks_on_saved()  # the user's, who are told of each tensor that is saved
+        or hooks_on_saved()  # the user's, who are told of each tensor that is saved
     )
 
 
@@ -128,41 +129,28 @@ def kind_of(outline: Any, leaves: Iterable[Any], tensors: Sequence[torch.Tensor]
     return (kind, _shared(tensors)) if len(tensors) > 1 else kind
 
 
-class Like:
-    """Calls of the kind of one that was made, told by less than their whole kind, mostly in C.
+def like(
+    outline: Any, leaves: Sequence[Any], tensors: Sequence[torch.Tensor]
+) -> Callable[[Any, Sequence[Any], Sequence[torch.Tensor]], bool]:
+    """Tells calls of the kind of one that was made by less than their whole kind, mostly in C.
 
     A yes is sure; a no says nothing.
     """
-
-    def __init__(
-        self, outline: Any, leaves: Sequence[Any], tensors: Sequence[torch.Tensor]
-    ) -> None:
-        self.outline = outline
-        plain = len(leaves) == len(tensors) and not any(map(_attributes, tensors))
-        self.looks = (alike(tensors) if tensors else _yes) if plain else _no
-        self.begin = [*map(_offset, tensors)]
-        self.places = _shared(tensors) if len(tensors) > 1 else None
-        self.state, self.inference = state(), is_inference_mode_enabled()
-
-    def holds(self, outline: Any, leaves: Sequence[Any], tensors: Sequence[torch.Tensor]) -> bool:
-        return (
-            outline == self.outline
-            and len(tensors) == len(leaves)
-            and self.looks(*tensors)
-            and [*map(_offset, tensors)] == self.begin
-            and (self.places is None or _shared(tensors) == self.places)
-            and self.state()
-            and is_inference_mode_enabled() == self.inference
-            and not any(map(_own, tensors))
-        )
-
-
-def _yes() -> bool:
-    return True
-
-
-def _no(*tensors: torch.Tensor) -> bool:
-    return False
+    looks = alike(tensors)
+    if (tensors and looks is None) or len(leaves) != len(tensors) or any(map(_own, tensors)):
+        return lambda *_: False
+    given = {"known": outline, "state": state(), "inference": is_inference_mode_enabled}
+    tests = ["outline == known", "len(tensors) == len(leaves)", "state()"]
+    tests.append(f"inference() is {is_inference_mode_enabled()}")
+    if tensors:
+        given |= {"looks": looks, "offset": _offset, "begin": [*map(_offset, tensors)]}
+        given |= {"own": _own, "map": map, "any": any}
+        tests += ["looks(*tensors)", "[*map(offset, tensors)] == begin"]
+        tests.append("not any(map(own, tensors))")
+    if len(tensors) > 1:
+        given |= {"shared": _shared, "places": _shared(tensors)}
+        tests.append("shared(tensors) == places")
+    return written_out(tests, given, "outline, leaves, tensors")
 
 
 def _shared(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:

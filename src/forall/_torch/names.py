@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -108,11 +109,8 @@ def set_version(tensor: torch.Tensor, number: int) -> None:
         torch._C._autograd._unsafe_set_version_counter((tensor,), (number,))
 
 
-def has_hooks_on_saved() -> bool:
-    """Whether hooks are set on what autograd saves (torch.autograd.graph.saved_tensors_hooks)."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-
-
+# The hooks that are set on what autograd saves, if any (torch.autograd.graph.saved_tensors_hooks).
+hooks_on_saved = partial(torch._C._autograd._top_saved_tensors_default_hooks, True)
 # Whether hooks are set that all modules of the process run.
 has_global_hooks = torch.nn.modules.module._has_any_global_hook
 has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key

@@ -23,13 +23,13 @@ def beneath(names: Mapping) -> Any:
     return gc.get_referents(names)[0] if type(names) is MappingProxyType else names
 
 
-def alike(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
-    """Tells of tensors in the place of these whether they are like them, but for their numbers.
+def alike(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
+    """What tells of others in the place of these tensors whether they are like them.
 
     That is class, shape, strides, dtype, device and whether they require grad.
     """
-    if not torch.is_grad_enabled():  # it would take none to require grad
-        return lambda *_: False
+    if not torch.is_grad_enabled():
+        return None  # it would take none to require grad
     sizes, strides = (
         [[*of(t)] for t in tensors] for of in (torch.Tensor.size, torch.Tensor.stride)
     )
