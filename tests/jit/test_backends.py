@@ -36,9 +36,9 @@ def compiler(monkeypatch):
         pytest.skip("no C++ compiler")
     asked, real = [], compilers.by_inductor
 
-    def compiled(program, examples):
+    def compiled(program, examples, *, writes):
         asked.append(program)
-        return real(program, examples)
+        return real(program, examples, writes=writes)
 
     monkeypatch.setattr(compilers, "by_inductor", compiled)
     return asked
@@ -110,7 +110,7 @@ def test_written_arguments_that_share_memory_are_seen_at_each_call(stand_in):
 
 
 def test_results_that_a_compiler_has_as_one_are_taken_apart(stand_in, monkeypatch):
-    def one_for_both(program, examples):
+    def one_for_both(program, examples, *, writes):
         def run(*tensors):
             (y, _) = program(*tensors)
             return y, y
@@ -128,7 +128,7 @@ def test_results_that_a_compiler_has_as_one_are_taken_apart(stand_in, monkeypatc
 
 @pytest.mark.parametrize("fault", ["raises", "lies otherwise"])
 def test_what_a_compiler_cannot_do_python_does(stand_in, monkeypatch, fault):
-    def faulty(program, examples):
+    def faulty(program, examples, *, writes):
         if fault == "raises":
             raise NotImplementedError("no such operator\nand a long story")
         return lambda *tensors: [y.t().contiguous().t() for y in program(*tensors)]
@@ -172,6 +172,40 @@ def everything(w):
         return {"y": y, "row": row, "x": x, "flat": x.view(-1)[1:], "one": counter, "n": 3}
 
     return f
+
+
+@torchs_own_warnings
+@pytest.mark.parametrize("fault", [None, "other numbers", "an error"])
+@pytest.mark.parametrize("writes", [False, True])
+def test_the_compilers_own_lines_are_called_where_they_are_all(
+    compiler, monkeypatch, fault, writes
+):
+    from torch._inductor import compile_fx
+
+    called, real = [], compile_fx.compile_fx_inner
+
+    class Lines:
+        _boxed_call = True
+
+        def __init__(self, *args, **how):
+            self.made = real(*args, **how)
+
+        def __call__(self, given):
+            return self.made(given)
+
+        def current_callable(self, given):
+            called.append(fault)
+            if fault == "an error":
+                raise ValueError
+            return [y + 1 if fault else y for y in self.made(given)]
+
+    monkeypatch.setattr(compile_fx, "compile_fx_inner", Lines)
+    f = lambda x: (x.mul_(2) if writes else x).sin() * x  # noqa: E731
+    g = by_inductor(f)
+    for i in range(4):
+        torch.testing.assert_close(g(X + i), f(X + i))
+    # The first call is recorded, and what is compiled for the second is compared once.
+    assert len(called) == (0 if writes else 1 if fault else 4)
 
 
 @torchs_own_warnings

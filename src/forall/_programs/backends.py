@@ -198,7 +198,7 @@ class Core:
 
     def _by_backend(self, examples: list[Tensor]) -> Callable:
         if self.backend == "inductor":
-            return compilers.by_inductor(self.graph, examples)
+            return compilers.by_inductor(self.graph, examples, writes=bool(self.written))
         return compilers.by_graph(self.plain, examples, self.written)
 
 
