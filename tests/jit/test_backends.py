@@ -204,8 +204,8 @@ def test_the_compilers_own_lines_are_called_where_they_are_all(
     g = by_inductor(f)
     for i in range(4):
         torch.testing.assert_close(g(X + i), f(X + i))
-    # The first call is recorded, and what is compiled for the second is compared once.
-    assert len(called) == (0 if writes else 1 if fault else 4)
+    # Compared, tried, and called three times; the first call was recorded.
+    assert len(called) == (0 if writes else 1 if fault else 5)
 
 
 @torchs_own_warnings
