@@ -10,7 +10,7 @@ import torch
 from forall._torch.schema import facts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
 
 class Ref:
@@ -101,6 +101,15 @@ class Program:
     constants: dict[int, torch.Tensor]
     nodes: list[Node]
     outputs: list[int]
+
+    def changing(self, nodes: Sequence[Node], results: Sequence[int]) -> set[int]:
+        """The constants that are not what they were when ``nodes`` have run.
+
+        Into these somebody writes: an operator, or the caller who is given them.
+        """
+        roots = [v.root for v in self.values]
+        written = {roots[n] for node in nodes for n in node.writes()} | {roots[n] for n in results}
+        return {n for n in self.constants if roots[n] in written}
 
     def written(self) -> set[int]:
         """The roots of all memory that an operator writes into."""

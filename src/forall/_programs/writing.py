@@ -6,6 +6,7 @@ from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 from forall._programs.bindings import binding
+from forall._programs.interpreted import warmed
 from forall._programs.program import Ref, refs
 from forall._torch.dispatch import is_autocast, without_autocast, without_history
 
@@ -71,7 +72,8 @@ def function(
     if is_autocast():  # what was recorded has been cast
         with without_autocast():
             return _function(program, nodes, given, results, "_below(), _uncast()")
-    return _function(program, nodes, given, results, "_below()")
+    run = _function(program, nodes, given, results, "_below()")
+    return warmed(run, program, nodes, given, results)
 
 
 def _function(
@@ -83,11 +85,9 @@ def _function(
 ) -> Callable:
     text = Text(program)
     made = [n for n in program.constants if n not in given]
-    roots = [v.root for v in program.values]
-    # Into these somebody writes: an operator, or the caller who is given them.
-    written = {roots[n] for node in nodes for n in node.writes()} | {roots[n] for n in results}
+    changing = program.changing(nodes, results)
     for n in made:
-        if roots[n] in written:
+        if n in changing:
             text.names[f"c{n}"] = program.constants[n]
             text.lines.append(f"v{n} = c{n}.clone()")
         else:

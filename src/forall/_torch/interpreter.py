@@ -1,0 +1,111 @@
+"""Torch's own interpreter of straight lines: an operator takes a third less than from Python."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from forall._torch.dispatch import without_history
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+_C = torch._C
+_TENSOR = _C.TensorType.get()
+_FORMATS = {
+    torch.contiguous_format: 0,
+    torch.preserve_format: 1,
+    torch.channels_last: 2,
+    torch.channels_last_3d: 3,
+}
+_NUMBERS = (bool, int, float, complex)
+_CONSTANTS = (*_NUMBERS, str, type(None), torch.dtype, torch.device, torch.layout)
+
+
+class Unwritten(Exception):  # noqa: N818 - no error: Python runs it
+    """What has no place in such a line."""
+
+
+class Line:
+    """A line that is being written: each operator is the very overload that it was."""
+
+    def __init__(self) -> None:
+        self.graph = _C.Graph()
+
+    def argument(self) -> Any:
+        """What a call is given next."""
+        return self.graph.addInput()
+
+    def constant(self, value: Any) -> Any:
+        """A tensor that is there, or what an operator takes besides tensors."""
+        if isinstance(value, torch.memory_format):
+            value = _FORMATS[value]
+        elif not isinstance(value, (torch.Tensor, *_CONSTANTS)):
+            raise Unwritten
+        return self.graph.insertConstant(value)
+
+    def call(self, op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+        """The results of an operator: a list of them in the place of a list."""
+        schema = op._schema
+        if len(args) > 1 and type(args[1]) in _NUMBERS and schema.arguments[1].type == _TENSOR:
+            schema = op._overloadpacket.Scalar._schema  # it makes it a tensor, as Python does
+        given = [
+            args[i] if i < len(args) else kwargs.get(a.name, a.default_value)
+            for i, a in enumerate(schema.arguments)
+        ]
+        node = self._node(
+            schema.name,
+            [self._given(x, a.type) for x, a in zip(given, schema.arguments, strict=True)],
+            [r.type for r in schema.returns],
+        )
+        if node.schema() != str(schema):
+            raise Unwritten  # another overload that takes the same
+        return [*node.outputs()]
+
+    def unpacked(self, values: Any, count: int) -> list[Any]:
+        """The tensors of a list of them."""
+        return [*self._node("prim::ListUnpack", [values], [_TENSOR] * count).outputs()]
+
+    def function(self, results: Sequence[Any]) -> Callable[..., tuple]:
+        """What is written as a function; it runs below autograd, and has nothing rewritten."""
+        types = _C.TupleType([_TENSOR] * len(results))
+        made = self._node("prim::TupleConstruct", [*results], [types])
+        self.graph.registerOutput(made.output())
+        run = _C._create_function_from_graph("program", self.graph)
+
+        def line(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            before = _C._get_graph_executor_optimize()
+            _C._set_graph_executor_optimize(False)  # this thread's
+            try:
+                with without_history():
+                    return run(*tensors)
+            finally:
+                _C._set_graph_executor_optimize(before)
+
+        return line
+
+    def _given(self, x: Any, kind: Any) -> Any:
+        while kind.kind() == "OptionalType":
+            if x is None:
+                return self.constant(None)
+            kind = kind.getElementType()
+        if isinstance(x, _C.Value):
+            return x
+        if isinstance(x, (list, tuple)) and kind.kind() == "ListType":
+            inner = kind.getElementType()
+            if x and all(type(b) in _NUMBERS for b in x):
+                return self.graph.insertConstant([_number(b, inner) for b in x])
+            values = [self._given(b, inner) for b in x]
+            return self._node("prim::ListConstruct", values, [kind]).output()
+        return self.constant(_number(x, kind))
+
+    def _node(self, name: str, given: list[Any], types: Sequence[Any]) -> Any:
+        node = self.graph.create(name, given, len(types))
+        for value, kind in zip(node.outputs(), types, strict=True):
+            value.setType(kind)
+        return self.graph.insertNode(node)
+
+
+def _number(x: Any, kind: Any) -> Any:
+    return float(x) if kind.kind() == "FloatType" and type(x) in (int, bool) else x
