@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from forall._programs.program import Node, Program
 
 LENGTH = 12  # operators, from which on the way in is paid for
-CALLS = 64  # that a program is run by Python before
+CALLS = 32  # that a program is run by Python before
 
 
 def warmed(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -27,6 +28,29 @@ class Unwritten(Exception):  # noqa: N818 - no error: Python runs it
     """What has no place in such a line."""
 
 
+class _Told(NamedTuple):
+    """What an operator takes and returns."""
+
+    operator: str
+    names: list[str]
+    types: list[Any]
+    defaults: list[Any]
+    returns: list[Any]
+    text: str
+
+
+@cache
+def _told(op: Any) -> _Told:
+    schema = op._schema
+    names, types, defaults = [], [], []
+    for a in schema.arguments:
+        names.append(a.name)
+        types.append(a.type)
+        defaults.append(a.default_value)
+    returns = [r.type for r in schema.returns]
+    return _Told(schema.name, names, types, defaults, returns, str(schema))
+
+
 class Line:
     """A line that is being written: each operator is the very overload that it was."""
 
@@ -47,25 +71,20 @@ class Line:
 
     def call(self, op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
         """The results of an operator: a list of them in the place of a list."""
-        schema = op._schema
-        if len(args) > 1 and type(args[1]) in _NUMBERS and schema.arguments[1].type == _TENSOR:
-            schema = op._overloadpacket.Scalar._schema  # it makes it a tensor, as Python does
-        given = [
-            args[i] if i < len(args) else kwargs.get(a.name, a.default_value)
-            for i, a in enumerate(schema.arguments)
-        ]
-        node = self._node(
-            schema.name,
-            [self._given(x, a.type) for x, a in zip(given, schema.arguments, strict=True)],
-            [r.type for r in schema.returns],
-        )
-        if node.schema() != str(schema):
+        told = _told(op)
+        if len(args) > 1 and type(args[1]) in _NUMBERS and told.types[1] == _TENSOR:
+            told = _told(op._overloadpacket.Scalar)  # it makes it a tensor, as Python does
+        given = [*args, *map(kwargs.get, told.names[len(args) :], told.defaults[len(args) :])]
+        given = [*map(self._given, given, told.types)]
+        node = self._node(told.operator, given, told.returns)
+        if node.schema() != told.text:
             raise Unwritten  # another overload that takes the same
-        return [*node.outputs()]
+        return [*map(node.outputsAt, range(len(told.returns)))]
 
     def unpacked(self, values: Any, count: int) -> list[Any]:
         """The tensors of a list of them."""
-        return [*self._node("prim::ListUnpack", [values], [_TENSOR] * count).outputs()]
+        node = self._node("prim::ListUnpack", [values], [_TENSOR] * count)
+        return [*map(node.outputsAt, range(count))]
 
     def function(self, results: Sequence[Any]) -> Callable[..., tuple]:
         """What is written as a function; it runs below autograd, and has nothing rewritten."""
@@ -101,10 +120,11 @@ class Line:
         return self.constant(_number(x, kind))
 
     def _node(self, name: str, given: list[Any], types: Sequence[Any]) -> Any:
-        node = self.graph.create(name, given, len(types))
-        for value, kind in zip(node.outputs(), types, strict=True):
-            value.setType(kind)
-        return self.graph.insertNode(node)
+        node = self.graph.insertNode(self.graph.create(name, given, len(types)))
+        for i, kind in enumerate(types):
+            if kind != _TENSOR:  # as values are
+                node.outputsAt(i).setType(kind)
+        return node
 
 
 def _number(x: Any, kind: Any) -> Any:
