@@ -33,30 +33,31 @@ def warmed(
     results: Sequence[int],
 ) -> Callable:
     """The same function, which goes over to the interpreter when it has been called often."""
-    if not _fits(program, nodes, given):
+    checked = config.now.replay == "check"
+    if (len(nodes) < LENGTH and not checked) or not _fits(program, nodes, given):
         return run
     line: Callable | None = None
-    left = 0 if config.now.replay == "check" else CALLS
+    left = 0 if checked else CALLS
 
     def warm(*tensors: Any) -> tuple:
         nonlocal line, left
-        if line is not None:
-            try:
-                return line(*tensors)
-            except Exception:  # noqa: BLE001 - Python tells what it is, or the interpreter cannot
-                made = run(*tensors)
-                line = run
-                return made
-        left -= 1
-        if left < 0:
+        if line is None:
+            left -= 1
+            if left >= 0:
+                return run(*tensors)
             line = _line(program, nodes, given, results) or run
-        return run(*tensors)
+        try:
+            return line(*tensors)
+        except Exception:  # noqa: BLE001 - Python tells what it is, or the interpreter cannot
+            made = run(*tensors)
+            line = run
+            return made
 
     return warm
 
 
 def _fits(program: Program, nodes: Sequence[Node], given: Sequence[int]) -> bool:
-    if len(nodes) < LENGTH or any(isinstance(node, Piece) for node in nodes):
+    if not nodes or any(isinstance(node, Piece) for node in nodes):
         return False
     roots = [v.root for v in program.values]
     outside = {roots[n] for n in given}
