@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import forall
-from forall import grad, grad_and_value, hessian, jacfwd, jacrev, jvp, vmap
+from forall import grad, grad_and_value, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from forall._core.config import replay_of
 from forall._programs.replay import Replays
 
@@ -49,6 +49,8 @@ WAYS = {
     "jacfwd": lambda f, x: jacfwd(f, randomness="same")(x[1]),
     "jvp": lambda f, x: jvp(f, (x[0],), (x[1],)),
     "jvp of grad": lambda f, x: jvp(grad(f), (x[0],), (x[1],)),
+    "vjp": lambda f, x: vjp(f, x[0])[1](x[0, 0]),
+    "vjp of grad": lambda f, x: vjp(grad(f), x[0])[1](x[1]),
     "hvp": lambda f, x: forall.hvp(f)(x[0], x[1]),
     "laplacian": lambda f, x: forall.laplacian(f)(x[0]),
     "jacobian": lambda f, x: forall.jacobian(f)(x[0]),

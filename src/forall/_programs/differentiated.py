@@ -25,9 +25,9 @@ from forall._core.again import where_it_first_ran
 from forall._programs.replayed import Recorded, Results
 from forall._programs.signature import ambient, under
 from forall._torch import generators
-from forall._torch.dispatch import functions_on, run_backward, torch_funcs
+from forall._torch.dispatch import functions_off, functions_on, run_backward, torch_funcs
 from forall._torch.history import Gate
-from forall._torch.names import version
+from forall._torch.names import PLAIN, version
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -120,7 +120,7 @@ class Differentiated(Recorded):
             else:
                 self.missed += 1
             return False
-        return not any(map(torch_funcs, filter(_is_given, cotangents)))
+        return all(type(c) in PLAIN and not torch_funcs(c) for c in filter(_is_given, cotangents))
 
     def pulled(
         self, saved: Sequence[Tensor], cotangents: Sequence[Tensor | None]
@@ -129,7 +129,8 @@ class Differentiated(Recorded):
         values, numbers = self.program.values, self.back.cotangents
         live = filter(_is_given, cotangents)
         laid = [_laid_out(c, values[n].layout) for c, n in zip(live, numbers, strict=True)]
-        found = iter(self.backward(*saved, *laid))
+        with functions_off():  # who listens to a pass listens to the user's
+            found = iter(self.backward(*saved, *laid))
         return [None if n is None else next(found) for n in self.back.gradients]
 
 
@@ -155,6 +156,8 @@ def _laid_out(t: Tensor, layout: Layout) -> Tensor:
 
 class Replayed(torch.autograd.Function):
     """A recorded call as one node of the graph around it."""
+
+    does_the_same = True  # whether its backward pass is recorded or not
 
     @staticmethod
     def forward(ctx: Any, recorded: Differentiated, *tensors: Tensor) -> tuple[Tensor, ...]:

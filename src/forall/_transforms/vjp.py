@@ -18,6 +18,7 @@ from forall._torch.dispatch import torch_funcs
 from forall._torch.lazy import lazy_zeros_pass
 from forall._transforms import checks
 from forall._transforms.arguments import Moved
+from forall._transforms.replaying import replayed
 from forall._transforms.types import R, Ts, X
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ def vjp(func: Callable, *primals: Any, has_aux: bool = False) -> Any:
     if handover.needed():
         return handover.call("vjp", func, *primals, has_aux=has_aux)
     call = Call("vjp", func)
-    pull, value, aux = pullback(call, func, primals, has_aux)
+    pull, value, aux = pullback(call, replayed(func), primals, has_aux)
 
     def vjp_fn(
         cotangents: Any, retain_graph: bool = True, create_graph: bool | None = None
