@@ -1,6 +1,7 @@
 """Programs that torch's own interpreter runs are those that Python ran."""
 
 import gc
+import threading
 import weakref
 
 import pytest
@@ -178,3 +179,20 @@ def test_settings_of_torch_are_as_before(lines):
         finally:
             torch._C._set_graph_executor_optimize(before)
     assert lines
+
+
+def test_threads_share_a_line(lines):
+    w = torch.linspace(1, 2, 3, dtype=torch.float64)
+    f = vmap(grad(lambda x: (x * w).sin().exp().sum()))
+    g, wanted, found = jit(f), [f(X + i) for i in range(4)], {}
+
+    def work(i):
+        found[i] = all(g(X + i).equal(wanted[i]) for _ in range(50))
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert found == dict.fromkeys(range(4), True)
+    assert all(lines)

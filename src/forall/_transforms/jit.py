@@ -42,13 +42,14 @@ def jit(
     values, numpy, a list or an attribute that ``func`` changes. Inside another transform, and for
     arguments of a class of their own, ``func`` runs as it is without a word.
 
-    Backends: ``"python"`` runs operator after operator, each bit as in ``f(x)``. ``"inductor"`` and
-    ``"cudagraphs"`` hand the operators to torch's compilers when a kind is called for the second
-    time: seconds once, and results equal to rounding. Draws, views and what a compiler refuses stay
-    Python's; of the latter a `PerformanceWarning` tells. Both halves of a derivative are compiled,
-    what a derivative of the second one needs is not. ``"cudagraphs"`` copies arguments and captured
-    tensors to where the graph reads them with each call, so it is for many small operators; it is
-    tested on a made-up device alone.
+    Backends: ``"python"`` runs operator after operator, each bit as in ``f(x)``; where they are many
+    and called often, by torch's own interpreter. ``"inductor"`` and ``"cudagraphs"`` hand the
+    operators to torch's compilers when a kind is called for the second time: seconds once, and
+    results equal to rounding. Draws, views and what a compiler refuses stay Python's; of the latter
+    a `PerformanceWarning` tells. Both halves of a derivative are compiled, what a derivative of the
+    second one needs is not. ``"cudagraphs"`` copies arguments and captured tensors to where the
+    graph reads them with each call, so it is for many small operators; it is tested on a made-up
+    device alone.
 
     To look inside: ``jitted.cache_info()`` counts calls as `functools.lru_cache` does, where a miss
     ran ``func``; ``jitted.kinds()`` lists what is kept, and ``print(*jitted.kinds())`` shows each
