@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from forall import grad, jit, jvp, vmap
+from forall import grad, jvp, vmap
 
 D = torch.float64
 
@@ -72,20 +72,3 @@ def test_a_nodes_own_hook_makes_a_gradient_in_numpy_where_some_examples_use_the_
     xs = torch.tensor([[1.0, 2.0, 3.0], [-1.0, -2.0, -3.0]], dtype=D)
     found = vmap(grad(f))(xs)
     torch.testing.assert_close(found, torch.stack([grad(f)(x) for x in xs]))
-
-
-@pytest.mark.xfail(
-    strict=True,
-    reason="the function runs once more inside the backward pass, and its levels end there",
-    raises=RuntimeError,
-)
-def test_mapped_second_derivatives_through_a_recorded_call_of_vmap():
-    x = torch.arange(3.0, dtype=D).requires_grad_()
-    f = jit(vmap(lambda x: x.sin() * x))
-    f(x)
-    y = f(x)
-
-    def pulled(v):
-        return torch.autograd.grad(y, x, v, retain_graph=True, create_graph=True)[0]
-
-    vmap(pulled)(torch.eye(3, dtype=D))

@@ -47,7 +47,7 @@ class Part(VmapLevel):
         self.of = self.root = root
         self.members = members
         self.size = size
-        self.number, self.around = root.number, root.around
+        self.number, self.room, self.around = root.number, root.room, root.around
         self.calls, self.settles = root.calls, False
         self.randomness, self.scope, self.ledger = root.randomness, root.scope, root.ledger
         self.records_values = self.peels = False

@@ -7,7 +7,7 @@ what is made anew: examples may be written into it.
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -32,12 +32,24 @@ def where_it_first_ran(function: Callable) -> Callable:
             since = _entered_since(level)
             if since is not None:
                 place.enter_context(outside(since))
+            place.enter_context(_counted(level, since))
             place.enter_context(as_made_by(level))
             if parts:
                 place.enter_context(_Acting(parts))
             return function(*args, **kwargs)
 
     return again
+
+
+@contextmanager
+def _counted(place: Level | None, since: Level | None) -> Iterator[None]:
+    """What is entered counts as it would have then: see NOTE [inside and outside]."""
+    was = stack.place, stack.since
+    stack.place, stack.since = place, since
+    try:
+        yield
+    finally:
+        stack.place, stack.since = was
 
 
 def _parts(level: Level | None) -> Iterator[Level]:

@@ -6,16 +6,19 @@ NOTE [inside and outside]
     because a backward pass runs through what it recorded: the pass carries the running level's
     values as cotangents into the ended level's operators, so there the ended level wraps the
     running one, and so it stays when both have ended.
+
+    Code that runs once more in such a pass enters its levels as it did when it first ran: they
+    count as entered before the levels that have been entered since, and so they wrap those too.
 """
 
 from __future__ import annotations
 
-import itertools
 import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from forall._core.order import numbered
 from forall._torch.dispatch import (
     dispatch_modes,
     functions_are_off,
@@ -36,16 +39,16 @@ if TYPE_CHECKING:
 
     Function = Callable[..., tuple[torch.Tensor, ...]]
 
-_numbers = itertools.count(1)
-
 
 class Level:
     """One active transform. Subclasses say how a tensor from outside becomes a value of theirs."""
 
     def __init__(self, parent: Level | None) -> None:
         self.parent = self.born_in = parent
-        self.number = next(_numbers)
+        self.number, self.room = numbered(stack.since)
         self.around = frozenset() if parent is None else parent.around | {parent.root}
+        if stack.place is not None:
+            self.around |= stack.place.around | {stack.place.root}
         self.active = False
         self.lifted: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -134,6 +137,9 @@ class _Stack(threading.local):
     ever_parted = False
     again = 0  # how often code of a forward pass runs once more, for such a part
     reversing = 0  # how many calls and passes of ours run with torch's autograd on
+    # What runs once more counts as run inside of ``place``, and before ``since`` was entered.
+    place: Level | None = None
+    since: Level | None = None
     listening: tuple = ()  # who hears of each question of Python's, see `questions`
 
 

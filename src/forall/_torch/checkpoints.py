@@ -8,7 +8,8 @@ of a Function makes belongs to the level of its gradients.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+import threading
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.autograd.function import BackwardCFunction
@@ -18,6 +19,8 @@ from torch.utils import checkpoint
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
+
+    Keeps = Callable[[torch.Tensor], bool]
 
 _forward = checkpoint.CheckpointFunction.forward
 _generator = checkpoint._checkpoint_without_reentrant_generator
@@ -37,6 +40,7 @@ def install(
     modes: Callable[[], AbstractContextManager],
     making: Callable[[Any], AbstractContextManager | None],
     theirs: Callable[[tuple, Any], Any],
+    within: Callable[[], Keeps],
 ) -> None:
     """Put all of this in torch's place, once.
 
@@ -44,12 +48,13 @@ def install(
     be repeated, by ``in_place(drawing(function))``. While there may be ``tangents`` nothing is
     recomputed, for what autograd saves loses them on its way through the hooks of a checkpoint: the
     same numbers for more memory. A backward pass runs in ``modes()``, the user's part of a node in
-    ``making(gradients)``, and what that gives goes on as ``theirs(gradients, it)``.
+    ``making(gradients)``, and what that gives goes on as ``theirs(gradients, it)``. A checkpoint
+    keeps the tensors for which ``within()``, asked where it begins, says so.
     """
     if checkpoint.CheckpointFunction.forward is not _forward:
         return
-    _install_checkpoints(in_place, drawing, tangents)
-    _install_hooks(in_place, tangents)
+    _install_checkpoints(in_place, drawing, tangents, within)
+    _install_hooks(in_place, tangents, within)
     for name, backward in _backwards.items():
         setattr(BackwardCFunction, name, _in_its_place(backward, making, theirs))
 
@@ -77,7 +82,10 @@ def _in_its_place(backward: Callable, making: Callable, theirs: Callable) -> Cal
 
 
 def _install_checkpoints(
-    in_place: Callable, drawing: Callable, tangents: Callable[[], bool]
+    in_place: Callable,
+    drawing: Callable,
+    tangents: Callable[[], bool],
+    within: Callable[[], Keeps],
 ) -> None:
     @functools.wraps(_forward)
     def forward(ctx: Any, function: Callable, preserve: bool, *args: Any) -> Any:
@@ -91,7 +99,7 @@ def _install_checkpoints(
         if tangents():
             return _nothing()
         again = in_place(drawing(function) if preserve else function)
-        return _generator(again, preserve, *args, **kwargs)
+        return _generator(_keeping(within(), again), preserve, *args, **kwargs)
 
     def apply(cls: Any, function: Callable, preserve: bool, *args: Any) -> Any:
         if tangents():
@@ -103,14 +111,52 @@ def _install_checkpoints(
     checkpoint._checkpoint_without_reentrant_generator = generator
 
 
-def _install_hooks(in_place: Callable, tangents: Callable[[], bool]) -> None:
-    torchs = saved_tensors_hooks.__enter__
+class _Kept(NamedTuple):
+    """What is not computed again."""
+
+    tensor: torch.Tensor
+
+
+class _Again(threading.local):
+    keeps: Keeps  # what the checkpoint has kept that is computed again now
+
+
+_again = _Again()
+
+
+def _keeping(keeps: Keeps, function: Callable) -> Callable:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        was, _again.keeps = getattr(_again, "keeps", keeps), keeps
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _again.keeps = was
+
+    return run
+
+
+def _install_hooks(
+    in_place: Callable,
+    tangents: Callable[[], bool],
+    within: Callable[[], Keeps],
+) -> None:
+    def of_checkpoint(pack: Callable, unpack: Callable, keeps: Keeps | None) -> None:
+        """As they are: they have been told where. What runs in a checkpoint is its own affair."""
+
+        def packed(tensor: torch.Tensor) -> Any:
+            return _Kept(tensor) if (keeps or _again.keeps)(tensor) else pack(tensor)
+
+        def unpacked(x: Any) -> Any:
+            return x.tensor if type(x) is _Kept else unpack(x)
+
+        torch._C._autograd._push_saved_tensors_default_hooks(packed, unpacked)
 
     def enter(self: saved_tensors_hooks) -> None:
-        if type(self).__module__ == checkpoint.__name__:  # which has been told where by itself
-            torchs(self)
-            return
         pack, unpack = self.pack_hook, self.unpack_hook
+        if type(self).__module__ == checkpoint.__name__:
+            again = type(self) is checkpoint._recomputation_hook
+            of_checkpoint(pack, unpack, None if again else within())
+            return
 
         def packed(tensor: torch.Tensor) -> Any:
             # Torch packs under no_grad, which is none of the user's: it must cut no tangents.

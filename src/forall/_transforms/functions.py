@@ -7,7 +7,7 @@ shared there too, and where a jvp is active the tangent is derived from the user
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,6 +15,7 @@ from forall._batching.merging import for_those_asked
 from forall._batching.narrowing import narrowed
 from forall._batching.sharing import SHARING, sharing
 from forall._core.again import as_made_by, may_carry_tangents, where_it_first_ran
+from forall._core.errors import slow
 from forall._core.levels import (
     Level,
     at,
@@ -39,6 +40,9 @@ from forall._torch.dispatch import (
 )
 from forall._torch.names import BACKWARD_HOOK
 from forall._torch.wrapper import Wrapper
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 def _applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -133,10 +137,36 @@ def _theirs(gradients: tuple, found: Any) -> Any:
     return for_those_asked(gradients, found) if stack.ever_parted else found
 
 
+def _within() -> Callable[[torch.Tensor], bool]:
+    """Tells values of levels that are entered from now on.
+
+    Where they are entered once more, they are other levels, whose values these could not meet.
+    """
+    level = top()
+    around = frozenset() if level is None else level.around | {level.root}
+
+    def told(tensor: torch.Tensor) -> bool:
+        while isinstance(tensor, Wrapper):
+            root = tensor.level.root
+            if root not in around and root.around >= around:
+                slow(_KEPT)
+                return True
+            tensor = tensor.value
+        return False
+
+    return told
+
+
+_KEPT = (
+    "torch.utils.checkpoint: what a transform inside it saves is kept, not computed again.\n"
+    "Put the checkpoint inside, as in vmap(lambda x: checkpoint(f, x, use_reentrant=False))."
+)
+
+
 def install() -> None:
     """Put our apply in torch's place, once."""
     install_forward_level()
     checkpoints.install(
-        where_it_first_ran, resuming, may_carry_tangents, _function_mode, _making, _theirs
+        where_it_first_ran, resuming, may_carry_tangents, _function_mode, _making, _theirs, _within
     )
     torch.autograd.Function.apply = classmethod(apply)  # pyright: ignore[reportAttributeAccessIssue]

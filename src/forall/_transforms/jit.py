@@ -42,8 +42,8 @@ def jit(
     values, numpy, a list or an attribute that ``func`` changes. Inside another transform, and for
     arguments of a class of their own, ``func`` runs as it is without a word.
 
-    Backends: ``"python"`` runs operator after operator, each bit as in ``f(x)``; where they are many
-    and called often, by torch's own interpreter. ``"inductor"`` and ``"cudagraphs"`` hand the
+    Backends: ``"python"`` runs operator after operator, each bit as in ``f(x)``; where they are
+    many and called often, by torch's own interpreter. ``"inductor"`` and ``"cudagraphs"`` hand the
     operators to torch's compilers when a kind is called for the second time: seconds once, and
     results equal to rounding. Draws, views and what a compiler refuses stay Python's; of the latter
     a `PerformanceWarning` tells. Both halves of a derivative are compiled, what a derivative of the
