@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from forall._core.ended import dispatched, is_over, left_over
 from forall._core.errors import escaped, marks, no_memory, short, shown
-from forall._core.levels import Level, dispatched, innermost, is_over, left_over, levels_in
+from forall._core.levels import Level, innermost, levels_in
 from forall._torch import trees
 from forall._torch.dispatch import functions_off, no_dispatch
 from forall._torch.names import subclass_functions_off

@@ -15,7 +15,8 @@ from forall._batching import standing, table
 from forall._batching.batched import Batched
 from forall._batching.shortcut import answer
 from forall._batching.writing import written
-from forall._core.levels import Level, complete, innermost, left_over, levels_in, stack, top
+from forall._core.ended import left_over
+from forall._core.levels import Level, complete, innermost, levels_in, stack, top
 from forall._torch.dispatch import in_backward, users_tangents
 from forall._torch.names import subclass_functions_are_on, subclass_functions_off
 from forall._torch.wrapper import Wrapper, has_own_meaning, kinds

@@ -21,9 +21,7 @@ import torch
 from forall._core.order import numbered
 from forall._torch.dispatch import (
     dispatch_modes,
-    functions_are_off,
     functions_off,
-    in_backward,
     in_torch_func,
     outside_torch_func,
     plain_alias,
@@ -46,9 +44,7 @@ class Level:
     def __init__(self, parent: Level | None) -> None:
         self.parent = self.born_in = parent
         self.number, self.room = numbered(stack.since)
-        self.around = frozenset() if parent is None else parent.around | {parent.root}
-        if stack.place is not None:
-            self.around |= stack.place.around | {stack.place.root}
+        self.around = _up_to(parent) | _up_to(stack.place)
         self.active = False
         self.lifted: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -149,6 +145,15 @@ stack = _Stack()
 def top() -> Level | None:
     """The innermost active level of this thread."""
     return stack.top
+
+
+def _up_to(level: Level | None) -> frozenset[Level]:
+    return frozenset() if level is None else level.around | {level.root}
+
+
+def around_what_runs() -> frozenset[Level]:
+    """The levels that the code which runs now is inside of, ended ones too if it runs once more."""
+    return _up_to(stack.top) | _up_to(stack.place)
 
 
 class entered:
@@ -318,49 +323,6 @@ class outside:
         while self.modes:
             push_mode(self.modes.pop())
         stack.top = self.top
-
-
-def is_over(level: Level) -> bool:
-    """Whether a user's own code meets a value of this level after the level has ended.
-
-    A backward pass, with its hooks and recomputations, acts under ended levels by right, and so
-    does our own code, which no function mode is to see.
-    """
-    return not level.active and level.ends and not functions_are_off() and not in_backward()
-
-
-# Asked of the tensor itself, for which nothing else may answer.
-_ITS_OWN = frozenset(
-    {"__get__", "__set__", "__delete__", "requires_grad_", "retain_grad", "register_hook"}
-)
-
-
-def dispatched(func: Any, args: tuple, kwargs: dict) -> Any:
-    """An operator that no mode took: of our own code, in a backward pass, or after the call."""
-    level = innermost(levels_in(args, kwargs))
-    if is_over(level):
-        return level.run_afterwards(func, args, kwargs)
-    return level.run(func, args, kwargs)
-
-
-def left_over(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """The arguments of a user's call, ordinary tensors for what ended levels leave of them."""
-    if not any(is_over(level) for level in levels_in(args, kwargs)) or (
-        getattr(func, "__name__", "") in _ITS_OWN
-    ):
-        return args, kwargs
-    return tuple(_left_over(a) for a in args), {k: _left_over(a) for k, a in kwargs.items()}
-
-
-def _left_over(a: Any) -> Any:
-    if type(a) in (list, tuple):
-        return type(a)(map(_left_over, a))
-    while isinstance(a, Wrapper) and is_over(a.level):
-        left = a.level.afterwards(a)
-        if left is a:
-            break
-        a = left
-    return a
 
 
 def peels(tensor: torch.Tensor) -> bool:

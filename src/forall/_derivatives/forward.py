@@ -12,15 +12,14 @@ from typing import Any
 
 import torch
 
+from forall._core.ended import dispatched, left_over
 from forall._core.errors import columns, explain, marks, short, shown
 from forall._core.levels import (
     Level,
     at,
     complete,
-    dispatched,
     entered,
     graph_free,
-    left_over,
     levels_in,
     outside,
     second_name,

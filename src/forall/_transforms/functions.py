@@ -18,6 +18,7 @@ from forall._core.again import as_made_by, may_carry_tangents, where_it_first_ra
 from forall._core.errors import slow
 from forall._core.levels import (
     Level,
+    around_what_runs,
     at,
     deepest,
     is_from_outside,
@@ -142,8 +143,7 @@ def _within() -> Callable[[torch.Tensor], bool]:
 
     Where they are entered once more, they are other levels, whose values these could not meet.
     """
-    level = top()
-    around = frozenset() if level is None else level.around | {level.root}
+    around = around_what_runs()
 
     def told(tensor: torch.Tensor) -> bool:
         while isinstance(tensor, Wrapper):
