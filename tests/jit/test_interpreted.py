@@ -30,11 +30,15 @@ def lines(monkeypatch):
     return written
 
 
+# A number in the place of a tensor has no line of its own, unless a pass has made it a tensor.
+NUMBERS = {"conjugates", "shapes_changed_in_place", "dtypes_asked_for"}
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_six_calls_are_those_of_the_function(name, lines):
     told = six_calls(name, jit)
     assert any("not recorded" in text for text in told) == (name in AS_IT_IS), told
-    assert all(lines) or name == "dtypes_asked_for"  # which multiplies with True
+    assert all(lines) or name in NUMBERS
 
 
 def several(x, w):
@@ -77,7 +81,7 @@ def test_nothing_is_rewritten(lines):
 
 def test_whole_numbers_stay_whole(lines):
     n = torch.arange(6)
-    f = lambda n: (n * 2, n / 2, n * 2.5, n + True, n.float() * 3, n.to(torch.bfloat16) * 1.1)  # noqa: E731
+    f = lambda n: (n * 2, n / 2, n * 2.5, n + True, n.float() * 3, n.half() * 0.1)  # noqa: E731
     g = jit(f)
     for _ in range(4):
         for a, b in zip(g(n), f(n), strict=True):

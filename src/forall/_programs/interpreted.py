@@ -53,6 +53,7 @@ def warmed(
             line = run
             return made
 
+    warm.source = run.source
     return warm
 
 

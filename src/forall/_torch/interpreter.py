@@ -72,13 +72,11 @@ class Line:
     def call(self, op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
         """The results of an operator: a list of them in the place of a list."""
         told = _told(op)
-        if len(args) > 1 and type(args[1]) in _NUMBERS and told.types[1] == _TENSOR:
-            told = _told(op._overloadpacket.Scalar)  # it makes it a tensor, as Python does
         given = [*args, *map(kwargs.get, told.names[len(args) :], told.defaults[len(args) :])]
         given = [*map(self._given, given, told.types)]
         node = self._node(told.operator, given, told.returns)
         if node.schema() != told.text:
-            raise Unwritten  # another overload that takes the same
+            raise Unwritten  # the overload for numbers: in half precision it rounds them first
         return [*map(node.outputsAt, range(len(told.returns)))]
 
     def unpacked(self, values: Any, count: int) -> list[Any]:
