@@ -50,10 +50,13 @@ bench: $(VENV)/.installed
 coverage: $(VENV)/.installed
 	$(RUN) tests/sweep/run.py --shard $(MACHINES) --json sweep.jsonl --resume --out docs/coverage.md
 
-# Random programs, others at each run: about an hour on one core. PROGRAMS is for each transform.
+# Random programs, others at each run: about an hour on one core, and half an hour for those that are recorded.
+# PROGRAMS is for each transform, RECORDED for all calls of recorded programs.
 PROGRAMS ?= 40000
+RECORDED ?= 5000
 fuzz: $(VENV)/.installed
 	FORALL_PROGRAMS=$(PROGRAMS) FORALL_SEED=$$(date +%s) $(RUN) -m pytest -q tests/limits/test_random_programs.py
+	FORALL_PROGRAMS=$(RECORDED) FORALL_SEED=$$(date +%s) $(RUN) -m pytest -q tests/jit/test_random_programs.py
 
 format: $(VENV)/.installed
 	$(VENV)/bin/ruff format .
