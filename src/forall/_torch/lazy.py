@@ -8,12 +8,15 @@ import torch
 from torch import is_inference_mode_enabled
 
 from forall._torch.dispatch import CONJUGATE, NEGATIVE, VIEWS, ZEROS, is_excluded, set_excluded
-from forall._torch.schema import is_composite
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_DUAL = {torch.ops.aten._fw_primal.default, torch.ops.aten._make_dual.default}
+_DUAL = {
+    torch.ops.aten._unpack_dual.default,
+    torch.ops.aten._fw_primal.default,
+    torch.ops.aten._make_dual.default,
+}
 
 
 def set_lazy_bits(on: bool) -> None:
@@ -31,22 +34,20 @@ def set_lazy_bits(on: bool) -> None:
 def with_lazy_bits(func: Callable, args: tuple, kwargs: dict) -> Any:
     """A call from inside a Python handler, whose kernels look at these bits as anywhere else.
 
-    In inference mode no key of autograd's takes a composite operator apart before it gets here, and
-    `_DUAL` have no other kernel for tensors of before: these then count writes, and know views, as
-    they would outside.
+    In inference mode `_DUAL` get here in one piece, and have no kernel for a tensor of before but
+    autograd's own for views.
     """
     if not is_excluded(CONJUGATE):
         return func(*args, **kwargs)
-    whole = is_inference_mode_enabled() and (func in _DUAL or is_composite(func))
-    whole = whole and is_excluded(VIEWS)
+    dual = func in _DUAL and is_inference_mode_enabled() and is_excluded(VIEWS)
     set_lazy_bits(True)
-    if whole:
+    if dual:
         set_excluded(VIEWS, False)
     try:
         return func(*args, **kwargs)
     finally:
         set_lazy_bits(False)
-        if whole:
+        if dual:
             set_excluded(VIEWS, True)
 
 

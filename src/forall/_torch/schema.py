@@ -50,15 +50,6 @@ def facts(func: Any) -> Facts:
     )
 
 
-@cache
-def is_composite(func: Any) -> bool:
-    """Whether it is other operators one after another, for autograd as for all else."""
-    name = getattr(func, "_name", None)
-    return name is not None and torch._C._dispatch_has_kernel_for_dispatch_key(
-        name, "CompositeImplicitAutograd"
-    )
-
-
 def written(fact: Facts, args: tuple, kwargs: dict) -> list[torch.Tensor]:
     """The tensors that an operator writes into, those in lists too."""
     found = [args[m] if isinstance(m, int) else kwargs.get(m) for m in fact.mutates]
