@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from forall import grad, jit, jvp, vmap
+from forall import grad, jit, jvp, linearize, vmap
 
 D = torch.float64
 
@@ -89,3 +89,27 @@ def test_mapped_second_derivatives_through_a_recorded_call_of_vmap():
         return torch.autograd.grad(y, x, v, retain_graph=True, create_graph=True)[0]
 
     vmap(pulled)(torch.eye(3, dtype=D))
+
+
+OLDER = torch.arange(1.0, 4.0, dtype=D)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: vmap(vmap(lambda x: OLDER.detach() * x))(x),
+        lambda x: linearize(torch.sin, x.clone())[1](x),
+        lambda x: vmap(torch.nn.BatchNorm1d(3).to(D))(x),
+    ],
+)
+@pytest.mark.xfail(
+    strict=True,
+    reason="in inference mode autograd takes nothing apart before it gets to a mode",
+    raises=(RuntimeError, KeyError),
+)
+def test_in_inference_mode(call):
+    x = torch.arange(24.0, dtype=D).reshape(4, 2, 3)
+    with torch.no_grad():
+        call(x)
+    with torch.inference_mode():
+        call(x)
