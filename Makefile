@@ -6,7 +6,7 @@ PIP := $(RUN) -m pip --disable-pip-version-check install -q -c constraints.txt
 # MACHINES=0/1 is the part of the entries that this machine takes: 0/2 and 1/2 are halves.
 MACHINES ?= 0/1
 
-.PHONY: replayed leaks demo test check static doctest limitations bench coverage fuzz format clean
+.PHONY: replayed jitted leaks demo test check static doctest limitations bench coverage fuzz format clean
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/.installed
@@ -19,6 +19,10 @@ test: $(VENV)/.installed
 # All tests, each replayed call compared with the call itself.
 replayed: $(VENV)/.installed
 	FORALL_REPLAY=check OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n auto --dist worksteal
+
+# All tests, each transformed call made by jit too, and compared: an hour on one core.
+jitted: $(VENV)/.installed
+	FORALL_TESTS=jit OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n auto --dist worksteal
 
 # What calls leave behind, in a quarter of an hour or more.
 leaks: $(VENV)/.installed
@@ -50,10 +54,13 @@ bench: $(VENV)/.installed
 coverage: $(VENV)/.installed
 	$(RUN) tests/sweep/run.py --shard $(MACHINES) --json sweep.jsonl --resume --out docs/coverage.md
 
-# Random programs, others at each run: about an hour on one core. PROGRAMS is for each transform.
+# Random programs, others at each run: about an hour on one core, and half an hour for those that are recorded.
+# PROGRAMS is for each transform, RECORDED for all calls of recorded programs.
 PROGRAMS ?= 40000
+RECORDED ?= 5000
 fuzz: $(VENV)/.installed
 	FORALL_PROGRAMS=$(PROGRAMS) FORALL_SEED=$$(date +%s) $(RUN) -m pytest -q tests/limits/test_random_programs.py
+	FORALL_PROGRAMS=$(RECORDED) FORALL_SEED=$$(date +%s) $(RUN) -m pytest -q tests/jit/test_random_programs.py
 
 format: $(VENV)/.installed
 	$(VENV)/bin/ruff format .

@@ -1,14 +1,38 @@
-"""Which tests run with replay as it is by default, which compared with each call, which without."""
+"""Which tests run with replay as it is by default, which compared with each call, which without.
+
+Every other one has torch's interpreter run its programs from the first, however short they are.
+
+With FORALL_TESTS=jit all of them make each transformed call by `jit` too, see `by_jit`.
+"""
 
 import gc
+import os
 from collections.abc import Iterator
 from zlib import crc32
 
 import pytest
 
 import forall
+from forall._programs import interpreted, replay
 
 ONE_IN = 16  # tests whose replayed calls are compared with the calls themselves
+BY_JIT = os.environ.get("FORALL_TESTS") == "jit"
+ASIDE = {"replay", "jit"}  # what records of its own accord
+
+
+def pytest_configure() -> None:
+    if BY_JIT:
+        import by_jit
+
+        replay.Replays = by_jit.ByJit
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if BY_JIT:
+        import by_jit
+
+        for line in by_jit.summary():
+            terminalreporter.write_line(line)
 
 
 def pytest_collection_finish() -> None:
@@ -19,16 +43,21 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    before = forall.config.replay
-    if item.get_closest_marker("counted") is not None:
-        forall.config.replay = False
-    elif (
-        before is True
-        and "replay" not in item.path.parts
-        and crc32(item.nodeid.encode()) % ONE_IN == 0
-    ):
-        forall.config.replay = "check"
+    before = forall.config.replay, interpreted.LENGTH, interpreted.CALLS
+    forall.config.replay = _how(item, before[0])
+    if crc32(item.nodeid.encode()) % 2:
+        interpreted.LENGTH, interpreted.CALLS = 1, 0
     try:
         return (yield)
     finally:
-        forall.config.replay = before
+        forall.config.replay, interpreted.LENGTH, interpreted.CALLS = before
+
+
+def _how(item: pytest.Item, before: bool | str) -> bool | str:
+    if item.get_closest_marker("counted") is not None:
+        return False
+    if BY_JIT:
+        impure = item.get_closest_marker("impure") is not None
+        return before if ASIDE & {*item.path.parts} else False if impure else "check"
+    one_in_some = "replay" not in item.path.parts and not crc32(item.nodeid.encode()) % ONE_IN
+    return "check" if before is True and one_in_some else before

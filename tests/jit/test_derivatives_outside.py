@@ -1,6 +1,7 @@
 """What torch's own autograd outside takes of a recorded call is what it takes of the function."""
 
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -92,6 +93,48 @@ def test_histories_that_lead_to_what_is_captured_count_once(f, history, recorded
     for _ in range(6):
         x = history()
         found, wanted = (torch.autograd.grad(h(x).sum(), W, retain_graph=True) for h in (g, f))
+        alike(found, wanted)
+
+
+@pytest.mark.filterwarnings("ignore:.*not recorded:forall.PerformanceWarning")
+@pytest.mark.parametrize("order", ["vw", "wv"])
+def test_a_view_of_what_is_captured(order, recorded):
+    """Both lie in the same place, so memory does not tell which of them a level has shared."""
+    w = leaf(3)
+    v = w[:]
+    home = SimpleNamespace(**{name: {"v": v, "w": w}[name] for name in order})
+    xs = torch.ones(2, 3, dtype=D)
+    ways = {
+        "given": (vmap(lambda x, v: x * v.sin() * w.cos(), (0, None)), (xs, v)),
+        "captured too": (vmap(lambda x: x * home.v.sin() * home.w.cos()), (xs,)),
+        "captured alone": (vmap(lambda x, v: x * home.w.cos(), (0, None)), (xs, v.detach())),
+    }
+    for f, given in ways.values():
+        g = recorded(f)
+        for _ in range(6):
+            found, wanted = (
+                torch.autograd.grad(h(*given).sum(), w, retain_graph=True) for h in (g, f)
+            )
+            alike(found, wanted)
+
+
+@pytest.mark.parametrize("order", ["vw", "wv"])
+@pytest.mark.parametrize("given", [True, False])
+def test_what_lay_in_one_place_lies_in_two(order, given, recorded):
+    rows = torch.tensor([[0.1, 0.2], [3.0, 4.0]], dtype=D)
+    v, w = rows[0], torch.nn.Parameter(rows[0])
+    home = SimpleNamespace(**{name: {"v": v, "w": w}[name] for name in order})
+    if given:
+        f = vmap(lambda x, v: x * v.sin() * home.w.cos(), (0, None))
+        args = torch.ones(2, 2, dtype=D), v
+    else:
+        f = vmap(lambda x: x * home.v.sin() * home.w.cos())
+        args = (torch.ones(2, 2, dtype=D),)
+    g = recorded(f)
+    for data in (rows[0], rows[0], rows[0], rows[0], rows[1], rows[1], 2 * rows[0], rows[0]):
+        w.data = data
+        alike(g(*args), f(*args))
+        found, wanted = (torch.autograd.grad(h(*args).sum(), w) for h in (g, f))
         alike(found, wanted)
 
 

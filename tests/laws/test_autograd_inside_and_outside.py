@@ -370,6 +370,7 @@ def test_the_gradient_is_a_hook_away_inside_grad():
 # --- modules -------------------------------------------------------------------------------------
 
 
+@pytest.mark.impure("its hooks count backward passes, and recording makes one")
 def test_module_hooks_run_for_every_derivative():
     model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1)).double()
     calls = []

@@ -261,6 +261,7 @@ def operators(f, *args) -> Counter:
     return Counter({row.key: row.count for row in found.key_averages()})
 
 
+@pytest.mark.counted
 @pytest.mark.parametrize(("name", "layers"), [("lstm", 1), ("gru", 1), ("rnn", 2)])
 def test_without_a_derivative_all_examples_are_one_call(name, layers):
     """As many products for all examples as for one."""
@@ -282,6 +283,7 @@ def test_without_a_derivative_a_cell_is_one_call(name):
     assert all_["aten::addmm"] == one["aten::addmm"]
 
 
+@pytest.mark.counted
 def test_a_recorded_layer_of_onednn_is_one_call():
     if not torch.backends.mkldnn.is_available():
         pytest.skip("without oneDNN a layer is made of ordinary operators")

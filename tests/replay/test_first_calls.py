@@ -69,3 +69,18 @@ def test_an_error_of_the_first_call_is_the_functions_own(monkeypatch):
     for _ in range(3):
         with pytest.raises(RuntimeError, match=r"q values must be in the range \[0, 1\]"):
             f(q)
+
+
+def test_forward_mode_of_what_is_older_than_inference_mode(recorded):
+    """Its operators get to a mode in one piece then, and have no kernel for such tensors there."""
+    w = X[0]
+    ways = [
+        lambda x: jvp(lambda x: (x.sin(), x, w * 1, w), (x,), (x,)),
+        vmap(lambda x: jvp(lambda x: (x * w, x), (x,), (x,))),
+    ]
+    for f in ways:
+        g = recorded(f)
+        for x in (X, X + 1, X):
+            with torch.inference_mode():
+                found, wanted = g(x), f(x)
+            torch.testing.assert_close(found, wanted)

@@ -129,7 +129,7 @@ def _is_short(program: Program, n: int) -> bool:
 def _key(node: Node) -> Any:
     """What two operators that give the same have in common; None where two are two."""
     fact = facts(node.op)
-    if fact.seeded or fact.mutates or node.op.namespace != "aten":
+    if fact.seeded or node.writes() or node.op.namespace != "aten":
         return None
     if not _DRAWING.isdisjoint(fact.names):  # composite ones have no tag that says so
         return None

@@ -145,25 +145,33 @@ class Recorder(DispatchMode):
         n = self._numbers.get(id(t))
         if n is not None and self._tensors[n]() is t:
             return n
-        if id(t) in self.known:
-            n = self._new(t, None)
-            self.captured[n] = t
-            return n
-        return self._alias(t)
+        return self._of_known(t) if id(t) in self.known else self._alias(t)
 
     def _alias(self, t: torch.Tensor) -> int | None:
-        """The value of a tensor that torch or a level made as a second name, which no mode sees."""
-        place = storage_of(t)
-        held, numbers = self._in_memory.get(place, (None, ()))
-        if held is not None and not held.expired():
-            layout, lazy = Layout.of(t), _lazy(t)
-            for n in numbers:
-                if self.values[n].layout == layout and self._lazies[n] == lazy:
-                    return n
+        """The value of a tensor that torch or a level made as a second name, which no mode sees.
+
+        Several may lie in that place. They are one to the program, but not to a derivative: it may
+        be a name of any captured one that requires grad, so the program knows of them all.
+        """
+        place, layout, lazy = storage_of(t), Layout.of(t), _lazy(t)
+        held, numbers = self._in_memory.get(place, (None, []))
+        numbers = () if held is None or held.expired() else numbers
+        alike = (n for n in numbers if self.values[n].layout == layout and self._lazies[n] == lazy)
+        found = next(alike, None)
         for known in self._known_at.get(place, ()):
-            if Layout.of(known) == Layout.of(t) and _lazy(known) == _lazy(t):
-                return self.number(known)
-        return None
+            if Layout.of(known) != layout or _lazy(known) != lazy:
+                continue
+            if found is None or known.requires_grad:
+                n = self._of_known(known)
+                found = n if found is None else found
+        return found
+
+    def _of_known(self, t: torch.Tensor) -> int:
+        n = self._numbers.get(id(t))
+        if n is None or self._tensors[n]() is not t:
+            n = self._new(t, None)
+            self.captured[n] = t
+        return n
 
     def made_aside(self, t: torch.Tensor) -> None:
         """A tensor of our own that comes out the same with each call, and that no mode sees."""

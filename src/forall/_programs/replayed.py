@@ -68,12 +68,12 @@ class Recorded:
             return False
         return not self._meet or self._meetings(tensors) == self._met
 
-    def _meetings(self, tensors: Sequence[Tensor]) -> set[tuple[int, int]]:
-        """Which arguments share memory with what the function captures."""
-        given: dict[int, list[int]] = {}
-        for i, t in enumerate(tensors):
-            given.setdefault(_memory(t), []).append(i)
-        return {(i, n) for n, t in enumerate(self._known) for i in given.get(_memory(t), ())}
+    def _meetings(self, tensors: Sequence[Tensor]) -> list[list[tuple[int, int]]]:
+        """Who shares memory with something that the function captures, and from where on."""
+        rooms: dict[int, list[tuple[int, int]]] = {}
+        for i, t in enumerate((*tensors, *self._known)):
+            rooms.setdefault(_memory(t), []).append((i, t.storage_offset() if has_memory(t) else 0))
+        return [room for room in rooms.values() if len(room) > 1 and room[-1][0] >= len(tensors)]
 
     def writes_outside(self) -> bool:
         roots = [v.root for v in self.program.values]

@@ -29,13 +29,14 @@ AUTOGRAD = DispatchKey.AutogradFunctionality
 CONJUGATE = DispatchKey.Conjugate
 NEGATIVE = DispatchKey.Negative
 ZEROS = DispatchKey.ZeroTensor
+VIEWS = DispatchKey.ADInplaceOrView
 # What the dispatcher switches off on its way into a Python handler and autograd's kernels need.
 _ABOVE_PYTHON = (
     AUTOGRAD,
-    DispatchKey.ADInplaceOrView,
-    DispatchKey.Conjugate,
-    DispatchKey.Negative,
-    DispatchKey.ZeroTensor,
+    VIEWS,
+    CONJUGATE,
+    NEGATIVE,
+    ZEROS,
 )
 
 

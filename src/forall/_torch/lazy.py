@@ -4,10 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from forall._torch.dispatch import CONJUGATE, NEGATIVE, ZEROS, is_excluded, set_excluded
+import torch
+from torch import is_inference_mode_enabled
+
+from forall._torch.dispatch import CONJUGATE, NEGATIVE, VIEWS, ZEROS, is_excluded, set_excluded
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+_DUAL = {
+    torch.ops.aten._unpack_dual.default,
+    torch.ops.aten._fw_primal.default,
+    torch.ops.aten._make_dual.default,
+}
 
 
 def set_lazy_bits(on: bool) -> None:
@@ -23,14 +32,23 @@ def set_lazy_bits(on: bool) -> None:
 
 
 def with_lazy_bits(func: Callable, args: tuple, kwargs: dict) -> Any:
-    """A call from inside a Python handler, whose kernels look at these bits as anywhere else."""
+    """A call from inside a Python handler, whose kernels look at these bits as anywhere else.
+
+    In inference mode `_DUAL` get here in one piece, and have no kernel for a tensor of before but
+    autograd's own for views.
+    """
     if not is_excluded(CONJUGATE):
         return func(*args, **kwargs)
+    dual = func in _DUAL and is_inference_mode_enabled() and is_excluded(VIEWS)
     set_lazy_bits(True)
+    if dual:
+        set_excluded(VIEWS, False)
     try:
         return func(*args, **kwargs)
     finally:
         set_lazy_bits(False)
+        if dual:
+            set_excluded(VIEWS, True)
 
 
 class lazy_zeros_pass:

@@ -50,6 +50,32 @@ def facts(func: Any) -> Facts:
     )
 
 
+# What writes into running statistics where this argument says so (None: always), and in whose
+# schema no word of it is.
+_STATISTICS = {
+    "native_batch_norm": "training",
+    "cudnn_batch_norm": "training",
+    "miopen_batch_norm": "training",
+    "batch_norm": "training",
+    "_batch_norm_impl_index": "training",
+    "instance_norm": "use_input_stats",
+    "batch_norm_update_stats": None,
+    "batch_norm_gather_stats": None,
+    "batch_norm_gather_stats_with_counts": None,
+}
+
+
+def unsaid(func: Any, args: tuple) -> tuple[int, ...]:
+    """The places of the arguments that an operator writes into, although its schema does not."""
+    name = func.overloadpacket.__name__
+    if name not in _STATISTICS or func.namespace != "aten":
+        return ()
+    names, asked = facts(func).names, _STATISTICS[name]
+    if asked is not None and not args[names.index(asked)]:
+        return ()
+    return names.index("running_mean"), names.index("running_var")
+
+
 def written(fact: Facts, args: tuple, kwargs: dict) -> list[torch.Tensor]:
     """The tensors that an operator writes into, those in lists too."""
     found = [args[m] if isinstance(m, int) else kwargs.get(m) for m in fact.mutates]

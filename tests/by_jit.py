@@ -1,0 +1,131 @@
+"""Tests with each transformed call made by `jit` too: `FORALL_TESTS=jit`, see `make jitted`.
+
+A call of a kind that is met for the first time is recorded, and its program is run on the same
+arguments; a later one is replayed, and then made as it is. What is written into is put back in
+between, and so are the random numbers. Results, what is left in the arguments and in what is
+captured, and derivatives taken outside have to be the same.
+
+The function itself runs once with each call, as ever, and what `jit` cannot record is no failure.
+What it records although the function does more than `jit` can see is told by the mark `impure`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forall._programs.differentiated import Differentiated
+from forall._programs.kinds import AsItIs, Kinds
+from forall._programs.recording import guarding
+from forall._programs.replay import Replays, _is_same, _same
+from forall._programs.replayed import Recorded
+from forall._programs.signature import is_free
+from forall._programs.statics import Statics
+from forall._programs.writing import function
+from forall._torch import generators, trees
+from forall._torch.memory import has_memory
+from forall._torch.names import has_global_hooks, version
+
+COUNT: Counter[str] = Counter()
+REASONS: Counter[str] = Counter()
+
+
+class Quiet(Kinds):
+    """Kinds of calls; what cannot be recorded is counted, and not warned of."""
+
+    def _as_it_is(self, kind: Any, given: tuple[tuple, dict], why: str) -> AsItIs:
+        REASONS[why] += 1
+        self._keep(kind, AsItIs("", why))
+        return AsItIs("", why)
+
+
+class State:
+    """What a call may change of what was there before it."""
+
+    def __init__(self, tensors: Sequence[Tensor], others: Sequence[Any]) -> None:
+        self.tensors = [t for t in tensors if has_memory(t)]
+        self.others = [*tensors, *others]
+        self.versions = [*map(version, self.tensors)]
+        self.numbers = [t.detach().clone() for t in self.tensors]
+        self.drawn = generators.states(self.others)
+
+    def put_back(self) -> None:
+        """As it was; no version moves, for a graph may have saved what is put back."""
+        for t, numbers in zip(self.tensors, self.numbers, strict=True):
+            if not torch.equal(t, numbers):  # rules write below autograd, and move no version
+                t.data.copy_(numbers)
+        generators.restore(self.drawn)
+
+    def now(self) -> list[Tensor]:
+        left = [t.detach().clone() for t in self.tensors]
+        return [*left, *generators.states(self.others).values()]
+
+    def compare(self, left: list[Tensor]) -> None:
+        now = self.now()
+        if not all(map(_is_same, now, left)):
+            raise RuntimeError(f"forall: a replayed call left\n{now}\nand not\n{left}")
+
+
+class ByJit(Replays):
+    """In the place of what replays the calls of a transformed function."""
+
+    def __init__(self, run: Any) -> None:
+        super().__init__(run)
+        self.kinds = Quiet(run, Statics(run, None, None), function)
+
+    def run(self, args: tuple, kwargs: dict) -> Any:
+        COUNT["calls"] += 1
+        if not is_free() or sys.gettrace() or has_global_hooks():
+            return self.eager(*args, **kwargs)
+        leaves = trees.leaves((args, kwargs))
+        tensors = [x for x in leaves if isinstance(x, Tensor)]
+        guards = guarding(self.eager, leaves)
+        state = State([*tensors, *guards.tensors.values()], guards.generators)
+        known, hits = [*self.kinds.known.values()], self.kinds.hits
+        try:
+            result = self.kinds.run(args, kwargs)
+        except Exception:
+            if self.kinds.hits > hits:
+                state.put_back()
+                self.eager(*args, **kwargs)
+                raise  # by the program alone
+            if not guards.hold() or [*map(version, state.tensors)] != state.versions:
+                raise
+            generators.restore(state.drawn)
+            return self.eager(*args, **kwargs)
+        made = next(reversed(self.kinds.known.values()), None)
+        if not isinstance(made, Recorded):
+            return result
+        if self.kinds.hits > hits:
+            COUNT["replayed calls compared"] += 1
+            found, left = _copied(made, result), state.now()
+            state.put_back()
+            result = self.eager(*args, **kwargs)
+            _same(found, result, made, tensors)
+            state.compare(left)
+        elif not any(made is k for k in known):
+            COUNT["recorded calls compared"] += 1
+            truth, left = _copied(made, result), state.now()
+            state.put_back()
+            _same(made(tensors), truth, made, tensors)
+            state.compare(left)
+        return result
+
+
+def _copied(made: Recorded, result: Any) -> Any:
+    """A result that stays as it is; with a derivative outside, nothing is written into it."""
+    if isinstance(made, Differentiated):
+        return result
+    leaves, spec = trees.flatten(result)
+    copies = [x.clone() if isinstance(x, Tensor) and has_memory(x) else x for x in leaves]
+    return trees.unflatten(copies, spec)
+
+
+def summary() -> list[str]:
+    told = [f"{n} {what}" for what, n in COUNT.items()]
+    return [*told, *(f"{n} kinds not recorded: {why}" for why, n in REASONS.most_common(30))]
