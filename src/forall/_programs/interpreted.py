@@ -7,6 +7,7 @@ it, and is run by Python, once more, where it fails.
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -53,8 +54,7 @@ def warmed(
             line = run
             return made
 
-    warm.source = run.source
-    return warm
+    return functools.update_wrapper(warm, run)
 
 
 def _fits(program: Program, nodes: Sequence[Node], given: Sequence[int]) -> bool:
