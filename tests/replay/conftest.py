@@ -1,3 +1,13 @@
-"""Fixtures that the tests of jit have too."""
+"""What most tests here begin with, and a fixture that the tests of jit have too."""
 
+import pytest
+
+import forall
 from jit.conftest import recorded  # noqa: F401 - pytest finds it here
+
+
+@pytest.fixture
+def at_once(monkeypatch):
+    """Calls are replayed as soon as they can be."""
+    monkeypatch.setattr(forall.config, "replay", True)
+    monkeypatch.setattr(forall.config, "patience", 0)

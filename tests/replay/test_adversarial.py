@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-import forall
 from forall._transforms.replaying import replaying
 from jit.cases import CASES
 from jit.conftest import globals_as_before  # noqa: F401 - a fixture that all tests here use
 from jit.test_adversarial import six_calls
 
-
-@pytest.fixture(autouse=True)
-def at_once(monkeypatch):
-    monkeypatch.setattr(forall.config, "replay", True)
-    monkeypatch.setattr(forall.config, "patience", 0)
+pytestmark = pytest.mark.usefixtures("at_once")
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -13,14 +13,9 @@ from forall import grad, grad_and_value, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from forall._core.config import replay_of
 from forall._programs.replay import Replays
 
+pytestmark = pytest.mark.usefixtures("at_once")
 D = torch.float64
 X = torch.linspace(0.1, 1, 12, dtype=D).reshape(4, 3)
-
-
-@pytest.fixture(autouse=True)
-def at_once(monkeypatch):
-    monkeypatch.setattr(forall.config, "replay", True)
-    monkeypatch.setattr(forall.config, "patience", 0)
 
 
 @pytest.fixture

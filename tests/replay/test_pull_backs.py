@@ -7,16 +7,11 @@ import forall
 from forall import grad, jacrev, jvp, vjp, vmap
 from forall._programs.differentiated import Differentiated
 
+pytestmark = pytest.mark.usefixtures("at_once")
 D = torch.float64
 X = torch.linspace(0.1, 1, 12, dtype=D).reshape(4, 3)
 W = torch.linspace(1, 2, 3, dtype=D)
 C = torch.linspace(-1, 1, 3, dtype=D)
-
-
-@pytest.fixture(autouse=True)
-def at_once(monkeypatch):
-    monkeypatch.setattr(forall.config, "replay", True)
-    monkeypatch.setattr(forall.config, "patience", 0)
 
 
 @pytest.fixture
