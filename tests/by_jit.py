@@ -126,6 +126,16 @@ def _copied(made: Recorded, result: Any) -> Any:
     return trees.unflatten(copies, spec)
 
 
+def counts() -> tuple[dict[str, int], dict[str, int]]:
+    """What one process of many has counted, in plain dicts."""
+    return {**COUNT}, {**REASONS}
+
+
+def add(counted: tuple[dict[str, int], dict[str, int]]) -> None:
+    COUNT.update(counted[0])
+    REASONS.update(counted[1])
+
+
 def summary() -> list[str]:
     told = [f"{n} {what}" for what, n in COUNT.items()]
     return [*told, *(f"{n} kinds not recorded: {why}" for why, n in REASONS.most_common(30))]

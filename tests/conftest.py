@@ -8,6 +8,7 @@ With FORALL_TESTS=jit all of them make each transformed call by `jit` too, see `
 import gc
 import os
 from collections.abc import Iterator
+from typing import Any
 from zlib import crc32
 
 import pytest
@@ -17,14 +18,22 @@ from forall._programs import interpreted, replay
 
 ONE_IN = 16  # tests whose replayed calls are compared with the calls themselves
 BY_JIT = os.environ.get("FORALL_TESTS") == "jit"
-ASIDE = {"replay", "jit"}  # what records of its own accord
+ASIDE = {"replay", "jit"}  # that test the recording itself
 
 
-def pytest_configure() -> None:
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if BY_JIT and hasattr(session.config, "workeroutput"):
+        import by_jit
+
+        session.config.workeroutput["by_jit"] = by_jit.counts()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
     if BY_JIT:
         import by_jit
 
-        replay.Replays = by_jit.ByJit
+        by_jit.add(node.workeroutput["by_jit"])
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -47,10 +56,16 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     forall.config.replay = _how(item, before[0])
     if crc32(item.nodeid.encode()) % 2:
         interpreted.LENGTH, interpreted.CALLS = 1, 0
+    own = replay.Replays
+    if BY_JIT and not ASIDE & {*item.path.parts}:
+        import by_jit
+
+        replay.Replays = by_jit.ByJit
     try:
         return (yield)
     finally:
         forall.config.replay, interpreted.LENGTH, interpreted.CALLS = before
+        replay.Replays = own
 
 
 def _how(item: pytest.Item, before: bool | str) -> bool | str:

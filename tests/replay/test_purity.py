@@ -145,6 +145,23 @@ log = logging.getLogger("x")
 out = io.StringIO()
 
 
+class Logged:
+    def scaled(self, x):
+        return 2 * x
+
+    def printed(self, x):
+        print("printed")
+        return x
+
+    def twice(self, x):
+        return self.scaled(self.printed(x))
+
+    alias = printed
+
+
+logged, printed, METHODS = Logged(), Logged.printed, [Logged.printed]
+
+
 @contextlib.contextmanager
 def quietly():
     yield
@@ -178,6 +195,7 @@ CERTAIN = {
     "modes": lambda x: torch.no_grad()(torch.sin)(x),
     "an operator by its full name": lambda x: torch.ops.aten.sin.default(x),
     "a distribution": lambda x: torch.distributions.Normal(x, 1.0).log_prob(W),
+    "a class whose other methods print": lambda x: logged.scaled(x),
     "errors": lambda x: x if x.dim() else (_ for _ in ()).throw(ValueError("no")),
 }
 
@@ -204,6 +222,10 @@ UNCERTAIN = {
     "a module that prints": lambda x: noisy(x),
     "a method of a named tuple": lambda x: late.of(x),
     "a cache": lambda x: x * cached(2),
+    "a method in a table": lambda x: METHODS[0](logged, x),
+    "a method by another name": lambda x: printed(logged, x),
+    "a method under another name": lambda x: logged.alias(x),
+    "a method that a method calls": lambda x: logged.twice(x),
     "a context of the user's": lambda x: contextlib.ExitStack() and x,
     "a generator of its own seed": lambda x: x * gen.initial_seed(),
     "attrgetter": lambda x: x * operator.attrgetter("_version")(W),

@@ -2,7 +2,8 @@
 
 A program knows nothing of Python. So what the function can be seen to reach (its closure, its
 defaults, the object it is bound to, the globals that it or a function it calls names, and modules,
-classes, containers and objects in these) is compared with each call, by identity.
+classes, containers and objects in these) is compared with each call, by identity. Of a method that
+nothing calls, only that it is the same.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from forall._core.remembering import (
     names_of,
 )
 from forall._programs.holding import Looks, holding, if_any
+from forall._programs.methods import Methods
 from forall._torch.trusted import is_torchs
 
 if TYPE_CHECKING:
@@ -78,6 +80,7 @@ class Guards:
         self._looks = Looks()
         self._holding: Callable[[], bool] | None = None
         self._modules: set[tuple[int, frozenset[str]]] = set()
+        self._methods = Methods()
         self._held: dict[int, Any] = {}  # all that was met: no other takes its identity
         self._left = [func, *given]  # to be looked at: objects hang in each other without end
         while self._left and self.why is None:
@@ -135,8 +138,7 @@ class Guards:
         elif isinstance(value, (bytearray, memoryview, array.array)) or _is_array(value):
             self._numbers(value)
         elif isinstance(value, FunctionType):
-            if not is_torchs(value):
-                self._function(value)
+            self._function(value)
         elif isinstance(value, (MethodType, staticmethod, classmethod)):
             self._left += [value.__func__, getattr(value, "__self__", None)]
         elif isinstance(value, functools.partial):
@@ -146,6 +148,7 @@ class Guards:
         elif isinstance(value, BuiltinFunctionType):
             if not isinstance(value.__self__, ModuleType):
                 self._left.append(value.__self__)
+            self._left += self._methods.called_by(value)
         elif isinstance(value, type):
             self._class(value)
         elif isinstance(value, Iterator) and type(value).__module__ in ("builtins", "itertools"):
@@ -156,10 +159,13 @@ class Guards:
             self._object(value)  # a class of the user's with entries: a NamedTuple, a dict
 
     def _function(self, func: FunctionType) -> None:
+        if is_torchs(func):
+            return
         if is_ours(func):
             # Ours never change, nor what they are bound to.
             self._left += [*map(contents, func.__closure__ or ()), *func.__dict__.values()]
             return
+        self._left += [*self._methods.called_by(func), *self._methods.called_in(func)]
         for name in ("__code__", "__defaults__", "__kwdefaults__", "__dict__"):
             value = getattr(func, name)
             self._attributes.append((func, name, value))
@@ -185,14 +191,20 @@ class Guards:
     def _leads_to(self, value: Any, inner: frozenset[str]) -> None:
         if not isinstance(value, ModuleType):
             self._left.append(value)
-        elif not is_library(value.__name__) and (id(value), inner) not in self._modules:
+            return
+        self._left += self._methods.called_by(value)
+        if not is_library(value.__name__) and (id(value), inner) not in self._modules:
             self._modules.add((id(value), inner))
             self._named(vars(value), inner, inner)
 
     def _class(self, kind: type) -> None:
-        if not is_no_users(kind):
-            self._attributes.append((kind, "__mro__", kind.__mro__))
-            self._left += [*kind.__mro__, vars(kind)]
+        if is_no_users(kind):
+            self._left += self._methods.called_by(kind)
+            return
+        names = vars(kind)
+        self._attributes.append((kind, "__mro__", kind.__mro__))
+        self._dicts.append((names, tuple(names), tuple(names.values())))
+        self._left += [*kind.__mro__, *self._methods.of(kind)]
 
     def _object(self, thing: Any) -> None:
         state = getattr(thing, "__dict__", None)

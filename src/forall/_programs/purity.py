@@ -42,10 +42,6 @@ if TYPE_CHECKING:
 
 _WRAPPERS = (MappingProxyType, MethodType, staticmethod, classmethod, property, functools.partial)
 _METHODS = (MethodDescriptorType, WrapperDescriptorType, MethodWrapperType)
-# What torch calls of a class without its name being written anywhere.
-_CALLED_BY_TORCH = frozenset({"forward", "backward", "setup_context", "vmap", "jvp"})
-# What Python calls of a class without a say in what a function gives.
-_ASIDE = frozenset({"__hash__", "__del__", "__reduce__", "__reduce_ex__", "__getstate__"})
 _SKIPPED = frozenset(
     {"CACHE", "PUSH_NULL", "PRECALL", "EXTENDED_ARG", "COPY_FREE_VARS", "RESUME", "NOP"}
 )
@@ -58,17 +54,15 @@ def doubt(guards: Guards) -> str | None:
     """What of it is not certain; None where all is. What it names of torch is watched from now."""
     if guards.why is not None:
         return guards.why
-    classes = [x for x in guards.reached() if isinstance(x, type) and not is_no_users(x)]
-    methods = {id(f): name for kind in classes for name, v in vars(kind).items() for f in _in(v)}
-    read = []
-    for value in guards.reached():
-        if isinstance(value, FunctionType) and not is_ours(value):
-            if not trusted.is_trusted(value):
-                read.append(value)
-        elif not _is_certain(value):
-            return f"it reaches {_named(value)}"
     reading = _Reading(guards)
-    return reading.everything(read, methods, _overridden(classes))
+    for value in [*guards.reached()]:
+        if isinstance(value, FunctionType) and not is_ours(value):
+            why = None if trusted.is_trusted(value) else reading.of(value)
+        else:
+            why = None if _is_certain(value) else f"it reaches {_named(value)}"
+        if why is not None:
+            return why
+    return None
 
 
 class _Reading:
@@ -76,30 +70,8 @@ class _Reading:
 
     def __init__(self, guards: Guards) -> None:
         self.guards = guards
-        self.names = {*_CALLED_BY_TORCH}
 
-    def everything(
-        self, read: Iterable[FunctionType], methods: dict[int, str], overridden: set[str]
-    ) -> str | None:
-        """Read functions, but methods only where their name is met on the way."""
-        self.names |= overridden
-        later, now = [], []
-        for f in read:
-            (later if id(f) in methods else now).append(f)
-        while now:
-            for f in now:
-                why = self._function(f)
-                if why is not None:
-                    return why
-            named = {id(f) for f in later if self._is_called(methods[id(f)])}
-            now = [f for f in later if id(f) in named]
-            later = [f for f in later if id(f) not in named]
-        return None
-
-    def _is_called(self, name: str) -> bool:
-        return name in self.names or (name.startswith("__") and name not in _ASIDE)
-
-    def _function(self, func: FunctionType) -> str | None:
+    def of(self, func: FunctionType) -> str | None:
         home = func.__globals__
         if is_no_users(func):
             return f"it reaches {_named(func)}"
@@ -107,7 +79,6 @@ class _Reading:
         found = {n: contents(c) for n, c in cells if isinstance(contents(c), ModuleType)}
         for code, modules in _codes(func.__code__, found):
             for way in _ways(code, modules):
-                self.names.update(way)
                 why = self._way(way, modules if way[0] in modules else home)
                 if why is not None:
                     return f"{func.__qualname__} {why} ({code.co_filename}:{code.co_firstlineno})"
@@ -179,24 +150,6 @@ def _rebound(code: CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _rebound(constant)
-
-
-def _in(value: Any) -> Iterator[FunctionType]:
-    """The functions that an entry of a class is made of."""
-    names = ("fget", "fset", "fdel") if isinstance(value, property) else ("__func__",)
-    found = [value, *(getattr(value, name, None) for name in names)]
-    yield from (f for f in found if isinstance(f, FunctionType))
-
-
-def _overridden(classes: Iterable[type]) -> set[str]:
-    """The methods that a library may call by the name which its own class has for them."""
-    return {
-        name
-        for kind in classes
-        for base in kind.__mro__
-        if is_no_users(base) and base is not object
-        for name in vars(kind).keys() & vars(base).keys()
-    }
 
 
 def _is_certain(value: Any) -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from collections import OrderedDict
 
+import numpy as np
 import pytest
 import torch
 
@@ -38,7 +40,7 @@ class Thing:
 
 def held():
     thing = Thing()
-    return thing, Guards(lambda x: thing.call(x))
+    return thing, Guards(lambda x: thing.call(thing.other(x)))
 
 
 def renamed():
@@ -150,6 +152,63 @@ SCALE = 2
 
 def scaled(x):
     return x * SCALE
+
+
+class Model:
+    """With methods that depend on a global each."""
+
+    def call(self, x):
+        return x
+
+    def by_scale(self, x):
+        return x * SCALE
+
+    @property
+    def scale(self):
+        return SCALE
+
+
+class Late(Model):
+    pass
+
+
+model, late = Model(), Late()
+ASK = getattr
+FOUND = {
+    "by name": lambda x: model.by_scale(x),
+    "of a base": lambda x: late.by_scale(x),
+    "inside another function": lambda x: [model.by_scale(y) for y in x],
+    "a property": lambda x: x * model.scale,
+    "by getattr": lambda x: getattr(model, "by_" + "scale")(x),
+    "by getattr under another name": lambda x: ASK(model, "by_" + "scale")(x),
+    "by a name in a pattern": lambda x: matching(x),
+    "by __dict__": lambda x: Model.__dict__["by_" + "scale"](model, x),
+    "by operator": lambda x: operator.methodcaller("by_" + "scale", x)(model),
+    "by a library": lambda x: np.vectorize(lambda m: m)([]) if x is None else x,
+    "by eval": lambda x: eval("model.by_" + "scale")(x),  # noqa: S307
+}
+
+
+def matching(x):
+    match model:
+        case Model(scale=s):
+            return x * s
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_what_a_method_reaches_is_seen(name, monkeypatch):
+    guards = Guards(FOUND[name], [model])
+    assert guards.hold()
+    monkeypatch.setitem(globals(), "SCALE", 3)
+    assert not guards.hold()
+
+
+def test_what_a_method_reaches_that_nothing_calls_is_not_asked(monkeypatch):
+    guards = Guards(lambda x: model.call(x))
+    monkeypatch.setitem(globals(), "SCALE", 3)
+    assert guards.hold()
+    monkeypatch.setattr(Model, "by_scale", scaled)
+    assert not guards.hold()  # the class is another
 
 
 def test_a_global_is_seen_among_others_that_change(monkeypatch):
