@@ -8,8 +8,9 @@ from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from forall import PerformanceWarning, jit, vmap
+from forall import PerformanceWarning, hessian, jacfwd, jacrev, jit, vmap
 
 X = torch.tensor([1.0, 2.0])
 
@@ -222,3 +223,14 @@ def test_arguments_that_are_no_tensors_are_looked_at():
         assert f(X, X.clone()).equal(2 * X)
     with pytest.raises(TypeError):
         f(X, y=X)
+
+
+@pytest.mark.parametrize(
+    "verb", [hessian, lambda f: jacfwd(jacfwd(f)), lambda f: jacrev(jacrev(f))]
+)
+def test_an_operator_whose_backward_has_no_forward_formula_is_recorded(verb):
+    f = verb(lambda x: F.layer_norm(torch.cat([x.sin(), x * x]), (6,)))
+    g, x = jit(f), torch.randn(3, dtype=torch.float64)
+    for i in range(3):
+        torch.testing.assert_close(g(x * i), f(x * i))
+    assert g.cache_info().hits == 2

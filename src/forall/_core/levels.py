@@ -20,9 +20,9 @@ import torch
 
 from forall._core.order import numbered
 from forall._torch.dispatch import (
-    dispatch_modes,
     functions_off,
     in_torch_func,
+    is_mode_on,
     outside_torch_func,
     plain_alias,
     torch_funcs,
@@ -307,11 +307,12 @@ class outside:
         self.modes = []
         self.top = stack.top
         if self.level.active:
-            while dispatch_modes():
+            # Where the level itself runs an operator, torch has taken its mode off, and the inner.
+            inside = is_mode_on(self.level.root)
+            while inside:
                 mode = pop_mode(None)
                 self.modes.append(mode)
-                if mode is self.level.root:
-                    break
+                inside = mode is not self.level.root
             stack.top = self.level.parent
         self.stay = [mode for mode in self.modes if getattr(mode, "stays", False)]
         for mode in reversed(self.stay):

@@ -231,6 +231,12 @@ def _called_by(wanted: Callable[[Any], bool]) -> bool:
 
 
 dispatch_modes = torch._C._len_torch_dispatch_stack
+
+
+def is_mode_on(mode: object) -> bool:
+    return any(torch._C._get_dispatch_stack_at(i) is mode for i in range(dispatch_modes()))
+
+
 # As in a handler: autograd neither records nor counts versions.
 below_autograd = torch._C._AutoDispatchBelowADInplaceOrView
 # Nothing is recorded, but writes are counted and views know their base: for what users receive.
