@@ -13,6 +13,7 @@ import functools
 import sys
 from collections import deque
 from collections.abc import Iterator
+from itertools import chain
 from types import (
     BuiltinFunctionType,
     CodeType,
@@ -37,7 +38,7 @@ from forall._core.remembering import (
     names_of,
 )
 from forall._programs.holding import Looks, holding, if_any
-from forall._programs.methods import Methods
+from forall._programs.naming import Names
 from forall._torch.trusted import is_torchs
 
 if TYPE_CHECKING:
@@ -46,6 +47,14 @@ if TYPE_CHECKING:
 _MOST = 10_000  # things that are watched
 _MOST_BYTES = 4096  # that are compared with each call
 CONTAINERS = (dict, list, tuple, set, frozenset, deque, bytearray)
+_WRAPPERS = (
+    MethodType,
+    staticmethod,
+    classmethod,
+    functools.partial,
+    property,
+    BuiltinFunctionType,
+)
 _LEAVES = (
     CodeType,
     int,
@@ -73,6 +82,7 @@ class Guards:
         self.why: str | None = None  # what of it cannot be watched
         self._attributes: list[tuple[Any, str, Any]] = []
         self._names: list[tuple[dict[str, Any], str, Any]] = []
+        self._missing: list[tuple[dict[str, Any], frozenset[str]]] = []
         self._dicts: list[tuple[Any, tuple, tuple]] = []
         self._lists: list[tuple[Any, tuple]] = []
         self._sets: list[tuple[Any, Any]] = []
@@ -80,7 +90,9 @@ class Guards:
         self._looks = Looks()
         self._holding: Callable[[], bool] | None = None
         self._modules: set[tuple[int, frozenset[str]]] = set()
-        self._methods = Methods()
+        self._asked = Names()
+        self._states: list[dict[str, Any]] = []  # of objects of which only some names are asked
+        self._kinds: dict[int, type] = {}  # of objects, and what these derive from
         self._held: dict[int, Any] = {}  # all that was met: no other takes its identity
         self._left = [func, *given]  # to be looked at: objects hang in each other without end
         while self._left and self.why is None:
@@ -88,6 +100,7 @@ class Guards:
             if not isinstance(value, _LEAVES) and id(value) not in self._held:
                 self._held[id(value)] = value
                 self._look(value)
+        self._of_objects()
 
     def hold(self) -> bool:
         """Whether everything is as it was."""
@@ -96,6 +109,7 @@ class Guards:
             self._holding = holding(
                 self._attributes,
                 self._names,
+                self._missing,
                 self._dicts,
                 self._lists,
                 self._looks,
@@ -106,7 +120,7 @@ class Guards:
 
     def reached(self) -> Iterable[Any]:
         """All that was met, but for modules that code names."""
-        return self._held.values()
+        return [*self._held.values(), *self._kinds.values()]
 
     def watch_name(self, names: dict[str, Any], name: str, value: Any) -> None:
         """What a module of a library's has under a name, beyond what is watched otherwise."""
@@ -139,16 +153,8 @@ class Guards:
             self._numbers(value)
         elif isinstance(value, FunctionType):
             self._function(value)
-        elif isinstance(value, (MethodType, staticmethod, classmethod)):
-            self._left += [value.__func__, getattr(value, "__self__", None)]
-        elif isinstance(value, functools.partial):
-            self._left += [value.func, value.args, value.keywords]
-        elif isinstance(value, property):
-            self._left += [value.fget, value.fset, value.fdel]
-        elif isinstance(value, BuiltinFunctionType):
-            if not isinstance(value.__self__, ModuleType):
-                self._left.append(value.__self__)
-            self._left += self._methods.called_by(value)
+        elif isinstance(value, _WRAPPERS):
+            self._left += self._wrapped(value)
         elif isinstance(value, type):
             self._class(value)
         elif isinstance(value, Iterator) and type(value).__module__ in ("builtins", "itertools"):
@@ -158,6 +164,18 @@ class Guards:
         if isinstance(value, CONTAINERS) and type(value) not in CONTAINERS:
             self._object(value)  # a class of the user's with entries: a NamedTuple, a dict
 
+    def _wrapped(self, value: Any) -> Iterator[Any]:
+        """What leads to a function, and what goes with it."""
+        if isinstance(value, functools.partial):
+            return iter([value.func, value.args, value.keywords])
+        if isinstance(value, property):
+            return iter([value.fget, value.fset, value.fdel])
+        if isinstance(value, BuiltinFunctionType):
+            alone = isinstance(value.__self__, ModuleType)
+            return chain([] if alone else [value.__self__], self._asked.by(value))
+        more = self._asked.by_class() if type(value) is classmethod else ()
+        return chain([value.__func__, getattr(value, "__self__", None)], more)
+
     def _function(self, func: FunctionType) -> None:
         if is_torchs(func):
             return
@@ -165,7 +183,7 @@ class Guards:
             # Ours never change, nor what they are bound to.
             self._left += [*map(contents, func.__closure__ or ()), *func.__dict__.values()]
             return
-        self._left += [*self._methods.called_by(func), *self._methods.called_in(func)]
+        self._left += [*self._asked.by(func), *self._asked.in_code(func)]
         for name in ("__code__", "__defaults__", "__kwdefaults__", "__dict__"):
             value = getattr(func, name)
             self._attributes.append((func, name, value))
@@ -192,26 +210,34 @@ class Guards:
         if not isinstance(value, ModuleType):
             self._left.append(value)
             return
-        self._left += self._methods.called_by(value)
+        self._left += self._asked.by(value)
         if not is_library(value.__name__) and (id(value), inner) not in self._modules:
             self._modules.add((id(value), inner))
             self._named(vars(value), inner, inner)
 
     def _class(self, kind: type) -> None:
+        self._left += [*self._asked.makers(kind), *self._asked.by(kind)]
+        self._kind(kind)
+
+    def _kind(self, kind: type) -> None:
+        if id(kind) in self._kinds:
+            return
+        self._kinds[id(kind)] = kind
         if is_no_users(kind):
-            self._left += self._methods.called_by(kind)
             return
         names = vars(kind)
         self._attributes.append((kind, "__mro__", kind.__mro__))
         self._dicts.append((names, tuple(names), tuple(names.values())))
-        self._left += [*kind.__mro__, *self._methods.of(kind)]
+        self._left += self._asked.in_class(kind)
+        for base in kind.__mro__:
+            self._kind(base)
 
     def _object(self, thing: Any) -> None:
         state = getattr(thing, "__dict__", None)
         if state is None and is_a_library(type(thing)):
             return
         self._attributes.append((thing, "__class__", type(thing)))
-        self._left.append(type(thing))
+        self._kind(type(thing))
         for kind in type(thing).__mro__:
             for name, found in () if is_a_library(kind) else vars(kind).items():
                 if type(found) is MemberDescriptorType:
@@ -220,7 +246,20 @@ class Guards:
                     self._left.append(value)
         if type(state) is dict:
             self._attributes.append((thing, "__dict__", state))
-            self._left.append(state)
+            if any(is_no_users(kind) for kind in type(thing).__mro__[:-1]):
+                self._left.append(state)  # that a library may read by any name
+            else:
+                self._states.append(state)
+                self._left += self._asked.in_object(state)
+
+    def _of_objects(self) -> None:
+        for state in self._states:
+            if self._asked.any:
+                self._dicts.append((state, tuple(state), tuple(state.values())))
+            else:
+                asked, missing = self._asked.asked(state)
+                self._names += [(state, name, state[name]) for name in asked]
+                self._missing.append((state, missing))
 
     def _numbers(self, value: Any) -> None:
         """Numbers in memory, of numpy's or of Python's own."""

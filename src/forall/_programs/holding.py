@@ -22,6 +22,7 @@ _values = methodcaller("values")
 def holding(
     attributes: Iterable[tuple[Any, str, Any]],
     names: Iterable[tuple[Mapping, str, Any]],
+    missing: Iterable[tuple[Mapping, frozenset[str]]],
     dicts: Iterable[tuple[Mapping, tuple, tuple]],
     lists: Iterable[tuple[Any, tuple]],
     looks: Looks,
@@ -31,7 +32,7 @@ def holding(
     attributes, dicts = [*attributes], [*dicts]
     empty = [row[0] for row in dicts if not row[1] and type(row[0]) in _SIZED]
     dicts = [row for row in dicts if row[1] or type(row[0]) not in _SIZED]
-    counted, counts, unwritten = _of_dicts([*names], dicts)
+    counted, counts, unwritten = _of_dicts([*names], [*missing], dicts)
     rows = [row for row in attributes if row[2] is not UNSET]
     same, slowly = (
         _of_attributes(rows, empty, counted, counts, looks.tensors, check)
@@ -100,11 +101,17 @@ def _of_attributes(
     return written_out(tests, given)
 
 
-def _of_dicts(names: list, dicts: list) -> tuple[list[dict], list[int], Callable[[], bool]]:
+def _of_dicts(
+    names: list, missing: list, dicts: list
+) -> tuple[list[dict], list[int], Callable[[], bool]]:
     """Dicts, how often each was written into when all were looked at, and what looks anew."""
-    homes = [beneath(row[0]) for row in (*names, *dicts)]
+    homes = [beneath(row[0]) for row in (*names, *missing, *dicts)]
     counted = [*{id(d): d for d in homes if type(d) is dict}.values()]
-    checks = [*_of_names(*_columns(names, 3)), *_of_entries(*_columns(dicts, 3))]
+    checks = [
+        *_of_names(*_columns(names, 3)),
+        *if_any(missing, lambda: all(none.isdisjoint(home) for home, none in missing)),
+        *_of_entries(*_columns(dicts, 3)),
+    ]
     counts: list[int] = []
 
     def unwritten() -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 from collections import OrderedDict
 
@@ -35,7 +36,8 @@ class Thing:
         return x * self.a
 
     def other(self, x, scale=2, *, shift=1):
-        return x * scale + shift
+        held = [self.b, self.slots.left, self.slots.right, self.table, self.order, self.names]
+        return x * scale + shift if held or self.data or hasattr(self, "c") else x
 
 
 def held():
@@ -189,6 +191,76 @@ FOUND = {
 }
 
 
+class Point:
+    __match_args__ = ("first",)
+    shift = 1.0
+
+    def __init__(self):
+        self.first = Held(1)
+        self.second = Held(2)
+        self.log = [0]
+
+    def __eq__(self, other):
+        return self.second.value == other.second.value
+
+    __hash__ = None
+
+    @classmethod
+    def made(cls):
+        return cls()
+
+    def clone(self):
+        return type(self)()
+
+    def scaled(self, x):
+        return x * self.first.value + self.shift
+
+    def count(self):
+        self.second.value += 1
+
+
+class Held:
+    def __init__(self, value):
+        self.value = value
+
+
+point = Point()
+ASKED = {  # always: what == compares, and what a pattern may match
+    "by name": (lambda x: point.scaled(x), "shift"),
+    "by a method's name": (lambda x: point.count(), ""),
+    "where it is made": (lambda x: Point(), "log"),
+    "where it is made by its class": (lambda x: Point.made(), "log"),
+    "where it is made by another": (lambda x: point.clone(), "log"),
+    "where it is asked whether it is there": (lambda x: hasattr(point, "none"), "none"),
+    "where nobody can tell": (lambda x: vars(point), "log none shift"),
+    "by getattr": (lambda x: getattr(point, "fir" + "st"), "log none shift"),
+    "by its fields": (lambda x: dataclasses.asdict(point), "log none shift"),
+    "not at all": (lambda x: point, ""),
+}
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_attributes_that_are_asked_for_are_watched(name, monkeypatch):
+    f, asked = ASKED[name]
+    guards = Guards(f, [point])
+    for attribute in ("first", "second", "log", "none", "shift"):
+        with monkeypatch.context() as patched:
+            patched.setattr(point, attribute, Held(3), raising=False)
+            always = attribute in ("first", "second")
+            assert guards.hold() is not (always or attribute in asked.split())
+        assert guards.hold()
+
+
+def test_what_an_attribute_leads_to_is_watched_where_it_is_asked_for():
+    guards = Guards(lambda x: point.scaled(x))
+    point.log.append(1)
+    assert guards.hold()
+    point.first.value = 5
+    assert not guards.hold()
+    point.first.value = 1
+    assert guards.hold()
+
+
 def matching(x):
     match model:
         case Model(scale=s):
@@ -271,7 +343,7 @@ def test_a_captured_tensor_that_requires_grad_is_recorded_anew():
 
 def test_many_things_are_held():
     things = [Thing() for _ in range(700)]
-    guards = Guards(lambda x: things[0].call(x))
+    guards = Guards(lambda x: things[0].other(x))
     assert guards.why is None
     assert guards.hold()
     things[-1].slots.left = 2

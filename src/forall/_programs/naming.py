@@ -1,0 +1,137 @@
+"""What a call can come to by name: methods of the user's classes, attributes of their objects.
+
+A class may have methods that a call never comes to (one that trains it, one that draws it), and
+an object attributes (a counter, a log), and these have no say in what the call gives. So they wait
+until their name is met in the code of a function that can be called, or among those that Python
+and torch ask for by themselves. Where something is named that may ask for a name that is written
+nowhere (getattr, most of what lies outside Python's core and torch), none of them waits.
+"""
+
+from __future__ import annotations
+
+import functools
+from types import CodeType, FunctionType, ModuleType
+from typing import TYPE_CHECKING, Any
+
+from forall._core.remembering import is_no_users
+from forall._torch import trusted
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+# What torch calls of a class without its name being written anywhere.
+_BY_TORCH = frozenset({"forward", "backward", "setup_context", "vmap", "jvp"})
+# What Python calls of a class without a say in what a function gives.
+_ASIDE = frozenset({"__hash__", "__del__", "__reduce__", "__reduce_ex__", "__getstate__"})
+# By these an attribute is found whose name may be any, and by these built-in functions.
+_BY_ANY_NAME = frozenset({"__getattribute__", "__dict__", "__mro__", "mro"})
+_BUILT_IN = frozenset(
+    {"getattr", "setattr", "delattr", "vars", "globals", "locals"}
+    | {"eval", "exec", "compile", "__import__", "print"}
+)
+_MODULES_BY_ANY_NAME = frozenset({"builtins", "numpy"})
+# What makes an object of a class: where somebody has the class, or asks an object for it.
+_MAKERS = frozenset({"__init__", "__new__", "__post_init__"})
+_CLASS = frozenset({"type", "__class__"})
+
+
+class Names:
+    """The names by which a call can ask, and what waits under others."""
+
+    def __init__(self) -> None:
+        self.any = False  # whether it can ask by each
+        self._met = {*_BY_TORCH}
+        self._waiting: dict[str, list[Any]] = {}
+
+    def in_class(self, kind: type) -> Iterator[Any]:
+        """What a class of the user's holds that can be come to now; its other methods wait."""
+        for base in kind.__mro__:
+            if is_no_users(base) and base is not object:  # which may call what it has itself
+                yield from self._meet(vars(base))
+        yield from self._meet(_in_constant(vars(kind).get("__match_args__")))
+        for name, value in vars(kind).items():
+            if not _is_method(value):
+                yield value
+            else:
+                yield from self._found(name, value)
+
+    def makers(self, kind: type) -> Iterator[Any]:
+        """What makes an object of a class that a call can have."""
+        for base in kind.__mro__:
+            if not is_no_users(base):
+                yield from (vars(base)[name] for name in _MAKERS & vars(base).keys())
+
+    def in_object(self, state: dict[str, Any]) -> Iterator[Any]:
+        """What an object has under names by which a call can ask; its other attributes wait."""
+        for name, value in state.items():
+            yield from self._found(name, value)
+
+    def asked(self, state: dict[str, Any]) -> tuple[list[str], frozenset[str]]:
+        """The names of an object's attributes that can be asked for, and those that it has not."""
+        return [n for n in state if self._is_met(n)], self._met - state.keys()
+
+    def in_code(self, func: FunctionType) -> Iterator[Any]:
+        """The waiting ones that a function may ask for."""
+        names = _written(func.__code__)
+        if not self.any and any(_finds_any(name, func.__globals__) for name in names):
+            yield from self._all()
+        yield from self._meet(names)
+        if not names.isdisjoint(_CLASS):
+            yield from self.by_class()
+
+    def by(self, value: Any) -> Iterator[Any]:
+        """The waiting ones that something of a library's may ask for."""
+        if isinstance(value, ModuleType):
+            certain = value.__name__.partition(".")[0] not in _MODULES_BY_ANY_NAME
+        else:
+            certain = not is_no_users(value) or trusted.is_trusted(value)
+            certain = certain and value.__module__ != "dataclasses"  # all fields, in most of it
+        if not certain:
+            yield from self._all()
+
+    def by_class(self) -> Iterator[Any]:
+        """The waiting ones that make an object: somebody has the class of another."""
+        yield from self._meet(_MAKERS)
+
+    def _all(self) -> Iterator[Any]:
+        self.any = True
+        yield from self._meet([*self._waiting])
+
+    def _meet(self, names: Iterable[str]) -> Iterator[Any]:
+        self._met.update(names)
+        for name in self._waiting.keys() & names:
+            yield from self._waiting.pop(name)
+
+    def _found(self, name: str, value: Any) -> Iterator[Any]:
+        if self._is_met(name):
+            yield value
+        else:
+            self._waiting.setdefault(name, []).append(value)
+
+    def _is_met(self, name: str) -> bool:
+        unasked = name.startswith("__") and name not in _ASIDE | _MAKERS
+        return self.any or unasked or name in self._met
+
+
+def _is_method(value: Any) -> bool:
+    if isinstance(value, property):
+        return True
+    return isinstance(getattr(value, "__func__", value), FunctionType)
+
+
+def _finds_any(name: str, names: dict[str, Any]) -> bool:
+    return name in _BY_ANY_NAME or (name in _BUILT_IN and name not in names)
+
+
+@functools.lru_cache(maxsize=4096)
+def _written(code: CodeType) -> frozenset[str]:
+    """All names that stand in a function, or in one inside it, as such or as text."""
+    return frozenset(code.co_names).union(*map(_in_constant, code.co_consts))
+
+
+def _in_constant(constant: Any) -> Iterable[str]:
+    if isinstance(constant, CodeType):
+        return _written(constant)
+    if isinstance(constant, (tuple, frozenset)):
+        return [name for c in constant for name in _in_constant(c)]
+    return [constant] if isinstance(constant, str) and constant.isidentifier() else ()
