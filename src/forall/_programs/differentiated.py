@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from forall._programs.guards import Guards
+    from forall._programs.open_views import Opened
     from forall._programs.program import Layout, Program
     from forall._programs.pulling import Pullback
 
@@ -63,6 +64,7 @@ class Differentiated(Recorded):
         write: Callable,
         back: Pullback,
         again: Callable,
+        views: Opened | None = None,
     ) -> None:
         self.back = back
         self.again = where_it_first_ran(partial(_stood_in, again))
@@ -76,6 +78,8 @@ class Differentiated(Recorded):
         self.live = [i in back.live for i in back.moved]
         self.constant = {*range(len(self.outputs))} - {*self.moves}
         super().__init__(program, guards, results, tensors, write)
+        self.open = None if views is None else views.run
+        self._viewed = _picked([self.given.index(n) for n in views.given] if views else ())
 
     def _compiled(self) -> Callable:
         first, last = self.halves
@@ -104,8 +108,10 @@ class Differentiated(Recorded):
         return self.missed > _FEW + self.passes // _WORTH
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
-        outs = Replayed.apply(self, *tensors, *self.captured)
-        return self.results.tree([outs[i] for i in self._order])
+        given = (*tensors, *self.captured)
+        outs = Replayed.apply(self, *given)
+        found = [outs[i] for i in self._order]
+        return self.results.tree(self.open(*self._viewed(given), *found) if self.open else found)
 
     def serves_backward(self, cotangents: Sequence[Tensor | None]) -> bool:
         """Whether the second half is what these are pulled back by."""

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     Tensor = torch.Tensor
 
+SHARED = "a result shares memory with another tensor, with a derivative at stake"
 WRITTEN = "it writes into a tensor from outside, with a derivative at stake"
 ENTWINED = "of what it is to be differentiated in, one is made of another"
 
@@ -108,12 +109,12 @@ def entangled(program: Program) -> str | None:
     if written & {roots[n] for n in program.constants}:
         return "it writes into a tensor made of numbers, with a derivative at stake"
     if outside & {roots[n] for n in results} or len({roots[n] for n in results}) < len(results):
-        return "a result shares memory with another tensor, with a derivative at stake"
+        return SHARED
     return None
 
 
-def cleaned(program: Program, back: Pullback) -> Pullback:
-    """Clean both halves as one, which hold on to all that gradients are wanted of."""
+def cleaned(program: Program, back: Pullback, kept: Collection[int]) -> Pullback:
+    """Clean both halves as one, which hold on to all that gradients are wanted of, and ``kept``."""
     captured = dict(program.captured)
     results = len(program.outputs)
     program.inputs += back.cotangents
@@ -122,5 +123,6 @@ def cleaned(program: Program, back: Pullback) -> Pullback:
     found = iter(program.outputs[results:])
     del program.outputs[results:]
     del program.inputs[len(program.inputs) - len(back.cotangents) :]
-    program.captured.update({n: t for n, t in captured.items() if n in back.wanted})
+    held = {*back.wanted, *kept}
+    program.captured.update({n: t for n, t in captured.items() if n in held})
     return back._replace(gradients=[None if n is None else next(found) for n in back.gradients])

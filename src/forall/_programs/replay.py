@@ -20,6 +20,7 @@ from forall._programs.purity import doubt
 from forall._programs.recording import guarding, record
 from forall._programs.signature import Unfit, ambient, is_free, kind_of
 from forall._torch import generators, trees
+from forall._torch.history import node_of
 from forall._torch.names import has_global_hooks, version
 
 if TYPE_CHECKING:
@@ -209,7 +210,8 @@ def _same(found: Any, expected: Any, recorded: Recorded, tensors: Sequence[torch
 
 
 def _slopes(leaves: list, given: list[torch.Tensor]) -> list[torch.Tensor | None]:
-    ends = [x for x in leaves if isinstance(x, torch.Tensor) and x.requires_grad]
+    tensors = [x for x in leaves if isinstance(x, torch.Tensor) and x.requires_grad]
+    ends = [x for x in tensors if node_of(x) is not None]
     cotangents = [torch.ones_like(y) for y in ends]
     slopes = torch.autograd.grad(ends, given, cotangents, retain_graph=True, allow_unused=True)
     return [*slopes]
