@@ -30,12 +30,26 @@ WRITTEN = "it writes into a tensor from outside, with a derivative at stake"
 ENTWINED = "of what it is to be differentiated in, one is made of another"
 
 
+class Pass(NamedTuple):
+    """A backward pass to be recorded: the ``live`` results (or all), pulled back as ``graph`` says.
+
+    Of some operators torch has another formula for a pass that records itself, with other rounding.
+    """
+
+    live: Collection[int] = ()
+    graph: bool = False
+
+
+FIRST = Pass()
+
+
 class Pullback(NamedTuple):
     """The second half of a recorded call: from cotangents to what they are pulled back to."""
 
     nodes: list[Node]
     moved: list[int]  # the places of the results that have a derivative
     live: list[int]  # of those that have a cotangent
+    graph: bool  # whether the pass records itself
     cotangents: list[int]  # what stands for these
     wanted: list[int]  # the inputs and captured tensors that require grad
     gradients: list[int | None]  # of these; None where nothing depends on one
@@ -45,11 +59,11 @@ def pulled_back(
     recorder: Recorder,
     inputs: Sequence[Tensor],
     ends: Sequence[Tensor],
-    live: Collection[int],
+    asked: Pass,
     *,
     certain: bool,
 ) -> Pullback | None:
-    """Pull the ``live`` results (or all) back to all that requires grad outside, if anything does.
+    """Pull results back to all that requires grad outside, if anything does.
 
     With ``certain``, only if that runs no Python of the user's: it would, once more than they did.
     """
@@ -62,27 +76,28 @@ def pulled_back(
         return None
     ways = [*zip(recorder.inputs, inputs, strict=True), *recorder.captured.items()]
     wanted = [(n, t) for n, t in ways if t.requires_grad and node_of(t) is not None]
-    asked = [i for i in places if i in live] or [i for i in places if node_of(ends[i]) is not None]
-    _judge(recorder, [t for _, t in wanted], [ends[i] for i in asked], certain=certain)
+    live = [i for i in places if i in asked.live]
+    live = live or [i for i in places if node_of(ends[i]) is not None]
+    _judge(recorder, [t for _, t in wanted], [ends[i] for i in live], certain=certain)
     if recorder.why is not None:
         return None
-    cotangents = [torch.ones_like(ends[i]) for i in asked]
+    cotangents = [torch.ones_like(ends[i]) for i in live]
     numbers = [recorder.named(c) for c in cotangents]
     first = len(recorder.nodes)
     with seen_by(recorder):
         found = torch.autograd.grad(
-            [ends[i] for i in asked],
+            [ends[i] for i in live],
             [t for _, t in wanted],
             cotangents,
             retain_graph=True,
+            create_graph=asked.graph,
             allow_unused=True,
         )
     gradients = [None if g is None else recorder.result(g) for g in found]
     if recorder.why is not None:
         return None
-    return Pullback(
-        recorder.nodes[first:], places, asked, numbers, [n for n, _ in wanted], gradients
-    )
+    nodes, numbered = recorder.nodes[first:], [n for n, _ in wanted]
+    return Pullback(nodes, places, live, asked.graph, numbers, numbered, gradients)
 
 
 def _judge(

@@ -13,7 +13,16 @@ from forall._programs.differentiated import Differentiated
 from forall._programs.guards import Guards
 from forall._programs.open_views import Opened, opened
 from forall._programs.passes import clean
-from forall._programs.pulling import ENTWINED, SHARED, WRITTEN, cleaned, entangled, pulled_back
+from forall._programs.pulling import (
+    ENTWINED,
+    FIRST,
+    SHARED,
+    WRITTEN,
+    Pass,
+    cleaned,
+    entangled,
+    pulled_back,
+)
 from forall._programs.recorder import Recorder, Watch
 from forall._programs.replayed import Recorded, Results
 from forall._programs.seeing import seen_by
@@ -23,7 +32,7 @@ from forall._torch import generators, handover, trees
 from forall._torch.names import version
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     Tensor = torch.Tensor
 
@@ -50,7 +59,6 @@ class FirstCall:
     """A call to be recorded: of a function, of leaves hung together as ``spec`` says.
 
     Its results may be pulled back on the way. With ``certain`` that runs no Python of the user's.
-    The results that are ``live`` are pulled back: all of them where none is named.
     """
 
     func: Callable
@@ -59,7 +67,7 @@ class FirstCall:
     guards: Guards
     write: Callable = function
     certain: bool = False
-    live: Collection[int] = ()
+    asked: Pass = FIRST
 
     def record(self, given: tuple[tuple, dict] | None) -> Recording:
         """Make the call, and its program, which ``write`` makes a function."""
@@ -98,7 +106,7 @@ class FirstCall:
             recorder.fails("it changes Python's state: a list, an attribute, a global")
         views = opened(recorder, ends) if _have_history(ends) else None
         ends = ends if views is None else views.ends
-        back = pulled_back(recorder, tensors, ends, self.live, certain=self.certain)
+        back = pulled_back(recorder, tensors, ends, self.asked, certain=self.certain)
         program = recorder.program(ends if views is None else views.numbers)
         if program is None:
             return Recording(result, None, recorder.why, moved)
