@@ -273,6 +273,21 @@ def test_under_no_grad_it_is_a_constant(hits, outside):
     assert hits
 
 
+@pytest.mark.parametrize("older", [True, False])
+def test_in_inference_mode(older):
+    layer = torch.nn.Linear(3, 3, dtype=D)
+    f = lambda x: layer(x).tanh() * x  # noqa: E731
+    for i in range(6):
+        x = X[0] + i
+        with torch.no_grad():
+            wanted = f(x), jvp(f, (x,), (T,))[1]
+        with torch.inference_mode():
+            y, push = linearize(f, x if older else x.clone())
+            inside = push(T), push(T.clone())
+        torch.testing.assert_close((y, *inside, push(T)), (*wanted, wanted[1], wanted[1]))
+        assert not y.requires_grad
+
+
 def test_pulled_back_through_one_and_the_other():
     w = torch.linspace(1, 2, 3, dtype=D).requires_grad_()
     f = lambda x: (x * w).tanh() * w  # noqa: E731
@@ -340,9 +355,8 @@ def test_nothing_is_kept(pushes):
     def call(i):
         x = X[0] + i
         y, push = linearize(f, x)
-        for _ in range(pushes):
-            u = push(T)
-        return [weakref.ref(t) for t in (x, y, u)], weakref.ref(push)
+        made = [push(T) for _ in range(pushes)]
+        return [weakref.ref(t) for t in (x, y, *made)], weakref.ref(push)
 
     for i in range(12):  # until all is recorded that will be
         call(i)
@@ -350,7 +364,7 @@ def test_nothing_is_kept(pushes):
     for i in range(3):
         gone, push = call(i)
         assert push() is None
-        assert [r() for r in gone] == [None] * 3
+        assert [r() for r in gone] == [None] * (2 + pushes)
 
 
 def test_a_push_that_is_kept_keeps_its_own_constants_alone():

@@ -229,6 +229,8 @@ def taken_out(level: TapeLevel, pairs: list) -> tuple[Linear, list[torch.Tensor]
             return tuple(map(placed, a))
         if not isinstance(a, torch.Tensor):
             return a
+        if isinstance(a, Tape) and a.level is level:
+            raise AssertionError("a tangent is among the constants: what was done to it is lost")
         if id(a) not in places:
             places[id(a)] = Slot(first + len(constants))
             constants.append(a)

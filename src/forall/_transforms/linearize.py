@@ -67,7 +67,7 @@ def linearize(func: Callable, *primals: Any) -> tuple[Any, Callable]:
     call = Call("linearize", func)
     flat, spec = checks.primals(call, primals)
     eager = partial(_linearized, func)
-    if is_on():
+    if is_on() and not torch.is_inference_mode_enabled():  # in which it makes other tensors
         value, found = calls_of(func, "linearize").run(eager, primals, {})
     else:
         value, found = eager(*primals)
@@ -134,13 +134,18 @@ def _run(
 ) -> tuple[Any, Linear, Any, list, Any]:
     flat, spec = checks.primals(call, primals)
     below, outer = top(), torch.is_grad_enabled()
-    with handover.eagerly(), forward_level(), torch.enable_grad():
+    with (
+        torch.inference_mode(False),  # in which autograd would take nothing apart for the tapes
+        handover.eagerly(),
+        forward_level(),
+        torch.enable_grad(),
+    ):
         tapes = TapeLevel(below)
         level = forward.JvpLevel(below, outer)
         tapes.count = len(flat)  # from here on: making a dual may take steps
         duals = []
         for slot, p in enumerate(flat):
-            here = lift(p, below)
+            here = lift(p.clone() if p.is_inference() else p, below)
             duals.append(forward.make_dual(here, tape(torch.zeros_like(here), slot, tapes), level))
         pairs, out_spec, aux = run(call, func, trees.unflatten(duals, spec), level, has_aux)
         settle(tapes)

@@ -108,9 +108,10 @@ def calls_of(func: Callable, *how: Any) -> Calls:
         key = _key(how)
     except TypeError:
         return Calls()
-    if type(func) is MethodType and isinstance(func.__self__, Module):
-        func, key = func.__self__, (func.__func__, key)
-    kept = _kept(func)
+    owner: Any = func
+    if type(owner) is MethodType and isinstance(owner.__self__, Module):
+        owner, key = owner.__self__, (owner.__func__, key)
+    kept = _kept(owner)
     calls = kept.get(key)
     if calls is None:
         calls = Calls()
@@ -136,15 +137,15 @@ def _key(value: Any) -> Any:
     raise TypeError
 
 
-def _kept(func: Any) -> dict[Any, Calls]:
-    if type(func) is FunctionType:
-        if func.__code__ is _OURS:
-            return vars(func)["__forall_calls__"].further
-    elif not isinstance(func, Module):
+def _kept(owner: Any) -> dict[Any, Calls]:
+    if type(owner) is FunctionType:
+        if owner.__code__ is _OURS:
+            return vars(owner)["__forall_calls__"].further
+    elif not isinstance(owner, Module):
         return {}
-    kept = vars(func).get("__forall_further__")
-    if type(kept) is not _Further or kept.of() is not func:
-        kept = vars(func)["__forall_further__"] = _Further(func)
+    kept = vars(owner).get("__forall_further__")
+    if type(kept) is not _Further or kept.of() is not owner:
+        kept = vars(owner)["__forall_further__"] = _Further(owner)
     return kept.calls
 
 
