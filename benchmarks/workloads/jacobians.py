@@ -70,9 +70,12 @@ def linearize(device: torch.device) -> Contestants:
     # One after the other, as an iterative solver would ask for them.
     tangents = list(torch.randn(TANGENTS, WIDTH, device=device))
 
+    def network(x):  # calls of a function are counted together, those of an object are not
+        return function(x)
+
     def transformed(api):
         def program():
-            value, push_forward = api.linearize(function, x)
+            value, push_forward = api.linearize(network, x)
             return value, [push_forward(tangent) for tangent in tangents]
 
         return program

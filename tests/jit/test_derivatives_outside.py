@@ -335,3 +335,65 @@ def test_many_are_pulled_back_at_once_through_calls_of_transforms_inside(monkeyp
     wanted = slope(plain)
     for _ in range(3):
         alike(slope(outer), wanted)
+
+
+PASSES = {
+    "a product": lambda x: (x * W).sin() * x,
+    "two results": lambda x: (x * W, (x + W).exp()),
+    "the cotangent as it is": lambda x: (x + W, x - W),
+    "a kernel with two formulas": lambda x: torch.nn.functional.silu(x * W),
+    "draws": lambda x: torch.nn.functional.dropout(x, 0.5) * W.sin() + torch.randn(3).to(D) * x,
+    "a view of what is captured": lambda x: (W[1:], x * W),
+}
+
+
+@pytest.mark.parametrize("times", [1, 2, 3])
+@pytest.mark.parametrize("name", PASSES)
+def test_a_backward_pass_that_records_itself(name, times, recorded):
+    """Its results are written into sums of what they are made of, once and again."""
+    f = PASSES[name]
+    g = recorded(f)
+
+    def use(h, i):
+        torch.manual_seed(i)
+        x = (W * (i + 1)).exp()  # made of what is captured
+        c = x.cos() + W
+        found = h(x)
+        ends = found if isinstance(found, tuple) else (found,)
+        slopes = [torch.zeros(3, dtype=D)]
+        for _ in range(times):
+            (slope,) = torch.autograd.grad(ends, x, [c[: len(y)] for y in ends], create_graph=True)
+            slopes.append(slope.detach())
+            if not slope.requires_grad:
+                return slopes
+            ends = (slope * slope.detach().cos(),)
+        return slopes, torch.autograd.grad(ends[0].sum(), W)
+
+    for i in range(6):
+        alike(use(g, i / 7), use(f, i / 7))
+
+
+def test_a_history_that_nobody_follows_is_no_reason_to_call_the_function(monkeypatch):
+    monkeypatch.setattr(forall.config, "replay", True)
+    monkeypatch.setattr(forall.config, "patience", 0)
+    again, real = [], differentiated.Call._made
+    monkeypatch.setattr(
+        differentiated.Call, "_made", lambda self, *args: again.append(1) or real(self, *args)
+    )
+    f = vmap(lambda x: (x * W).sin() * x)
+    x = leaf(2, 3)
+    for _ in range(40):
+        (slope,) = torch.autograd.grad(f(x).sum(), x, create_graph=True)
+        assert slope.requires_grad
+    assert len(again) == 1  # of the first pass, after which such a pass is recorded
+
+
+def test_what_is_read_for_a_second_derivative_and_written_is_an_error(recorded):
+    w, x = leaf(3), leaf(3)
+    g = recorded(lambda x: (w * x).sin())
+    for _ in range(6):
+        (slope,) = torch.autograd.grad(g(x).sum(), x, create_graph=True)
+        with torch.no_grad():
+            w.add_(1)
+        with pytest.raises(RuntimeError, match=r"inplace operation|changed since"):
+            torch.autograd.grad(slope.sum(), x)

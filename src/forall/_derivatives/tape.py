@@ -157,7 +157,7 @@ def _primal(a: Any) -> Any:
 
 
 def prune(level: TapeLevel, ends: list[int | None]) -> None:
-    """Leave out the steps that no end needs; call it before the program is played.
+    """Leave out the steps that no end needs; call it before the program is taken out.
 
     Formulas ask for shapes, torch's zeros without memory even on another device. A write in place
     stays: whose memory it shares is not written down.
@@ -189,16 +189,56 @@ def _used(args: Any) -> list[int]:
     return found
 
 
-def play(level: TapeLevel, seeds: list[torch.Tensor]) -> dict[int, Any]:
-    """The program again, on other tangents: the value in every slot that is needed."""
-    slots: dict[int, Any] = dict(enumerate(seeds))
+class Linear:
+    """A tangent program apart from its constants, which have the places behind its own.
 
-    def fill(a: Any) -> Any:  # not by `_mapped`, which would take an eighth more time
-        if type(a) is Slot:
-            return slots[a]
-        return [fill(b) for b in a] if isinstance(a, (list, tuple)) else a
+    Results are at ``ends``. One that does not depend on the tangents is zeros like a constant.
+    """
 
-    for func, args, kwargs, slot in level.steps:
-        out = func(*map(fill, args), **{k: fill(a) for k, a in kwargs.items()})
-        slots.update(enumerate(out if isinstance(out, (list, tuple)) else (out,), slot))
-    return slots
+    def __init__(self, steps: tuple, ends: tuple, first: int) -> None:
+        self.steps, self.ends, self.first = steps, ends, first
+
+    def is_plain(self) -> bool:
+        """Whether operators alone are in it, and nothing that a call has made."""
+        return all(isinstance(func, OpOverload) for func, *_ in self.steps)
+
+    def play(self, constants: list[torch.Tensor], seeds: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The program again, on other tangents."""
+        slots: dict[int, Any] = dict(enumerate(seeds))
+        slots.update(enumerate(constants, self.first))
+
+        def fill(a: Any) -> Any:  # not by `_mapped`, which would take an eighth more time
+            if type(a) is Slot:
+                return slots[a]
+            return [fill(b) for b in a] if type(a) is tuple else a
+
+        for func, args, kwargs, slot in self.steps:
+            out = func(*map(fill, args), **{k: fill(a) for k, a in kwargs})
+            slots.update(enumerate(out if isinstance(out, (list, tuple)) else (out,), slot))
+        return [torch.zeros_like(slots[n]) if n >= self.first else slots[n] for n in self.ends]
+
+
+def taken_out(level: TapeLevel, pairs: list) -> tuple[Linear, list[torch.Tensor]]:
+    """The program that leads to the tangents of these primals, and its constants."""
+    ends = [t.slot if isinstance(t, Tape) else None for _, t in pairs]
+    prune(level, ends)
+    first, constants, places = level.count, [], {}
+
+    def placed(a: Any) -> Any:
+        if isinstance(a, (list, tuple)):
+            return tuple(map(placed, a))
+        if not isinstance(a, torch.Tensor):
+            return a
+        if isinstance(a, Tape) and a.level is level:
+            raise AssertionError("a tangent is among the constants: what was done to it is lost")
+        if id(a) not in places:
+            places[id(a)] = Slot(first + len(constants))
+            constants.append(a)
+        return places[id(a)]
+
+    steps = tuple(
+        (func, placed(args), tuple((k, placed(a)) for k, a in kwargs.items()), slot)
+        for func, args, kwargs, slot in level.steps
+    )
+    at_ends = (placed(p) if n is None else n for n, (p, _) in zip(ends, pairs, strict=True))
+    return Linear(steps, tuple(at_ends), first), constants

@@ -8,9 +8,12 @@ NOTE [a program's derivative]
 
     The second half is for cotangents of the results that had one when it was recorded. A zero in
     the place of one that is missing would not do: torch leaves such paths out, and zero times an
-    infinite slope is nan. Other cotangents, a derivative of the backward pass, and whatever acts on
-    cotangents as a transform does, are left to the function itself, run once more as it was called.
-    If it is asked for others again, the next call is recorded for these.
+    infinite slope is nan. Other cotangents, and whatever acts on them as a transform does, are left
+    to the function itself, run once more as it was called. The next call is recorded for what was
+    asked.
+
+    A backward pass that records itself is a node too (`Pulled`): most have a history that nobody
+    follows. Who does has the function run once more as well.
 """
 
 from __future__ import annotations
@@ -22,17 +25,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forall._core.again import where_it_first_ran
+from forall._programs.once_more import Call, stood_in
+from forall._programs.pulling import Pass
 from forall._programs.replayed import Recorded, Results
-from forall._programs.signature import ambient, under
+from forall._programs.signature import ambient
 from forall._torch import generators
-from forall._torch.dispatch import functions_off, functions_on, run_backward, torch_funcs
-from forall._torch.history import Gate
+from forall._torch.dispatch import functions_off, torch_funcs, users_tangents
 from forall._torch.names import PLAIN, version
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from forall._programs.guards import Guards
+    from forall._programs.open_views import Opened
     from forall._programs.program import Layout, Program
     from forall._programs.pulling import Pullback
 
@@ -50,7 +55,7 @@ class Differentiated(Recorded):
     these the second half reads ``saved``.
     """
 
-    asked: Sequence[int] = ()  # the results that had a cotangent, where these were others
+    asked: Pass | None = None  # the backward pass that there was, where it was another
     passes = 0  # backward passes so far
     missed = 0  # of these, such as the function had to make again
 
@@ -63,9 +68,10 @@ class Differentiated(Recorded):
         write: Callable,
         back: Pullback,
         again: Callable,
+        views: Opened | None = None,
     ) -> None:
         self.back = back
-        self.again = where_it_first_ran(partial(_stood_in, again))
+        self.again = where_it_first_ran(partial(stood_in, again))
         self.ambient = ambient()
         second = {id(node) for node in back.nodes}
         first = [node for node in program.nodes if id(node) not in second]
@@ -76,6 +82,8 @@ class Differentiated(Recorded):
         self.live = [i in back.live for i in back.moved]
         self.constant = {*range(len(self.outputs))} - {*self.moves}
         super().__init__(program, guards, results, tensors, write)
+        self.open = None if views is None else views.run
+        self._viewed = _picked([self.given.index(n) for n in views.given] if views else ())
 
     def _compiled(self) -> Callable:
         first, last = self.halves
@@ -95,7 +103,7 @@ class Differentiated(Recorded):
         return self.write(self.program, first, self.given, [*self.outputs, *fresh])
 
     def stands(self, tensors: Sequence[Tensor]) -> bool:
-        if self.asked or (self.certain and self.is_in_vain()):
+        if self.asked is not None or (self.certain and self.is_in_vain()):
             return False
         return super().stands(tensors)
 
@@ -104,23 +112,25 @@ class Differentiated(Recorded):
         return self.missed > _FEW + self.passes // _WORTH
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
-        outs = Replayed.apply(self, *tensors, *self.captured)
-        return self.results.tree([outs[i] for i in self._order])
+        given = (*tensors, *self.captured)
+        outs = Replayed.apply(self, *given)
+        found = [outs[i] for i in self._order]
+        return self.results.tree(self.open(*self._viewed(given), *found) if self.open else found)
 
     def serves_backward(self, cotangents: Sequence[Tensor | None]) -> bool:
         """Whether the second half is what these are pulled back by."""
         live = [*map(_is_given, cotangents)]
         self.passes += 1
-        if torch.is_grad_enabled():
-            self.missed += 1
-            return False
-        if live != self.live:
+        graph = torch.is_grad_enabled()
+        if live != self.live or graph != self.back.graph:
             if self.times < _TURNS:
-                self.asked = [i for i, c in zip(self.back.moved, live, strict=True) if c]
+                moved = zip(self.back.moved, live, strict=True)
+                self.asked = Pass([i for i, c in moved if c], graph)
             else:
                 self.missed += 1
             return False
-        return all(type(c) in PLAIN and not torch_funcs(c) for c in filter(_is_given, cotangents))
+        plain = all(type(c) in PLAIN and not torch_funcs(c) for c in filter(_is_given, cotangents))
+        return plain and not (graph and users_tangents())
 
     def pulled(
         self, saved: Sequence[Tensor], cotangents: Sequence[Tensor | None]
@@ -177,65 +187,42 @@ class Replayed(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
         recorded: Differentiated = ctx.recorded
         given = [cotangents[i] for i in recorded.moves]
-        if recorded.serves_backward(given):
-            found = recorded.pulled(ctx.saved_tensors, given)
-        elif all(c is None for c in given):
+        if all(c is None for c in given):
             return (None,) * (1 + len(recorded.given))
+        served, saved = recorded.serves_backward(given), ctx.saved_tensors
+        if served and not torch.is_grad_enabled():
+            found = recorded.pulled(saved, given)
         else:
-            found = _again(ctx, given)
+            others = iter(ctx.others)
+            tensors = [saved[i] if i >= 0 else next(others) for i in recorded.places]
+            call = Call(recorded, ctx.drawn, [*map(version, ctx.others)] == ctx.versions)
+            found = (
+                Pulled.apply(call, saved, *given, *tensors)
+                if served
+                else call.pulled(tensors, given)
+            )
         return (None, *(None if i is None else found[i] for i in recorded.gradients))
 
 
-def _again(ctx: Any, cotangents: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-    """The pull-back by the function itself, as it would be had it not been recorded."""
-    recorded: Differentiated = ctx.recorded
-    saved, others = ctx.saved_tensors, iter(ctx.others)
-    if not recorded.guards.hold() or [*map(version, ctx.others)] != ctx.versions:
-        raise RuntimeError(
-            "forall: a derivative needs a recorded call to be made once more, and what the "
-            "function captures, or was given, has changed since.\n"
-            "Take the derivative before that is changed, or make the call with "
-            "forall.config.replay = False, and not by forall.jit."
-        )
-    tensors = [saved[i] if i >= 0 else next(others) for i in recorded.places]
-    graph = torch.is_grad_enabled()
-    drawn = generators.states(tensors) if ctx.drawn is not None else None
-    if ctx.drawn is not None:
-        generators.restore(ctx.drawn)
-    gate = Gate()
-    try:
-        inputs, results = recorded.again(recorded, tensors, gate.through if graph else _alone)
-    finally:
-        if drawn is not None:
-            generators.restore(drawn)
-    wanted = [*inputs, *tensors[len(inputs) :]]
-    ends = [results[i] for i in recorded.back.moved]
-    pairs = zip(ends, cotangents, strict=True)
-    live = [(y, c) for y, c in pairs if c is not None and y.requires_grad]
-    stops = [wanted[recorded.given.index(n)] for n in recorded.back.wanted]
-    with gate:
-        return run_backward(
-            tuple(y for y, _ in live),
-            tuple(c for _, c in live),
-            tuple(stops),
-            retain_graph=graph,
-            create_graph=graph,
-        )
+class Pulled(torch.autograd.Function):
+    """A recorded backward pass as one node of the graph; its derivative is the function's."""
 
+    does_the_same = True
 
-def _stood_in(
-    again: Callable, recorded: Differentiated, tensors: Sequence[Tensor], through: Callable
-) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    """Others in the inputs' place, where gradients stop as in the recording; and their results."""
-    # An argument that is also captured is one tensor, if it was one to the recording.
-    one = recorded.guards.tensors.keys() - {*map(id, recorded.captured)}
-    inputs = [
-        through(t) if t.requires_grad and id(t) not in one else t
-        for t in tensors[: len(recorded.program.inputs)]
-    ]
-    with functions_on(), under(recorded.ambient):
-        return inputs, again(inputs)
+    @staticmethod
+    def forward(ctx: Any, call: Call, saved: Sequence[Tensor], *given: Tensor | None) -> tuple:
+        ctx.call, ctx.count = call, len(call.recorded.moves)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*given)
+        met, found = {*map(id, given)}, call.recorded.pulled(saved, given[: ctx.count])
+        for i, g in enumerate(found):  # a node's results are tensors of their own
+            if g is not None and id(g) in met:
+                found[i] = g.clone()
+            met.add(id(g))
+        return tuple(found)
 
-
-def _alone(t: Tensor) -> Tensor:
-    return t.detach().requires_grad_()
+    @staticmethod
+    def backward(ctx: Any, *slopes: Tensor | None) -> tuple[Tensor | None, ...]:
+        call, given = ctx.call, ctx.saved_tensors
+        call.recorded.missed += 1
+        return (None, None, *call.twice(given[ctx.count :], given[: ctx.count], slopes))

@@ -12,6 +12,7 @@ from forall._core.errors import Call, name_of, slow
 from forall._programs.differentiated import Differentiated
 from forall._programs.guards import Unwatched
 from forall._programs.listing import CacheInfo, Kind, listed, unlisted, words
+from forall._programs.pulling import FIRST
 from forall._programs.recording import record
 from forall._programs.signature import Unfit, is_free, kind_of
 from forall._torch import trees
@@ -101,9 +102,9 @@ class Kinds(Unwatched):
     def _first(self, kind: Any, given: tuple[tuple, dict], leaves: list) -> Any:
         self.newest = None  # it may hold what the function no longer does
         before = self.known.get(kind)
-        live = before.asked if type(before) is Differentiated else ()
+        asked = (before.asked if type(before) is Differentiated else None) or FIRST
         spec = trees.flatten(given)[1]
-        made = record(self.func, leaves, spec, given=given, write=self.write, live=live)
+        made = record(self.func, leaves, spec, given=given, write=self.write, asked=asked)
         if made.moved and kind not in self.settling:
             # A cache, a mask kept on a module, a wrapper that torch makes late: set up once. Who
             # changes something with each call is found out by the next one.

@@ -25,8 +25,22 @@ if TYPE_CHECKING:
 
     Tensor = torch.Tensor
 
+SHARED = "a result shares memory with another tensor, with a derivative at stake"
 WRITTEN = "it writes into a tensor from outside, with a derivative at stake"
 ENTWINED = "of what it is to be differentiated in, one is made of another"
+
+
+class Pass(NamedTuple):
+    """A backward pass to be recorded: the ``live`` results (or all), pulled back as ``graph`` says.
+
+    Of some operators torch has another formula for a pass that records itself, with other rounding.
+    """
+
+    live: Collection[int] = ()
+    graph: bool = False
+
+
+FIRST = Pass()
 
 
 class Pullback(NamedTuple):
@@ -35,6 +49,7 @@ class Pullback(NamedTuple):
     nodes: list[Node]
     moved: list[int]  # the places of the results that have a derivative
     live: list[int]  # of those that have a cotangent
+    graph: bool  # whether the pass records itself
     cotangents: list[int]  # what stands for these
     wanted: list[int]  # the inputs and captured tensors that require grad
     gradients: list[int | None]  # of these; None where nothing depends on one
@@ -44,11 +59,11 @@ def pulled_back(
     recorder: Recorder,
     inputs: Sequence[Tensor],
     ends: Sequence[Tensor],
-    live: Collection[int],
+    asked: Pass,
     *,
     certain: bool,
 ) -> Pullback | None:
-    """Pull the ``live`` results (or all) back to all that requires grad outside, if anything does.
+    """Pull results back to all that requires grad outside, if anything does.
 
     With ``certain``, only if that runs no Python of the user's: it would, once more than they did.
     """
@@ -61,27 +76,28 @@ def pulled_back(
         return None
     ways = [*zip(recorder.inputs, inputs, strict=True), *recorder.captured.items()]
     wanted = [(n, t) for n, t in ways if t.requires_grad and node_of(t) is not None]
-    asked = [i for i in places if i in live] or [i for i in places if node_of(ends[i]) is not None]
-    _judge(recorder, [t for _, t in wanted], [ends[i] for i in asked], certain=certain)
+    live = [i for i in places if i in asked.live]
+    live = live or [i for i in places if node_of(ends[i]) is not None]
+    _judge(recorder, [t for _, t in wanted], [ends[i] for i in live], certain=certain)
     if recorder.why is not None:
         return None
-    cotangents = [torch.ones_like(ends[i]) for i in asked]
+    cotangents = [torch.ones_like(ends[i]) for i in live]
     numbers = [recorder.named(c) for c in cotangents]
     first = len(recorder.nodes)
     with seen_by(recorder):
         found = torch.autograd.grad(
-            [ends[i] for i in asked],
+            [ends[i] for i in live],
             [t for _, t in wanted],
             cotangents,
             retain_graph=True,
+            create_graph=asked.graph,
             allow_unused=True,
         )
     gradients = [None if g is None else recorder.result(g) for g in found]
     if recorder.why is not None:
         return None
-    return Pullback(
-        recorder.nodes[first:], places, asked, numbers, [n for n, _ in wanted], gradients
-    )
+    nodes, numbered = recorder.nodes[first:], [n for n, _ in wanted]
+    return Pullback(nodes, places, live, asked.graph, numbers, numbered, gradients)
 
 
 def _judge(
@@ -108,12 +124,12 @@ def entangled(program: Program) -> str | None:
     if written & {roots[n] for n in program.constants}:
         return "it writes into a tensor made of numbers, with a derivative at stake"
     if outside & {roots[n] for n in results} or len({roots[n] for n in results}) < len(results):
-        return "a result shares memory with another tensor, with a derivative at stake"
+        return SHARED
     return None
 
 
-def cleaned(program: Program, back: Pullback) -> Pullback:
-    """Clean both halves as one, which hold on to all that gradients are wanted of."""
+def cleaned(program: Program, back: Pullback, kept: Collection[int]) -> Pullback:
+    """Clean both halves as one, which hold on to all that gradients are wanted of, and ``kept``."""
     captured = dict(program.captured)
     results = len(program.outputs)
     program.inputs += back.cotangents
@@ -122,5 +138,6 @@ def cleaned(program: Program, back: Pullback) -> Pullback:
     found = iter(program.outputs[results:])
     del program.outputs[results:]
     del program.inputs[len(program.inputs) - len(back.cotangents) :]
-    program.captured.update({n: t for n, t in captured.items() if n in back.wanted})
+    held = {*back.wanted, *kept}
+    program.captured.update({n: t for n, t in captured.items() if n in held})
     return back._replace(gradients=[None if n is None else next(found) for n in back.gradients])

@@ -140,6 +140,10 @@ class Recorder(DispatchMode):
             self.why = why
         self.nodes, self.constants = [], {}
 
+    def tensor(self, n: int) -> torch.Tensor | None:
+        """The tensor that a value was made as, if it lives."""
+        return self._tensors[n]()
+
     def number(self, t: torch.Tensor) -> int | None:
         """The value that a tensor is, if it is known where it comes from."""
         n = self._numbers.get(id(t))
@@ -183,11 +187,11 @@ class Recorder(DispatchMode):
         n = self.number(t) if has_memory(t) else -1
         return n is None or n in self.inputs or n in self.captured
 
-    def program(self, outputs: Iterable[torch.Tensor]) -> Program | None:
+    def program(self, outputs: Iterable[torch.Tensor | int]) -> Program | None:
         """What was recorded, with these results; None where ``why`` tells why not."""
         if self._draws.stray():
             self.fails(_SEED)
-        numbers = [self.result(t) for t in outputs]
+        numbers = [t if isinstance(t, int) else self.result(t) for t in outputs]
         if self.why is not None:
             return None
         return Program(

@@ -11,8 +11,18 @@ import torch
 
 from forall._programs.differentiated import Differentiated
 from forall._programs.guards import Guards
+from forall._programs.open_views import Opened, opened
 from forall._programs.passes import clean
-from forall._programs.pulling import ENTWINED, WRITTEN, cleaned, entangled, pulled_back
+from forall._programs.pulling import (
+    ENTWINED,
+    FIRST,
+    SHARED,
+    WRITTEN,
+    Pass,
+    cleaned,
+    entangled,
+    pulled_back,
+)
 from forall._programs.recorder import Recorder, Watch
 from forall._programs.replayed import Recorded, Results
 from forall._programs.seeing import seen_by
@@ -22,7 +32,7 @@ from forall._torch import generators, handover, trees
 from forall._torch.names import version
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     Tensor = torch.Tensor
 
@@ -49,7 +59,6 @@ class FirstCall:
     """A call to be recorded: of a function, of leaves hung together as ``spec`` says.
 
     Its results may be pulled back on the way. With ``certain`` that runs no Python of the user's.
-    The results that are ``live`` are pulled back: all of them where none is named.
     """
 
     func: Callable
@@ -58,7 +67,7 @@ class FirstCall:
     guards: Guards
     write: Callable = function
     certain: bool = False
-    live: Collection[int] = ()
+    asked: Pass = FIRST
 
     def record(self, given: tuple[tuple, dict] | None) -> Recording:
         """Make the call, and its program, which ``write`` makes a function."""
@@ -95,19 +104,23 @@ class FirstCall:
         moved = recorder.why is None and not guards.hold()
         if moved:
             recorder.fails("it changes Python's state: a list, an attribute, a global")
-        back = pulled_back(recorder, tensors, ends, self.live, certain=self.certain)
-        program = recorder.program(ends)
+        views = opened(recorder, ends) if _have_history(ends) else None
+        ends = ends if views is None else views.ends
+        back = pulled_back(recorder, tensors, ends, self.asked, certain=self.certain)
+        program = recorder.program(ends if views is None else views.numbers)
         if program is None:
             return Recording(result, None, recorder.why, moved)
         results = Results.of(found, tree)
+        if back is None and views is not None:
+            return Recording(result, None, SHARED)
         if back is None:
             made = Recorded(clean(program), guards, results, tensors, self.write)
         elif (why := entangled(program)) is not None:
             return Recording(result, None, why)
         else:
-            back = cleaned(program, back)
+            back = cleaned(program, back, () if views is None else views.given)
             made = Differentiated(
-                program, guards, results, tensors, self.write, back, self._again()
+                program, guards, results, tensors, self.write, back, self._again(views), views
             )
         guards.watch(program.captured.values())
         return Recording(result, made, None)
@@ -126,8 +139,8 @@ class FirstCall:
             recorder.fails("it changes what it is given: a list, a dict")
         return result
 
-    def _again(self) -> Callable[[Sequence[Tensor]], list[Tensor]]:
-        """The function of tensors in the arguments' place, for its results; it keeps no tensor."""
+    def _again(self, views: Opened | None) -> Callable[[Sequence[Tensor]], list[Tensor]]:
+        """The function of tensors in the arguments' place, for its ends; it keeps no tensor."""
         func, spec = self.func, self.spec
         leaves = [_TENSOR if _is_tensor(x) else x for x in self.leaves]
 
@@ -135,7 +148,8 @@ class FirstCall:
             stand_ins = iter(tensors)
             filled = [next(stand_ins) if x is _TENSOR else x for x in leaves]
             args, kwargs = trees.unflatten(filled, spec)
-            return [*filter(_is_tensor, trees.leaves(func(*args, **kwargs)))]
+            results = [*filter(_is_tensor, trees.leaves(func(*args, **kwargs)))]
+            return results if views is None else views.of(results)
 
         return again
 
@@ -155,6 +169,10 @@ def record(
     """
     guards = guards or guarding(func, leaves)
     return FirstCall(func, [*map(unboxed, leaves)], spec, guards, **how).record(given)
+
+
+def _have_history(ends: Sequence[Tensor]) -> bool:
+    return torch.is_grad_enabled() and any(t.requires_grad for t in ends)
 
 
 def _is_tensor(x: Any) -> bool:

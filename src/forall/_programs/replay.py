@@ -16,10 +16,12 @@ import torch
 from forall._core import config
 from forall._programs.differentiated import Differentiated
 from forall._programs.guards import Guards, Unwatched
+from forall._programs.pulling import FIRST, Pass
 from forall._programs.purity import doubt
 from forall._programs.recording import guarding, record
 from forall._programs.signature import Unfit, ambient, is_free, kind_of
 from forall._torch import generators, trees
+from forall._torch.history import node_of
 from forall._torch.names import has_global_hooks, version
 
 if TYPE_CHECKING:
@@ -85,11 +87,11 @@ class Replays(Unwatched):
                 "derivatives of its backward pass are taken, or of ever other results"
             )
             return
-        asked = before.asked if type(before) is Differentiated else ()
-        self.known[kind] = _Due() if before is _NEW else _Due(asked, before.times)
+        asked = before.asked if type(before) is Differentiated else None
+        self.known[kind] = _Due() if before is _NEW else _Due(asked or FIRST, before.times)
         if len(self.known) > _MOST:
             self.known.popitem(last=False)
-        lost = before is not _NEW and not asked
+        lost = before is not _NEW and asked is None
         self._lose(lost, "what it reaches changes from call to call")
 
     def _forget(self) -> None:
@@ -140,7 +142,7 @@ class Replays(Unwatched):
         leaves: list,
         spec: Any,
         guards: Guards,
-        live: Sequence[int],
+        asked: Pass,
         args: tuple,
         kwargs: dict,
     ) -> Recording | None:
@@ -152,7 +154,7 @@ class Replays(Unwatched):
         writes = [*map(version, tensors)]
         drawn = generators.states([*leaves, *guards.generators])
         try:
-            how = {"given": (args, kwargs), "certain": True, "live": live}
+            how = {"given": (args, kwargs), "certain": True, "asked": asked}
             return record(self.eager, leaves, spec, guards, **how)
         except Exception:
             if not guards.hold() or [*map(version, tensors)] != writes:
@@ -184,9 +186,9 @@ _NEW: Any = object()
 
 
 class _Due(NamedTuple):
-    """A kind whose next call is to be recorded, for cotangents of these results."""
+    """A kind whose next call is to be recorded, with this backward pass."""
 
-    asked: Sequence[int] = ()
+    asked: Pass = FIRST
     times: int = 0  # that it was recorded before
 
 
@@ -209,7 +211,8 @@ def _same(found: Any, expected: Any, recorded: Recorded, tensors: Sequence[torch
 
 
 def _slopes(leaves: list, given: list[torch.Tensor]) -> list[torch.Tensor | None]:
-    ends = [x for x in leaves if isinstance(x, torch.Tensor) and x.requires_grad]
+    tensors = [x for x in leaves if isinstance(x, torch.Tensor) and x.requires_grad]
+    ends = [x for x in tensors if node_of(x) is not None]
     cotangents = [torch.ones_like(y) for y in ends]
     slopes = torch.autograd.grad(ends, given, cotangents, retain_graph=True, allow_unused=True)
     return [*slopes]

@@ -11,7 +11,7 @@ from forall._programs.program import Ref, refs
 from forall._torch.dispatch import is_autocast, without_autocast, without_history
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from forall._programs.program import Node, Program
 
@@ -56,6 +56,17 @@ class Text:
         if last:
             self.lines.append("del " + ", ".join(f"v{n}" for n in last))
 
+    def function(self, given: Sequence[int], results: Sequence[str], within: str) -> Callable:
+        """The lines as a function."""
+        out = f"return ({', '.join(results)}{',' if results else ''})"
+        body = "\n        ".join([*self.lines, out])
+        arguments = ", ".join(f"v{n}" for n in given)
+        source = f"def program({arguments}):\n    {within}\n        {body}\n"
+        exec(compile(source, "<forall.jit>", "exec"), self.names)  # noqa: S102 - our own text
+        run = self.names["program"]
+        run.source = source
+        return run
+
 
 def _target(outs: Any) -> str:
     if outs is None:
@@ -95,14 +106,19 @@ def _function(
     kept = {*results, *given, *made}
     for node, last in zip(nodes, _last_reads(nodes, kept), strict=True):
         text.node(node, last)
-    out = ", ".join(f"v{n}" for n in results)
-    body = "\n        ".join([*text.lines, f"return ({out}{',' if results else ''})"])
-    arguments = ", ".join(f"v{n}" for n in given)
-    source = f"def program({arguments}):\n    with {below}:\n        {body}\n"
-    exec(compile(source, "<forall.jit>", "exec"), text.names)  # noqa: S102 - our own text
-    run = text.names["program"]
-    run.source = source
-    return run
+    return text.function(given, [f"v{n}" for n in results], f"with {below}:")
+
+
+def in_the_open(program: Program, given: Sequence[int], cut: Collection[int]) -> Callable:
+    """A function of the values ``given`` for a program's outputs, which autograd takes part in.
+
+    Those to be ``cut`` have no history.
+    """
+    text = Text(program)
+    for node in program.nodes:
+        text.node(node, ())
+    results = [f"v{n}.detach()" if n in cut else f"v{n}" for n in program.outputs]
+    return text.function(given, results, "if True:")
 
 
 def _last_reads(nodes: Sequence[Node], kept: set[int]) -> list[list[int]]:

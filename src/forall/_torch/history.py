@@ -70,6 +70,28 @@ def node_of(t: Tensor) -> Any:
     return None if after is None else after.next_functions[0][0]
 
 
+def is_view_of(t: Tensor, root: Tensor) -> bool:
+    """Whether the history of ``t`` is that of a view of ``root``, and nothing else's."""
+    start, node, number = node_of(root), t.grad_fn, t.output_nr
+    while node is not None and not (node is start and number == root.output_nr):
+        if node.name().rstrip("0123456789") not in _VIEWS or len(node.next_functions) != 1:
+            return False
+        node, number = node.next_functions[0]
+    return node is not None
+
+
+_KINDS = """
+    Alias AsStrided Diagonal Expand FwPrimal Narrow Permute ReshapeAlias Select Slice Split
+    SplitWithSizes Squeeze T Transpose Unbind Unfold Unsqueeze UnsafeView View
+"""
+_VIEWS = frozenset({*(f"{kind}Backward" for kind in _KINDS.split()), "torch::autograd::Identity"})
+
+
+def base_of(t: Tensor) -> Tensor:
+    """What a view is one of."""
+    return t if t._base is None else t._base
+
+
 class Gate:
     """Within it no gradient goes on from what has been led through it to what that was made of."""
 

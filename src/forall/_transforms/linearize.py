@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
@@ -9,11 +10,12 @@ import torch
 from forall._core.errors import Call
 from forall._core.levels import lift, top
 from forall._derivatives import forward
-from forall._derivatives.tape import Tape, TapeLevel, play, prune, settle, tape
+from forall._derivatives.tape import Linear, TapeLevel, settle, taken_out, tape
 from forall._torch import handover, trees
 from forall._torch.dispatch import forward_level
 from forall._transforms import checks
 from forall._transforms.jvp import run
+from forall._transforms.replaying import Calls, calls_of, is_on
 from forall._transforms.types import R, Ts
 
 if TYPE_CHECKING:
@@ -62,8 +64,60 @@ def linearize(func: Callable, *primals: Any) -> tuple[Any, Callable]:
     checks.callable_("linearize", func)
     if handover.needed():
         return handover.linearize(func, primals)
-    value, jvp_fn, _ = program(Call("linearize", func), func, primals, has_aux=False)
-    return value, jvp_fn
+    call = Call("linearize", func)
+    flat, spec = checks.primals(call, primals)
+    eager = partial(_linearized, func)
+    if is_on() and not torch.is_inference_mode_enabled():  # in which it makes other tensors
+        value, found = calls_of(func, "linearize").run(eager, primals, {})
+    else:
+        value, found = eager(*primals)
+    if type(found) is tuple:
+        linear, out_spec, constants = found
+        return value, _pushing(call, flat, spec, partial(linear.play, constants), out_spec)
+    ((own, constants),) = found.items()
+    return value, _pushing(call, flat, spec, partial(own.run, constants), own.out_spec)
+
+
+class _Own:
+    """The tangent program of a kind of calls: what their results have in common.
+
+    Two are the same where they do the same. Guards need not look at what never changes.
+    """
+
+    __slots__ = ("calls", "linear", "out_spec")
+
+    def __init__(self, linear: Linear, out_spec: Any) -> None:
+        self.linear, self.out_spec, self.calls = linear, out_spec, Calls()
+
+    def run(self, constants: list, seeds: list) -> list:
+        if is_on():
+            return self.calls.run(self.play, (constants, seeds), {})
+        return self.linear.play(constants, seeds)
+
+    def play(self, constants: list, seeds: list) -> list:
+        return self.linear.play(constants, seeds)
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is _Own and self._told() == other._told()
+
+    def __hash__(self) -> int:
+        return hash(self.linear.ends)
+
+    def _told(self) -> tuple:
+        return self.linear.steps, self.linear.ends, self.linear.first, self.out_spec
+
+
+def _linearized(func: Callable, *primals: Any) -> tuple:
+    """The value, and the tangent program with its constants.
+
+    As the key of a dict the program is a part of the result's tree, which is the same for all calls
+    of a kind; one that holds on to what a single call has made is a leaf, and no call is recorded.
+    """
+    call = Call("linearize", func)
+    value, linear, out_spec, constants, _ = _run(call, func, primals, has_aux=False)
+    if linear.is_plain():
+        return value, {_Own(linear, out_spec): constants}
+    return value, (linear, out_spec, constants)
 
 
 def program(
@@ -71,32 +125,42 @@ def program(
 ) -> tuple[Any, Callable, Any]:
     """Value, tangent program and aux of ``func``, run once."""
     flat, spec = checks.primals(call, primals)
+    value, linear, out_spec, constants, aux = _run(call, func, primals, has_aux=has_aux)
+    return value, _pushing(call, flat, spec, partial(linear.play, constants), out_spec), aux
+
+
+def _run(
+    call: Call, func: Callable, primals: tuple, *, has_aux: bool
+) -> tuple[Any, Linear, Any, list, Any]:
+    flat, spec = checks.primals(call, primals)
     below, outer = top(), torch.is_grad_enabled()
-    with handover.eagerly(), forward_level(), torch.enable_grad():
+    with (
+        torch.inference_mode(False),  # in which autograd would take nothing apart for the tapes
+        handover.eagerly(),
+        forward_level(),
+        torch.enable_grad(),
+    ):
         tapes = TapeLevel(below)
         level = forward.JvpLevel(below, outer)
         tapes.count = len(flat)  # from here on: making a dual may take steps
         duals = []
         for slot, p in enumerate(flat):
-            here = lift(p, below)
+            here = lift(p.clone() if p.is_inference() else p, below)
             duals.append(forward.make_dual(here, tape(torch.zeros_like(here), slot, tapes), level))
         pairs, out_spec, aux = run(call, func, trees.unflatten(duals, spec), level, has_aux)
         settle(tapes)
-    ends = [t.slot if isinstance(t, Tape) else None for _, t in pairs]
-    prune(tapes, ends)
+    linear, constants = taken_out(tapes, pairs)
     value = trees.unflatten([p for p, _ in pairs], out_spec)
     if not outer:
-        value, aux = trees.map_tensors(torch.Tensor.detach, (value, aux))
+        value, aux, constants = trees.map_tensors(torch.Tensor.detach, (value, aux, constants))
+    return value, linear, out_spec, constants, aux
 
+
+def _pushing(call: Call, flat: list, spec: Any, play: Callable, out_spec: Any) -> Callable:
     def jvp_fn(*tangents: Any) -> Any:
         """The derivative at the point, in the direction of ``tangents``."""
         seeds = checks.tangents(call, flat, spec, tangents)
         checks.alike(call, flat, seeds)
-        slots = play(tapes, seeds)
-        results = [
-            torch.zeros_like(p) if end is None else slots[end]
-            for end, (p, _) in zip(ends, pairs, strict=True)
-        ]
-        return trees.unflatten(results, out_spec)
+        return trees.unflatten(play(seeds), out_spec)
 
-    return value, jvp_fn, aux
+    return jvp_fn

@@ -2,18 +2,23 @@
 
 NOTE [one count for all wrappers]
     ``grad(f)(x)`` in a loop makes a wrapper for each call. What they share is kept with ``f``: in
-    the attributes of a function of the user's, or with the calls of ``f`` where that is a wrapper
-    of ours. It holds nothing of ``f``, so a function that is dropped goes at once, as ever; one
-    that has been replayed is held by its own program, until the next garbage collection.
+    the attributes of a function of the user's or of a module, or with the calls of ``f`` where
+    that is a wrapper of ours. A method of a module is a new object each time it is asked for: its
+    calls are kept with the module. It holds nothing of ``f``, so a function that is dropped goes
+    at once, as ever; one that has been replayed is held by its own program, until the next garbage
+    collection. Other objects may read what attributes they have, and a table beside them would
+    hold them for good: nothing is kept with these.
 """
 
 from __future__ import annotations
 
 import functools
 from time import perf_counter
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 from weakref import ref
+
+from torch.nn import Module
 
 from forall._core import config
 from forall._core.levels import stack
@@ -70,16 +75,16 @@ class Calls:
 
 
 class _Further:
-    """The calls of transforms of a function of the user's."""
+    """The calls of transforms of a function or module of the user's."""
 
     __slots__ = ("calls", "of")
 
-    def __init__(self, func: FunctionType) -> None:
-        self.of = ref(func)  # attributes are copied to other functions (functools.wraps)
+    def __init__(self, owner: FunctionType | Module) -> None:
+        self.of = ref(owner)  # attributes are copied to others (functools.wraps, copy.copy)
         self.calls: dict[Any, Calls] = {}
 
     def __reduce__(self) -> tuple:
-        return _nothing, ()  # with a function that is pickled by value
+        return type(None), ()  # with what is copied or pickled; who reads that need not have forall
 
 
 def _nothing() -> None: ...
@@ -103,7 +108,10 @@ def calls_of(func: Callable, *how: Any) -> Calls:
         key = _key(how)
     except TypeError:
         return Calls()
-    kept = _kept(func)
+    owner: Any = func
+    if type(owner) is MethodType and isinstance(owner.__self__, Module):
+        owner, key = owner.__self__, (owner.__func__, key)
+    kept = _kept(owner)
     calls = kept.get(key)
     if calls is None:
         calls = Calls()
@@ -129,14 +137,15 @@ def _key(value: Any) -> Any:
     raise TypeError
 
 
-def _kept(func: Callable) -> dict[Any, Calls]:
-    if type(func) is not FunctionType:
+def _kept(owner: Any) -> dict[Any, Calls]:
+    if type(owner) is FunctionType:
+        if owner.__code__ is _OURS:
+            return vars(owner)["__forall_calls__"].further
+    elif not isinstance(owner, Module):
         return {}
-    if func.__code__ is _OURS:
-        return vars(func)["__forall_calls__"].further
-    kept = vars(func).get("__forall_further__")
-    if type(kept) is not _Further or kept.of() is not func:
-        kept = vars(func)["__forall_further__"] = _Further(func)
+    kept = vars(owner).get("__forall_further__")
+    if type(kept) is not _Further or kept.of() is not owner:
+        kept = vars(owner)["__forall_further__"] = _Further(owner)
     return kept.calls
 
 
