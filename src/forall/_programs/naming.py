@@ -68,7 +68,7 @@ class Names:
 
     def asked(self, state: dict[str, Any]) -> tuple[list[str], frozenset[str]]:
         """The names of an object's attributes that can be asked for, and those that it has not."""
-        return [n for n in state if self._is_met(n)], self._met - state.keys()
+        return [n for n in state if self._is_met(n)], frozenset(self._met - state.keys())
 
     def in_code(self, func: FunctionType) -> Iterator[Any]:
         """The waiting ones that a function may ask for."""
