@@ -115,7 +115,7 @@ def _groups(rows: Tensor) -> list[list[int]]:
 def number(t: Tensor, complaint: Callable[[], Exception]) -> Any:
     """The Python number of a tensor with one entry."""
     if stack.listening:
-        heard()
+        heard(t)
     answer = one_answer(t, complaint)
     with no_dispatch(), functions_off():
         return answer.item()

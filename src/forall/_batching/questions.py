@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class Listener(Protocol):
     """Hears of questions, and of what was undone since."""
 
-    def heard(self, frame: FrameType) -> None: ...
+    def heard(self, frame: FrameType, test: Any = None) -> None: ...
 
     def split(self, place: Place, sizes: tuple[int, ...]) -> None: ...
 
@@ -35,11 +35,11 @@ class Listener(Protocol):
     def back_to(self, mark: Any) -> None: ...
 
 
-def heard() -> None:
-    """Python asks the examples that run."""
+def heard(test: Any = None) -> None:
+    """Python asks the examples that run: for a yes or no, where there is a test."""
     frame = users_frame(sys._getframe(1), (OURS,))
     for listener in stack.listening:
-        listener.heard(frame)
+        listener.heard(frame, test)
 
 
 def where(frame: FrameType) -> tuple[CodeType, Any]:
@@ -85,7 +85,7 @@ class Limit:
         self.counts: dict[Any, torch.Tensor] = {}
         self.reached: RuntimeError | None = None
 
-    def heard(self, frame: FrameType) -> None:
+    def heard(self, frame: FrameType, test: Any = None) -> None:
         level = self.level.acting
         if frame.f_code.co_filename.startswith(TORCH):
             return  # it may go through a list of its own

@@ -204,7 +204,7 @@ def _asked(test: Any) -> bool | tuple[World, World] | None:
 def question(test: Any) -> bool | tuple[World, World]:
     """`asked` by code of the user's, which may be heard."""
     if stack.listening and (isinstance(test, Wrapper) or hasattr(test, "tensor")):
-        heard()
+        heard(test)
     return asked(test)
 
 

@@ -14,16 +14,17 @@ from forall._programs.guards import Unwatched
 from forall._programs.listing import CacheInfo, Kind, listed, unlisted, words
 from forall._programs.pulling import FIRST
 from forall._programs.recording import record
+from forall._programs.replayed import MISSED, Recorded
 from forall._programs.signature import Unfit, is_free, kind_of
 from forall._torch import trees
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
-    from forall._programs.replayed import Recorded
     from forall._programs.statics import Statics
 
 _MOST = 64  # kinds of calls that are kept, the last used ones
+_TIMES = 4  # that one is recorded whose numbers answer otherwise
 
 
 class AsItIs(NamedTuple):
@@ -71,14 +72,13 @@ class Kinds(Unwatched):
             return self.func(*args, **kwargs)
         made = self.newest
         if made is not None and not kwargs and made.serves(len(args), args, args):
-            self.hits += 1  # tensors alone, each a leaf: the tree of them is their number
-            return made(args)
+            # Tensors alone, each a leaf: the tree of them is their number.
+            return self._again(made, args, args, kwargs)
         given = self.boxed(args, kwargs) if self.boxed else (args, kwargs)
         leaves, outline = trees.outlined(*given)
         tensors = [x for x in leaves if isinstance(x, torch.Tensor)] if leaves else leaves
         if made is not None and made.serves(outline, leaves, tensors):
-            self.hits += 1
-            return made(tensors)
+            return self._again(made, tensors, args, kwargs)
         try:
             kind = kind_of(outline, leaves, tensors)
             made = self.known.get(kind)
@@ -90,14 +90,29 @@ class Kinds(Unwatched):
             return self.func(*args, **kwargs)
         if made is None or not made.stands(tensors):
             self.misses += 1
-            return self._first(kind, given, leaves)
+            if made is None or not made.failed or made.times <= _TIMES:
+                return self._first(kind, given, leaves)
+            self._as_it_is(kind, given, "what it asks of numbers changes from call to call")
+            return self.func(*args, **kwargs)
         if made is self.newest:
             made.served(outline, leaves, tensors)
         self.newest = made
         with suppress(KeyError):  # another thread's calls may have pushed it out
             self.known.move_to_end(kind)
+        return self._again(made, tensors, args, kwargs)
+
+    def _again(
+        self, made: Recorded, tensors: Sequence[torch.Tensor], args: tuple, kwargs: dict
+    ) -> Any:
         self.hits += 1
-        return made(tensors)
+        if not made.asks:
+            return made(tensors)
+        result, _ = made.attempt(tensors)
+        if result is not MISSED:
+            return result
+        self.hits -= 1
+        self.misses += 1
+        return self.func(*args, **kwargs)
 
     def _first(self, kind: Any, given: tuple[tuple, dict], leaves: list) -> Any:
         self.newest = None  # it may hold what the function no longer does
@@ -115,6 +130,10 @@ class Kinds(Unwatched):
         self.settling.discard(kind)
         if made.recorded is None:
             self._as_it_is(kind, given, made.why or "")
+        elif made.recorded.asks and made.recorded.writes_outside():  # half done where it fails
+            self._as_it_is(
+                kind, given, "it asks for numbers, and writes into a tensor from outside"
+            )
         else:
             made.recorded.arguments = words(*given)
             made.recorded.times += before.times if before is not None else 0

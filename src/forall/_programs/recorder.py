@@ -9,6 +9,12 @@ NOTE [what cannot be recorded]
     argument, from what the function can be seen to capture, or from one of its own operators. A
     tensor of any other origin, an operator that tells Python about numbers, or one whose result's
     shape depends on them, ends the recording; the call goes on as it is.
+
+NOTE [answers]
+    Most of what Python asks is a yes or no that is the same each time: whether arguments are valid,
+    whether all is finite. A program makes the same test and asserts the answer. Where that is
+    another one it fails, having changed nothing that is seen from outside, and the function is
+    called. On other devices than the CPU a failed assertion would end the process.
 """
 
 from __future__ import annotations
@@ -57,6 +63,10 @@ _UNFIT = {
     )
 }
 
+# What tells Python a number. A yes or no is the program's, see NOTE [answers].
+_READS = {aten._local_scalar_dense.default, aten.item.default, aten.is_nonzero.default}
+_NOT, ASSERTED = aten.logical_not.default, aten._assert_async.default
+
 # Operators that give a tensor another shape in place, and the view that each comes down to.
 _AS_VIEWS = {
     aten.squeeze_.default: aten.squeeze.default,
@@ -94,6 +104,7 @@ class Recorder(DispatchMode):
         self.captured: dict[int, torch.Tensor] = {}
         self.constants: dict[int, torch.Tensor] = {}  # made of Python's numbers
         self.why: str | None = None
+        self.hears = False  # whether what Python is told is the function's to know
         self.makes_leaves = False  # a result's history may end in a tensor of the function's own
         self.makes_hooks = False  # that run in a backward pass
         self._numbers: dict[int, int] = {}  # of each tensor's identity, as long as it lives
@@ -118,6 +129,8 @@ class Recorder(DispatchMode):
         if in_torch_func():  # its wrappers have no memory, and their values are not ours to take
             self.fails(_TORCHS)
             return func(*args, **kwargs)
+        if func in _READS and self.hears and args[0].dtype is torch.bool and args[0].is_cpu:
+            return self._answer(func, args[0])
         with functions_off():  # a backward pass has them on, and what we ask is not the user's
             node = self._met(func, args, kwargs)
         out = with_lazy_bits(func, args, kwargs)
@@ -134,6 +147,14 @@ class Recorder(DispatchMode):
             if out is None or len(self.values) > before or node.writes():
                 self.nodes.append(node)
         return out
+
+    def _answer(self, func: Any, t: Any) -> bool:
+        answer = func(t)
+        with functions_off():
+            if not answer:
+                t = self.__torch_dispatch__(_NOT, (), (t,))
+            self.__torch_dispatch__(ASSERTED, (), (t,))
+        return answer
 
     def fails(self, why: str) -> None:
         if self.why is None:

@@ -19,6 +19,7 @@ from forall._programs.guards import Guards, Unwatched
 from forall._programs.pulling import FIRST, Pass
 from forall._programs.purity import doubt
 from forall._programs.recording import guarding, record
+from forall._programs.replayed import MISSED
 from forall._programs.signature import Unfit, ambient, is_free, kind_of
 from forall._torch import generators, trees
 from forall._torch.history import node_of
@@ -92,7 +93,7 @@ class Replays(Unwatched):
         if len(self.known) > _MOST:
             self.known.popitem(last=False)
         lost = before is not _NEW and asked is None
-        self._lose(lost, "what it reaches changes from call to call")
+        self._lose(lost, "what it reaches, or asks of numbers, changes from call to call")
 
     def _forget(self) -> None:
         self.known.clear()
@@ -165,14 +166,8 @@ class Replays(Unwatched):
     def again(
         self, recorded: Recorded, tensors: Sequence[torch.Tensor], args: tuple, kwargs: dict
     ) -> Any:
-        drawn = None
-        if recorded.draws:
-            drawn = generators.states([*tensors, *recorded.guards.generators])
-        try:
-            result = recorded(tensors)
-        except Exception:  # noqa: BLE001 - the function itself tells what is wrong, and for whom
-            if drawn is not None:
-                generators.restore(drawn)
+        result, drawn = recorded.attempt(tensors)
+        if result is MISSED:
             return self.eager(*args, **kwargs)
         self.hits += 1
         if config.now.replay == "check":

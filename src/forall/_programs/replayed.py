@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from forall._programs.recorder import ASSERTED
 from forall._programs.signature import like
 from forall._programs.writing import function
-from forall._torch import trees
+from forall._torch import generators, trees
 from forall._torch.memory import has_memory, storage_of
 from forall._torch.schema import facts
 
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from forall._programs.program import Program
 
     Tensor = torch.Tensor
+
+
+MISSED: Any = object()
 
 
 class Recorded:
@@ -42,6 +46,8 @@ class Recorded:
         self.results = results
         self.captured = [*program.captured.values()]
         self.given = [*program.inputs, *program.captured]
+        self.asks = any(node.op is ASSERTED for node in program.nodes)
+        self.failed = False  # to give the answers that were recorded
         self.draws = any(facts(node.op).seeded for node in program.nodes)
         self.run = self._compiled()
         self._is_one = results.is_one()
@@ -64,7 +70,7 @@ class Recorded:
 
     def stands(self, tensors: Sequence[Tensor]) -> bool:
         """Whether a call with these arguments is the one that was recorded."""
-        if not self.guards.hold():
+        if self.failed or not self.guards.hold():
             return False
         return not self._meet or self._meetings(tensors) == self._met
 
@@ -81,6 +87,17 @@ class Recorded:
 
     def _compiled(self) -> Callable:
         return self.write(self.program, self.program.nodes, self.given, self.program.outputs)
+
+    def attempt(self, tensors: Sequence[Tensor]) -> tuple[Any, Any]:
+        """What a call gives, and the generators' states before it; `MISSED` where it fails."""
+        drawn = generators.states([*tensors, *self.guards.generators]) if self.draws else None
+        try:
+            return self(tensors), drawn
+        except Exception:  # noqa: BLE001 - the function itself tells what is wrong, and for whom
+            if drawn is not None:
+                generators.restore(drawn)
+            self.failed = self.asks
+            return MISSED, drawn
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
         outs = self.run(*tensors, *self.captured)

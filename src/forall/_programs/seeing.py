@@ -5,8 +5,11 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from forall._core.levels import stack
-from forall._torch.dispatch import aside
+import torch
+
+from forall._batching.parting import answers
+from forall._core.levels import outside, stack
+from forall._torch.dispatch import aside, functions_off, no_dispatch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -19,23 +22,41 @@ def seen_by(recorder: Recorder) -> Iterator[None]:
     before = stack.listening, aside.told
     stack.listening = (*stack.listening, _Questions(recorder))
     aside.told = (*aside.told, recorder.made_aside)
+    recorder.hears = True
     try:
         with recorder:
             yield
     finally:
+        recorder.hears = False
         stack.listening, aside.told = before
 
 
 class _Questions:
-    """Hears of each question that Python asks of examples: their answers are numbers."""
+    """Hears of each question that Python asks of examples: their answers are numbers.
+
+    A yes or no that is the same for all examples is one that the recorder takes.
+    """
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
 
-    def heard(self, frame: Any) -> None:
-        self.recorder.fails(
-            f"line {frame.f_lineno} of {frame.f_code.co_name} asks for an example's numbers"
-        )
+    def heard(self, frame: Any, test: torch.Tensor | None = None) -> None:
+        if test is None or test.dtype is not torch.bool or not self._is_one(test):
+            self.recorder.fails(
+                f"line {frame.f_lineno} of {frame.f_code.co_name} asks for an example's numbers"
+            )
+
+    def _is_one(self, test: torch.Tensor) -> bool:
+        """Whether all examples give one answer; asked of numbers that the recorder knows."""
+        values, levels = answers(test)
+        if not values.numel() or not levels:
+            return not levels
+        with no_dispatch(), functions_off():
+            every, none = bool(values.all()), not bool(values.any())
+        if every or none:
+            with outside(levels[0]), functions_off():
+                bool(values.all() if every else values.any())
+        return every or none
 
     def split(self, place: Any, sizes: Any) -> None: ...
 
