@@ -1,5 +1,7 @@
 """`Chunks`: as much at once as a budget of memory allows, with the same numbers."""
 
+import contextlib
+import gc
 import sys
 
 import pytest
@@ -7,7 +9,19 @@ import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as modes
 
 import forall
-from forall import Chunks, grad, hessian, jacfwd, jacobian, jacrev, per_example_grad_norm, vmap
+from forall import (
+    Chunks,
+    grad,
+    hessian,
+    hessian_diag,
+    jacfwd,
+    jacobian,
+    jacrev,
+    laplacian,
+    per_example_grad_norm,
+    vmap,
+)
+from forall._transforms.budget import Budget
 
 D = torch.float64
 XS = torch.linspace(-1, 1, 300, dtype=D).reshape(100, 3)
@@ -83,6 +97,51 @@ def test_a_jacobian_that_does_not_fit(verb):
     every = verb(f)(x)
     fits = Chunks(memory_budget=every.numel() * every.element_size() // 2)
     torch.testing.assert_close(verb(f, chunk_size=fits)(x), every)
+
+
+def rolled(x):  # (*I) -> (2,): the Hessian is sparse, and its columns are not
+    y = x.flatten().roll(1)
+    return torch.stack([(y * x.flatten() ** 2).sum(), y.exp().sum()])
+
+
+@pytest.mark.parametrize("verb", [laplacian, hessian_diag])
+@pytest.mark.parametrize("shape", [(100,), (10, 10)])
+def test_parts_of_a_hessian_that_do_not_fit(verb, shape, bar):
+    x = XS.flatten()[:100].reshape(shape)
+    column = 2 * 100 * x.element_size()
+    expected = verb(rolled)(x)
+    fits = Chunks(memory_budget=200 * column, progress=True)
+    torch.testing.assert_close(verb(rolled, chunk_size=fits)(x), expected)
+    sizes = [n for (n,) in bar.seen[1:-1]]
+    assert bar.seen[0] == (100, "column")
+    assert sum(sizes) == 100
+    assert 1 < max(sizes) < 100
+    for chunk in ("auto", 7, Chunks(7)):
+        torch.testing.assert_close(verb(rolled, chunk_size=chunk)(x), expected)
+    torch.testing.assert_close(vmap(verb(rolled, chunk_size=fits))(x[None]), expected[None])
+    with pytest.raises(MemoryError, match="may take 100 B"):
+        verb(rolled, chunk_size=Chunks(memory_budget=100))(x)
+
+
+@pytest.mark.parametrize("verb", [laplacian, hessian_diag])
+def test_columns_that_are_done_are_dropped(verb):
+    class Most(Budget):
+        most = 0
+
+        def _look(self):
+            with contextlib.suppress(MemoryError):
+                super()._look()
+            self.most = max(self.most, self._bytes)
+
+    x = XS.flatten()[:100]
+    gc.disable()
+    try:
+        with Most(0, "") as most:
+            verb(rolled, chunk_size=1)(x)
+    finally:
+        gc.enable()
+    whole = 2 * x.numel() ** 2 * x.element_size()
+    assert most.most < whole / 2
 
 
 def test_norms():

@@ -192,13 +192,17 @@ def _used(args: Any) -> list[int]:
 def play(level: TapeLevel, seeds: list[torch.Tensor]) -> dict[int, Any]:
     """The program again, on other tangents: the value in every slot that is needed."""
     slots: dict[int, Any] = dict(enumerate(seeds))
-
-    def fill(a: Any) -> Any:  # not by `_mapped`, which would take an eighth more time
-        if type(a) is Slot:
-            return slots[a]
-        return [fill(b) for b in a] if isinstance(a, (list, tuple)) else a
-
     for func, args, kwargs, slot in level.steps:
-        out = func(*map(fill, args), **{k: fill(a) for k, a in kwargs.items()})
+        filled = [_filled(a, slots) for a in args]
+        out = func(*filled, **{k: _filled(a, slots) for k, a in kwargs.items()})
         slots.update(enumerate(out if isinstance(out, (list, tuple)) else (out,), slot))
     return slots
+
+
+def _filled(a: Any, slots: dict[int, Any]) -> Any:
+    """A step's argument, with what is in its slots."""
+    # Not by `_mapped`, which would take an eighth more time; nor by a function in `play` that calls
+    # itself: only the garbage collector would free that, and with it all that was computed.
+    if type(a) is Slot:
+        return slots[a]
+    return [_filled(b, slots) for b in a] if isinstance(a, (list, tuple)) else a
