@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from torch.nn import functional as F
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as modes
 
 import forall
@@ -142,6 +143,41 @@ def test_columns_that_are_done_are_dropped(verb):
         gc.enable()
     whole = 2 * x.numel() ** 2 * x.element_size()
     assert most.most < whole / 2
+
+
+def counted(x, count):
+    count.add_(1)
+    return x.sin()
+
+
+def normed(x, mean):
+    return F.batch_norm(x, mean, torch.ones(3, dtype=D), None, None, True)
+
+
+@pytest.mark.parametrize("verb", [jacfwd, hessian])
+@pytest.mark.parametrize("f", [counted, normed])
+def test_what_a_chunk_wrote_that_did_not_fit_is_undone(verb, f, bar):
+    x, once, ours = XS[:5].clone(), torch.zeros(3, dtype=D), torch.zeros(3, dtype=D)
+    f(x, once)
+    fits = Chunks(memory_budget=60_000, progress=True)
+    verb(lambda x: (f(x, ours).sin().sum() * W[:, 0]).exp().sum(), chunk_size=fits)(x)
+    assert len(bar.seen) > 3
+    torch.testing.assert_close(ours, once)
+
+
+@pytest.mark.parametrize("divergence", ["split", "error"])
+def test_what_examples_wrote_that_did_not_fit_is_undone(divergence, bar):
+    def f(x, total):
+        total.add_(1)
+        count.zero_().add_(3)
+        return wide(x)
+
+    totals, count = torch.zeros(100, dtype=D), torch.zeros((), dtype=D)
+    fits = Chunks(memory_budget=200_000, progress=True)
+    vmap(f, chunk_size=fits, divergence=divergence)(XS, totals)
+    assert len(bar.seen) > 3
+    torch.testing.assert_close(totals, torch.ones(100, dtype=D))
+    assert count == 3
 
 
 def test_norms():

@@ -327,7 +327,7 @@ def run_shared(level: VmapLevel, func: Any, args: tuple, kwargs: dict) -> Any:
     fact = facts(func)
     if fact.seeded:
         return resolve(func)(level, func, args, kwargs)
-    if fact.mutates:
+    if fact.writes:
         return writing.shared_data_write(level, func, args, kwargs)
     if fact.view and func not in table.VIEWS and func is not _LIFT_FRESH:
         handler = resolve(func)
