@@ -28,7 +28,7 @@ from forall._torch.dispatch import functions_off, in_torch_func
 from forall._torch.lazy import with_lazy_bits
 from forall._torch.memory import has_memory, storage_of
 from forall._torch.names import DispatchMode, StorageWeakRef
-from forall._torch.schema import facts
+from forall._torch.schema import facts, writes
 from forall._torch.wrapper import Wrapper
 
 if TYPE_CHECKING:
@@ -94,6 +94,7 @@ class Recorder(DispatchMode):
         self.captured: dict[int, torch.Tensor] = {}
         self.constants: dict[int, torch.Tensor] = {}  # made of Python's numbers
         self.why: str | None = None
+        self.writes_unsaid = False  # of which no version tells, nor a schema
         self.makes_leaves = False  # a result's history may end in a tensor of the function's own
         self.makes_hooks = False  # that run in a backward pass
         self._numbers: dict[int, int] = {}  # of each tensor's identity, as long as it lives
@@ -113,6 +114,7 @@ class Recorder(DispatchMode):
         if any(issubclass(t, Wrapper) for t in types):
             with self:  # a level that has ended takes its values apart
                 return dispatched(func, args, kwargs)
+        self.writes_unsaid |= len(writes(func, args)) > len(facts(func).mutates)
         if self.why is not None or func in _ASIDE or func.namespace == "profiler":
             return with_lazy_bits(func, args, kwargs)
         if in_torch_func():  # its wrappers have no memory, and their values are not ours to take
