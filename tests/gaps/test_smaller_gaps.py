@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from forall import grad, jvp, linearize, vmap
+from forall import grad, jvp, vmap
 
 D = torch.float64
 
@@ -72,27 +72,3 @@ def test_a_nodes_own_hook_makes_a_gradient_in_numpy_where_some_examples_use_the_
     xs = torch.tensor([[1.0, 2.0, 3.0], [-1.0, -2.0, -3.0]], dtype=D)
     found = vmap(grad(f))(xs)
     torch.testing.assert_close(found, torch.stack([grad(f)(x) for x in xs]))
-
-
-OLDER = torch.arange(1.0, 4.0, dtype=D)
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda x: vmap(vmap(lambda x: OLDER.detach() * x))(x),
-        lambda x: linearize(torch.sin, x.clone())[1](x),
-        lambda x: vmap(torch.nn.BatchNorm1d(3).to(D))(x),
-    ],
-)
-@pytest.mark.xfail(
-    strict=True,
-    reason="in inference mode autograd takes nothing apart before it gets to a mode",
-    raises=(RuntimeError, KeyError),
-)
-def test_in_inference_mode(call):
-    x = torch.arange(24.0, dtype=D).reshape(4, 2, 3)
-    with torch.no_grad():
-        call(x)
-    with torch.inference_mode():
-        call(x)

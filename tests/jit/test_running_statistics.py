@@ -50,8 +50,14 @@ def mapped(norm, xs):
     return vmap(norm)(xs)
 
 
-MAPPED = [gradients, mapped]  # in inference mode vmap refuses what these write
-WAYS = [twice_the_same, for_the_statistics_alone, read_before_and_after, made_inside, of_instances]
+WAYS = [
+    mapped,
+    twice_the_same,
+    for_the_statistics_alone,
+    read_before_and_after,
+    made_inside,
+    of_instances,
+]
 
 
 @pytest.mark.filterwarnings("ignore::forall.PerformanceWarning")
@@ -76,7 +82,7 @@ def test_what_is_made_of_what_is_captured(recorded):
 @pytest.mark.parametrize(
     ("f", "mode"),
     [
-        *((f, torch.enable_grad) for f in MAPPED + WAYS),
+        *((f, torch.enable_grad) for f in [gradients, *WAYS]),
         *((f, torch.inference_mode) for f in WAYS),
     ],
 )

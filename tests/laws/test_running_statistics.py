@@ -49,9 +49,12 @@ def made_inside_of_shared_data(op, x):
 
 @pytest.mark.parametrize("op", [normed, updated])
 @pytest.mark.parametrize("f", [rows_of_one, made_inside, made_inside_of_shared_data])
-def test_statistics_made_inside(op, f):
-    found = vmap(lambda x: f(op, x))(XS)
-    torch.testing.assert_close(found, stacked([f(op, x) for x in XS]))
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
+def test_statistics_made_inside(op, f, mode):
+    with mode():
+        found = vmap(lambda x: f(op, x))(XS)
+        expected = stacked([f(op, x) for x in XS])
+    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("op", [normed, updated])
@@ -78,12 +81,20 @@ CAPTURED = {
 }
 
 
-@pytest.mark.parametrize("op", [normed, updated])
+def of_instances(x, mean, var):
+    return F.instance_norm(x, mean, var, None, None, True, 0.2)
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
+@pytest.mark.parametrize("op", [normed, updated, of_instances])
 @pytest.mark.parametrize("f", CAPTURED.values(), ids=CAPTURED)
-def test_captured_statistics(op, f):
+def test_captured_statistics(op, f, mode):
+    """In inference mode torch leaves `batch_norm` in one piece."""
     ours, theirs = started(), started()
-    expected = stacked([f(op, x, theirs) for x in XS])
-    torch.testing.assert_close(vmap(lambda x: f(op, x, ours))(XS), expected)
+    with mode():
+        expected = stacked([f(op, x, theirs) for x in XS])
+        found = vmap(lambda x: f(op, x, ours))(XS)
+    torch.testing.assert_close(found, expected)
     torch.testing.assert_close(ours, theirs)
 
 
@@ -111,8 +122,9 @@ def test_an_out_form():
         lambda op, x, s: (op(x, *s), s[0].zero_())[0],
     ],
 )
-def test_captured_statistics_that_are_read_or_set_as_well(op, f):
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
+def test_captured_statistics_that_are_read_or_set_as_well(op, f, mode):
     ours = started()
-    with pytest.raises(RuntimeError, match="from before the call"):
+    with mode(), pytest.raises(RuntimeError, match="from before the call"):
         vmap(lambda x: f(op, x, ours))(XS)
     torch.testing.assert_close(ours, started())

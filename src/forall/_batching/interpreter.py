@@ -325,7 +325,7 @@ def run_shared(level: VmapLevel, func: Any, args: tuple, kwargs: dict) -> Any:
     if special is not None:
         return special(level, func, args, kwargs)
     fact = facts(func)
-    if fact.seeded:
+    if fact.seeded or (fact.writes and not fact.mutates):
         return resolve(func)(level, func, args, kwargs)
     if fact.writes:
         return writing.shared_data_write(level, func, args, kwargs)

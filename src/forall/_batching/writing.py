@@ -14,6 +14,7 @@ from forall._batching.ledger import conflict, memory, unrecorded, written
 from forall._core.errors import columns, shared_write, short
 from forall._torch import identities, trees
 from forall._torch.dispatch import is_accumulating, no_dispatch
+from forall._torch.names import DispatchKey, has_kernel
 from forall._torch.schema import facts, tensors_in, writes, written_by
 from forall._torch.wrapper import Wrapper
 
@@ -170,8 +171,6 @@ def shared_data_write(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
         ours = type(target) is Batched and target.level is level and target.axis is None
         if ours and target.shape != target.value.shape:
             refit(target, target.value, None)
-    if not fact.mutates:
-        return wrapped(out, None, level)
     targets = [args[m] if isinstance(m, int) else kwargs[m] for m in fact.mutates]
     if fact.out_names:
         return targets[0] if len(targets) == 1 else tuple(targets)
@@ -224,6 +223,7 @@ def _kind(func: Any) -> str:
     if (
         fact.view
         or func in table.BLIND
+        or (fact.statistics and has_kernel(func.name(), _COMPOSITE))  # its parts come by
         or (name.startswith("new_") or name.endswith("_like"))
         or name in _LOOKS
     ):
@@ -342,6 +342,7 @@ def _nothing(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     return args[0] if func._schema.returns else None
 
 
+_COMPOSITE = DispatchKey.CompositeImplicitAutograd  # whole, in inference mode
 _COPY = torch.ops.aten.copy_.default
 _GROWS = frozenset({torch.ops.aten.addbmm_.default})  # in place, to the shape of the result
 _LOOKS = frozenset({"is_same_size", "_has_same_storage_numel", "_new_zeros_with_same_feature_meta"})
