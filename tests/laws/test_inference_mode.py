@@ -7,7 +7,22 @@ import pytest
 import torch
 from torch import nn
 
-from forall import vmap
+import forall
+from forall import (
+    grad,
+    hessian,
+    hessian_diag,
+    hvp,
+    jacfwd,
+    jacobian,
+    jacrev,
+    jit,
+    jvp,
+    laplacian,
+    linearize,
+    vjp,
+    vmap,
+)
 
 D = torch.float64
 XS = torch.arange(24.0, dtype=D).reshape(4, 2, 3)
@@ -61,3 +76,47 @@ def test_batch_norm_in_training(momentum):
         found = vmap(lambda x: ours(XS[0]) + x)(XS)
         torch.testing.assert_close(found, torch.stack([theirs(XS[0]) + x for x in XS]))
     torch.testing.assert_close(ours.state_dict(), theirs.state_dict())
+
+
+def field(x):
+    return (OLDER @ x).sin()[0] * x
+
+
+def energy(x):
+    return field(x).sum()
+
+
+DERIVATIVES = {
+    "grad": grad(energy),
+    "grad_and_value": forall.grad_and_value(energy),
+    "vjp": lambda x: vjp(field, x)[1](x * 3),
+    "jvp": lambda x: jvp(field, (x,), (x * 2,)),
+    "linearize": lambda x: linearize(field, x)[1](x * 2),
+    "jacrev": jacrev(field),
+    "jacfwd": jacfwd(field),
+    "jacobian": jacobian(field),
+    "hessian": hessian(energy),
+    "hvp": lambda x: hvp(energy)(x, x * 2),
+    "hessian_diag": hessian_diag(field),
+    "laplacian": laplacian(field),
+    "jacrev of jacrev": jacrev(jacrev(energy)),
+    "vmap of grad": lambda x: vmap(grad(energy))(torch.stack([x, x + 1])),
+    "vmap of hessian": lambda x: vmap(hessian(energy))(torch.stack([x, x + 1])),
+    "grad of vmap": grad(lambda x: vmap(energy)(torch.stack([x, x + 1])).sum()),
+    "vmap of jvp": lambda x: vmap(lambda t: jvp(field, (x,), (t,))[1])(torch.stack([x, -x])),
+    "jit of grad": jit(grad(energy)),
+    "jit of jacfwd": jit(jacfwd(field)),
+}
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("name", DERIVATIVES)
+def test_derivatives(name, before):
+    """As outside: torch's own forward mode loses tangents here, and its `backward` raises."""
+    expected = DERIVATIVES[name](OLDER[1])
+    for _ in range(3):
+        with torch.inference_mode():
+            found = DERIVATIVES[name](OLDER[1] if before else OLDER[1].clone())
+            assert torch.is_inference_mode_enabled()
+            assert not torch.is_grad_enabled()
+        torch.testing.assert_close(found, expected)

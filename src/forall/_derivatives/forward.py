@@ -40,6 +40,7 @@ from forall._torch.dispatch import (
     is_forward_enabled,
     set_forward_enabled,
 )
+from forall._torch.inference import ordinary
 from forall._torch.names import DispatchMode, attach_tangent, functions_pass, split_tangent
 from forall._torch.schema import facts, functional_of, written_by
 from forall._torch.wrapper import READS, Wrapper, shell
@@ -364,6 +365,7 @@ def make_dual(primal: torch.Tensor, tangent: torch.Tensor, level: JvpLevel) -> D
             f"{columns([('value', short(primal))])}\n"
             "Use reverse mode (vjp, grad, jacrev), or make it sparse outside."
         )
+    primal, tangent = ordinary(primal), ordinary(tangent)
     level.outer_history |= primal.requires_grad or tangent.requires_grad
     with functions_off(), torch.enable_grad(), _forward_on():
         return wrap(attach_tangent(primal, tangent, level=0), level)
