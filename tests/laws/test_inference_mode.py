@@ -109,6 +109,7 @@ DERIVATIVES = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:.*in inference mode, or leaves:forall.PerformanceWarning")
 @pytest.mark.parametrize("before", [True, False])
 @pytest.mark.parametrize("name", DERIVATIVES)
 def test_derivatives(name, before):

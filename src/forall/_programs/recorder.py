@@ -39,6 +39,7 @@ _INDEX = aten.index.Tensor
 _FRESH = (aten.lift_fresh.default, aten.lift_fresh_copy.default)
 
 _SEED = "it sets the state of a random generator"
+_LEFT = "it takes a derivative in inference mode, or leaves that mode otherwise"
 _TORCHS = "a transform of torch.func's runs in it"
 
 # Operators that tell Python about numbers, or change what a tensor is, without a tag that says so.
@@ -94,6 +95,7 @@ class Recorder(DispatchMode):
         self.captured: dict[int, torch.Tensor] = {}
         self.constants: dict[int, torch.Tensor] = {}  # made of Python's numbers
         self.why: str | None = None
+        self._inference = torch.is_inference_mode_enabled()
         self.writes_unsaid = False  # of which no version tells, nor a schema
         self.makes_leaves = False  # a result's history may end in a tensor of the function's own
         self.makes_hooks = False  # that run in a backward pass
@@ -114,6 +116,8 @@ class Recorder(DispatchMode):
         if any(issubclass(t, Wrapper) for t in types):
             with self:  # a level that has ended takes its values apart
                 return dispatched(func, args, kwargs)
+        if torch.is_inference_mode_enabled() is not self._inference:
+            self.fails(_LEFT)
         self.writes_unsaid |= len(writes(func, args)) > len(facts(func).mutates)
         if self.why is not None or func in _ASIDE or func.namespace == "profiler":
             return with_lazy_bits(func, args, kwargs)
