@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from forall import grad, vmap
 
 D = torch.float64
+ONES = torch.ones(3, dtype=D)
 XS = torch.randn(4, 5, 3, 6, dtype=D, generator=torch.Generator().manual_seed(0))
 
 
@@ -49,15 +50,39 @@ def mapped(norm, xs):
     return vmap(norm)(xs)
 
 
-MAPPED = [gradients, mapped]  # in inference mode vmap refuses what these write
-WAYS = [twice_the_same, for_the_statistics_alone, read_before_and_after, made_inside, of_instances]
+WAYS = [
+    mapped,
+    twice_the_same,
+    for_the_statistics_alone,
+    read_before_and_after,
+    made_inside,
+    of_instances,
+]
+
+
+@pytest.mark.filterwarnings("ignore::forall.PerformanceWarning")
+def test_what_is_made_of_what_is_captured(recorded):
+    """Such a call is made once more, for the recorder, if it has written nothing."""
+
+    def trained(weight, mean, transform):
+        f = transform(lambda x: (F.batch_norm(x, mean, ONES, None, None, True) * weight).sum())
+        for i in range(5):
+            f(weight * (i + 1)).backward()
+        return mean, weight.grad
+
+    start = torch.linspace(0, 1, 15, dtype=D).reshape(5, 3)
+    ours, theirs = (
+        trained(start.clone().requires_grad_(), torch.zeros(3, dtype=D), way)
+        for way in (recorded, lambda f: f)
+    )
+    torch.testing.assert_close(ours, theirs)
 
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize(
     ("f", "mode"),
     [
-        *((f, torch.enable_grad) for f in MAPPED + WAYS),
+        *((f, torch.enable_grad) for f in [gradients, *WAYS]),
         *((f, torch.inference_mode) for f in WAYS),
     ],
 )

@@ -1,13 +1,28 @@
 """`Chunks`: as much at once as a budget of memory allows, with the same numbers."""
 
+import contextlib
+import gc
 import sys
 
 import pytest
 import torch
+from torch.nn import functional as F
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as modes
 
 import forall
-from forall import Chunks, grad, hessian, jacfwd, jacobian, jacrev, per_example_grad_norm, vmap
+from forall import (
+    Chunks,
+    grad,
+    hessian,
+    hessian_diag,
+    jacfwd,
+    jacobian,
+    jacrev,
+    laplacian,
+    per_example_grad_norm,
+    vmap,
+)
+from forall._transforms.budget import Budget
 
 D = torch.float64
 XS = torch.linspace(-1, 1, 300, dtype=D).reshape(100, 3)
@@ -83,6 +98,86 @@ def test_a_jacobian_that_does_not_fit(verb):
     every = verb(f)(x)
     fits = Chunks(memory_budget=every.numel() * every.element_size() // 2)
     torch.testing.assert_close(verb(f, chunk_size=fits)(x), every)
+
+
+def rolled(x):  # (*I) -> (2,): the Hessian is sparse, and its columns are not
+    y = x.flatten().roll(1)
+    return torch.stack([(y * x.flatten() ** 2).sum(), y.exp().sum()])
+
+
+@pytest.mark.parametrize("verb", [laplacian, hessian_diag])
+@pytest.mark.parametrize("shape", [(100,), (10, 10)])
+def test_parts_of_a_hessian_that_do_not_fit(verb, shape, bar):
+    x = XS.flatten()[:100].reshape(shape)
+    column = 2 * 100 * x.element_size()
+    expected = verb(rolled)(x)
+    fits = Chunks(memory_budget=200 * column, progress=True)
+    torch.testing.assert_close(verb(rolled, chunk_size=fits)(x), expected)
+    sizes = [n for (n,) in bar.seen[1:-1]]
+    assert bar.seen[0] == (100, "column")
+    assert sum(sizes) == 100
+    assert 1 < max(sizes) < 100
+    for chunk in ("auto", 7, Chunks(7)):
+        torch.testing.assert_close(verb(rolled, chunk_size=chunk)(x), expected)
+    torch.testing.assert_close(vmap(verb(rolled, chunk_size=fits))(x[None]), expected[None])
+    with pytest.raises(MemoryError, match="may take 100 B"):
+        verb(rolled, chunk_size=Chunks(memory_budget=100))(x)
+
+
+@pytest.mark.parametrize("verb", [laplacian, hessian_diag])
+def test_columns_that_are_done_are_dropped(verb):
+    class Most(Budget):
+        most = 0
+
+        def _look(self):
+            with contextlib.suppress(MemoryError):
+                super()._look()
+            self.most = max(self.most, self._bytes)
+
+    x = XS.flatten()[:100]
+    gc.disable()
+    try:
+        with Most(0, "") as most:
+            verb(rolled, chunk_size=1)(x)
+    finally:
+        gc.enable()
+    whole = 2 * x.numel() ** 2 * x.element_size()
+    assert most.most < whole / 2
+
+
+def counted(x, count):
+    count.add_(1)
+    return x.sin()
+
+
+def normed(x, mean):
+    return F.batch_norm(x, mean, torch.ones(3, dtype=D), None, None, True)
+
+
+@pytest.mark.parametrize("verb", [jacfwd, hessian])
+@pytest.mark.parametrize("f", [counted, normed])
+def test_what_a_chunk_wrote_that_did_not_fit_is_undone(verb, f, bar):
+    x, once, ours = XS[:5].clone(), torch.zeros(3, dtype=D), torch.zeros(3, dtype=D)
+    f(x, once)
+    fits = Chunks(memory_budget=60_000, progress=True)
+    verb(lambda x: (f(x, ours).sin().sum() * W[:, 0]).exp().sum(), chunk_size=fits)(x)
+    assert len(bar.seen) > 3
+    torch.testing.assert_close(ours, once)
+
+
+@pytest.mark.parametrize("divergence", ["split", "error"])
+def test_what_examples_wrote_that_did_not_fit_is_undone(divergence, bar):
+    def f(x, total):
+        total.add_(1)
+        count.zero_().add_(3)
+        return wide(x)
+
+    totals, count = torch.zeros(100, dtype=D), torch.zeros((), dtype=D)
+    fits = Chunks(memory_budget=200_000, progress=True)
+    vmap(f, chunk_size=fits, divergence=divergence)(XS, totals)
+    assert len(bar.seen) > 3
+    torch.testing.assert_close(totals, torch.ones(100, dtype=D))
+    assert count == 3
 
 
 def test_norms():

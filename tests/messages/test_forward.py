@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from forall import hessian, jacfwd, jvp, linearize
+from forall import hessian, hessian_diag, jacfwd, jvp, laplacian, linearize
 from golden import refused
 
 X = torch.arange(3.0)
@@ -270,7 +270,7 @@ def test_an_output_that_does_not_depend_on_the_primals():
 # --- flags -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("verb", [jacfwd, hessian])
+@pytest.mark.parametrize("verb", [jacfwd, hessian, hessian_diag, laplacian])
 def test_chunk_size_below_one(verb):
     with refused(
         ValueError,

@@ -6,6 +6,7 @@ Each effect is made anew, once for the loop and once for vmap, and must be the s
 from __future__ import annotations
 
 import functools
+import heapq
 
 import pytest
 import torch
@@ -265,6 +266,36 @@ def the_stack_that_is_mapped():
         return x - 1
 
     return f, lambda: len(box)
+
+
+class Ordered:
+    """A comparison with an effect, called by code of Python's that has no converted form."""
+
+    def __init__(self, x, effect):
+        self.x, self.effect = x, effect
+
+    def __lt__(self, other):
+        self.effect(torch.stack([self.x, other.x]).unsqueeze(-1).expand(2, 2))
+        return bool(self.x < other.x)
+
+
+@pytest.mark.parametrize("momentum", [0.1, None, "a sum"])
+@pytest.mark.parametrize(
+    "sort", [sorted, lambda xs: heapq.nsmallest(2, xs), lambda xs: [min(xs), max(xs)]]
+)
+def test_what_adds_up_in_code_that_is_run_again_on_the_spot(sort, momentum):
+    def make():
+        count = torch.zeros(2, dtype=D)
+        norm = None if momentum == "a sum" else nn.BatchNorm1d(2, momentum=momentum, dtype=D)
+        effect = norm or (lambda both: count.add_(both[0] + 1))
+
+        def f(x):
+            found = sort([Ordered(v, effect) for v in (x, -x, 3 * x)])
+            return found[0].x + 2 * found[1].x
+
+        return f, lambda: [count, *(norm.buffers() if norm else ())]
+
+    assert_once(make, run=lambda f: lambda xs: vmap(f)(xs).detach())
 
 
 @pytest.mark.usefixtures("way")

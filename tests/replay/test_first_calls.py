@@ -71,8 +71,9 @@ def test_an_error_of_the_first_call_is_the_functions_own(monkeypatch):
             f(q)
 
 
+@pytest.mark.filterwarnings("ignore:.*in inference mode, or leaves:forall.PerformanceWarning")
 def test_forward_mode_of_what_is_older_than_inference_mode(recorded):
-    """Its operators get to a mode in one piece then, and have no kernel for such tensors there."""
+    """A derivative leaves inference mode, so its results are ordinary, and a program's are not."""
     w = X[0]
     ways = [
         lambda x: jvp(lambda x: (x.sin(), x, w * 1, w), (x,), (x,)),

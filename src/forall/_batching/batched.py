@@ -20,7 +20,7 @@ from forall._core.levels import Level, innermost, levels_in
 from forall._torch import trees
 from forall._torch.dispatch import functions_off, no_dispatch
 from forall._torch.names import subclass_functions_off
-from forall._torch.wrapper import ENTRYWISE, READS, Wrapper, make_wrapper
+from forall._torch.wrapper import ENTRYWISE, READS, Wrapper, wrapper_of
 from forall._torch.wrapper import strides as strides_of
 
 if TYPE_CHECKING:
@@ -151,16 +151,7 @@ def wrap(value: torch.Tensor, axis: int | None, level: Level) -> Batched:
         else:
             shape = shape[:axis] + shape[axis + 1 :]
             strides = strides[:axis] + strides[axis + 1 :]
-    b = make_wrapper(
-        Batched,
-        shape,
-        strides,
-        value.storage_offset(),
-        None,
-        value.dtype,
-        value.layout,
-        value.device,
-    )
+    b = wrapper_of(Batched, value, shape, strides)
     b.value = value
     b.axis = axis
     b.level = level

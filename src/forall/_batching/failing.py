@@ -21,7 +21,7 @@ from forall._core.parting import Parted
 from forall._core.places import users_line
 from forall._torch import generators, trees
 from forall._torch.dispatch import functions_off
-from forall._torch.schema import facts
+from forall._torch.schema import writes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,7 +37,7 @@ def told(_level: Any, error: Exception, func: Any, args: tuple, kwargs: dict, /)
     """What to raise where the operator ``func`` failed with ``error`` for all examples at once."""
     if isinstance(error, _NOT_ONE_EXAMPLES) or str(error).startswith(_OURS):
         return error
-    mutates = facts(func).mutates
+    mutates = writes(func, args)
     if mutates:
         args = tuple(Copied(a) if i in mutates else a for i, a in enumerate(args))
         kwargs = {k: Copied(a) if k in mutates else a for k, a in kwargs.items()}

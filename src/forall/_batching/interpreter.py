@@ -325,9 +325,9 @@ def run_shared(level: VmapLevel, func: Any, args: tuple, kwargs: dict) -> Any:
     if special is not None:
         return special(level, func, args, kwargs)
     fact = facts(func)
-    if fact.seeded:
+    if fact.seeded or (fact.writes and not fact.mutates):
         return resolve(func)(level, func, args, kwargs)
-    if fact.mutates:
+    if fact.writes:
         return writing.shared_data_write(level, func, args, kwargs)
     if fact.view and func not in table.VIEWS and func is not _LIFT_FRESH:
         handler = resolve(func)

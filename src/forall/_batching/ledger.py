@@ -11,6 +11,7 @@ NOTE [older memory]
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
@@ -60,6 +61,13 @@ def note_read(call: str, t: Tensor) -> None:
         level = level.parent
 
 
+class _Written(threading.local):
+    """How often this thread has written into examples, drawn for them, or noted what adds up."""
+
+    times = 0
+
+
+written = _Written()
 _FEW = 100
 _SETS = ("read", "mapped_written", "overwritten", "renewed", "leaves")
 
@@ -139,6 +147,7 @@ class Ledger:
 
     def account(self, func: Any, target: Tensor) -> Account:
         """For what adds up: nothing else may see this memory."""
+        written.times += 1
         key = memory(target)
         if key in self.read or self.is_mapped(key):
             raise conflict(f"{func} adds to", target, "read")
@@ -150,7 +159,8 @@ class Ledger:
 
     def keep(self, value: Tensor) -> None:
         """Remember what an older tensor, from just outside the level, holds before a write."""
-        self.before.keep((memory(value), place(value)), value)
+        if self.undoable:
+            self.before.keep((memory(value), place(value)), value)
 
     def keep_grads(self, node: Any) -> None:
         """Before a backward pass goes on from ``node``, and adds to the .grad of some leaves."""
@@ -192,9 +202,8 @@ class Ledger:
         if self.accounts and size:
             with functions_off(), below_autograd():
                 for account in self.accounts.values():
-                    if self.undoable:
-                        for target in account.targets():
-                            self.keep(target)
+                    for target in account.targets():
+                        self.keep(target)
                     account.settle()
 
 

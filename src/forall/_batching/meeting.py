@@ -11,7 +11,7 @@ from forall._batching.parts import common, covers, union
 from forall._batching.table import overloads
 from forall._core.levels import innermost, levels_in, outside
 from forall._torch import trees
-from forall._torch.schema import facts
+from forall._torch.schema import writes
 
 aten = torch.ops.aten
 
@@ -51,7 +51,7 @@ def meet(func: Any, args: tuple, kwargs: dict) -> Any:
 
         with outside(root):
             old, (args, kwargs) = args, trees.map_tensors(fitted, (args, kwargs))
-            for place in facts(func).mutates:
+            for place in writes(func, args):
                 if isinstance(place, int) and args[place] is not old[place]:
                     args = (
                         *args[:place],

@@ -13,6 +13,7 @@ import torch
 
 from forall._batching import standing
 from forall._batching.batched import Batched
+from forall._batching.ledger import written
 from forall._batching.merging import (
     cut,
     examples_in,
@@ -29,7 +30,6 @@ from forall._batching.parts import common, covers, places_in, without
 from forall._batching.sharing import NARROWED
 from forall._batching.shortcut import is_pointwise
 from forall._batching.table import CALLS
-from forall._batching.writing import written
 from forall._core.levels import act, lift, stack
 from forall._torch.dispatch import forward_mode_runs, functions_off, no_dispatch
 from forall._torch.wrapper import Wrapper

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from forall._batching.ledger import written
 from forall._batching.parts import chosen, common, prepare
 from forall._batching.questions import repeatable
 from forall._batching.worlds import Apart, World, now, running
-from forall._batching.writing import written
 from forall._core.parting import Parted
 from forall._random import scopes
 

@@ -16,11 +16,12 @@ from typing import Any
 import torch
 
 from forall._batching import extending, families, table, writing
+from forall._batching.ledger import written
 from forall._core.errors import DataDependentError, slow
 from forall._core.levels import outside
 from forall._torch import custom, trees
 from forall._torch.names import DispatchKey, decompositions, has_kernel
-from forall._torch.schema import factory_of, facts, functional_of
+from forall._torch.schema import factory_of, facts, functional_of, writes
 
 
 def resolve(func: Any) -> Any:
@@ -70,7 +71,7 @@ def _find(func: Any) -> tuple[Any, str]:
     decomposition = _decomposition(func)
     if decomposition is not None:
         return _decomposed(decomposition), "decomposed"
-    return _loop, "loop"
+    return (_loop_and_write if fact.writes else _loop), "loop"
 
 
 def _made_anew(factory: Any) -> Any:
@@ -156,17 +157,17 @@ def _decomposition(func: Any) -> Any | None:
 
 def _decomposed(run: Any) -> Any:
     def handler(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
-        one_by_one = _loop_and_write if facts(func).mutates else _loop
+        one_by_one = _loop_and_write if facts(func).writes else _loop
         entry = (func, level.number)
         if entry in _running.now:
             return one_by_one(level, func, args, kwargs)
         _running.now.add(entry)
-        before = writing.written.times
+        before = written.times
         try:
             with families.level_on(level):
                 return run(*args, **kwargs)
         except RuntimeError as error:
-            half_done = facts(func).mutates and writing.written.times != before
+            half_done = facts(func).writes and written.times != before
             if half_done or not _needs_a_plain_tensor(error):
                 raise
         finally:
@@ -199,10 +200,13 @@ def _loop_and_write(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     """An operator that only exists in place writes into the examples' part of each target."""
     arguments = func._schema.arguments
     given = [*args, *(kwargs.get(a.name) for a in arguments[len(args) :])]
-    written = {}
-    for a, value in zip(arguments, given, strict=True):
-        if a.alias_info is not None and a.alias_info.is_write:
-            written[frozenset(a.alias_info.before_set)] = value
+    names, places = [a.name for a in arguments], writes(func, args)
+    known = {}
+    for i, value in enumerate(given):
+        if i in places or names[i] in places:
+            alias = arguments[i].alias_info
+            if alias is not None:
+                known[frozenset(alias.before_set)] = value
             for target in value if isinstance(value, (list, tuple)) else [value]:
                 if target is not None:
                     writing.writable(level, func, target, [v for v in given if v is not value])
@@ -210,8 +214,8 @@ def _loop_and_write(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     out = families.loop(level, func, args, kwargs)
     returns = func._schema.returns
     if len(returns) < 2:
-        return written.get(_aliased(returns[0]), out) if returns else None
-    return tuple(written.get(_aliased(r), o) for r, o in zip(returns, out, strict=True))
+        return known.get(_aliased(returns[0]), out) if returns else None
+    return tuple(known.get(_aliased(r), o) for r, o in zip(returns, out, strict=True))
 
 
 def _loop_into_out(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:

@@ -13,8 +13,8 @@ from torch.overrides import TorchFunctionMode
 
 from forall._batching import standing, table
 from forall._batching.batched import Batched
+from forall._batching.ledger import written
 from forall._batching.shortcut import answer
-from forall._batching.writing import written
 from forall._core.ended import left_over
 from forall._core.levels import Level, complete, innermost, levels_in, stack, top
 from forall._torch.dispatch import in_backward, users_tangents

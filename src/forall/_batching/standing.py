@@ -14,7 +14,7 @@ import weakref
 import torch
 
 from forall._batching.batched import Batched, Family, family_of, wrap
-from forall._batching.writing import written
+from forall._batching.ledger import written
 from forall._torch.dispatch import functions_off
 from forall._torch.names import version
 from forall._torch.wrapper import Wrapper

@@ -16,10 +16,10 @@ from torch.autograd import forward_ad
 
 from forall._batching import shortcut, standing
 from forall._batching.batched import Batched, wrap
+from forall._batching.ledger import written
 from forall._batching.narrowing import for_reading
 from forall._batching.shortcut import has_own_rule, is_pointwise
 from forall._batching.table import overloads
-from forall._batching.writing import written
 from forall._core.levels import stack
 from forall._source.arithmetic import METHODS
 from forall._torch.dispatch import (

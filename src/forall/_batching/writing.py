@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,15 +10,16 @@ from forall._batching import table
 from forall._batching.accounts import Step, by_all, is_shared_older, only_adds, place
 from forall._batching.batched import Batched, promote, refit
 from forall._batching.families import common_dtype, front, is_mapped, level_on, lower, wrapped
-from forall._batching.ledger import conflict, memory, unrecorded
+from forall._batching.ledger import conflict, memory, unrecorded, written
 from forall._core.errors import columns, shared_write, short
 from forall._torch import identities, trees
 from forall._torch.dispatch import is_accumulating, no_dispatch
-from forall._torch.schema import Facts, facts
+from forall._torch.names import DispatchKey, has_kernel
+from forall._torch.schema import facts, tensors_in, writes, written_by
 from forall._torch.wrapper import Wrapper
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
 Tensor = torch.Tensor
 
@@ -104,15 +104,6 @@ def write(level: Any, func: Any, target: Any, data: Tensor) -> None:
     view_of.copy_(v)
 
 
-class _Written(threading.local):
-    """How often this thread has written into examples, and drawn for them."""
-
-    times = 0
-
-
-written = _Written()
-
-
 def writable(level: Any, func: Any, target: Any, data: list) -> Tensor:
     """The target's stack (B, *S) to write into, promoted if the examples will differ in it."""
     note_write(target)
@@ -125,8 +116,7 @@ def writable(level: Any, func: Any, target: Any, data: list) -> Tensor:
     if target.older:
         if level.notes:
             level.ledger.writes_mapped(func, target)
-        if level.parts:
-            level.ledger.keep(target.value)
+        level.ledger.keep(target.value)
         _note_write(target)
     return front(target)
 
@@ -173,8 +163,7 @@ def pointwise_in_place(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
 def shared_data_write(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     """An in-place or out= operator none of whose arguments differs between the examples."""
     fact = facts(func)
-    targets = [args[m] if isinstance(m, int) else kwargs[m] for m in fact.mutates]
-    flat = _tensors(targets)
+    flat = written_by(func, args, kwargs)
     for target in flat:
         note_write(target)
     out = func(*[lower(a, level) for a in args], **{k: lower(a, level) for k, a in kwargs.items()})
@@ -182,6 +171,7 @@ def shared_data_write(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
         ours = type(target) is Batched and target.level is level and target.axis is None
         if ours and target.shape != target.value.shape:
             refit(target, target.value, None)
+    targets = [args[m] if isinstance(m, int) else kwargs[m] for m in fact.mutates]
     if fact.out_names:
         return targets[0] if len(targets) == 1 else tuple(targets)
     if not func._schema.returns:
@@ -207,14 +197,17 @@ def older(level: Any, func: Any, args: tuple, kwargs: dict, mapped: bool) -> Cal
     kind = _KINDS.get(func) or _kind(func)
     if kind is _READS and level.notes:
         return level.ledger.read_by(func, met)
-    if kind is _LOOKS_ONLY or level.calls == 1 or is_accumulating():
+    if kind is _LOOKS_ONLY or is_accumulating():
+        return None
+    if level.calls == 1:
+        done_once(level, written_by(func, args, kwargs) if kind is _WRITES else ())
         return None
     if not (level.active and not level.records_values):  # no end of a call to settle at
         return _unsettled(level, func, args, kwargs, mapped)
     if level.calls is not None:  # the call was made before
         return None if mapped or kind is not _WRITES else _nothing
     if kind is _WRITES:
-        return _older_written(level, func, facts(func), args, kwargs, mapped)
+        return _older_written(level, func, args, kwargs, mapped)
     return level.ledger.read_by(func, met)
 
 
@@ -226,10 +219,11 @@ _OF_AUTOGRAD = frozenset({torch.ops.aten.add.Tensor, torch.ops.aten.clone.defaul
 def _kind(func: Any) -> str:
     """What an operator does to the older tensors among its arguments."""
     fact, name = facts(func), func.overloadpacket.__name__
-    kind = _WRITES if fact.mutates else _READS
+    kind = _WRITES if fact.writes else _READS
     if (
         fact.view
         or func in table.BLIND
+        or (fact.statistics and has_kernel(func.name(), _COMPOSITE))  # its parts come by
         or (name.startswith("new_") or name.endswith("_like"))
         or name in _LOOKS
     ):
@@ -240,20 +234,28 @@ def _kind(func: Any) -> str:
     return kind
 
 
+def done_once(level: Any, targets: Iterable[Tensor]) -> None:
+    """Writes of the one call that examples are directions of: they are done on the spot."""
+    for t in targets:
+        if is_shared_older(t, level):
+            level.ledger.keep(lower(t, level))
+
+
 def _unsettled(level: Any, func: Any, args: tuple, kwargs: dict, mapped: bool) -> None:
     """Where no call will end: an older tensor may be written to if once is enough."""
     if not mapped and not _once_is_enough(func):
-        for t in _written(facts(func), args, kwargs):
+        for t in written_by(func, args, kwargs):
             if _is_older(t, level):
                 raise _counter(func, t)
 
 
 def _older_written(
-    level: Any, func: Any, fact: Facts, args: tuple, kwargs: dict, mapped: bool
+    level: Any, func: Any, args: tuple, kwargs: dict, mapped: bool
 ) -> Callable | None:
-    into = [t for t in _written(fact, args, kwargs) if is_shared_older(t, level)]
-    read = [a for i, a in enumerate(args) if i not in fact.mutates]
-    read = _tensors([*read, *(a for k, a in kwargs.items() if k not in fact.mutates)])
+    places = writes(func, args)
+    into = [t for t in written_by(func, args, kwargs) if is_shared_older(t, level)]
+    read = [a for i, a in enumerate(args) if i not in places]
+    read = tensors_in([*read, *(a for k, a in kwargs.items() if k not in places)])
     if into and func is _COPY and is_shared_older(args[1], level) and _coincide(*args[:2]):
         return _nothing  # x[i] += y ends in x[i] = what x[i] is already
     ledger = level.ledger
@@ -287,7 +289,7 @@ def _add_up(level: Any, func: Any, args: tuple, kwargs: dict, update: Any) -> No
     with no_dispatch():
         func(*trees.map_tensors(_blank, args), **trees.map_tensors(_blank, kwargs))
     if torch.is_grad_enabled() and any(
-        t.requires_grad for t in _tensors([*args, *kwargs.values()])
+        t.requires_grad for t in tensors_in([*args, *kwargs.values()])
     ):
         if target.requires_grad and type(target) is Batched and target.level is level:
             raise unrecorded(func, target)
@@ -297,7 +299,7 @@ def _add_up(level: Any, func: Any, args: tuple, kwargs: dict, update: Any) -> No
 
 def step_later(level: Any, func: Any, target: Tensor, step: Step) -> None:
     """A `Step` that autograd does not see, at the end of the call."""
-    if not (level.active and not level.records_values):
+    if not (level.active and not level.records_values) or level.calls is not None:
         raise shared_write(str(func), target, [])
     by_all(level, func, target)
     level.ledger.note(func, target, lower(target, level), step, level.size)
@@ -313,8 +315,7 @@ def _overwrite(level: Any, func: Any, written: list, read: list) -> None:
     for t in written:
         if torch.is_grad_enabled() and any(r.requires_grad for r in read):
             raise unrecorded(func, t)
-        if level.parts:
-            ledger.keep(lower(t, level))
+        ledger.keep(lower(t, level))
         depends = func.overloadpacket.__name__ in _BY_VALUE
         if depends and memory(t) in ledger.overwritten:
             raise conflict(f"{func} writes to", t, "overwritten")
@@ -341,16 +342,7 @@ def _nothing(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     return args[0] if func._schema.returns else None
 
 
-def _written(fact: Facts, args: tuple, kwargs: dict) -> list[Tensor]:
-    return _tensors([args[m] if isinstance(m, int) else kwargs.get(m) for m in fact.mutates])
-
-
-def _tensors(found: list) -> list[Tensor]:
-    """The tensors among these, and in lists among them."""
-    flat = [t for f in found for t in (f if isinstance(f, (list, tuple)) else [f])]
-    return [t for t in flat if isinstance(t, Tensor)]
-
-
+_COMPOSITE = DispatchKey.CompositeImplicitAutograd  # whole, in inference mode
 _COPY = torch.ops.aten.copy_.default
 _GROWS = frozenset({torch.ops.aten.addbmm_.default})  # in place, to the shape of the result
 _LOOKS = frozenset({"is_same_size", "_has_same_storage_numel", "_new_zeros_with_same_feature_meta"})
@@ -380,7 +372,10 @@ _IDEMPOTENT = frozenset(
 
 def _once_is_enough(func: Any) -> bool:
     """Whether doing it once leaves what doing it for every example in turn would leave."""
-    return func.overloadpacket.__name__ in _IDEMPOTENT or bool(facts(func).out_names)
+    fact = facts(func)
+    return func.overloadpacket.__name__ in _IDEMPOTENT or bool(
+        fact.out_names and not fact.statistics
+    )
 
 
 def _counter(func: Any, target: Tensor) -> RuntimeError:

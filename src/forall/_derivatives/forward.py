@@ -40,8 +40,9 @@ from forall._torch.dispatch import (
     is_forward_enabled,
     set_forward_enabled,
 )
+from forall._torch.inference import ordinary
 from forall._torch.names import DispatchMode, attach_tangent, functions_pass, split_tangent
-from forall._torch.schema import facts, functional_of, written
+from forall._torch.schema import facts, functional_of, written_by
 from forall._torch.wrapper import READS, Wrapper, shell
 from forall._torch.zeros import LINEAR, plain_zeros, simpler
 
@@ -49,10 +50,6 @@ aten = torch.ops.aten
 _DETACH = aten.detach.default
 _AS_REAL = aten.view_as_real.default
 _LAZY_ZEROS = aten._efficientzerotensor.default
-# These write running statistics, of which no derivative is taken.
-_STATISTICS = frozenset(
-    {aten._native_batch_norm_legit.default, aten._batch_norm_with_update.default}
-)
 # Of these the inner forward mode must not hear: at this level they are names for the same value.
 _ALIASES = frozenset({aten._make_dual.default, aten._fw_primal.default})
 
@@ -232,7 +229,7 @@ class JvpLevel(Level, DispatchMode):
             func, args = aten.alias.default, args[:1]
         grad = torch.is_grad_enabled()
         if fact.mutates:
-            self._check_writes(func, fact, args, kwargs)
+            self._check_writes(func, args, kwargs)
             functional = functional_of(func)
             if functional is not None and (fact.out_names or functional in ODD):
                 return self._out(functional, fact, args, kwargs)
@@ -270,7 +267,7 @@ class JvpLevel(Level, DispatchMode):
 
                 return transposed(func, args, kwargs, self)
             if fact.mutates:
-                return self._written(fact, args, kwargs, out)
+                return self._written(func, args, kwargs, out)
             if is_sparse(out) and not any(type(a) is Dual for a in args):
                 return constant(out)  # that no wrapper can stand for
             return self._above(out)
@@ -312,12 +309,12 @@ class JvpLevel(Level, DispatchMode):
             return type(out)(self._above(o) for o in out)
         return out
 
-    def _check_writes(self, func: Any, fact: Any, args: tuple, kwargs: dict) -> None:
+    def _check_writes(self, func: Any, args: tuple, kwargs: dict) -> None:
         """A tensor from before the call cannot take in a tangent that ends with the call."""
-        targets = written(fact, args, kwargs)
+        # No derivative is taken of running statistics.
+        aside = {id(args[i]) for i in facts(func).statistics}
+        targets = [t for t in written_by(func, args, kwargs) if id(t) not in aside]
         foreign = [t for t in targets if not (type(t) is Dual and t.level is self)]
-        if func in _STATISTICS:
-            return
         if foreign and any(self.moves(a) for a in (*args, *kwargs.values())):
             raise RuntimeError(
                 f"jvp: {func} writes a value that has a tangent into a tensor from outside.\n"
@@ -325,9 +322,9 @@ class JvpLevel(Level, DispatchMode):
                 "Clone it inside the function (.clone()), or pass it as a primal."
             )
 
-    def _written(self, fact: Any, args: tuple, kwargs: dict, out: Any) -> Any:
+    def _written(self, func: Any, args: tuple, kwargs: dict, out: Any) -> Any:
         """A write in place answers with the very tensors it was given."""
-        known = {id(self._below(t)): t for t in written(fact, args, kwargs)}
+        known = {id(self._below(t)): t for t in written_by(func, args, kwargs)}
         for target in known.values():
             _look_like_value(target)
         if isinstance(out, (list, tuple)):
@@ -368,6 +365,7 @@ def make_dual(primal: torch.Tensor, tangent: torch.Tensor, level: JvpLevel) -> D
             f"{columns([('value', short(primal))])}\n"
             "Use reverse mode (vjp, grad, jacrev), or make it sparse outside."
         )
+    primal, tangent = ordinary(primal), ordinary(tangent)
     level.outer_history |= primal.requires_grad or tangent.requires_grad
     with functions_off(), torch.enable_grad(), _forward_on():
         return wrap(attach_tangent(primal, tangent, level=0), level)

@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from forall._core.again import may_carry_tangents
 from forall._core.levels import complete, graph_free, lift, stack, top
-from forall._torch import trees
+from forall._torch import inference, trees
 from forall._torch.dispatch import (
     ACCUMULATE,
     functions_off,
@@ -30,12 +30,16 @@ if TYPE_CHECKING:
 
 
 class recording:
-    """`torch.enable_grad` of our own: no function mode is asked about it."""
+    """`torch.enable_grad` of our own: no function mode is asked about it.
 
-    __slots__ = ("was",)
+    In inference mode nothing is recorded, whatever grad mode says, so it is left.
+    """
+
+    __slots__ = ("left", "was")
 
     def __enter__(self) -> None:
         stack.reversing += 1
+        self.left = inference.left()
         self.was = torch.is_grad_enabled()
         if not self.was:
             self._set(True)
@@ -44,6 +48,7 @@ class recording:
         stack.reversing -= 1
         if torch.is_grad_enabled() is not self.was:
             self._set(self.was)
+        inference.back(self.left)
 
     def _set(self, on: bool) -> None:
         with functions_off():
@@ -56,8 +61,8 @@ def variable(x: torch.Tensor) -> torch.Tensor:
     Made further out, a level in between would take it for a captured tensor and sum its
     derivative over the examples.
     """
-    x = lift(x, top())
     with functions_off():
+        x = inference.ordinary(lift(x, top()))
         kind = kind_of(x)
         if not has_own_meaning(kind):
             return x.view_as(x) if x.requires_grad else _alias(x).requires_grad_()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from forall._torch.schema import facts, unsaid
+from forall._torch.schema import writes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -64,7 +64,7 @@ class Node:
     def writes(self) -> list[int]:
         """The values that the operator writes into."""
         found = []
-        for place in (*facts(self.op).mutates, *unsaid(self.op, self.args)):
+        for place in writes(self.op, self.args):
             if isinstance(place, int):
                 a = self.args[place] if place < len(self.args) else None
             else:

@@ -34,7 +34,7 @@ from forall._torch.dispatch import functions_off, in_torch_func
 from forall._torch.lazy import with_lazy_bits
 from forall._torch.memory import has_memory, storage_of
 from forall._torch.names import DispatchMode, StorageWeakRef
-from forall._torch.schema import facts
+from forall._torch.schema import facts, writes
 from forall._torch.wrapper import Wrapper
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ _INDEX = aten.index.Tensor
 _FRESH = (aten.lift_fresh.default, aten.lift_fresh_copy.default)
 
 _SEED = "it sets the state of a random generator"
+_LEFT = "it takes a derivative in inference mode, or leaves that mode otherwise"
 _TORCHS = "a transform of torch.func's runs in it"
 
 # Operators that tell Python about numbers, or change what a tensor is, without a tag that says so.
@@ -105,6 +106,8 @@ class Recorder(DispatchMode):
         self.constants: dict[int, torch.Tensor] = {}  # made of Python's numbers
         self.why: str | None = None
         self.hears = False  # whether what Python is told is the function's to know
+        self._inference = torch.is_inference_mode_enabled()
+        self.writes_unsaid = False  # of which no version tells, nor a schema
         self.makes_leaves = False  # a result's history may end in a tensor of the function's own
         self.makes_hooks = False  # that run in a backward pass
         self._numbers: dict[int, int] = {}  # of each tensor's identity, as long as it lives
@@ -124,6 +127,9 @@ class Recorder(DispatchMode):
         if any(issubclass(t, Wrapper) for t in types):
             with self:  # a level that has ended takes its values apart
                 return dispatched(func, args, kwargs)
+        if torch.is_inference_mode_enabled() is not self._inference:
+            self.fails(_LEFT)
+        self.writes_unsaid |= len(writes(func, args)) > len(facts(func).mutates)
         if self.why is not None or func in _ASIDE or func.namespace == "profiler":
             return with_lazy_bits(func, args, kwargs)
         if in_torch_func():  # its wrappers have no memory, and their values are not ours to take

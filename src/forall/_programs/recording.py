@@ -54,6 +54,35 @@ def guarding(func: Callable, leaves: list) -> Guards:
     return Guards(func, [x for x in map(unboxed, leaves) if not _is_tensor(x)])
 
 
+class Before:
+    """What a call finds that is there besides it: whether it writes into that, and its draws."""
+
+    def __init__(self, leaves: list, guards: Guards) -> None:
+        self.outside = [*filter(_is_tensor, leaves), *guards.tensors.values()]
+        self.recorder: Recorder | None = None  # that sees the call
+        self._drawing = [*self.outside, *guards.generators]
+        self._versions = [*map(version, self.outside)]
+        self._states = generators.states(self._drawing)
+
+    def is_written_to(self) -> bool:
+        """Whether the call has written into a tensor from outside, as far as is known."""
+        unsaid = self.recorder is not None and self.recorder.writes_unsaid
+        return unsaid or [*map(version, self.outside)] != self._versions
+
+    def draw_again(self) -> None:
+        generators.restore(self._states)
+
+    @contextmanager
+    def drawing_again(self) -> Iterator[None]:
+        """What is drawn was drawn by the call, and counts once."""
+        now = generators.states(self._drawing)
+        self.draw_again()
+        try:
+            yield
+        finally:
+            generators.restore(now)
+
+
 @dataclass
 class FirstCall:
     """A call to be recorded: of a function, of leaves hung together as ``spec`` says.
@@ -65,32 +94,26 @@ class FirstCall:
     leaves: list
     spec: Any
     guards: Guards
+    before: Before
     write: Callable = function
     certain: bool = False
     asked: Pass = FIRST
 
     def record(self, given: tuple[tuple, dict] | None) -> Recording:
         """Make the call, and its program, which ``write`` makes a function."""
-        outside = [*filter(_is_tensor, self.leaves), *self.guards.tensors.values()]
-        writes = [*map(version, outside)]
-        before = generators.states([*outside, *self.guards.generators])
         made = self._made(self.leaves, given)
         if made.why != ENTWINED:
             return made
-        if [*map(version, outside)] != writes:
+        if self.before.is_written_to():
             return made._replace(why=WRITTEN)
         # Made once more, where only we see it, of arguments that are not made of each other.
-        now = generators.states([*outside, *self.guards.generators])
-        generators.restore(before)
-        try:
+        with self.before.drawing_again():
             alone = self._made(_apart(self.leaves), None)
-        finally:
-            generators.restore(now)
         return made._replace(recorded=alone.recorded, why=alone.why)
 
     def _made(self, leaves: list, given: tuple[tuple, dict] | None) -> Recording:
         guards, tensors = self.guards, [*filter(_is_tensor, leaves)]
-        recorder = Recorder(tensors, guards.tensors, guards.generators)
+        recorder = self.before.recorder = Recorder(tensors, guards.tensors, guards.generators)
         if guards.why is not None:
             recorder.fails(guards.why)
         outside = [*tensors, *guards.tensors.values()]
@@ -159,6 +182,7 @@ def record(
     leaves: list,
     spec: Any,
     guards: Guards | None = None,
+    before: Before | None = None,
     *,
     given: tuple[tuple, dict] | None = None,
     **how: Any,
@@ -168,7 +192,9 @@ def record(
     ``given`` are the user's own containers of the arguments, if they are at hand.
     """
     guards = guards or guarding(func, leaves)
-    return FirstCall(func, [*map(unboxed, leaves)], spec, guards, **how).record(given)
+    leaves = [*map(unboxed, leaves)]
+    before = before or Before(leaves, guards)
+    return FirstCall(func, leaves, spec, guards, before, **how).record(given)
 
 
 def _have_history(ends: Sequence[Tensor]) -> bool:

@@ -18,12 +18,12 @@ from forall._programs.differentiated import Differentiated
 from forall._programs.guards import Guards, Unwatched
 from forall._programs.pulling import FIRST, Pass
 from forall._programs.purity import doubt
-from forall._programs.recording import guarding, record
+from forall._programs.recording import Before, guarding, record
 from forall._programs.replayed import MISSED
 from forall._programs.signature import Unfit, ambient, is_free, kind_of
 from forall._torch import generators, trees
 from forall._torch.history import node_of
-from forall._torch.names import has_global_hooks, version
+from forall._torch.names import has_global_hooks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -151,16 +151,14 @@ class Replays(Unwatched):
 
         Torch leaves out checks of values where calls are recorded, and meets the error elsewhere.
         """
-        tensors = [x for x in leaves if isinstance(x, torch.Tensor)] + [*guards.tensors.values()]
-        writes = [*map(version, tensors)]
-        drawn = generators.states([*leaves, *guards.generators])
+        before = Before(leaves, guards)
         try:
             how = {"given": (args, kwargs), "certain": True, "asked": asked}
-            return record(self.eager, leaves, spec, guards, **how)
+            return record(self.eager, leaves, spec, guards, before, **how)
         except Exception:
-            if not guards.hold() or [*map(version, tensors)] != writes:
+            if not guards.hold() or before.is_written_to():
                 raise
-            generators.restore(drawn)
+            before.draw_again()
             return None
 
     def again(

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -54,7 +56,7 @@ def install(
     if checkpoint.CheckpointFunction.forward is not _forward:
         return
     _install_checkpoints(in_place, drawing, tangents, within)
-    _install_hooks(in_place, tangents, within)
+    _install_hooks(in_place, tangents)
     for name, backward in _backwards.items():
         setattr(BackwardCFunction, name, _in_its_place(backward, making, theirs))
 
@@ -99,7 +101,8 @@ def _install_checkpoints(
         if tangents():
             return _nothing()
         again = in_place(drawing(function) if preserve else function)
-        return _generator(_keeping(within(), again), preserve, *args, **kwargs)
+        keeps = within()
+        return _Begun(keeps, _generator(_keeping(keeps, again), preserve, *args, **kwargs))
 
     def apply(cls: Any, function: Callable, preserve: bool, *args: Any) -> Any:
         if tangents():
@@ -117,20 +120,42 @@ class _Kept(NamedTuple):
     tensor: torch.Tensor
 
 
-class _Again(threading.local):
-    keeps: Keeps  # what the checkpoint has kept that is computed again now
+class _Now(threading.local):
+    """What the checkpoint keeps that begins now, or has kept that is computed again."""
+
+    keeps: Keeps = staticmethod(lambda _: False)
 
 
-_again = _Again()
+_now = _Now()
+
+
+@contextmanager
+def _that(keeps: Keeps) -> Iterator[None]:
+    was, _now.keeps = _now.keeps, keeps
+    try:
+        yield
+    finally:
+        _now.keeps = was
+
+
+class _Begun(Generator):
+    """A checkpoint whose hooks are told, where they are entered, what it keeps."""
+
+    def __init__(self, keeps: Keeps, hooks: Generator) -> None:
+        self.keeps, self.hooks = keeps, hooks
+
+    def send(self, value: Any) -> Any:
+        with _that(self.keeps):
+            return self.hooks.send(value)
+
+    def throw(self, *error: Any) -> Any:
+        return self.hooks.throw(*error)
 
 
 def _keeping(keeps: Keeps, function: Callable) -> Callable:
     def run(*args: Any, **kwargs: Any) -> Any:
-        was, _again.keeps = getattr(_again, "keeps", keeps), keeps
-        try:
+        with _that(keeps):
             return function(*args, **kwargs)
-        finally:
-            _again.keeps = was
 
     return run
 
@@ -138,13 +163,12 @@ def _keeping(keeps: Keeps, function: Callable) -> Callable:
 def _install_hooks(
     in_place: Callable,
     tangents: Callable[[], bool],
-    within: Callable[[], Keeps],
 ) -> None:
     def of_checkpoint(pack: Callable, unpack: Callable, keeps: Keeps | None) -> None:
         """As they are: they have been told where. What runs in a checkpoint is its own affair."""
 
         def packed(tensor: torch.Tensor) -> Any:
-            return _Kept(tensor) if (keeps or _again.keeps)(tensor) else pack(tensor)
+            return _Kept(tensor) if (keeps or _now.keeps)(tensor) else pack(tensor)
 
         def unpacked(x: Any) -> Any:
             return x.tensor if type(x) is _Kept else unpack(x)
@@ -155,7 +179,7 @@ def _install_hooks(
         pack, unpack = self.pack_hook, self.unpack_hook
         if type(self).__module__ == checkpoint.__name__:
             again = type(self) is checkpoint._recomputation_hook
-            of_checkpoint(pack, unpack, None if again else within())
+            of_checkpoint(pack, unpack, None if again else _now.keeps)
             return
 
         def packed(tensor: torch.Tensor) -> Any:

@@ -15,6 +15,8 @@ import torch.func
 from torch._C import DispatchKey
 from torch.autograd import forward_ad
 
+from forall._torch import inference
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
@@ -150,11 +152,13 @@ def _exit_dual_level(*, level: int | None = None) -> None:
 @contextmanager
 def forward_level() -> Iterator[None]:
     """Hold the process's forward-mode level while a jvp runs."""
+    off = inference.left()
     _forward_level.enter()
     try:
         yield
     finally:
         _forward_level.exit()
+        inference.back(off)
 
 
 def forward_mode_runs() -> bool:

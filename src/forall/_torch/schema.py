@@ -3,53 +3,32 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 
 class Facts(NamedTuple):
     """Read once per overload; looking into a schema on every call would cost more than the call."""
 
-    mutates: tuple[int | str, ...]  # places (positional) or names (keyword-only) it writes
+    mutates: tuple[int | str, ...]  # places (positional) or names (keyword-only), by its schema
     out_names: tuple[str, ...]  # the out= arguments among them
     view: bool  # results alias the first argument without writing it
     pointwise: bool
     seeded: bool
     dynamic: bool  # result shape or Python value depends on data
     names: tuple[str, ...]
+    statistics: tuple[int, ...]  # places of running statistics that it may write into
+    asks: int | None  # the place of what says whether it does; None where it always does
+    writes: bool  # whether it may write into anything
     foreign: bool  # a library's; forward mode passes these by, and its tangents come out as zeros
 
 
 _TORCHS = ("aten", "prims", "prim", "forall")
-
-
-@cache
-def facts(func: Any) -> Facts:
-    schema = func._schema
-    mutates: list[int | str] = []
-    outs = []
-    for i, a in enumerate(schema.arguments):
-        if a.alias_info is not None and a.alias_info.is_write:
-            mutates.append(a.name if a.kwarg_only else i)
-            if a.is_out:
-                outs.append(a.name)
-    returns_alias = any(
-        r.alias_info is not None and not r.alias_info.is_write for r in schema.returns
-    )
-    tags = func.tags
-    return Facts(
-        mutates=tuple(mutates),
-        out_names=tuple(outs),
-        view=returns_alias and not mutates,
-        pointwise=torch.Tag.pointwise in tags,
-        seeded=torch.Tag.nondeterministic_seeded in tags,
-        dynamic=torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags,
-        names=tuple(a.name for a in schema.arguments),
-        foreign=func.namespace not in _TORCHS and not mutates,
-    )
-
-
+_RUNNING = ("running_mean", "running_var")
 # What writes into running statistics where this argument says so (None: always), and in whose
 # schema no word of it is.
 _STATISTICS = {
@@ -65,20 +44,60 @@ _STATISTICS = {
 }
 
 
-def unsaid(func: Any, args: tuple) -> tuple[int, ...]:
-    """The places of the arguments that an operator writes into, although its schema does not."""
+@cache
+def facts(func: Any) -> Facts:
+    schema = func._schema
+    mutates: list[int | str] = []
+    outs = []
+    for i, a in enumerate(schema.arguments):
+        if a.alias_info is not None and a.alias_info.is_write:
+            mutates.append(a.name if a.kwarg_only else i)
+            if a.is_out:
+                outs.append(a.name)
+    returns_alias = any(
+        r.alias_info is not None and not r.alias_info.is_write for r in schema.returns
+    )
+    names = tuple(a.name for a in schema.arguments)
+    tags = func.tags
     name = func.overloadpacket.__name__
-    if name not in _STATISTICS or func.namespace != "aten":
-        return ()
-    names, asked = facts(func).names, _STATISTICS[name]
-    if asked is not None and not args[names.index(asked)]:
-        return ()
-    return names.index("running_mean"), names.index("running_var")
+    unsaid = func.namespace == "aten" and name in _STATISTICS
+    asked = _STATISTICS[name] if unsaid else None
+    running = tuple(i for i, n in enumerate(names) if n in _RUNNING)
+    if not unsaid and set(running).isdisjoint(mutates):
+        running = ()
+    return Facts(
+        mutates=tuple(mutates),
+        out_names=tuple(outs),
+        view=returns_alias and not mutates,
+        pointwise=torch.Tag.pointwise in tags,
+        seeded=torch.Tag.nondeterministic_seeded in tags,
+        dynamic=torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags,
+        names=names,
+        statistics=running,
+        writes=bool(mutates or running),
+        asks=None if asked is None else names.index(asked),
+        foreign=func.namespace not in _TORCHS and not mutates,
+    )
 
 
-def written(fact: Facts, args: tuple, kwargs: dict) -> list[torch.Tensor]:
+def writes(func: Any, args: tuple) -> tuple[int | str, ...]:
+    """The places (or names, see `Facts.mutates`) of the arguments that an operator writes into.
+
+    Everybody asks here: schemas say nothing of running statistics.
+    """
+    fact = facts(func)
+    if fact.statistics and (fact.asks is None or args[fact.asks]):
+        return (*fact.mutates, *(i for i in fact.statistics if i not in fact.mutates))
+    return fact.mutates
+
+
+def written_by(func: Any, args: tuple, kwargs: dict) -> list[torch.Tensor]:
     """The tensors that an operator writes into, those in lists too."""
-    found = [args[m] if isinstance(m, int) else kwargs.get(m) for m in fact.mutates]
+    return tensors_in(args[m] if isinstance(m, int) else kwargs.get(m) for m in writes(func, args))
+
+
+def tensors_in(found: Iterable[Any]) -> list[torch.Tensor]:
+    """The tensors among these, and in lists among them."""
     flat = [t for f in found for t in (f if isinstance(f, (list, tuple)) else [f])]
     return [t for t in flat if isinstance(t, torch.Tensor)]
 

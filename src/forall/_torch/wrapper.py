@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import is_inference_mode_enabled
 
 from forall._torch import numpys
 
@@ -154,13 +155,22 @@ def strides(value: torch.Tensor) -> tuple[int, ...]:
 
 def shell(kind: type[Wrapper], value: torch.Tensor) -> Any:
     """A wrapper of this kind that looks like ``value`` itself."""
-    return make_wrapper(
-        kind,
-        value.shape,
-        strides(value),
+    return wrapper_of(kind, value, value.shape, strides(value))
+
+
+def wrapper_of(kind: type[Wrapper], value: torch.Tensor, shape: Any, strides: Any) -> Any:
+    """A wrapper of this kind for ``value``.
+
+    In inference mode a view of a tensor from before is an ordinary tensor, and so is its wrapper:
+    torch gives it the count of writes of its base.
+    """
+    offset, dtype, layout, device = (
         value.storage_offset(),
-        None,
         value.dtype,
         value.layout,
         value.device,
     )
+    if is_inference_mode_enabled() and not value.is_inference():
+        with torch.inference_mode(False):
+            return make_wrapper(kind, shape, strides, offset, None, dtype, layout, device)
+    return make_wrapper(kind, shape, strides, offset, None, dtype, layout, device)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+import threading
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,6 +14,26 @@ from forall._torch.lazy import with_lazy_bits
 from forall._torch.memory import has_memory, storage_of
 from forall._torch.names import DispatchMode, StorageWeakRef
 from forall._torch.wrapper import Wrapper
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+class _Aside(threading.local):
+    on = False
+
+
+_aside = _Aside()
+
+
+@contextmanager
+def unlimited() -> Iterator[None]:
+    """For what puts back what a run has done: the run may have ended because of the limit."""
+    was, _aside.on = _aside.on, True
+    try:
+        yield
+    finally:
+        _aside.on = was
 
 
 class Budget(DispatchMode):
@@ -40,7 +61,7 @@ class Budget(DispatchMode):
         out = with_lazy_bits(func, args, kwargs)
         with functions_off():
             self._note((out,), made=True)
-        if self._bytes > self.limit:
+        if self._bytes > self.limit and not _aside.on:
             self._look()
         return out
 

@@ -64,17 +64,13 @@ def max_steps(verb: str, steps: Any) -> None:
         )
 
 
-def _is_automatic(size: Any) -> bool:
-    return size == "auto" or isinstance(size, Chunks)
-
-
-def chunk_size(verb: str, size: Any, *, auto: bool = False) -> None:
-    if size is None or (isinstance(size, int) and size > 0) or (auto and _is_automatic(size)):
+def chunk_size(verb: str, size: Any) -> None:
+    automatic = size == "auto" or isinstance(size, Chunks)
+    if size is None or automatic or (isinstance(size, int) and size > 0):
         return
-    fitting = ", 'auto' for as many as fit," if auto else ","
     raise ValueError(
         f"{verb}(chunk_size={short(size)}): a chunk holds at least one example.\n"
-        f"Pass an int above 0{fitting} or None to run all examples at once."
+        "Pass an int above 0, 'auto' for as many as fit, or None to run all examples at once."
     )
 
 

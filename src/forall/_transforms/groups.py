@@ -22,6 +22,7 @@ from forall._core.remembering import Remembered
 from forall._torch import generators
 from forall._torch.dispatch import functions_off
 from forall._transforms import mapping
+from forall._transforms.budget import unlimited
 from forall._transforms.ragged import Ragged, together
 
 if TYPE_CHECKING:
@@ -131,16 +132,19 @@ class once_more:
             parted, why = [[*range(level.size)]], error
         if parted is not None and self.state is not None:
             # Whatever became of it on its way: a bare `except:` of the user's may have taken it.
-            ledger.before.undo()
-            self.state.restore()
+            self._undo(self.state)
             raise Groups(parted, why) from None
         if self.state is not None and _spared(self.call, error):
-            ledger.before.undo()
-            self.state.restore()
+            self._undo(self.state)
             return
         ledger.before.settle_grads()
         if not self.watched:
             ledger.forget()
+
+    def _undo(self, state: State) -> None:
+        with unlimited():
+            self.level.ledger.before.undo()
+            state.restore()
 
 
 def in_groups(call: Mapping, groups: list[list[int]]) -> tuple[list, Any]:
@@ -154,8 +158,9 @@ def _in_groups(call: Mapping, groups: list[list[int]], before: State) -> tuple[l
     run = Run(call, before)
     try:
         if not run.all(groups):
-            run.touched.undo()
-            before.restore()
+            with unlimited():
+                run.touched.undo()
+                before.restore()
             run = Run(call, before)
             run.in_turn()
         elif run.failed is not None:
@@ -163,8 +168,9 @@ def _in_groups(call: Mapping, groups: list[list[int]], before: State) -> tuple[l
         else:
             run.put_back()
     except BaseException as error:
-        run.touched.undo()
-        (before.restore if _spared(call, error) else before.forget)()
+        with unlimited():
+            run.touched.undo()
+            (before.restore if _spared(call, error) else before.forget)()
         raise
     for ledger in run.touched.ledgers:
         ledger.forget()

@@ -112,7 +112,7 @@ def jacrev(
     """
     del _preallocate_and_copy
     checks.callable_("jacrev", func)
-    checks.chunk_size("jacrev", chunk_size, auto=True)
+    checks.chunk_size("jacrev", chunk_size)
 
     def rows(call: Call, f: Callable, xs: list, has_aux: bool) -> Blocks:
         return by_rows(call, f, xs, has_aux, chunk_size)
@@ -218,7 +218,7 @@ def jacfwd(
     """
     checks.callable_("jacfwd", func)
     checks.randomness("jacfwd", randomness)
-    checks.chunk_size("jacfwd", chunk_size, auto=True)
+    checks.chunk_size("jacfwd", chunk_size)
 
     def columns(call: Call, f: Callable, xs: list, has_aux: bool) -> Blocks:
         return by_columns(call, f, xs, has_aux, randomness, chunk_size)
@@ -321,7 +321,7 @@ def hessian(
                  [0., 0.]]])
     """
     checks.callable_("hessian", func)
-    checks.chunk_size("hessian", chunk_size, auto=True)
+    checks.chunk_size("hessian", chunk_size)
 
     @replaying(func, "hessian", argnums, argnames, has_aux, return_value, chunk_size)
     def second(*args: Any, **kwargs: Any) -> Any:

@@ -134,18 +134,13 @@ def _run(
 ) -> tuple[Any, Linear, Any, list, Any]:
     flat, spec = checks.primals(call, primals)
     below, outer = top(), torch.is_grad_enabled()
-    with (
-        torch.inference_mode(False),  # in which autograd would take nothing apart for the tapes
-        handover.eagerly(),
-        forward_level(),
-        torch.enable_grad(),
-    ):
+    with handover.eagerly(), forward_level(), torch.enable_grad():
         tapes = TapeLevel(below)
         level = forward.JvpLevel(below, outer)
         tapes.count = len(flat)  # from here on: making a dual may take steps
         duals = []
         for slot, p in enumerate(flat):
-            here = lift(p.clone() if p.is_inference() else p, below)
+            here = lift(p, below)
             duals.append(forward.make_dual(here, tape(torch.zeros_like(here), slot, tapes), level))
         pairs, out_spec, aux = run(call, func, trees.unflatten(duals, spec), level, has_aux)
         settle(tapes)

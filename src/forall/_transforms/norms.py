@@ -75,7 +75,7 @@ def per_example_grad_norm(
     verb = "per_example_grad_norm"
     checks.callable_(verb, func)
     checks.randomness(verb, randomness, keys=True)
-    checks.chunk_size(verb, chunk_size, auto=True)
+    checks.chunk_size(verb, chunk_size)
 
     @functools.wraps(func, updated=())
     def of_one(*args: Any, **kwargs: Any) -> tuple:

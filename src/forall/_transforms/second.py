@@ -10,11 +10,13 @@ from forall._derivatives import basis
 from forall._torch import handover, trees
 from forall._transforms import checks
 from forall._transforms.arguments import called
+from forall._transforms.chunking import for_torch
+from forall._transforms.chunks import each
 from forall._transforms.jvp import push
 from forall._transforms.linearize import program
 from forall._transforms.replaying import replaying
 from forall._transforms.sweeps import First
-from forall._transforms.types import P, R, X
+from forall._transforms.types import Chunk, P, R, X
 from forall._transforms.vmap import vmap
 
 if TYPE_CHECKING:
@@ -126,7 +128,7 @@ def hessian_diag(
     argnames: str | tuple[str, ...] | None = None,
     has_aux: Literal[False] = False,
     return_value: Literal[False] = False,
-    chunk_size: int | None = None,
+    chunk_size: Chunk = None,
 ) -> Callable[P, Any]: ...
 @overload
 def hessian_diag(
@@ -136,7 +138,7 @@ def hessian_diag(
     argnames: str | tuple[str, ...] | None = None,
     has_aux: Literal[True],
     return_value: Literal[False] = False,
-    chunk_size: int | None = None,
+    chunk_size: Chunk = None,
 ) -> Callable[P, tuple[Any, X]]: ...
 @overload
 def hessian_diag(
@@ -146,7 +148,7 @@ def hessian_diag(
     argnames: str | tuple[str, ...] | None = None,
     has_aux: Literal[False] = False,
     return_value: Literal[True],
-    chunk_size: int | None = None,
+    chunk_size: Chunk = None,
 ) -> Callable[P, tuple[Any, tuple[Any, R]]]: ...
 @overload
 def hessian_diag(
@@ -156,7 +158,7 @@ def hessian_diag(
     argnames: str | tuple[str, ...] | None = None,
     has_aux: Literal[True],
     return_value: Literal[True],
-    chunk_size: int | None = None,
+    chunk_size: Chunk = None,
 ) -> Callable[P, tuple[Any, tuple[Any, R, X]]]: ...
 def hessian_diag(
     func: Callable,
@@ -165,7 +167,7 @@ def hessian_diag(
     argnames: str | tuple[str, ...] | None = None,
     has_aux: bool = False,
     return_value: bool = False,
-    chunk_size: int | None = None,
+    chunk_size: Chunk = None,
 ) -> Callable:
     """The diagonal of the Hessian of ``func``, which itself is not made: all d^2 f / d x[i]^2.
 
@@ -185,7 +187,8 @@ def hessian_diag(
         has_aux: ``f`` returns ``(y, aux)``; the result is then ``(diagonal, aux)``.
         return_value: the result is ``(diagonal, (jacobian, y))``, with has_aux
             ``(diagonal, (jacobian, y, aux))``; the Jacobian of a scalar function is its gradient.
-        chunk_size: so many columns at once; 64 if it is None. Changes memory, not values.
+        chunk_size: so many columns at once, 64 if it is None; or ``"auto"`` (see `vmap`). Changes
+            memory, not values.
 
     Raises:
         RuntimeError, ValueError: as `hessian`.
@@ -215,7 +218,7 @@ def laplacian(
     argnames: str | tuple[str, ...] | None = None,
     has_aux: Literal[False] = False,
     return_value: Literal[False] = False,
-    chunk_size: int | None = None,
+    chunk_size: Chunk = None,
 ) -> Callable[P, R]: ...
 @overload
 def laplacian(
@@ -225,7 +228,7 @@ def laplacian(
     argnames: str | tuple[str, ...] | None = None,
     has_aux: Literal[True],
     return_value: Literal[False] = False,
-    chunk_size: int | None = None,
+    chunk_size: Chunk = None,
 ) -> Callable[P, tuple[R, X]]: ...
 @overload
 def laplacian(
@@ -235,7 +238,7 @@ def laplacian(
     argnames: str | tuple[str, ...] | None = None,
     has_aux: Literal[False] = False,
     return_value: Literal[True],
-    chunk_size: int | None = None,
+    chunk_size: Chunk = None,
 ) -> Callable[P, tuple[R, tuple[Any, R]]]: ...
 @overload
 def laplacian(
@@ -245,7 +248,7 @@ def laplacian(
     argnames: str | tuple[str, ...] | None = None,
     has_aux: Literal[True],
     return_value: Literal[True],
-    chunk_size: int | None = None,
+    chunk_size: Chunk = None,
 ) -> Callable[P, tuple[R, tuple[Any, R, X]]]: ...
 def laplacian(
     func: Callable,
@@ -254,7 +257,7 @@ def laplacian(
     argnames: str | tuple[str, ...] | None = None,
     has_aux: bool = False,
     return_value: bool = False,
-    chunk_size: int | None = None,
+    chunk_size: Chunk = None,
 ) -> Callable:
     """The sum of all d^2 f / d x[i]^2, the trace of a Hessian that is not made.
 
@@ -273,8 +276,8 @@ def laplacian(
         has_aux: ``f`` returns ``(y, aux)``; the result is then ``(laplacian, aux)``.
         return_value: the result is ``(laplacian, (jacobian, y))``, with has_aux
             ``(laplacian, (jacobian, y, aux))``; the Jacobian of a scalar function is its gradient.
-        chunk_size: so many columns of the Hessian at once; 64 if it is None. Changes memory, not
-            values.
+        chunk_size: so many columns of the Hessian at once, 64 if it is None; or ``"auto"`` (see
+            `vmap`). Changes memory, not values.
 
     Raises:
         RuntimeError, ValueError: as `hessian`.
@@ -297,7 +300,7 @@ def _from_diagonal(
     which: tuple[Any, Any],  # argnums, argnames
     has_aux: bool,
     return_value: bool,
-    chunk_size: int | None,
+    chunk_size: Chunk,
     result: Callable[[First, list], Any],
 ) -> Callable:
     """What ``result`` makes of the diagonals of a call, and beside it what was asked for."""
@@ -307,7 +310,7 @@ def _from_diagonal(
     @replaying(func, verb, *which, has_aux, return_value, chunk_size)
     def second(*args: Any, **kwargs: Any) -> Any:
         first = First(called(verb, func, *which), func, args, kwargs, which, has_aux)
-        found, j, y = _diagonal(first, chunk_size or COLUMNS)
+        found, j, y = _diagonal(first, chunk_size)
         return first.answer(result(first, found), j, y, return_value)
 
     return second
@@ -324,10 +327,11 @@ def _over(block: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return block.reshape(*block.shape[: block.dim() - x.dim()], x.numel()).sum(-1)
 
 
-def _diagonal(first: First, step: int) -> tuple[list, list, Any]:
+def _diagonal(first: First, chunk: Chunk) -> tuple[list, list, Any]:
     """d^2 y / d x^2 (*O, *I) for each output and input, then what ``first`` gives."""
     xs = tuple(first.given.tensors)
     if handover.needed():
+        chunk = for_torch(chunk)
         j, y = first(*xs)
 
         def along(*directions: torch.Tensor) -> Any:
@@ -338,11 +342,14 @@ def _diagonal(first: First, step: int) -> tuple[list, list, Any]:
         j, along, y = program(first.call, first, xs, has_aux=True)
         columns = vmap(along)
     parts: list[list[list]] = [[[] for _ in row] for row in j]
-    total = sum(x.numel() for x in xs)
-    for start in range(0, total, step):
-        stop = min(start + step, total)
-        found = columns(*basis.rows(xs, start, stop))
-        for (o, i), entries in _on_diagonal(found, xs, start, stop):
+
+    def some(numbers: range) -> list:
+        found = columns(*basis.rows(xs, numbers.start, numbers.stop))
+        # A copy, for a view would keep all the columns that it is of.
+        return [(at, d.clone()) for at, d in _on_diagonal(found, xs, numbers)]
+
+    for found in each(some, sum(x.numel() for x in xs), chunk or COLUMNS, xs, "column"):
+        for (o, i), entries in found:
             parts[o][i].append(entries)
     whole = [
         [torch.cat(p, -1).reshape(b.shape) if p else b for p, b in zip(*rows, strict=True)]
@@ -351,15 +358,16 @@ def _diagonal(first: First, step: int) -> tuple[list, list, Any]:
     return whole, j, y
 
 
-def _on_diagonal(found: list, xs: tuple, start: int, stop: int) -> Any:
-    """Of columns ``start`` to ``stop`` (C, *O, *I) the entries on the diagonal, (*O, some of I)."""
+def _on_diagonal(found: list, xs: tuple, numbers: range) -> Any:
+    """Of columns ``numbers`` (C, *O, *I) the entries on the diagonal, (*O, some of I)."""
     first = 0
     for i, x in enumerate(xs):
         n = x.numel()
-        low, high = max(start, first), min(stop, first + n)
+        low, high = max(numbers.start, first), min(numbers.stop, first + n)
         if low < high:
+            rows = slice(low - numbers.start, high - numbers.start)
             for o, row in enumerate(found):
                 block = row[i].reshape(*row[i].shape[: row[i].dim() - x.dim()], n)
-                square = block[low - start : high - start, ..., low - first : high - first]
+                square = block[rows, ..., low - first : high - first]
                 yield (o, i), square.diagonal(dim1=0, dim2=-1)
         first += n

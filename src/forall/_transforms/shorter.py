@@ -103,7 +103,7 @@ def jacobian(
                 [3., 2.]])
     """
     checks.callable_("jacobian", func)
-    checks.chunk_size("jacobian", chunk_size, auto=True)
+    checks.chunk_size("jacobian", chunk_size)
 
     def fewer(call: Call, f: Callable, xs: list, has_aux: bool) -> Blocks:
         return by_fewer(call, f, xs, has_aux, chunk_size)

@@ -15,6 +15,7 @@ from forall._derivatives import forward, reverse
 from forall._lanes import users
 from forall._torch import handover, trees
 from forall._torch.dispatch import torch_funcs
+from forall._torch.inference import ordinary
 from forall._torch.lazy import lazy_zeros_pass
 from forall._transforms import checks
 from forall._transforms.arguments import Moved
@@ -164,7 +165,7 @@ class Pullback:
         with reverse.recording():
             found = reverse.gradients(
                 tuple(self.outputs),
-                tuple(cots),
+                tuple(map(ordinary, cots)),
                 self.own,
                 retain_graph=retain_graph,
                 closes=not any(map(reverse.has_history, cots)),
@@ -176,6 +177,7 @@ class Pullback:
     def _run_stacked(self, stacks: list) -> list:
         outer = torch.is_grad_enabled()
         with reverse.recording():
+            stacks = [*map(ordinary, stacks)]
             found = self._pulled(lambda ys, cots: reverse.gradients(ys, cots, self.own), stacks)
         if any(s.requires_grad for s in stacks) and outer:
             return found

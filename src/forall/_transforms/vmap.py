@@ -124,7 +124,7 @@ def vmap(
     """
     checks.callable_("vmap", func)
     checks.randomness("vmap", randomness, keys=True)
-    checks.chunk_size("vmap", chunk_size, auto=True)
+    checks.chunk_size("vmap", chunk_size)
     checks.divergence("vmap", divergence)
     checks.max_steps("vmap", max_steps)
 

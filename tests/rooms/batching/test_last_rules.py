@@ -283,7 +283,6 @@ LEFT = {
     "_slow_conv2d_backward.grad_input": "an out= form by another name, which nothing calls",
     "_transform_bias_rescale_qkv.default": "only _native_multi_head_attention calls it",
     "_transformer_encoder_layer_fwd.default": "the fast path of an encoder layer, not taken here",
-    "batch_norm_update_stats.default": "only synchronised batch norm calls it",
     "normal.out": "an in-place draw under another name, which nothing calls",
 }
 # What these work on is no dense tensor, or is a weight packed for one kernel.

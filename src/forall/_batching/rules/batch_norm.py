@@ -18,7 +18,7 @@ from forall._batching.families import (
     wrapped,
 )
 from forall._batching.table import BLIND, SHARED, register
-from forall._batching.writing import step_later, writable
+from forall._batching.writing import done_once, note_write, step_later, writable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 Tensor = torch.Tensor
 _KERNEL = aten.native_batch_norm.default
+_UPDATE = aten.batch_norm_update_stats.default
 _BACK = aten.native_batch_norm_backward.default
 
 
@@ -68,29 +69,51 @@ def forward(level, x, params, stats, training, momentum, eps):
     return wrapped((unfolded(out, size), *saved), 0, level), new
 
 
+def update(level, x, params, stats, training, momentum, eps):
+    """Mean and variance of the batch, wrapped; and the running statistics after it, as stacks."""
+    size = level.size
+    if not size:
+        v = stacked(x, level)
+        found = v.new_empty(0, v.shape[2])
+        return wrapped((found, found.clone()), 0, level), stats
+    new = [None if p is None else per_channel(p, level).clone() for p in stats]
+    found = _UPDATE(folded(x, level), *new, momentum)
+    new = [None if p is None else p.view(size, -1) for p in new]
+    return wrapped([f.view(size, -1) for f in found], 0, level), new
+
+
 class Form(NamedTuple):
     """``op(x, weight, bias, *stats, [training,] momentum, eps)`` and what it returns.
 
     ``trains`` says it where the operator does not ask; ``reserve`` is an extra result for cuDNN,
-    which has no part in this; ``functional`` returns new statistics and writes none.
+    which has no part in this; ``functional`` returns new statistics and writes none. ``updates`` is
+    ``op(x, *stats, momentum)``, for the statistics alone.
     """
 
     trains: bool | None = None
     stats: int = 2
     reserve: bool = False
     functional: bool = False
+    updates: bool = False
+
+    @property
+    def at(self) -> int:
+        """The place of the statistics."""
+        return 1 if self.updates else 3
 
     def parts(self, args: tuple) -> tuple[Any, tuple, tuple, bool, float, float]:
         """x, parameters, statistics, training, momentum, eps."""
-        x, params, rest = args[0], args[1:3], args[3:]
+        x, params, rest = args[0], args[1 : self.at], args[self.at :]
         running = rest[: self.stats] if self.stats else (None, None)
         training = rest[self.stats] if self.trains is None else self.trains
-        return x, params, running, training, *rest[-2:]
+        momentum, eps = (*rest, 0.0)[-2:] if self.updates else rest[-2:]
+        return x, params, running, training, momentum, eps
 
 
 def _begun(running: tuple, level: Any) -> tuple:
     """Statistics that all examples share begin at zero: what an example adds is settled later."""
     if level.calls == 1:
+        done_once(level, running)
         return running
     return tuple(
         torch.zeros_like(lower(s, level)) if is_shared_older(s, level) else s for s in running
@@ -112,7 +135,8 @@ def mapped(form: Form) -> Callable:
         if not writes:
             _note_reads(level, func, running)
         begun = _begun(running, level) if writes else running
-        outs, new = forward(level, x, params, begun, training, momentum, eps)
+        run = update if form.updates else forward
+        outs, new = run(level, x, params, begun, training, momentum, eps)
         if writes and level.size:
             for target, value in zip(running, new, strict=True):
                 if is_shared_older(target, level):
@@ -139,7 +163,9 @@ def once(form: Form) -> Callable:
         given = [lower(a, level) for a in args]
         if training and running[0] is not None and momentum != 0 and not form.functional:
             begun = _begun(running, level)
-            given[3:5] = [lower(s, level) for s in begun]
+            for target in running:
+                note_write(target)
+            given[form.at : form.at + 2] = [lower(s, level) for s in begun]
             out = func(*given)
             for target, value in zip(running, begun, strict=True):
                 if value is not target and level.calls is None:
@@ -190,6 +216,7 @@ _FORMS = {
     aten._batch_norm_no_update.default: Form(trains=False, reserve=True),
     aten.cudnn_batch_norm.default: Form(reserve=True),
     aten.miopen_batch_norm.default: Form(),
+    _UPDATE: Form(trains=True, updates=True),
 }
 _BACKWARDS = {
     aten.native_batch_norm_backward.default: _native_backward,
