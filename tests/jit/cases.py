@@ -640,10 +640,192 @@ def functional_calls(jit):
 # --- what is not a function of its arguments alone ------------------------------------------------
 
 
-@unrecorded
+@case
 def a_branch_on_a_number(jit):
     f = jit(lambda x: x * 2 if x.sum() > 0 else x - 1)
     return lambda i: f(xs(i))
+
+
+@unrecorded
+def a_branch_that_is_ever_another(jit):
+    f = jit(lambda x, i: x * 2 if (i % 2 == 0).item() else x - 1)
+    return lambda i: [f(xs(i), torch.tensor(i + k)) for k in range(4)]
+
+
+@case
+def a_branch_that_is_another_from_some_call_on(jit):
+    f = jit(grad(lambda x: (x * 2 if (x > 0).all() else x.exp()).sum()))
+    return lambda i: f(xs(i).abs() * (1 if i < 3 else -1))
+
+
+@case
+def a_check_that_raises(jit):
+    def f(x):
+        if not (x > 0).all():
+            raise ValueError(f"{x.min():.3f} is not positive")
+        return x.log()
+
+    g = jit(f)
+
+    def call(i):
+        try:
+            return g(xs(i).abs() + (i != 3) - 1 * (i == 3))
+        except ValueError as error:
+            return str(error)
+
+    return call
+
+
+@case
+def a_check_of_each_example_that_raises(jit):
+    def f(x):
+        if (x < 0).any():
+            raise ValueError("negative")
+        return x.sqrt().sum()
+
+    g = jit(vmap(grad(f)))
+
+    def call(i):
+        x = xs(i, 4, 3).abs() + 1
+        if i == 3:
+            x[2, 1] = -1.0
+        try:
+            return g(x)
+        except ValueError as error:
+            return str(error).splitlines()[0]
+
+    return call
+
+
+@case
+def a_distribution_that_checks_its_arguments(jit):
+    def log_density(mean, scale, x):
+        return torch.distributions.Normal(mean, scale).log_prob(x).sum()
+
+    f = jit(vmap(grad(log_density, (0, 1)), (0, 0, None)))
+
+    def call(i):
+        scale = xs(10 + i, 4).abs() + 0.1
+        if i == 4:
+            scale[1] = -1.0
+        try:
+            return f(xs(i, 4), scale, xs(20 + i, 5))
+        except ValueError as error:
+            return type(error).__name__
+
+    return call
+
+
+@case
+def a_loop_of_some_steps(jit):
+    def halved(x):
+        while (x.abs() > 1).any():
+            x = x / 2
+        return x
+
+    f = jit(halved)
+    return lambda i: f(xs(i) * 2 ** (i // 3))
+
+
+@case
+def numbers_drawn_before_a_branch(jit):
+    def f(x):
+        noise = torch.rand(3)
+        return x + noise if (x > 0).all() else x - torch.rand(3) * noise
+
+    g = jit(f)
+
+    def call(i):
+        torch.manual_seed(i)
+        return g(xs(i).abs() * (-1) ** (i // 2)), torch.rand(2)
+
+    return call
+
+
+@unrecorded
+def an_argument_written_before_a_branch(jit):
+    def f(x):
+        x.mul_(2)
+        return x + 1 if (x > 0).all() else x - 1
+
+    g = jit(f)
+
+    def call(i):
+        x = xs(i).abs() * (-1) ** (i // 2)
+        return g(x), x
+
+    return call
+
+
+@case
+def memory_of_its_own_written_before_a_branch(jit):
+    def f(x):
+        y = x.clone()
+        y.mul_(2)
+        return y + 1 if (y > 0).all() else y - 1
+
+    g = jit(f)
+    return lambda i: g(xs(i).abs() * (-1) ** (i // 2))
+
+
+@case
+def a_branch_on_what_is_captured(jit):
+    w = torch.ones(3)
+    f = jit(lambda x: x * w if torch.isfinite(w).all() else x)
+
+    def call(i):
+        w[0] = float("inf") if i in (2, 3) else float(i)
+        return f(xs(i))
+
+    return call
+
+
+@case
+def a_branch_with_a_derivative_outside(jit):
+    w = torch.ones(3, requires_grad=True)
+    f = jit(lambda x: (x * w).sin() if (x * w > 0).all() else (x * w * w).cos())
+
+    def call(i):
+        w.data.copy_(xs(i + 9))
+        y = f(w.detach() * (-1) ** (i // 2))
+        return y, torch.autograd.grad(y.sum(), w)
+
+    return call
+
+
+@case
+def a_truth_taken_for_a_number(jit):
+    f = jit(lambda x: x * (x > 0).all().item() + (x < 5).any().item())
+    return lambda i: f(xs(i).abs() * (-1) ** (i // 2))
+
+
+@case
+def examples_that_agree(jit):
+    f = jit(vmap(lambda x: x * 2 if x > 0 else x - 1))
+    return lambda i: f(xs(i, 6).abs() * (-1) ** (i // 3))
+
+
+@case
+def examples_of_two_maps_that_agree(jit):
+    f = jit(vmap(vmap(lambda x: x * 2 if (x > 0).all() else x.exp(), in_dims=1)))
+    return lambda i: f(xs(i, 2, 3, 4).abs() * (-1) ** (i // 3))
+
+
+@case
+def a_branch_in_a_backward(jit):
+    class Clipped(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x * x
+
+        @staticmethod
+        def backward(ctx, g):
+            (x,) = ctx.saved_tensors
+            return g * 2 * x if (g > 0).all() else g
+
+    f = jit(grad(lambda x: (Clipped.apply(x) * x.detach()).sum()))
+    return lambda i: f(xs(i).abs() * (-1) ** (i // 2))
 
 
 @unrecorded

@@ -228,6 +228,17 @@ def test_inductor_gives_what_the_function_gives(compiler):
 
 
 @torchs_own_warnings
+def test_inductor_makes_the_tests_of_a_branch(compiler):
+    def f(x):
+        return x.sin().exp() if (x == x).all() else x.nan_to_num().cos().exp()  # noqa: PLR0124
+
+    g, x = by_inductor(f), torch.ones(3)
+    for y in (x, x, x * torch.nan, x * torch.nan, x):
+        torch.testing.assert_close(g(y), f(y))
+    assert g.cache_info().hits > 0
+
+
+@torchs_own_warnings
 def test_inductor_takes_derivatives_and_draws(compiler):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Dropout(0.5), nn.Linear(4, 2))

@@ -146,6 +146,9 @@ out = io.StringIO()
 
 
 class Logged:
+    def __init__(self):
+        self.log = log
+
     def scaled(self, x):
         return 2 * x
 
@@ -159,6 +162,7 @@ class Logged:
     alias = printed
 
 
+lstm, ARRAY = nn.LSTM(3, 2), np.arange(3.0)
 logged, printed, METHODS = Logged(), Logged.printed, [Logged.printed]
 
 
@@ -195,6 +199,9 @@ CERTAIN = {
     "modes": lambda x: torch.no_grad()(torch.sin)(x),
     "an operator by its full name": lambda x: torch.ops.aten.sin.default(x),
     "a distribution": lambda x: torch.distributions.Normal(x, 1.0).log_prob(W),
+    "a recurrent layer": lambda x: lstm(x[None])[0].sum(),
+    "a small array": lambda x: x * len(ARRAY) + float(ARRAY[0]),
+    "an object whose log is not asked for": lambda x: logged.scaled(x),
     "a class whose other methods print": lambda x: logged.scaled(x),
     "errors": lambda x: x if x.dim() else (_ for _ in ()).throw(ValueError("no")),
 }

@@ -76,6 +76,8 @@ def _written(
 
 
 def _fits(node: Node) -> bool:
+    if node.outs is None and not node.writes():
+        return False  # it is there to raise, and a compiler leaves it out
     return not facts(node.op).seeded and _is_plain((node.args, node.kwargs))
 
 
@@ -181,6 +183,7 @@ class Core:
                     return _apart(run, examples, made)
                 why = "its results would lie otherwise in memory"
             except Exception as error:  # noqa: BLE001 - whatever keeps a compiler from it
+                self.plain(*map(_copy, tensors))  # if nothing does, the call's error is its own
                 why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         slow(f"{self.call}: a piece is not compiled, so run by Python: {why}.")
         return self.plain

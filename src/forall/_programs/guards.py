@@ -149,7 +149,7 @@ class Guards:
         elif isinstance(value, (set, frozenset)):
             self._sets.append((value, value.copy()))
             self._left += value
-        elif isinstance(value, (bytearray, memoryview, array.array)) or _is_array(value):
+        elif isinstance(value, (bytearray, memoryview, array.array)) or is_array(value):
             self._numbers(value)
         elif isinstance(value, FunctionType):
             self._function(value)
@@ -265,7 +265,7 @@ class Guards:
         """Numbers in memory, of numpy's or of Python's own."""
         data = _bytes(value)
         self._data.append((value, data))
-        if len(data) > _MOST_BYTES or (_is_array(value) and value.dtype.hasobject):
+        if len(data) > _MOST_BYTES or (is_array(value) and value.dtype.hasobject):
             self.why = "the function reaches an array whose numbers may change, too large to watch"
 
 
@@ -273,5 +273,5 @@ def _bytes(value: Any) -> bytes:
     return bytes(value) if isinstance(value, bytearray) else value.tobytes()
 
 
-def _is_array(value: Any) -> bool:
+def is_array(value: Any) -> bool:
     return "numpy" in sys.modules and isinstance(value, sys.modules["numpy"].ndarray)

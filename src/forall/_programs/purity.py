@@ -31,7 +31,7 @@ from weakref import ReferenceType
 import torch
 
 from forall._core.remembering import contents, is_library, is_no_users, is_ours
-from forall._programs.guards import CONTAINERS, Unwatched
+from forall._programs.guards import CONTAINERS, Unwatched, is_array
 from forall._torch import trusted
 from forall._torch.names import PLAIN
 
@@ -155,7 +155,9 @@ def _rebound(code: CodeType) -> Iterator[str]:
 def _is_certain(value: Any) -> bool:
     """Whether the guards see all of a value, or it never changes; functions are read."""
     kind: Any = type(value)
-    if kind in CONTAINERS or kind in _WRAPPERS or trusted.is_inert(value):
+    if kind in CONTAINERS or kind in _WRAPPERS or trusted.is_inert(value) or is_array(value):
+        return True
+    if value is ReferenceType:  # the class of those that are judged by what they refer to
         return True
     if isinstance(value, (FunctionType, Unwatched)):
         return True  # ours
