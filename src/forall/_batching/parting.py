@@ -6,6 +6,7 @@ part is run once more for each group of them that agrees (`_core.parting`).
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,6 +38,11 @@ def answers(t: Tensor) -> tuple[Tensor, list]:
         return values, levels
     with no_dispatch(), functions_off():
         return values.movedim(len(levels) + t.axis, len(levels)), [*levels, t.level]
+
+
+def truths(t: Tensor) -> Callable[[], tuple[Tensor, list]] | None:
+    """What tells the answers of a tensor that says yes or no."""
+    return partial(answers, t) if t.dtype is torch.bool else None
 
 
 def plain_numbers(x: Any) -> Tensor | None:
@@ -115,7 +121,7 @@ def _groups(rows: Tensor) -> list[list[int]]:
 def number(t: Tensor, complaint: Callable[[], Exception]) -> Any:
     """The Python number of a tensor with one entry."""
     if stack.listening:
-        heard(t)
+        heard(truths(t))
     answer = one_answer(t, complaint)
     with no_dispatch(), functions_off():
         return answer.item()

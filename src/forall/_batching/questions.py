@@ -22,11 +22,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from types import CodeType, FrameType
 
+    Truths = Callable[[], tuple[torch.Tensor, list]]  # of all examples, and whose these are
+
 
 class Listener(Protocol):
     """Hears of questions, and of what was undone since."""
 
-    def heard(self, frame: FrameType, test: Any = None) -> None: ...
+    def heard(self, frame: FrameType, truths: Truths | None = None) -> None: ...
 
     def split(self, place: Place, sizes: tuple[int, ...]) -> None: ...
 
@@ -35,11 +37,11 @@ class Listener(Protocol):
     def back_to(self, mark: Any) -> None: ...
 
 
-def heard(test: Any = None) -> None:
-    """Python asks the examples that run: for a yes or no, where there is a test."""
+def heard(truths: Truths | None = None) -> None:
+    """Python asks the examples that run; for a yes or no, if these can be told."""
     frame = users_frame(sys._getframe(1), (OURS,))
     for listener in stack.listening:
-        listener.heard(frame, test)
+        listener.heard(frame, truths)
 
 
 def where(frame: FrameType) -> tuple[CodeType, Any]:
@@ -85,7 +87,7 @@ class Limit:
         self.counts: dict[Any, torch.Tensor] = {}
         self.reached: RuntimeError | None = None
 
-    def heard(self, frame: FrameType, test: Any = None) -> None:
+    def heard(self, frame: FrameType, truths: Truths | None = None) -> None:
         level = self.level.acting
         if frame.f_code.co_filename.startswith(TORCH):
             return  # it may go through a list of its own

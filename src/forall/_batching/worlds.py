@@ -20,7 +20,7 @@ from forall._batching.merging import (
     united,
 )
 from forall._batching.narrowing import for_reading, forget, kept
-from forall._batching.parting import answers, number
+from forall._batching.parting import answers, number, truths
 from forall._batching.parts import common, covers, halves, union, without
 from forall._batching.questions import heard
 from forall._core.errors import data_dependent
@@ -204,7 +204,7 @@ def _asked(test: Any) -> bool | tuple[World, World] | None:
 def question(test: Any) -> bool | tuple[World, World]:
     """`asked` by code of the user's, which may be heard."""
     if stack.listening and (isinstance(test, Wrapper) or hasattr(test, "tensor")):
-        heard(test)
+        heard(truths(test))
     return asked(test)
 
 

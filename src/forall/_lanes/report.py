@@ -56,7 +56,7 @@ class Report:
 
     # --- steps: a line of two questions makes one at the first of them
 
-    def heard(self, frame: FrameType, test: Any = None) -> None:
+    def heard(self, frame: FrameType, truths: Any = None) -> None:
         frame = users_frame(frame)
         place = Place(frame.f_code.co_filename, frame.f_lineno)
         question = where(frame)

@@ -39,6 +39,7 @@ from forall._core.remembering import (
 )
 from forall._programs.holding import Looks, holding, if_any
 from forall._programs.naming import Names
+from forall._torch.trees import is_registered
 from forall._torch.trusted import is_torchs
 
 if TYPE_CHECKING:
@@ -246,8 +247,9 @@ class Guards:
                     self._left.append(value)
         if type(state) is dict:
             self._attributes.append((thing, "__dict__", state))
-            if any(is_no_users(kind) for kind in type(thing).__mro__[:-1]):
-                self._left.append(state)  # that a library may read by any name
+            kind = type(thing)
+            if is_registered(kind) or any(map(is_no_users, kind.__mro__[:-1])):
+                self._left.append(state)  # that others may read by any name
             else:
                 self._states.append(state)
                 self._left += self._asked.in_object(state)

@@ -10,7 +10,7 @@ nowhere (getattr, most of what lies outside Python's core and torch), none of th
 from __future__ import annotations
 
 import functools
-from types import CodeType, FunctionType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from forall._core.remembering import is_no_users
@@ -84,8 +84,11 @@ class Names:
         if isinstance(value, ModuleType):
             certain = value.__name__.partition(".")[0] not in _MODULES_BY_ANY_NAME
         else:
-            certain = not is_no_users(value) or trusted.is_trusted(value)
-            certain = certain and value.__module__ != "dataclasses"  # all fields, in most of it
+            # Nobody can read what is not written in Python.
+            read = not isinstance(value, BuiltinFunctionType) and not is_no_users(value)
+            certain = read or trusted.is_trusted(value)
+            if isinstance(value, FunctionType) and value.__module__ == "dataclasses":
+                certain = False  # asdict, replace: all fields
         if not certain:
             yield from self._all()
 
@@ -95,7 +98,7 @@ class Names:
 
     def _all(self) -> Iterator[Any]:
         self.any = True
-        yield from self._meet([*self._waiting])
+        yield from self._meet([*self._waiting.keys() - _ASIDE])
 
     def _meet(self, names: Iterable[str]) -> Iterator[Any]:
         self._met.update(names)
@@ -109,8 +112,8 @@ class Names:
             self._waiting.setdefault(name, []).append(value)
 
     def _is_met(self, name: str) -> bool:
-        unasked = name.startswith("__") and name not in _ASIDE | _MAKERS
-        return self.any or unasked or name in self._met
+        unasked = self.any or (name.startswith("__") and name not in _MAKERS)
+        return name in self._met or (unasked and name not in _ASIDE)
 
 
 def _is_method(value: Any) -> bool:

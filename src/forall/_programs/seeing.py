@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from forall._batching.parting import answers
 from forall._core.levels import outside, stack
 from forall._torch.dispatch import aside, functions_off, no_dispatch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from forall._programs.recorder import Recorder
 
@@ -40,15 +39,14 @@ class _Questions:
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
 
-    def heard(self, frame: Any, test: torch.Tensor | None = None) -> None:
-        if test is None or test.dtype is not torch.bool or not self._is_one(test):
+    def heard(self, frame: Any, truths: Callable[[], tuple] | None = None) -> None:
+        if truths is None or not self._is_one(*truths()):
             self.recorder.fails(
                 f"line {frame.f_lineno} of {frame.f_code.co_name} asks for an example's numbers"
             )
 
-    def _is_one(self, test: torch.Tensor) -> bool:
+    def _is_one(self, values: torch.Tensor, levels: list) -> bool:
         """Whether all examples give one answer; asked of numbers that the recorder knows."""
-        values, levels = answers(test)
         if not values.numel() or not levels:
             return not levels
         with no_dispatch(), functions_off():

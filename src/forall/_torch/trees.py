@@ -42,6 +42,11 @@ _specs: dict[Any, TreeSpec] = {}
 _MANY = 1000
 
 
+def is_registered(kind: type) -> bool:
+    """Whether somebody takes apart what is of this class."""
+    return kind in SUPPORTED_NODES
+
+
 def flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
     """Leaves and shape of a tree; shapes of tuples, lists and dicts are made once and kept."""
     found: list[Any] = []

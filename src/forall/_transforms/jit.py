@@ -37,8 +37,10 @@ def jit(
 
     Captured tensors are read anew with each call. What ``func`` can be seen to reach (closure,
     globals, defaults, attributes, modules) is compared with each call by identity, and a change
-    records anew. What no program can stand for runs as it is, with one `PerformanceWarning` that
-    says why: a branch or a loop on a tensor's values, ``.item()``, results whose shape depends on
+    records anew. So does the answer to a test (``if (x > 0).all():``, a check of arguments that
+    raises), which the program makes as well: where it is another one, ``func`` is called. What no
+    program can stand for runs as it is, with one `PerformanceWarning` that says why: answers that
+    change all the time or differ between examples, ``.item()``, results whose shape depends on
     values, numpy, a list or an attribute that ``func`` changes. Inside another transform, and for
     arguments of a class of their own, ``func`` runs as it is without a word.
 

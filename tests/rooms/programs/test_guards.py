@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from forall import jit
+from forall import jit, vmap
 from forall._programs.guards import Guards
 
 X = torch.arange(6.0).view(2, 3)
@@ -250,6 +250,21 @@ def test_attributes_that_are_asked_for_are_watched(name, monkeypatch):
             always = attribute in ("first", "second")
             assert guards.hold() is not (always or attribute in asked.split())
         assert guards.hold()
+
+
+def test_attributes_that_somebody_takes_apart_are_watched(monkeypatch):
+    class Node:
+        def __init__(self):
+            self.value = 1.0
+
+    torch.utils._pytree.register_pytree_node(
+        Node, lambda n: ([n.value], None), lambda children, _: children[0]
+    )
+    node = Node()
+    guards = Guards(lambda x: vmap(lambda y, n: y)(x, node))
+    assert guards.hold()
+    node.value = 2.0
+    assert not guards.hold()
 
 
 def test_what_an_attribute_leads_to_is_watched_where_it_is_asked_for():
