@@ -387,3 +387,41 @@ def a_function_chosen_by_a_test(x):
     f = torch.sin if x > 0.3 else torch.exp
     g = {True: lambda y: y * 2, False: lambda y: y - 3}[bool(x > -0.6)]
     return g(f(x)) + (f is torch.sin)
+
+
+class _Positive:
+    """An object whose truth differs between examples."""
+
+    def __init__(self, x):
+        self.x = x
+
+    def __bool__(self):
+        return bool(self.x > 0)
+
+
+def _kept(x, by):
+    return list(filter(by, [_Positive(x), _Positive(-x), _Positive(x + 1)]))
+
+
+@case(scalars)
+def objects_filtered_by_their_truth(x):
+    kept = _kept(x, bool)
+    return sum(p.x for p in kept) * len(kept) * x
+
+
+@case(scalars)
+def objects_filtered_by_none(x):
+    first, *rest = _kept(x, None)
+    if len(rest) == 1:
+        return first.x * 2
+    return first.x - len(rest)
+
+
+@case(scalars)
+def objects_filtered_by_a_function(x):
+    return sum(len(_kept(p.x, lambda q: q)) * p.x for p in tuple(_kept(x, lambda p: p)))
+
+
+@case(scalars)
+def objects_that_are_all_true(x):
+    return x * (2 if all(map(bool, _kept(x, bool))) else 3) + any([_Positive(x - 1), _Positive(-x)])

@@ -329,13 +329,18 @@ def opaque(f: Any, args: tuple, kwargs: dict, owners: tuple = ()) -> Any:
                 _of_torch_alone.add(f)
             return _of_torch(f, f, args, args, kwargs)
         return words.apart(lambda: f(*args, **kwargs), merge)
-    if any(hasattr(type(v), "__next__") for v in (*owners, *args, *kwargs.values())):
-        return f(*args, **kwargs)  # what it has taken is gone: no second time
+    if _is_used_up((*owners, *args, *kwargs.values())):
+        return f(*args, **kwargs)  # no second time
     changed = [a for a in (*owners, *args, *kwargs.values()) if slot_of(a) is not None]
     run = functools.partial(f, *args, **kwargs)
     if thread.report is not None:
         run = thread.report.watched(f, run)
     return items.changing(changed, run, _state(f, args, kwargs))
+
+
+def _is_used_up(values: tuple) -> bool:
+    """Whether there is an iterator among these: what somebody has taken of it is gone."""
+    return any(hasattr(type(v), "__next__") for v in values)
 
 
 def _state(f: Any, args: tuple, kwargs: dict) -> Remembered | None:
@@ -364,6 +369,8 @@ def _is_torchs(f: Any) -> bool:
 
 def _apiece(f: Any, args: tuple, kwargs: dict, owners: tuple, worlds: list) -> Any:
     """Once for each of the worlds in which nothing varies."""
+    if len(worlds) > 1 and _is_used_up((*owners, *args, *kwargs.values())):
+        raise Unsplittable("an iterator, used up by the first of several examples")
     if thread.parted or len(worlds) > 1:
         for owner in owners:
             items.note(owner)
