@@ -811,20 +811,32 @@ def examples_of_two_maps_that_agree(jit):
     return lambda i: f(xs(i, 2, 3, 4).abs() * (-1) ** (i // 3))
 
 
+class Branching(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return g * 2 * x if (g > 0).all() else g
+
+
+@unrecorded
+def a_branch_in_a_backward_outside(jit):
+    f = jit(lambda x: Branching.apply(x) * 2)
+
+    def call(i):
+        x = xs(i).requires_grad_()
+        return torch.autograd.grad(f(x), x, xs(i + 9).abs() * (-1) ** (i // 2))
+
+    return call
+
+
 @case
 def a_branch_in_a_backward(jit):
-    class Clipped(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.save_for_backward(x)
-            return x * x
-
-        @staticmethod
-        def backward(ctx, g):
-            (x,) = ctx.saved_tensors
-            return g * 2 * x if (g > 0).all() else g
-
-    f = jit(grad(lambda x: (Clipped.apply(x) * x.detach()).sum()))
+    f = jit(grad(lambda x: (Branching.apply(x) * x.detach()).sum()))
     return lambda i: f(xs(i).abs() * (-1) ** (i // 2))
 
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,7 +39,7 @@ from forall._torch.schema import facts, writes
 from forall._torch.wrapper import Wrapper
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
 aten = torch.ops.aten
 _INDEX = aten.index.Tensor
@@ -105,7 +106,7 @@ class Recorder(DispatchMode):
         self.captured: dict[int, torch.Tensor] = {}
         self.constants: dict[int, torch.Tensor] = {}  # made of Python's numbers
         self.why: str | None = None
-        self.hears = False  # whether what Python is told is the function's to know
+        self._hears = False
         self._inference = torch.is_inference_mode_enabled()
         self.writes_unsaid = False  # of which no version tells, nor a schema
         self.makes_leaves = False  # a result's history may end in a tensor of the function's own
@@ -135,7 +136,7 @@ class Recorder(DispatchMode):
         if in_torch_func():  # its wrappers have no memory, and their values are not ours to take
             self.fails(_TORCHS)
             return func(*args, **kwargs)
-        if func in _READS and self.hears and args[0].dtype is torch.bool and args[0].is_cpu:
+        if func in _READS and self._hears and args[0].dtype is torch.bool and args[0].is_cpu:
             return self._answer(func, args[0])
         with functions_off():  # a backward pass has them on, and what we ask is not the user's
             node = self._met(func, args, kwargs)
@@ -153,6 +154,15 @@ class Recorder(DispatchMode):
             if out is None or len(self.values) > before or node.writes():
                 self.nodes.append(node)
         return out
+
+    @contextmanager
+    def hearing(self) -> Iterator[None]:
+        """Within it answers are recorded: a backward pass has no call to go back to."""
+        self._hears = True
+        try:
+            yield
+        finally:
+            self._hears = False
 
     def _answer(self, func: Any, t: Any) -> bool:
         answer = func(t)

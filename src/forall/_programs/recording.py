@@ -155,7 +155,7 @@ class FirstCall:
         else:
             args, kwargs = trees.unflatten(leaves, self.spec)
         before, was = trees.flatten((args, kwargs))
-        with seen_by(recorder), Watch(recorder):
+        with seen_by(recorder), recorder.hearing(), Watch(recorder):
             result = self.func(*args, **kwargs)
         after, now = trees.flatten((args, kwargs))
         if now != was or not all(map(is_, after, before)):

@@ -21,12 +21,10 @@ def seen_by(recorder: Recorder) -> Iterator[None]:
     before = stack.listening, aside.told
     stack.listening = (*stack.listening, _Questions(recorder))
     aside.told = (*aside.told, recorder.made_aside)
-    recorder.hears = True
     try:
         with recorder:
             yield
     finally:
-        recorder.hears = False
         stack.listening, aside.told = before
 
 
