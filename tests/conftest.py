@@ -57,7 +57,7 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     if crc32(item.nodeid.encode()) % 2:
         interpreted.LENGTH, interpreted.CALLS = 1, 0
     own = replay.Replays
-    if BY_JIT and not ASIDE & {*item.path.parts}:
+    if BY_JIT and not ASIDE & _rooms(item):
         import by_jit
 
         replay.Replays = by_jit.ByJit
@@ -68,11 +68,15 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
         replay.Replays = own
 
 
+def _rooms(item: pytest.Item) -> set[str]:
+    return {*item.path.relative_to(item.config.rootpath).parts}
+
+
 def _how(item: pytest.Item, before: bool | str) -> bool | str:
     if item.get_closest_marker("counted") is not None:
         return False
     if BY_JIT:
         impure = item.get_closest_marker("impure") is not None
-        return before if ASIDE & {*item.path.parts} else False if impure else "check"
-    one_in_some = "replay" not in item.path.parts and not crc32(item.nodeid.encode()) % ONE_IN
+        return before if ASIDE & _rooms(item) else False if impure else "check"
+    one_in_some = "replay" not in _rooms(item) and not crc32(item.nodeid.encode()) % ONE_IN
     return "check" if before is True and one_in_some else before
