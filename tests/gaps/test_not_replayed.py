@@ -1,0 +1,37 @@
+"""Calls that run as they are, with the right numbers, though they could be replayed."""
+
+import pytest
+import torch
+
+from forall import config, grad
+
+
+@pytest.mark.xfail(strict=True, reason="calls are kept with a function, and each call has another")
+def test_a_function_that_is_made_anew_with_each_call(monkeypatch):
+    monkeypatch.setattr(config, "patience", 0)
+    w, seen = torch.ones(3), []
+
+    def step(x):
+        made = grad(lambda v: (w * v).sin().sum())
+        seen.append(vars(made)["__forall_calls__"])
+        return made(x)
+
+    for _ in range(5):
+        step(w)
+    assert any(calls.replays is not None and calls.replays.hits for calls in seen)
+
+
+class Model:
+    def loss(self, x):
+        return x.sin().sum()
+
+
+@pytest.mark.xfail(strict=True, reason="an object's attributes are its own, and a table would leak")
+def test_a_method_that_is_transformed_anew_with_each_call(monkeypatch):
+    monkeypatch.setattr(config, "patience", 0)
+    model, seen = Model(), []
+    for _ in range(5):
+        made = grad(model.loss)
+        seen.append(vars(made)["__forall_calls__"])
+        made(torch.ones(3))
+    assert any(calls.replays is not None and calls.replays.hits for calls in seen)
