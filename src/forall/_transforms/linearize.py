@@ -68,7 +68,7 @@ def linearize(func: Callable, *primals: Any) -> tuple[Any, Callable]:
     flat, spec = checks.primals(call, primals)
     eager = partial(_linearized, func)
     if is_on() and not torch.is_inference_mode_enabled():  # in which it makes other tensors
-        value, found = calls_of(func, "linearize").run(eager, primals, {})
+        value, found = calls_of(func, "linearize").run_as(func, eager, primals, {})
     else:
         value, found = eager(*primals)
     if type(found) is tuple:

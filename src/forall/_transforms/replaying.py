@@ -24,6 +24,7 @@ from forall._core import config
 from forall._core.levels import stack
 from forall._torch import handover
 from forall._torch.dispatch import dispatch_modes
+from forall._transforms import anew
 from forall._transforms.chunking import Chunks
 
 if TYPE_CHECKING:
@@ -38,9 +39,11 @@ _MOST = 16  # transforms of one function that are counted together
 class Calls:
     """The calls of a transformed function so far, and of what is made of it."""
 
-    __slots__ = ("count", "further", "replays", "spent")
+    __slots__ = ("count", "further", "held", "of", "replays", "spent")
 
-    def __init__(self) -> None:
+    def __init__(self, held: tuple | None = None) -> None:
+        self.held = held  # by a function that is made anew with each call
+        self.of: Any = None  # the one of these that was transformed
         self.count = 0
         self.spent = 0.0
         self.replays: Replays | None = None
@@ -58,6 +61,16 @@ class Calls:
         if self.count >= _CALLS and self.spent >= config.now.patience:
             self._looked_at(eager)
         return result
+
+    def run_as(self, func: Any, eager: Callable, args: tuple, kwargs: dict) -> Any:
+        """`run`, for ``func`` or a transform of it."""
+        if self.held is not None:
+            func = getattr(func, "__forall_root__", func)
+            if self.replays is None:
+                self.of = func
+            if not (anew.holds(func, self.held) and anew.holds(self.of, self.held)):
+                return eager(*args, **kwargs)
+        return self.run(eager, args, kwargs)
 
     def told(self, eager: Callable) -> str:
         """How the calls are replayed, or why not; nothing where that is not known yet."""
@@ -108,16 +121,30 @@ def calls_of(func: Callable, *how: Any) -> Calls:
         key = _key(how)
     except TypeError:
         return Calls()
-    owner: Any = func
-    if type(owner) is MethodType and isinstance(owner.__self__, Module):
-        owner, key = owner.__self__, (owner.__func__, key)
-    kept = _kept(owner)
+    kept, key, held = _place(func, key)
     calls = kept.get(key)
     if calls is None:
-        calls = Calls()
-        if len(kept) < _MOST:
+        calls = Calls(held)
+        if held is not None and len(kept) >= (anew.MOST if kept is anew.table else _MOST):
+            kept.pop(next(iter(kept)), None)  # who holds a number that counts is ever another
+        if held is not None or len(kept) < _MOST:
             kept[key] = calls
     return calls
+
+
+def _place(func: Any, key: Any) -> tuple[dict[Any, Calls], Any, tuple | None]:
+    """Where its calls are kept, under which key, and what it holds if it is made anew."""
+    if type(func) is MethodType and isinstance(func.__self__, Module):
+        return _kept(func.__self__), (func.__func__, key), None
+    if type(func) is FunctionType:
+        if func.__code__ is _OURS:
+            calls = vars(func)["__forall_calls__"]
+            return calls.further, key, calls.held
+        held = anew.held(func)
+        if held is not None:
+            home = anew.home(held)
+            return anew.table if home is None else _kept(home), (*map(id, held), key), held
+    return _kept(func), key, None
 
 
 def replayed(func: Callable) -> Callable:
@@ -125,7 +152,7 @@ def replayed(func: Callable) -> Callable:
     if not is_on():
         return func
     calls = calls_of(func)
-    return lambda *args: calls.run(func, args, {})
+    return lambda *args: calls.run_as(func, func, args, {})
 
 
 def _key(value: Any) -> Any:
@@ -138,10 +165,7 @@ def _key(value: Any) -> Any:
 
 
 def _kept(owner: Any) -> dict[Any, Calls]:
-    if type(owner) is FunctionType:
-        if owner.__code__ is _OURS:
-            return vars(owner)["__forall_calls__"].further
-    elif not isinstance(owner, Module):
+    if not isinstance(owner, (FunctionType, Module)):
         return {}
     kept = vars(owner).get("__forall_further__")
     if type(kept) is not _Further or kept.of() is not owner:
@@ -161,10 +185,11 @@ def replaying(func: Callable, *how: Any) -> Callable[[Callable], Callable]:
         @functools.wraps(func, updated=())
         def transformed(*args: Any, **kwargs: Any) -> Any:
             if is_on():
-                return calls.run(eager, args, kwargs)
+                return calls.run_as(func, eager, args, kwargs)
             return eager(*args, **kwargs)
 
         vars(transformed)["__forall_calls__"] = calls
+        vars(transformed)["__forall_root__"] = getattr(func, "__forall_root__", func)
         vars(transformed)["__forall_eager__"] = eager  # what `explain` asks for
         return transformed
 
