@@ -14,11 +14,13 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from forall._core.places import OURS
 from forall._programs.differentiated import Differentiated
 from forall._programs.kinds import AsItIs, Kinds
 from forall._programs.recording import guarding
@@ -71,6 +73,12 @@ class State:
             raise RuntimeError(f"forall: a replayed call left\n{now}\nand not\n{left}")
 
 
+def not_the_users(f: FunctionType) -> FunctionType:
+    """The function as one of forall's own, so that no message names its lines as the user's."""
+    f.__code__ = f.__code__.replace(co_filename=f"{OURS}by_jit.py")
+    return f
+
+
 class ByJit(Replays):
     """In the place of what replays the calls of a transformed function."""
 
@@ -78,6 +86,7 @@ class ByJit(Replays):
         super().__init__(run)
         self.kinds = Quiet(run, Statics(run, None, None), function)
 
+    @not_the_users
     def run(self, args: tuple, kwargs: dict) -> Any:
         COUNT["calls"] += 1
         if not is_free() or sys.gettrace() or has_global_hooks():

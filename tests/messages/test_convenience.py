@@ -215,6 +215,7 @@ def test_a_result_that_hides_tensors(kind, cure):
         vmap(f)(X)
 
 
+@pytest.mark.impure("uses up an iterator")
 def test_results_that_are_no_tensors_differ():
     names = iter("abc")
 
@@ -233,6 +234,7 @@ def test_results_that_are_no_tensors_differ():
         vmap(f, chunk_size=2)(X)
 
 
+@pytest.mark.impure("uses up an iterator")
 def test_results_that_differ_in_structure():
     sizes = iter([1, 2])
 
