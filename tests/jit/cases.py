@@ -806,6 +806,63 @@ def examples_that_agree(jit):
 
 
 @case
+def a_test_of_what_is_the_same_for_all_examples(jit):
+    def f(x, w):
+        return x * w if (w * 1 > 0).all() else x - w
+
+    f = jit(vmap(f, (0, None)))
+    return lambda i: f(xs(i, 6, 3), xs(i).abs() * (-1) ** (i // 2))
+
+
+@case
+def a_test_of_what_is_captured_by_all_examples(jit):
+    w = torch.ones(3)
+    f = jit(vmap(grad(lambda x: (x * w if w.prod() > 0 else (x - w).exp()).sum())))
+
+    def call(i):
+        w.copy_(xs(i).abs() * (-1) ** (i // 2))
+        return f(xs(i, 6, 3))
+
+    return call
+
+
+@case
+def a_test_of_one_map_in_another(jit):
+    inner = vmap(lambda x, y: x * 2 if (y > 0).all() else x.exp(), (0, None))
+    f = jit(vmap(inner, (None, 0)))
+    return lambda i: f(xs(i, 4), xs(i, 2, 3).abs() * (-1) ** (i // 3))
+
+
+@case
+def a_test_in_inference_mode(jit):
+    f = jit(vmap(lambda x: x * 2 if (x > 0).all() else x - 1))
+
+    def call(i):
+        with torch.inference_mode():
+            return f(xs(i, 6, 3).abs() * (-1) ** (i // 2))
+
+    return call
+
+
+@unrecorded
+def places_that_a_tensor_is_split_at(jit):
+    f = jit(vmap(lambda x, cuts: torch.tensor_split(x, cuts)[0], (0, None)))
+    return lambda i: f(xs(i, 2, 6), torch.tensor([1 + i // 2]))
+
+
+@unrecorded
+def places_that_each_example_is_split_at(jit):
+    f = jit(vmap(lambda x, cuts: torch.tensor_split(x, cuts)[0]))
+    return lambda i: f(xs(i, 2, 6), torch.tensor([[1 + i // 2]] * 2))
+
+
+@case
+def a_test_of_a_tangents_value(jit):
+    f = jit(lambda x: jvp(lambda y: y * 2 if (y.sin() > 0).all() else y.exp(), (x,), (x,))[1])
+    return lambda i: f(xs(i).abs().clamp(0.1, 3) * (-1) ** (i // 2))
+
+
+@case
 def examples_of_two_maps_that_agree(jit):
     f = jit(vmap(vmap(lambda x: x * 2 if (x > 0).all() else x.exp(), in_dims=1)))
     return lambda i: f(xs(i, 2, 3, 4).abs() * (-1) ** (i // 3))

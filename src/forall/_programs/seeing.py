@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,6 +28,14 @@ def seen_by(recorder: Recorder) -> Iterator[None]:
         stack.listening, aside.told = before
 
 
+def _outside_all() -> AbstractContextManager:
+    """Where the recorder alone sees what is done."""
+    level = stack.top
+    while level is not None and level.parent is not None:
+        level = level.parent
+    return nullcontext() if level is None else outside(level)
+
+
 class _Questions:
     """Hears of each question that Python asks of examples: their answers are numbers.
 
@@ -43,14 +51,14 @@ class _Questions:
                 f"line {frame.f_lineno} of {frame.f_code.co_name} asks for an example's numbers"
             )
 
-    def _is_one(self, values: torch.Tensor, levels: list) -> bool:
+    def _is_one(self, values: torch.Tensor, _: list) -> bool:
         """Whether all examples give one answer; asked of numbers that the recorder knows."""
-        if not values.numel() or not levels:
-            return not levels
+        if not values.numel():
+            return False
         with no_dispatch(), functions_off():
             every, none = bool(values.all()), not bool(values.any())
         if every or none:
-            with outside(levels[0]), functions_off():
+            with _outside_all(), functions_off():  # it may be the same for all without being asked
                 bool(values.all() if every else values.any())
         return every or none
 
