@@ -3,6 +3,7 @@
 import pytest
 
 import forall
+from forall._programs.replay import Replays
 from forall._transforms import anew
 from jit.conftest import recorded  # noqa: F401 - pytest finds it here
 
@@ -13,3 +14,23 @@ def at_once(monkeypatch):
     monkeypatch.setattr(anew, "table", {})
     monkeypatch.setattr(forall.config, "replay", True)
     monkeypatch.setattr(forall.config, "patience", 0)
+
+
+@pytest.fixture
+def hits(monkeypatch):
+    """The names of the functions, or the classes of the modules, of which a call was replayed."""
+    found, original = [], Replays.again
+
+    def noted(self, *args):
+        func = getattr(self.eager, "func", self.eager)
+        found.append(getattr(func, "__name__", type(func).__name__))
+        return original(self, *args)
+
+    monkeypatch.setattr(Replays, "again", noted)
+    return found
+
+
+@pytest.fixture(params=[True, "check"])
+def either_way(request, monkeypatch):
+    """In half of the tests each replayed call is compared."""
+    monkeypatch.setattr(forall.config, "replay", request.param)

@@ -8,7 +8,7 @@ import torch
 
 import forall
 from forall import grad, hvp, jacfwd, jvp, linearize, vjp, vmap
-from forall._programs.replay import Replays
+from jit.cases import Cubed
 
 pytestmark = pytest.mark.usefixtures("at_once")
 D = torch.float64
@@ -17,18 +17,9 @@ T = torch.linspace(-1, 1, 3, dtype=D)
 W = torch.linspace(1, 2, 9, dtype=D).reshape(3, 3)
 
 
-@pytest.fixture(params=[True, "check"])
-def hits(request, monkeypatch):
-    """The functions of which a call was replayed; in half of the tests each is compared."""
-    monkeypatch.setattr(forall.config, "replay", request.param)
-    found, original = [], Replays.again
-
-    def noted(self, *args):
-        found.append(getattr(self.eager, "func", self.eager).__name__)
-        return original(self, *args)
-
-    monkeypatch.setattr(Replays, "again", noted)
-    return found
+@pytest.fixture
+def hits(either_way, hits):
+    return hits
 
 
 def both(f, use, calls=6, at=lambda i: X[0] + i):
@@ -330,18 +321,6 @@ def test_errors_are_as_ever(hits):
             push(T, T)
         push(T)
     assert hits
-
-
-class Cubed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x**3
-
-    @staticmethod
-    def backward(ctx, g):
-        (x,) = ctx.saved_tensors
-        return 3 * g * x * x
 
 
 def test_a_backward_of_the_users_own_is_part_of_the_program():

@@ -4,7 +4,6 @@ import copy
 import gc
 import pickle
 import weakref
-from collections import Counter
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from torch import nn
 
 import forall
 from forall import grad, hessian, jacrev, jvp, linearize, vjp, vmap
-from forall._programs.replay import Replays
 
 pytestmark = pytest.mark.usefixtures("at_once")
 D = torch.float64
@@ -38,17 +36,9 @@ def model():
     return Network()
 
 
-@pytest.fixture(params=[True, "check"])
-def hits(request, monkeypatch):
-    monkeypatch.setattr(forall.config, "replay", request.param)
-    found, original = Counter(), Replays.again
-
-    def noted(self, *args):
-        found[id(self)] += 1
-        return original(self, *args)
-
-    monkeypatch.setattr(Replays, "again", noted)
-    return found
+@pytest.fixture
+def hits(either_way, hits):
+    return hits
 
 
 X = torch.linspace(0.1, 1, 6, dtype=D).reshape(2, 3)

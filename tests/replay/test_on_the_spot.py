@@ -11,21 +11,10 @@ import torch
 import forall
 from forall import grad, grad_and_value, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from forall._core.config import replay_of
-from forall._programs.replay import Replays
 
 pytestmark = pytest.mark.usefixtures("at_once")
 D = torch.float64
 X = torch.linspace(0.1, 1, 12, dtype=D).reshape(4, 3)
-
-
-@pytest.fixture
-def hits(monkeypatch):
-    found = []
-    original = Replays.again
-    monkeypatch.setattr(
-        Replays, "again", lambda self, *args: (found.append(self), original(self, *args))[1]
-    )
-    return found
 
 
 def made():

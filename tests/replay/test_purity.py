@@ -28,6 +28,7 @@ from forall import grad, hessian, jacfwd, jacrev, vmap
 from forall._programs.guards import Guards
 from forall._programs.purity import doubt
 from forall._transforms.replaying import replaying
+from jit.cases import Cubed
 
 STARTED = time.time()
 TABLE = {"scale": 2.0, "layers": [1.0, 2.0]}
@@ -85,18 +86,6 @@ class Noisy(Network):
     def forward(self, x):
         print("forward")
         return super().forward(x)
-
-
-class Cubed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x**3
-
-    @staticmethod
-    def backward(ctx, g):
-        (x,) = ctx.saved_tensors
-        return 3 * g * x * x
 
 
 def helper(x, n=2):

@@ -6,7 +6,6 @@ part is run once more for each group of them that agrees (`_core.parting`).
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,9 +39,9 @@ def answers(t: Tensor) -> tuple[Tensor, list]:
         return values.movedim(len(levels) + t.axis, len(levels)), [*levels, t.level]
 
 
-def truths(t: Tensor) -> Callable[[], tuple[Tensor, list]] | None:
+def truths(t: Tensor) -> Callable[[], Tensor] | None:
     """What tells the answers of a tensor that says yes or no."""
-    return partial(answers, t) if t.dtype is torch.bool else None
+    return (lambda: answers(t)[0]) if t.dtype is torch.bool else None
 
 
 def plain_numbers(x: Any) -> Tensor | None:
@@ -118,10 +117,15 @@ def _groups(rows: Tensor) -> list[list[int]]:
     return list(same.values())
 
 
+def told(asked: Tensor, complaint: Callable[[], Exception]) -> Tensor:
+    """`one_answer` to Python, which may be heard."""
+    if stack.listening:
+        heard(truths(asked))
+    return one_answer(asked, complaint)
+
+
 def number(t: Tensor, complaint: Callable[[], Exception]) -> Any:
     """The Python number of a tensor with one entry."""
-    if stack.listening:
-        heard(truths(t))
-    answer = one_answer(t, complaint)
+    answer = told(t, complaint)
     with no_dispatch(), functions_off():
         return answer.item()

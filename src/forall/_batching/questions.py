@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from types import CodeType, FrameType
 
-    Truths = Callable[[], tuple[torch.Tensor, list]]  # of all examples, and whose these are
+    Truths = Callable[[], torch.Tensor]  # of all examples
 
 
 class Listener(Protocol):

@@ -43,7 +43,7 @@ from forall._torch.trees import is_registered
 from forall._torch.trusted import is_torchs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
 
 _MOST = 10_000  # things that are watched
 _MOST_BYTES = 4096  # that are compared with each call
@@ -141,7 +141,7 @@ class Guards:
         elif isinstance(value, torch.Generator):
             self.generators.append(value)
         elif isinstance(value, (dict, MappingProxyType)):
-            self._dicts.append((value, tuple(value), tuple(value.values())))
+            self._entries(value)
             self._left += value.values()
         elif isinstance(value, (list, tuple, deque)):
             if not isinstance(value, tuple):
@@ -164,6 +164,9 @@ class Guards:
             self._object(value)
         if isinstance(value, CONTAINERS) and type(value) not in CONTAINERS:
             self._object(value)  # a class of the user's with entries: a NamedTuple, a dict
+
+    def _entries(self, names: Mapping[Any, Any]) -> None:
+        self._dicts.append((names, tuple(names), tuple(names.values())))
 
     def _wrapped(self, value: Any) -> Iterator[Any]:
         """What leads to a function, and what goes with it."""
@@ -228,7 +231,7 @@ class Guards:
             return
         names = vars(kind)
         self._attributes.append((kind, "__mro__", kind.__mro__))
-        self._dicts.append((names, tuple(names), tuple(names.values())))
+        self._entries(names)
         self._left += self._asked.in_class(kind)
         for base in kind.__mro__:
             self._kind(base)
@@ -257,7 +260,7 @@ class Guards:
     def _of_objects(self) -> None:
         for state in self._states:
             if self._asked.any:
-                self._dicts.append((state, tuple(state), tuple(state.values())))
+                self._entries(state)
             else:
                 asked, missing = self._asked.asked(state)
                 self._names += [(state, name, state[name]) for name in asked]

@@ -104,15 +104,15 @@ class Kinds(Unwatched):
     def _again(
         self, made: Recorded, tensors: Sequence[torch.Tensor], args: tuple, kwargs: dict
     ) -> Any:
-        self.hits += 1
-        if not made.asks:
-            return made(tensors)
-        result, _ = made.attempt(tensors)
-        if result is not MISSED:
+        if made.asks:
+            result, _ = made.attempt(tensors)
+            if result is MISSED:
+                self.misses += 1
+                return self.func(*args, **kwargs)
+            self.hits += 1
             return result
-        self.hits -= 1
-        self.misses += 1
-        return self.func(*args, **kwargs)
+        self.hits += 1
+        return made(tensors)
 
     def _first(self, kind: Any, given: tuple[tuple, dict], leaves: list) -> Any:
         self.newest = None  # it may hold what the function no longer does

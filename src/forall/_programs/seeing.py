@@ -45,13 +45,13 @@ class _Questions:
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
 
-    def heard(self, frame: Any, truths: Callable[[], tuple] | None = None) -> None:
-        if truths is None or not self._is_one(*truths()):
+    def heard(self, frame: Any, truths: Callable[[], torch.Tensor] | None = None) -> None:
+        if truths is None or not self._is_one(truths()):
             self.recorder.fails(
                 f"line {frame.f_lineno} of {frame.f_code.co_name} asks for an example's numbers"
             )
 
-    def _is_one(self, values: torch.Tensor, _: list) -> bool:
+    def _is_one(self, values: torch.Tensor) -> bool:
         """Whether all examples give one answer; asked of numbers that the recorder knows."""
         if not values.numel():
             return False

@@ -13,6 +13,8 @@ NOTE [functions that are made anew]
 
 from __future__ import annotations
 
+from inspect import CO_NESTED
+from operator import is_
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +27,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 MOST = 256  # functions in the table, the last ones
-_NESTED = 0x10  # the flag of code that was written inside other code
 _WORDS = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, ModuleType)
 
 table: dict[Any, Any] = {}
@@ -34,7 +35,7 @@ table: dict[Any, Any] = {}
 def held(func: FunctionType) -> tuple | None:
     """What a function is made of that is made anew; None where it is not, or may be another."""
     try:
-        return tuple(_parts(func, 0)) if func.__code__.co_flags & _NESTED else None
+        return tuple(_parts(func, 0)) if func.__code__.co_flags & CO_NESTED else None
     except _OfItsOwn:
         return None
 
@@ -42,7 +43,7 @@ def held(func: FunctionType) -> tuple | None:
 def holds(func: Any, before: tuple) -> bool:
     """Whether it is made of the very same things."""
     now = held(func)
-    return now is not None and len(now) == len(before) and all(map(_is, now, before))
+    return now is not None and len(now) == len(before) and all(map(is_, now, before))
 
 
 def home(things: tuple) -> Module | None:
@@ -60,7 +61,7 @@ def _parts(func: FunctionType, depth: int) -> Iterator[Any]:
     yield func.__code__
     yield func.__globals__
     for x in (*(func.__defaults__ or ()), *map(contents, func.__closure__ or ())):
-        if type(x) is FunctionType and x.__code__.co_flags & _NESTED:
+        if type(x) is FunctionType and x.__code__.co_flags & CO_NESTED:
             yield from _parts(x, depth + 1)
         elif isinstance(x, (Module, *_WORDS)) or _is_of_a_module(x):
             yield x
@@ -72,7 +73,3 @@ def _is_of_a_module(x: Any) -> bool:
     if isinstance(x, BuiltinFunctionType):
         return isinstance(x.__self__, ModuleType)
     return isinstance(x, (FunctionType, type)) and "<locals>" not in x.__qualname__
-
-
-def _is(one: Any, other: Any) -> bool:
-    return one is other

@@ -113,8 +113,8 @@ def _linearized(func: Callable, *primals: Any) -> tuple:
     As the key of a dict the program is a part of the result's tree, which is the same for all calls
     of a kind; one that holds on to what a single call has made is a leaf, and no call is recorded.
     """
-    call = Call("linearize", func)
-    value, linear, out_spec, constants, _ = _run(call, func, primals, has_aux=False)
+    given = trees.flatten(primals)
+    value, linear, out_spec, constants, _ = _run(Call("linearize", func), func, *given, False)
     if linear.is_plain():
         return value, {_Own(linear, out_spec): constants}
     return value, (linear, out_spec, constants)
@@ -125,14 +125,13 @@ def program(
 ) -> tuple[Any, Callable, Any]:
     """Value, tangent program and aux of ``func``, run once."""
     flat, spec = checks.primals(call, primals)
-    value, linear, out_spec, constants, aux = _run(call, func, primals, has_aux=has_aux)
+    value, linear, out_spec, constants, aux = _run(call, func, flat, spec, has_aux)
     return value, _pushing(call, flat, spec, partial(linear.play, constants), out_spec), aux
 
 
 def _run(
-    call: Call, func: Callable, primals: tuple, *, has_aux: bool
+    call: Call, func: Callable, flat: list, spec: Any, has_aux: bool
 ) -> tuple[Any, Linear, Any, list, Any]:
-    flat, spec = checks.primals(call, primals)
     below, outer = top(), torch.is_grad_enabled()
     with handover.eagerly(), forward_level(), torch.enable_grad():
         tapes = TapeLevel(below)

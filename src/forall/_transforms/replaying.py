@@ -125,10 +125,11 @@ def calls_of(func: Callable, *how: Any) -> Calls:
     calls = kept.get(key)
     if calls is None:
         calls = Calls(held)
-        if held is not None and len(kept) >= (anew.MOST if kept is anew.table else _MOST):
+        if len(kept) >= (anew.MOST if kept is anew.table else _MOST):
+            if held is None:
+                return calls
             kept.pop(next(iter(kept)), None)  # who holds a number that counts is ever another
-        if held is not None or len(kept) < _MOST:
-            kept[key] = calls
+        kept[key] = calls
     return calls
 
 

@@ -14,13 +14,12 @@ import torch
 from forall._batching.accounts import by_all, is_shared_older
 from forall._batching.batched import Batched, are_apart, derive, line_up, refit, same
 from forall._batching.ledger import note_read, summed_grad
-from forall._batching.parting import one_answer, plain_numbers
-from forall._batching.questions import heard
+from forall._batching.parting import plain_numbers, told
 from forall._batching.standing import stand
 from forall._batching.table import CALLS, IN_PLACE
 from forall._batching.undoing import grad_of
 from forall._core.errors import data_dependent, shared_write
-from forall._core.levels import lift, moves, outside, stack, top
+from forall._core.levels import lift, moves, outside, top
 from forall._torch.dispatch import no_dispatch
 from forall._torch.flags import count_of
 from forall._torch.wrapper import Wrapper
@@ -207,9 +206,7 @@ def _tensor_split(x: Tensor, cuts: Any, dim: int = 0) -> Any:
     if not isinstance(cuts, Tensor):
         return NotImplemented
     cure = "Give the places as a list."
-    if stack.listening:
-        heard()
-    places = one_answer(cuts, lambda: data_dependent("tensor_split at places in a tensor", cure))
+    places = told(cuts, lambda: data_dependent("tensor_split at places in a tensor", cure))
     with no_dispatch():
         where = places.tolist()
     return torch.tensor_split(x, where, dim)

@@ -13,10 +13,8 @@ import torch
 from forall._batching import families, parting
 from forall._batching.batched import wrap
 from forall._batching.families import front, is_mapped, level_on, lower, stacked, wrapped
-from forall._batching.questions import heard
 from forall._batching.table import register
 from forall._core.errors import data_dependent
-from forall._core.levels import stack
 from forall._torch.dispatch import no_dispatch
 
 if TYPE_CHECKING:
@@ -44,10 +42,7 @@ def _differ() -> Exception:
 
 def _truth(level: Any, func: Any, args: tuple, kwargs: dict) -> bool:
     """What inference mode asks in place of a number: torch says itself what is ambiguous."""
-    test = args[0] != 0
-    if stack.listening:
-        heard(parting.truths(test))
-    answer = parting.one_answer(test, _differ)
+    answer = parting.told(args[0] != 0, _differ)
     with no_dispatch():
         return func(answer)
 
