@@ -9,11 +9,13 @@ results, derivatives, what is left in the arguments and in what is captured, the
 from __future__ import annotations
 
 import functools
+import operator
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from types import CellType, FunctionType
 from typing import Any
 
@@ -25,7 +27,7 @@ from torch import Tensor
 import forall
 from forall import PerformanceWarning, grad, jacfwd, jit, jvp, vmap
 from forall._torch import trees
-from forall._transforms.replaying import replaying
+from forall._transforms.replaying import Calls, calls_of, replaying
 from limits import programs as instructions
 from limits.programs import NOT_FORWARD, SHAPES, D, Machine, Program
 from limits.test_random_programs import many, outcome, programs
@@ -33,6 +35,7 @@ from oracle import difference
 
 pick = st.integers(0, 11)
 WEIGHT = torch.zeros(2)  # each side has its own
+PROGRAM: Any = None  # and here too
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,25 @@ def made(program: Program, home: Home) -> tuple[FunctionType, dict[str, Any], Ce
     names = {**globals(), "WEIGHT": torch.tensor([-0.4, 0.9], dtype=D)}
     cells = dict(zip(f.__code__.co_freevars, f.__closure__ or (), strict=True))
     return FunctionType(f.__code__, names, "f", None, f.__closure__), names, cells["inner"]
+
+
+HELD = "w", "scale", "rows", "bend", "sums", "draws", "adds"
+
+
+def holding(w, scale, rows, bend, sums, draws, adds, inner):
+    """The same, as a function that holds what there is now: one of many, of a call each."""
+
+    def f(x: Tensor, v: Tensor) -> list[Tensor]:
+        weight = w * scale + rows[0] + bend(inner) * WEIGHT
+        if draws:
+            weight = weight + torch.rand(2, dtype=D)
+        if adds:
+            sums.add_(v.detach().sum())
+        if x.dim() == 2:
+            weight = weight + (x @ x.mT).sum()
+        return PROGRAM(x, v, weight)
+
+    return f
 
 
 @dataclass
@@ -244,7 +266,18 @@ class Side:
         home = Home()
         f, names, cell = made(program, home)
         self.captured = Captured(home, names, cell)
-        self.f, self.hits = way(TRANSFORMS[transform](f))
+        if way is anew:
+            self.f, self.hits = anew(partial(self.made_anew, TRANSFORMS[transform]))
+        else:
+            self.f, self.hits = way(TRANSFORMS[transform](f))
+
+    def made_anew(self, transform: Callable) -> Callable:
+        """The transformed function, of another one that holds what is captured by now."""
+        names, inner = self.captured.names, self.captured.cell.cell_contents
+        names["PROGRAM"] = self.program
+        make = FunctionType(holding.__code__, names)
+        home = self.captured.home
+        return transform(make(*(getattr(home, name) for name in HELD), inner))
 
     def call(self, kind: Kind, n: int, i: int) -> tuple[list[Any], list[Any], list[Any]]:
         """What a call gives, what it leaves, and derivatives taken outside."""
@@ -326,15 +359,30 @@ def compiled(f: Callable) -> tuple[Callable, Callable[[], int]]:
 
 def replayed(f: Callable) -> tuple[Callable, Callable[[], int]]:
     """A function of which nobody has said that it is pure, recorded as soon as it can be."""
-    g = replaying(f)(f)
-    calls = vars(g)["__forall_calls__"]
-    calls.told(f)  # which looks at it
+    g = replaying(f)(operator.call)
+    calls = calls_of(g)
+    vars(g)["__forall_told__"]()  # which looks at it
 
     def called(*args: Any) -> Any:
         with replay(on=True):
             return g(*args)
 
     return called, lambda: calls.replays.hits
+
+
+def anew(make: Callable[[], Callable]) -> tuple[Callable, Callable[[], int]]:
+    """A function that is another with each call, and is recorded for all."""
+    seen: dict[int, Calls] = {}
+
+    def called(*args: Any) -> Any:
+        with replay(on=True):
+            g = replaying(make())(operator.call)
+            calls = calls_of(g)
+            vars(g)["__forall_told__"]()  # which looks at it
+            seen[id(calls)] = calls
+            return g(*args)
+
+    return called, lambda: sum(c.replays.hits for c in seen.values() if c.replays)
 
 
 def agree(
@@ -393,9 +441,10 @@ def all_agree(programs_: int, *ways: Way) -> Counter[str]:
 
 
 def test_histories():
-    count = all_agree(200, jitted, replayed)
+    count = all_agree(200, jitted, replayed, anew)
     assert 5 * count["jitted"] > count["calls"], count
     assert 10 * count["replayed"] > count["calls"], count
+    assert 20 * count["anew"] > count["calls"], count
 
 
 def test_histories_of_compiled_calls(stand_in):

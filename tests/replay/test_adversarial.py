@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import operator
+from types import FunctionType
+
 import pytest
 
 from forall._transforms.replaying import replaying
@@ -14,5 +17,22 @@ pytestmark = pytest.mark.usefixtures("at_once")
 
 @pytest.mark.parametrize("name", CASES)
 def test_six_calls_are_those_of_the_function(name):
-    told = six_calls(name, lambda f: replaying(f)(f))
+    told = six_calls(name, lambda f: replaying(f)(operator.call))
+    assert not any("not recorded" in text for text in told)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_six_calls_are_those_of_a_function_that_captures_what_it_holds(name):
+    def of_its_own(f):
+        if isinstance(f, FunctionType):
+            vars(f)["own"] = True  # so it is not one of many that are made anew
+        return replaying(f)(operator.call)
+
+    told = six_calls(name, of_its_own)
+    assert not any("not recorded" in text for text in told)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_six_calls_are_those_of_functions_that_are_made_anew(name):
+    told = six_calls(name, lambda f: lambda *args: replaying(f)(operator.call)(*args))
     assert not any("not recorded" in text for text in told)

@@ -164,8 +164,8 @@ def test_a_global_is_watched(monkeypatch):
 @pytest.mark.parametrize(
     "make",
     [
-        lambda i: by_what_it_holds(torch.full((3,), float(i), dtype=D)),
-        lambda i: by_what_it_holds([float(i)]),
+        lambda i: by_what_it_holds(Own(i)),
+        lambda i: by_what_it_holds([Own(i)]),
         lambda i: keyworded(i),
         lambda i: attributed(i),
         lambda i: recursive(i),
@@ -175,6 +175,17 @@ def test_what_may_be_another_thing_is_not_kept(make):
     for i in range(5):
         agree(lambda x, i=i: vmap(grad(make(i)))(x), X)
     assert not anew.table
+
+
+class Own:
+    def __init__(self, i):
+        self.n = float(i)
+
+    def __getitem__(self, i):
+        return self
+
+    def __rmul__(self, other):
+        return self.n * other
 
 
 def by_what_it_holds(w):

@@ -95,7 +95,7 @@ def test_what_differs_from_function_to_function(hits):
         f = lambda y, x=x: y * x  # noqa: E731
         assert grad(f)(torch.tensor(1.0)) == i
         assert jvp(lambda y, x=x: y * x, (x,), (x,))[1] == i * i
-    assert not hits
+    assert hits
 
 
 def test_attributes_that_are_copied_are_another_functions(hits):
@@ -149,6 +149,7 @@ def test_no_more_than_so_many_transforms_are_kept():
     def f(x):
         return x * w
 
+    vars(f)["own"] = True  # it is not one of many that are made anew
     for n in range(1, 60):
         vmap(f, chunk_size=n)(X)
     assert len(vars(f)["__forall_further__"].calls) == 16

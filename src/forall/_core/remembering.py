@@ -27,6 +27,10 @@ UNSET = object()  # what an empty cell holds, and a name that nothing has
 _HERE = __file__.rsplit("_core", 1)[0]
 
 
+class Unwatched:
+    """What is kept from call to call without a say in what a call gives."""
+
+
 class Remembered:
     """The state of what a function can reach, taken before it runs."""
 
@@ -239,7 +243,13 @@ def contents(cell: CellType) -> Any:
 
 
 _GLOBALS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"})
-_REBINDS = frozenset({"STORE_GLOBAL", "DELETE_GLOBAL"})
+_REBINDS_GLOBALS = frozenset({"STORE_GLOBAL", "DELETE_GLOBAL"})
+_REBINDS = frozenset({"STORE_DEREF", "DELETE_DEREF"})
+# By these code finds what is bound, or binds it, without naming it.
+_NAMESPACES = frozenset({"globals", "eval", "exec", "setattr", "delattr"}) | {
+    "__closure__",
+    "__globals__",
+}
 
 
 @functools.lru_cache(maxsize=4096)
@@ -248,12 +258,28 @@ def globals_of(code: CodeType) -> tuple[tuple[str, bool], ...]:
     found: dict[str, bool] = {}
     for i in dis.get_instructions(code):
         if i.opname in _GLOBALS:
-            found[i.argval] = found.get(i.argval, False) or i.opname in _REBINDS
+            found[i.argval] = found.get(i.argval, False) or i.opname in _REBINDS_GLOBALS
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             for name, rebound in globals_of(constant):
                 found[name] = found.get(name, False) or rebound
     return tuple(found.items())
+
+
+@functools.lru_cache(maxsize=4096)
+def rebound_of(code: CodeType) -> frozenset[str]:
+    """The names of closures that code, or what is written inside it, gives another value."""
+    inner = [rebound_of(c) for c in code.co_consts if isinstance(c, CodeType)]
+    own = (i.argval for i in dis.get_instructions(code) if i.opname in _REBINDS)
+    return frozenset(own).union(*inner)
+
+
+@functools.lru_cache(maxsize=4096)
+def may_rebind(code: CodeType) -> bool:
+    """Whether a function may give names that are not its own another value."""
+    if not rebound_of(code).isdisjoint(code.co_freevars):
+        return True
+    return any(written for _, written in globals_of(code)) or bool(_NAMESPACES & names_of(code))
 
 
 @functools.lru_cache(maxsize=4096)

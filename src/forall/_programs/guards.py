@@ -29,6 +29,7 @@ import torch
 
 from forall._core.remembering import (
     UNSET,
+    Unwatched,
     contents,
     globals_of,
     is_a_library,
@@ -68,10 +69,6 @@ _LEAVES = (
     torch.device,
     torch.Size,
 )
-
-
-class Unwatched:
-    """What is kept from call to call without a say in what a call gives."""
 
 
 class Guards:
@@ -197,7 +194,8 @@ class Guards:
             self._attributes.append((cell, "cell_contents", value))
             self._leads_to(value, names_of(func.__code__))
         if not is_no_users(func):
-            names, wanted = func.__globals__, [n for n, _ in globals_of(func.__code__)]
+            names, given = func.__globals__, vars(func).get("__forall_given__", ())
+            wanted = [n for n, _ in globals_of(func.__code__) if n not in given]
             self._names += [(names, n, UNSET) for n in wanted if n not in names]
             self._named(names, wanted, names_of(func.__code__))
 

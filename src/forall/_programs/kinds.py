@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from forall._core.errors import Call, name_of, slow
+from forall._core.remembering import Unwatched
 from forall._programs.differentiated import Differentiated
-from forall._programs.guards import Unwatched
 from forall._programs.listing import CacheInfo, Kind, listed, unlisted, words
 from forall._programs.pulling import FIRST
 from forall._programs.recording import record

@@ -30,8 +30,16 @@ from weakref import ReferenceType
 
 import torch
 
-from forall._core.remembering import contents, is_library, is_no_users, is_ours
-from forall._programs.guards import CONTAINERS, Unwatched, is_array
+from forall._core.remembering import (
+    Unwatched,
+    contents,
+    is_library,
+    is_no_users,
+    is_ours,
+    may_rebind,
+    rebound_of,
+)
+from forall._programs.guards import CONTAINERS, is_array
 from forall._torch import trusted
 from forall._torch.names import PLAIN
 
@@ -50,14 +58,20 @@ _GLOBALS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"})
 _IMPORTS = frozenset({"IMPORT_NAME", "IMPORT_FROM", "IMPORT_STAR"})
 
 
-def doubt(guards: Guards) -> str | None:
-    """What of it is not certain; None where all is. What it names of torch is watched from now."""
+def doubt(guards: Guards, *, rebinds: bool = True) -> str | None:
+    """What of it is not certain; None where all is. What it names of torch is watched from now.
+
+    A function that stands in for another does not see what that is bound to anew while it runs, so
+    there nothing may rebind names of other functions, or of modules.
+    """
     if guards.why is not None:
         return guards.why
     reading = _Reading(guards)
     for value in [*guards.reached()]:
         if isinstance(value, FunctionType) and not is_ours(value):
             why = None if trusted.is_trusted(value) else reading.of(value)
+            if not rebinds and may_rebind(value.__code__):
+                why = why or f"{value.__qualname__} rebinds names of another function's"
         else:
             why = None if _is_certain(value) else f"it reaches {_named(value)}"
         if why is not None:
@@ -136,20 +150,12 @@ def _codes(
     code: CodeType, modules: dict[str, ModuleType]
 ) -> Iterator[tuple[CodeType, dict[str, ModuleType]]]:
     """A function's code and that of all written inside it, with the modules its closure has."""
-    rebound = {*code.co_cellvars, *_rebound(code)}
+    rebound = {*code.co_cellvars, *rebound_of(code)}
     modules = {n: m for n, m in modules.items() if n not in rebound}
     yield code, modules
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _codes(constant, modules)
-
-
-def _rebound(code: CodeType) -> Iterator[str]:
-    """The names of a closure that code, or what is written inside it, gives another value."""
-    yield from (i.argval for i in dis.get_instructions(code) if i.opname == "STORE_DEREF")
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _rebound(constant)
 
 
 def _is_certain(value: Any) -> bool:

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from forall._core import config
+from forall._core.remembering import Unwatched
 from forall._programs.differentiated import Differentiated
-from forall._programs.guards import Guards, Unwatched
+from forall._programs.guards import Guards
 from forall._programs.pulling import FIRST, Pass
 from forall._programs.purity import doubt
 from forall._programs.recording import Before, guarding, record
@@ -38,45 +39,50 @@ _WORTH = 32  # replayed calls, which make up for one more
 
 
 class Replays(Unwatched):
-    """The calls of one transformed function; ``why`` tells what stands against replaying them."""
+    """The calls of one transformed function; ``why`` tells what stands against replaying them.
 
-    def __init__(self, run: Callable) -> None:
-        self.eager = run
+    What is recorded is ``eager``; a call that cannot be replayed is made by its ``instead``. These
+    are two where ``eager`` is of a function that stands in for others.
+    """
+
+    def __init__(self, eager: Callable, *, stands_in: bool = False) -> None:
+        self.eager = eager
+        self.stands_in = stands_in
         self.why: str | None = None
         self.known: OrderedDict[Any, Recorded | _Due | str] = OrderedDict()
         self.newest: Recorded | None = None
         self.hits = 0
         self.lost = 0
 
-    def run(self, args: tuple, kwargs: dict) -> Any:
+    def run(self, args: tuple, kwargs: dict, instead: Callable[[], Any]) -> Any:
         if self.why is not None or not is_free() or sys.gettrace() or has_global_hooks():
-            return self.eager(*args, **kwargs)
+            return instead()
         leaves, outline = trees.outlined(args, kwargs)
         tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
         recorded = self.newest
         if recorded is not None and recorded.serves(outline, leaves, tensors):
-            return self.again(recorded, tensors, args, kwargs)
+            return self.again(recorded, tensors, instead)
         try:
             kind = kind_of(outline, leaves, tensors)
         except Unfit:
-            return self.eager(*args, **kwargs)
+            return instead()
         recorded = self.known.get(kind, _NEW)
         if type(recorded) is _Due or (recorded is _NEW and config.now.replay == "check"):
-            return self._first(kind, args, kwargs)
+            return self._first(kind, args, kwargs, instead)
         if type(recorded) is str:
-            return self.eager(*args, **kwargs)
+            return instead()
         if recorded is _NEW or not recorded.stands(tensors):
             self._seen(kind, recorded)
-            return self.eager(*args, **kwargs)
+            return instead()
         if recorded is self.newest:
             recorded.served(outline, leaves, tensors)
         self.newest = recorded
-        return self.again(recorded, tensors, args, kwargs)
+        return self.again(recorded, tensors, instead)
 
     def doubt(self) -> str | None:
         """What stands against replaying calls, as far as is known."""
         if self.why is None:
-            self.why = doubt(Guards(self.eager))
+            self.why = doubt(Guards(self.eager), rebinds=not self.stands_in)
         found = (k for k in self.known.values() if type(k) is str)
         return self.why or next(found, None)
 
@@ -105,19 +111,19 @@ class Replays(Unwatched):
             self.why = why
             self._forget()
 
-    def _first(self, kind: Any, args: tuple, kwargs: dict) -> Any:
+    def _first(self, kind: Any, args: tuple, kwargs: dict, instead: Callable[[], Any]) -> Any:
         leaves, spec = trees.flatten((args, kwargs))
         guards = guarding(self.eager, leaves)
-        self.why = doubt(guards)
+        self.why = doubt(guards, rebinds=not self.stands_in)
         if self.why is not None:
             self._forget()
-            return self.eager(*args, **kwargs)
+            return instead()
         before = ambient()
         due = self.known.get(kind)
         due = due if type(due) is _Due else _Due()
         made = self._recorded(leaves, spec, guards, due.asked, args, kwargs)
         if made is None:
-            return self.eager(*args, **kwargs)
+            return instead()
         recorded, why = made.recorded, made.why
         if recorded is not None:
             if ambient() != before:
@@ -162,16 +168,16 @@ class Replays(Unwatched):
             return None
 
     def again(
-        self, recorded: Recorded, tensors: Sequence[torch.Tensor], args: tuple, kwargs: dict
+        self, recorded: Recorded, tensors: Sequence[torch.Tensor], instead: Callable[[], Any]
     ) -> Any:
         result, drawn = recorded.attempt(tensors)
         if result is MISSED:
-            return self.eager(*args, **kwargs)
+            return instead()
         self.hits += 1
         if config.now.replay == "check":
             if drawn is not None:
                 generators.restore(drawn)
-            _same(result, self.eager(*args, **kwargs), recorded, tensors)
+            _same(result, instead(), recorded, tensors)
         return result
 
 

@@ -136,9 +136,7 @@ def _explanation(mapped: Callable, report: Report, result: Any) -> Explanation:
         tuple(report.converted.values()),
         tuple(report.refused.values()),
         tuple(report.again.items()),
-        vars(mapped)["__forall_calls__"].told(vars(mapped)["__forall_eager__"])
-        if config.now.replay
-        else "",
+        vars(mapped)["__forall_told__"]() if config.now.replay else "",
     )
 
 

@@ -153,7 +153,7 @@ def _grad_and_value(
         return (tree, aux) if has_aux else tree
 
     @replaying(func, verb, argnums, argnames, has_aux)
-    def derivative(*args: Any, **kwargs: Any) -> Any:
+    def derivative(func: Callable, /, *args: Any, **kwargs: Any) -> Any:
         if handover.needed():
             name = "grad_and_value" if valued else "grad"
             return by_torch(name, func, args, kwargs, argnums, argnames, has_aux=has_aux)

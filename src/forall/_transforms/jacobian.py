@@ -324,7 +324,7 @@ def hessian(
     checks.chunk_size("hessian", chunk_size)
 
     @replaying(func, "hessian", argnums, argnames, has_aux, return_value, chunk_size)
-    def second(*args: Any, **kwargs: Any) -> Any:
+    def second(func: Callable, /, *args: Any, **kwargs: Any) -> Any:
         if handover.needed():
             return _hessian_by_torch(func, argnums, argnames, has_aux, return_value, args, kwargs)
         call = called("hessian", func, argnums, argnames)
@@ -357,11 +357,11 @@ def derived(
     **options: Any,
 ) -> Callable:
     """What ``sweep`` finds as a tree, and beside it what was asked for."""
-    f = valued(verb, func, has_aux) if return_value else func
     beside = has_aux or return_value
 
     @replaying(func, verb, *which, has_aux, return_value, *how)
-    def jacobian(*args: Any, **kwargs: Any) -> Any:
+    def jacobian(func: Callable, /, *args: Any, **kwargs: Any) -> Any:
+        f = valued(verb, func, has_aux) if return_value else func
         if handover.needed():
             return by_torch(torchs or verb, f, args, kwargs, *which, has_aux=beside, **options)
         call = called(verb, func, *which)

@@ -14,7 +14,7 @@ from forall._lanes import users
 from forall._torch import handover, trees
 from forall._torch.dispatch import forward_level
 from forall._transforms import checks
-from forall._transforms.replaying import calls_of, is_on
+from forall._transforms.replaying import is_on, replay
 from forall._transforms.types import R, Ts, X
 
 if TYPE_CHECKING:
@@ -81,13 +81,13 @@ def jvp(
     checks.callable_("jvp", func)
     if handover.needed():
         return handover.call("jvp", func, primals, tangents, strict=strict, has_aux=has_aux)
-    eager = functools.partial(_jvp, func, strict, has_aux)
+    eager = functools.partial(_jvp, strict, has_aux)
     if is_on():
-        return calls_of(func, "jvp", strict, has_aux).run(eager, (primals, tangents), {})
-    return eager(primals, tangents)
+        return replay(func, eager, primals, tangents, how=("jvp", strict, has_aux))
+    return eager(func, primals, tangents)
 
 
-def _jvp(func: Callable, strict: bool, has_aux: bool, primals: Any, tangents: Any) -> Any:
+def _jvp(strict: bool, has_aux: bool, func: Callable, primals: Any, tangents: Any) -> Any:
     call = Call("jvp", func)
     checks.a_tuple(call, primals)
     return push(call, func, primals, tangents, strict=strict, has_aux=has_aux)

@@ -15,7 +15,7 @@ from forall._torch import handover, trees
 from forall._torch.dispatch import forward_level
 from forall._transforms import checks
 from forall._transforms.jvp import run
-from forall._transforms.replaying import Calls, calls_of, is_on
+from forall._transforms.replaying import Calls, is_on, replay
 from forall._transforms.types import R, Ts
 
 if TYPE_CHECKING:
@@ -66,11 +66,10 @@ def linearize(func: Callable, *primals: Any) -> tuple[Any, Callable]:
         return handover.linearize(func, primals)
     call = Call("linearize", func)
     flat, spec = checks.primals(call, primals)
-    eager = partial(_linearized, func)
     if is_on() and not torch.is_inference_mode_enabled():  # in which it makes other tensors
-        value, found = calls_of(func, "linearize").run_as(func, eager, primals, {})
+        value, found = replay(func, _linearized, *primals, how=("linearize",))
     else:
-        value, found = eager(*primals)
+        value, found = _linearized(func, *primals)
     if type(found) is tuple:
         linear, out_spec, constants = found
         return value, _pushing(call, flat, spec, partial(linear.play, constants), out_spec)
@@ -91,7 +90,7 @@ class _Own:
 
     def run(self, constants: list, seeds: list) -> list:
         if is_on():
-            return self.calls.run(self.play, (constants, seeds), {})
+            return self.calls.run(self, None, _Own.play, (constants, seeds), {})
         return self.linear.play(constants, seeds)
 
     def play(self, constants: list, seeds: list) -> list:

@@ -77,14 +77,14 @@ def per_example_grad_norm(
     checks.randomness(verb, randomness, keys=True)
     checks.chunk_size(verb, chunk_size)
 
-    @functools.wraps(func, updated=())
-    def of_one(*args: Any, **kwargs: Any) -> tuple:
-        return _of_one(func, args, kwargs, (argnums, argnames), has_aux)
-
     how = argnums, argnames, has_aux, return_value, in_dims, randomness, chunk_size
 
     @replaying(func, verb, *how)
-    def norms(*args: Any, **kwargs: Any) -> Any:
+    def norms(func: Callable, /, *args: Any, **kwargs: Any) -> Any:
+        @functools.wraps(func, updated=())
+        def of_one(*args: Any, **kwargs: Any) -> tuple:
+            return _of_one(func, args, kwargs, (argnums, argnames), has_aux)
+
         call = called(verb, func, argnums, argnames)
         dims = _dims(in_dims, places(call, args, kwargs, argnums, argnames), len(args))
         mapped = vmap(of_one, dims, randomness=randomness, chunk_size=chunk_size)

@@ -13,9 +13,10 @@ NOTE [one count for all wrappers]
 from __future__ import annotations
 
 import functools
+import operator
 from time import perf_counter
 from types import FunctionType, MethodType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
 
 from torch.nn import Module
@@ -39,52 +40,54 @@ _MOST = 16  # transforms of one function that are counted together
 class Calls:
     """The calls of a transformed function so far, and of what is made of it."""
 
-    __slots__ = ("count", "further", "held", "of", "replays", "spent")
+    __slots__ = ("count", "further", "replays", "same", "spent")
 
-    def __init__(self, held: tuple | None = None) -> None:
-        self.held = held  # by a function that is made anew with each call
-        self.of: Any = None  # the one of these that was transformed
+    def __init__(self, same: list | None = None) -> None:
+        self.same = same  # what functions that are made anew have in common; nothing else may be it
         self.count = 0
         self.spent = 0.0
         self.replays: Replays | None = None
         self.further: dict[Any, Calls] = {}
 
-    def run(self, eager: Callable, args: tuple, kwargs: dict) -> Any:
-        if self.replays is not None:
-            return self.replays.run(args, kwargs)
-        if config.now.replay == "check":
-            return self._looked_at(eager).run(args, kwargs)
+    def run(self, func: Any, given: list | None, eager: Callable, args: tuple, kwargs: dict) -> Any:
+        """``eager(func, *args, **kwargs)``; ``given`` is what ``func`` was given if it is anew."""
+        replays = self.replays
+        if replays is None and config.now.replay == "check":
+            replays = self._looked_at(func, eager)
+        if replays is not None:
+            if replays.why is not None:
+                return eager(func, *args, **kwargs)
+            instead = functools.partial(eager, func, *args, **kwargs)
+            return replays.run(args if given is None else (given, *args), kwargs, instead)
         start = perf_counter()
-        result = eager(*args, **kwargs)
+        result = eager(func, *args, **kwargs)
         self.spent += perf_counter() - start
         self.count += 1
         if self.count >= _CALLS and self.spent >= config.now.patience:
-            self._looked_at(eager)
+            self._looked_at(func, eager)
         return result
 
-    def run_as(self, func: Any, eager: Callable, args: tuple, kwargs: dict) -> Any:
-        """`run`, for ``func`` or a transform of it."""
-        if self.held is not None:
-            func = getattr(func, "__forall_root__", func)
-            if self.replays is None:
-                self.of = func
-            if not (anew.holds(func, self.held) and anew.holds(self.of, self.held)):
-                return eager(*args, **kwargs)
-        return self.run(eager, args, kwargs)
-
-    def told(self, eager: Callable) -> str:
+    def told(self, func: Any, eager: Callable) -> str:
         """How the calls are replayed, or why not; nothing where that is not known yet."""
-        replays = self._looked_at(eager) if self.replays is None else self.replays
+        replays = self._looked_at(func, eager) if self.replays is None else self.replays
         why = replays.doubt()
         if why is not None:
             return f"no: {why}"
         return f"{replays.hits} calls so far" if replays.hits else ""
 
-    def _looked_at(self, eager: Callable) -> Replays:
+    def _looked_at(self, func: Any, eager: Callable) -> Replays:
         from forall._programs.replay import Replays  # with all that records, which is much
 
-        self.replays = Replays(eager)
+        if self.same is None:
+            self.replays = Replays(functools.partial(eager, func))
+        else:
+            run = functools.partial(_stood_in, eager, anew.standing_in(func))
+            self.replays = Replays(run, stands_in=True)
         return self.replays
+
+
+def _stood_in(eager: Callable, template: Any, given: list, *args: Any, **kwargs: Any) -> Any:
+    return eager(anew.standing_in(template, iter(given)), *args, **kwargs)
 
 
 class _Further:
@@ -100,9 +103,6 @@ class _Further:
         return type(None), ()  # with what is copied or pickled; who reads that need not have forall
 
 
-def _nothing() -> None: ...
-
-
 def is_on() -> bool:
     """Whether a call that begins now may be replayed.
 
@@ -113,55 +113,70 @@ def is_on() -> bool:
     return not handover.needed()
 
 
-def calls_of(func: Callable, *how: Any) -> Calls:
-    """The calls of a transform of ``func``, told from others by ``how``, whoever has made it."""
-    if not is_on() or dispatch_modes():  # a function that is recorded is to stay as it is
-        return Calls()
-    try:
-        key = _key(how)
-    except TypeError:
-        return Calls()
-    kept, key, held = _place(func, key)
+class _Place(NamedTuple):
+    """Where the calls of a function are kept, and what it was given if it is made anew."""
+
+    calls: Calls
+    given: list | None
+
+
+def _place(func: Any, key: Any) -> _Place:
+    """The place of the transforms of ``func`` that are told from others by ``key``."""
+    if key is None or not is_on() or dispatch_modes():  # what is recorded is to stay as it is
+        return _Place(Calls(), None)
+    if type(func) is MethodType and isinstance(func.__self__, Module):
+        return _Place(_calls(_kept(func.__self__), (func.__func__, key), anew.MOST), None)
+    made = anew.taken(func)
+    if made is not None:
+        home = made.home()
+        kept = anew.table if home is None else _kept(home)
+        return _Place(_calls(kept, (*map(id, made.same), key), anew.MOST, made.same), made.given)
+    how = anew.transform_of(func)
+    if how is not None:
+        return _Place(_calls(how.calls().further, key, _MOST), None)
+    most = anew.MOST if isinstance(func, Module) else _MOST
+    return _Place(_calls(_kept(func), key, most), None)
+
+
+def _calls(kept: dict[Any, Calls], key: Any, most: int, same: list | None = None) -> Calls:
     calls = kept.get(key)
     if calls is None:
-        calls = Calls(held)
-        if len(kept) >= (anew.MOST if kept is anew.table else _MOST):
-            if held is None:
+        calls = Calls(same)
+        if len(kept) >= most:
+            if same is None:
                 return calls
-            kept.pop(next(iter(kept)), None)  # who holds a number that counts is ever another
+            kept.pop(next(iter(kept)), None)  # of functions that nobody makes any more
         kept[key] = calls
     return calls
 
 
-def _place(func: Any, key: Any) -> tuple[dict[Any, Calls], Any, tuple | None]:
-    """Where its calls are kept, under which key, and what it holds if it is made anew."""
-    if type(func) is MethodType and isinstance(func.__self__, Module):
-        return _kept(func.__self__), (func.__func__, key), None
-    if type(func) is FunctionType:
-        if func.__code__ is _OURS:
-            calls = vars(func)["__forall_calls__"]
-            return calls.further, key, calls.held
-        held = anew.held(func)
-        if held is not None:
-            home = anew.home(held)
-            return anew.table if home is None else _kept(home), (*map(id, held), key), held
-    return _kept(func), key, None
+def replay(func: Callable, eager: Callable, *args: Any, how: tuple) -> Any:
+    """``eager(func, *args)``, replayed where it can be."""
+    calls, given = _place(func, _key_of(how))
+    return calls.run(func, given, eager, args, {})
 
 
 def replayed(func: Callable) -> Callable:
     """The function itself, which is replayed where its calls can be: one node of a graph each."""
     if not is_on():
         return func
-    calls = calls_of(func)
-    return lambda *args: calls.run_as(func, func, args, {})
+    calls, given = _place(func, ())
+    return lambda *args: calls.run(func, given, operator.call, args, {})
+
+
+def _key_of(how: tuple) -> Any:
+    """Equal where two transforms were told the same; None where nothing tells."""
+    try:
+        return _key(how)
+    except TypeError:
+        return None
 
 
 def _key(value: Any) -> Any:
-    """Equal where two values say the same: 1, 1.0 and True do not."""
     if isinstance(value, tuple):
         return tuple(map(_key, value))
     if value is None or isinstance(value, (int, str, Chunks)):
-        return type(value), value
+        return type(value).__name__, value  # 1 and True are not the same
     raise TypeError
 
 
@@ -177,24 +192,32 @@ def _kept(owner: Any) -> dict[Any, Calls]:
 def replaying(func: Callable, *how: Any) -> Callable[[Callable], Callable]:
     """A transform of ``func``, under the name of ``func``, and replayed where it can be.
 
-    ``how`` says all that the transform was given besides.
+    ``how`` says all that the transform was given besides. What is decorated runs a call, of the
+    function that comes first.
     """
-
-    def decorated(eager: Callable) -> Callable:
-        calls = calls_of(func, *how) if how else Calls()
-
-        @functools.wraps(func, updated=())
-        def transformed(*args: Any, **kwargs: Any) -> Any:
-            if is_on():
-                return calls.run_as(func, eager, args, kwargs)
-            return eager(*args, **kwargs)
-
-        vars(transformed)["__forall_calls__"] = calls
-        vars(transformed)["__forall_root__"] = getattr(func, "__forall_root__", func)
-        vars(transformed)["__forall_eager__"] = eager  # what `explain` asks for
-        return transformed
-
-    return decorated
+    return functools.partial(_transformed, func, _key_of(how))
 
 
-_OURS = getattr(replaying(_nothing)(_nothing), "__code__")  # noqa: B009 - a Callable has none
+def _transformed(func: Callable, key: Any, eager: Callable) -> Callable:
+    fixed = None if is_on() and anew.may_be_anew(func) else _place(func, key)
+
+    @functools.wraps(func, updated=())
+    def transformed(*args: Any, **kwargs: Any) -> Any:
+        if not is_on():
+            return eager(func, *args, **kwargs)
+        calls, given = fixed or _place(func, key)
+        return calls.run(func, given, eager, args, kwargs)
+
+    vars(transformed)["__forall_transform__"] = anew.Transform(
+        func,
+        key,
+        lambda other: _transformed(other, None, eager),
+        lambda: (fixed or _place(func, key)).calls,
+    )
+    vars(transformed)["__forall_told__"] = lambda: calls_of(transformed).told(func, eager)
+    return transformed
+
+
+def calls_of(transformed: Callable) -> Calls:
+    """The calls of what `replaying` made, so far."""
+    return vars(transformed)["__forall_transform__"].calls()

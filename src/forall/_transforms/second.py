@@ -105,7 +105,7 @@ def hvp(
     checks.callable_("hvp", func)
 
     @replaying(func, "hvp", argnums, argnames, has_aux, return_value)
-    def product(*args_and_vector: Any, **kwargs: Any) -> Any:
+    def product(func: Callable, /, *args_and_vector: Any, **kwargs: Any) -> Any:
         call = called("hvp", func, argnums, argnames)
         args, vector = checks.vector_last(call, args_and_vector)
         first = First(call, func, args, kwargs, (argnums, argnames), has_aux)
@@ -308,7 +308,7 @@ def _from_diagonal(
     checks.chunk_size(verb, chunk_size)
 
     @replaying(func, verb, *which, has_aux, return_value, chunk_size)
-    def second(*args: Any, **kwargs: Any) -> Any:
+    def second(func: Callable, /, *args: Any, **kwargs: Any) -> Any:
         first = First(called(verb, func, *which), func, args, kwargs, which, has_aux)
         found, j, y = _diagonal(first, chunk_size)
         return first.answer(result(first, found), j, y, return_value)

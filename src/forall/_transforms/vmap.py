@@ -128,14 +128,14 @@ def vmap(
     checks.divergence("vmap", divergence)
     checks.max_steps("vmap", max_steps)
 
-    verb = Verb(func, in_dims, out_dims, randomness, chunk_size)
+    how = in_dims, out_dims, randomness, chunk_size
     options = Options(divergence, ragged, max_steps, None)
 
-    @replaying(func, *verb[1:], *options[:3])
-    def mapped(*args: Any, **kwargs: Any) -> Any:
-        return verb.run(options, args, kwargs)
+    @replaying(func, *how, *options[:3])
+    def mapped(func: Callable, /, *args: Any, **kwargs: Any) -> Any:
+        return Verb(func, *how).run(options, args, kwargs)
 
-    vars(mapped)["__forall_run__"] = verb.run, options  # what `explain` asks for
+    vars(mapped)["__forall_run__"] = Verb(func, *how).run, options  # what `explain` asks for
     return mapped
 
 
