@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forall._core.ended import dispatched, is_over, left_over
-from forall._core.errors import escaped, marks, no_memory, short, shown
+from forall._core.errors import columns, escaped, marks, no_memory, short, shown
 from forall._core.levels import Level, innermost, levels_in
 from forall._torch import trees
 from forall._torch.dispatch import functions_off, no_dispatch
-from forall._torch.names import subclass_functions_off
+from forall._torch.names import subclass_functions_off, version
 from forall._torch.wrapper import ENTRYWISE, READS, Wrapper, wrapper_of
 from forall._torch.wrapper import strides as strides_of
 
@@ -29,10 +29,53 @@ if TYPE_CHECKING:
     ViewCall = Callable[[torch.Tensor, int | None], tuple[torch.Tensor, int | None]]
 
 
+class Count:
+    """How often a tensor of the user's had been written to when a level last knew of it.
+
+    Autograd counts the writes into what it saves. But what it saves of a level are wrappers, whose
+    count is their own: who writes into an argument, a captured tensor or a result of a call that
+    has ended is not seen by them.
+    """
+
+    __slots__ = ("number", "of")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        # No history may hang on what autograd's own nodes hold, or it would never be free.
+        self.of = weakref.ref(tensor) if isinstance(tensor, Wrapper) else lambda: tensor
+        self.number = version(tensor)
+
+    def renew(self) -> None:
+        tensor = self.of()
+        self.number = -1 if tensor is None else version(tensor)
+
+    def check(self) -> None:
+        """Raise torch's error if the tensor was written to since."""
+        tensor = self.of()
+        now = self.number if tensor is None else version(tensor)
+        if now != self.number:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an "
+                "inplace operation: a tensor that a transformed call was given, captured or "
+                f"returned.\n{columns([('the tensor', short(tensor))])}\n"
+                f"It is at version {now}; expected version {self.number} instead.\n"
+                "Take the derivative before it is written to, or write into a copy (.clone())."
+            )
+
+
 class Family:
     """One base value and the living tensors that are views of it. See NOTE [alias families]."""
 
-    __slots__ = ("__weakref__", "axis", "members", "older", "prune_at", "stands", "times", "value")
+    __slots__ = (
+        "__weakref__",
+        "axis",
+        "left",
+        "members",
+        "older",
+        "prune_at",
+        "stands",
+        "times",
+        "value",
+    )
 
     def __init__(self, value: torch.Tensor, axis: int | None, older: bool) -> None:
         self.value = value
@@ -40,6 +83,7 @@ class Family:
         self.older = older
         self.stands: Any = None  # `standing.Standing`, where the loop has a view and we a copy
         self.times = 0  # it has been written into
+        self.left: Count | None = None  # of the result that a call made of it
         self.members: list[weakref.ref[Batched]] = []
         self.prune_at = 64
 
@@ -74,11 +118,12 @@ class Batched(Wrapper):
     family: Family | None = None
     chain: tuple[ViewCall, ...] = ()
     older: bool = False
+    came: Count | None = None  # of the tensor from outside that this is, or is a view of
 
     def graph_free(self) -> Batched:
         if self.family is None and self.older:
             twin = wrap(self.value, self.axis, self.level)
-            twin.older = True
+            twin.older, twin.came = True, self.came
             return twin
         return derive(self, self.value, self.axis, same)
 
@@ -158,6 +203,19 @@ def wrap(value: torch.Tensor, axis: int | None, level: Level) -> Batched:
     return b
 
 
+def check_unwritten(args: tuple, level: Level) -> None:
+    """In a backward pass: what autograd saved of an ended level is what it was."""
+    for a in args:
+        if type(a) is Batched:
+            if a.level is level:
+                if a.came is not None:
+                    a.came.check()
+                if a.family is not None and a.family.left is not None:
+                    a.family.left.check()
+        elif type(a) is list or type(a) is tuple:
+            check_unwritten(tuple(a), level)
+
+
 def same(value: torch.Tensor, axis: int | None) -> tuple[torch.Tensor, int | None]:
     """The view call of an alias."""
     return value, axis
@@ -169,7 +227,7 @@ def derive(base: Batched, value: torch.Tensor, axis: int | None, call: ViewCall)
     family = view.family = family_of(base)
     view.chain = (*base.chain, call)
     if base.older:
-        view.older = True
+        view.older, view.came = True, base.came
     family.add(view)
     return view
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from forall._batching.batched import Batched, wrap
+from forall._batching.batched import Batched, Count, wrap
 from forall._core.errors import columns, short
 from forall._core.levels import graph_free, level_of, lift, outside, second_name
 from forall._torch.dispatch import (
@@ -149,7 +149,7 @@ def enter(stack: torch.Tensor, axis: int, level: VmapLevel, worn: Dress = ()) ->
     with functions_off():
         if not worn and _is_bare(stack):
             b = wrap(stack, axis, level)
-            b.older = True
+            b.older, b.came = True, Count(stack)
             return b
         refuse_torchs(stack)
         if stack.is_complex() and stack.is_conj():
@@ -182,6 +182,8 @@ def leave(example: torch.Tensor, axis: int, level: VmapLevel, worn: Dress = ()) 
         bare, wears = strip(value)
         # Another tensor than the value: it gets a history that may have saved the value.
         made = [second_name(bare)]
+        if isinstance(example, Batched) and example.family is not None:
+            example.family.left = Count(bare)
         return dress(apply_function(Exit, example, made, axis, level, (*wears, *worn)), wears)
 
 
@@ -202,6 +204,8 @@ def hand_back(example: torch.Tensor, stack: torch.Tensor, axis: int, level: Vmap
     if node is None or isinstance(node, Enter._backward_cls):
         return False
     stack.copy_(leave(example, axis, level))
+    if isinstance(example, Batched) and example.came is not None:
+        example.came.renew()
     return True
 
 
@@ -212,14 +216,16 @@ def keep(example: Batched) -> torch.Tensor:
 
 
 def _entered(bare: torch.Tensor, axis: int, level: VmapLevel, worn: Dress) -> Batched:
-    b = wrap(dress(graph_free(bare), worn), axis, level)
-    b.older = True
+    free = graph_free(bare)
+    b = wrap(dress(free, worn), axis, level)
+    b.older, b.came = True, Count(bare if isinstance(bare, Wrapper) else free)
     return b
 
 
 def _shared(tensor: torch.Tensor, level: VmapLevel) -> Batched:
-    b = wrap(graph_free(tensor), None, level)
-    b.older = True
+    free = graph_free(tensor)
+    b = wrap(free, None, level)
+    b.older, b.came = True, Count(tensor if isinstance(tensor, Wrapper) else free)
     return b
 
 

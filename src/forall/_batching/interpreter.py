@@ -14,7 +14,7 @@ import torch
 
 from forall._batching import border, failing, families, sparse, table, writing
 from forall._batching.arrays import by_numpy
-from forall._batching.batched import Batched, without_ended, wrap
+from forall._batching.batched import Batched, check_unwritten, without_ended, wrap
 from forall._batching.families import VIEWERS, alike, is_bare, lower, wrapped
 from forall._batching.ledger import Ledger
 from forall._batching.parting import one_answer
@@ -197,6 +197,8 @@ class VmapLevel(Level, DispatchMode):
     def run(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """One operator on values of this level, with this level's modes off."""
         with functions_off():
+            if not self.active and in_backward():
+                check_unwritten(args, self)
             found = self._meets(args, kwargs.values())
             if found is _INNER:
                 return self.meet(func, args, kwargs)

@@ -137,6 +137,8 @@ def _note_write(target: Batched) -> None:
     value = target.value if target.family is None else target.family.value
     if not isinstance(value, Batched):
         torch.autograd.graph.increment_version(value)
+        if target.came is not None:
+            target.came.renew()
 
 
 def pointwise_in_place(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:

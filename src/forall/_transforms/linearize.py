@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any, overload
 
 import torch
 
-from forall._core.errors import Call
+from forall._core.errors import Call, columns, short
 from forall._core.levels import lift, top
 from forall._derivatives import forward
 from forall._derivatives.tape import Linear, TapeLevel, settle, taken_out, tape
 from forall._torch import handover, trees
 from forall._torch.dispatch import forward_level
+from forall._torch.names import version
 from forall._transforms import checks
 from forall._transforms.jvp import run
 from forall._transforms.replaying import Calls, is_on, replay
@@ -45,8 +46,9 @@ def linearize(func: Callable, *primals: Any) -> tuple[Any, Callable]:
     like the output.
 
     Raises:
-        RuntimeError: where primals hold or ``func`` returns anything but tensors, and where
-            tangents do not fit the primals in tree, shape, dtype or device.
+        RuntimeError: where primals hold or ``func`` returns anything but tensors, where tangents
+            do not fit the primals in tree, shape, dtype or device, and where a tensor that the
+            derivative is made of has been written to since.
         ValueError: for a primal that is neither floating-point nor complex.
 
     Source: Radul, Paszke, Frostig, Johnson and Maclaurin, "You only linearize once: tangents
@@ -72,9 +74,28 @@ def linearize(func: Callable, *primals: Any) -> tuple[Any, Callable]:
         value, found = _linearized(func, *primals)
     if type(found) is tuple:
         linear, out_spec, constants = found
-        return value, _pushing(call, flat, spec, partial(linear.play, constants), out_spec)
+        return value, _pushing(call, flat, spec, _played(call, linear.play, constants), out_spec)
     ((own, constants),) = found.items()
-    return value, _pushing(call, flat, spec, partial(own.run, constants), own.out_spec)
+    return value, _pushing(call, flat, spec, _played(call, own.run, constants), own.out_spec)
+
+
+def _played(call: Call, play: Callable, constants: list) -> Callable:
+    """The tangent program with its constants, while these are what they were at the point."""
+    tensors = [c for c in constants if isinstance(c, torch.Tensor)]
+    versions = [*map(version, tensors)]
+
+    def played(seeds: list) -> list:
+        for t, before in zip(tensors, versions, strict=True):
+            if version(t) != before:
+                raise RuntimeError(
+                    f"{call}: a tensor that the derivative is made of has been modified by an "
+                    "inplace operation since.\n"
+                    f"{columns([('the tensor', short(t))])}\n"
+                    "Push before it is written to, or write into a copy (.clone())."
+                )
+        return play(constants, seeds)
+
+    return played
 
 
 class _Own:
