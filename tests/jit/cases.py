@@ -1979,4 +1979,17 @@ def indices(jit):
     return lambda i: f(xs(i, 4), torch.tensor([i % 4, 0, 1]))
 
 
+@case
+def zeros_without_memory(jit):
+    """As torch's forward formulas have where nothing moves; times an inf they are 0."""
+
+    def f(x):
+        zeros = torch.ops.aten._efficientzerotensor([3])
+        one, other = zeros * x, 2 * x
+        return one * x * x, other * zeros * x, (one * x).clone() * 2
+
+    f = jit(f)
+    return lambda i: f(torch.tensor([1.0, float("inf"), float(i)]))
+
+
 random.seed(0)

@@ -395,5 +395,5 @@ def test_what_is_read_for_a_second_derivative_and_written_is_an_error(recorded):
         (slope,) = torch.autograd.grad(g(x).sum(), x, create_graph=True)
         with torch.no_grad():
             w.add_(1)
-        with pytest.raises(RuntimeError, match=r"inplace operation|changed since"):
+        with pytest.raises(RuntimeError, match=r"inplace|changed since"):
             torch.autograd.grad(slope.sum(), x)

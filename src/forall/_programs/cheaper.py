@@ -108,9 +108,15 @@ def in_place(program: Program, back: Collection[Node] = ()) -> None:
 
 
 def _first(program: Program, node: Node) -> int | None:
-    """The first operand, if the result would fit where it lies, and no other operand does."""
+    """The first operand, if the result would fit where it lies, and no other operand does.
+
+    Zeros without memory cannot be written into, and a product with them is none where it is not
+    new: 0 * inf is nan then.
+    """
     n, values = node.outs, program.values
     if node.op not in _IN_PLACE or type(node.args[0]) is not Ref or node.kwargs:
+        return None
+    if values[n].zeros or any(values[m].zeros for m in node.reads()):
         return None
     a = node.args[0].n
     whole = values[a].root == a and values[n].root == n and values[a].layout == values[n].layout

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from forall._programs.program import Node, Ref, Value
+from forall._programs.program import Node, Ref
 from forall._torch.schema import facts
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def copies(program: Program, back: Collection[Node] = ()) -> None:
 
 def _joined(program: Program, mine: int, its: int) -> None:
     """What shared memory with one root shares it with another."""
-    program.values[:] = [Value(v.layout, its) if v.root == mine else v for v in program.values]
+    program.values[:] = [v._replace(root=its) if v.root == mine else v for v in program.values]
 
 
 def _copied(node: Node) -> int | None:

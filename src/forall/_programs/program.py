@@ -44,6 +44,7 @@ class Value(NamedTuple):
 
     layout: Layout
     root: int
+    zeros: bool = False  # torch's own, without memory
 
 
 @dataclass(slots=True)

@@ -32,7 +32,7 @@ from forall._programs.draws import Draws
 from forall._programs.program import Layout, Node, Program, Ref, Value
 from forall._torch import trees
 from forall._torch.dispatch import functions_off, in_torch_func
-from forall._torch.lazy import with_lazy_bits
+from forall._torch.lazy import is_zeros, with_lazy_bits
 from forall._torch.memory import has_memory, storage_of
 from forall._torch.names import DispatchMode, StorageWeakRef
 from forall._torch.schema import facts, writes
@@ -321,7 +321,7 @@ class Recorder(DispatchMode):
 
     def _new(self, t: torch.Tensor, root: int | None) -> int:
         n = len(self.values)
-        self.values.append(Value(Layout.of(t), n if root is None else root))
+        self.values.append(Value(Layout.of(t), n if root is None else root, is_zeros(t)))
         self._numbers[id(t)] = n
         self._tensors.append(weakref.ref(t))
         self._lazies.append(_lazy(t))

@@ -19,6 +19,11 @@ _DUAL = {
 }
 
 
+def is_zeros(t: torch.Tensor) -> bool:
+    """Whether a tensor is zeros that have no memory."""
+    return t._is_zerotensor()
+
+
 def set_lazy_bits(on: bool) -> None:
     """Whether kernels look at the conj, neg and zero bits of their tensors.
 

@@ -24,7 +24,6 @@ from types import BuiltinFunctionType, CellType, FunctionType, MethodDescriptorT
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch._ops import OpOverload, OpOverloadPacket
 from torch.nn import Module
 
 from forall._core.remembering import (
@@ -37,7 +36,7 @@ from forall._core.remembering import (
     may_rebind,
 )
 from forall._torch import trees
-from forall._torch.names import PLAIN
+from forall._torch.names import PLAIN, OpOverload, OpOverloadPacket
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator

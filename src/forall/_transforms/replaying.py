@@ -208,13 +208,14 @@ def _transformed(func: Callable, key: Any, eager: Callable) -> Callable:
         calls, given = fixed or _place(func, key)
         return calls.run(func, given, eager, args, kwargs)
 
-    vars(transformed)["__forall_transform__"] = anew.Transform(
-        func,
-        key,
-        lambda other: _transformed(other, None, eager),
-        lambda: (fixed or _place(func, key)).calls,
+    def calls() -> Calls:
+        return (fixed or _place(func, key)).calls
+
+    made = vars(transformed)
+    made["__forall_transform__"] = anew.Transform(
+        func, key, lambda other: _transformed(other, None, eager), calls
     )
-    vars(transformed)["__forall_told__"] = lambda: calls_of(transformed).told(func, eager)
+    made["__forall_told__"] = lambda: calls().told(func, eager)  # what `explain` asks for
     return transformed
 
 

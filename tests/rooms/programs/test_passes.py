@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from forall import jit, vmap
+from forall._programs.cheaper import in_place
+from forall._programs.program import Layout, Node, Program, Ref, Value
 from forall._programs.recording import record
 from forall._torch import trees
 
@@ -108,3 +110,17 @@ def test_memory_is_given_back_where_it_is_read_last():
 
 def test_a_level_leaves_nothing_but_operators_on_stacks():
     assert ops(vmap(lambda x: (x * 2).sum()), X) == ["mul", "sum"]
+
+
+@pytest.mark.parametrize("zeros", [(), (1,), (2,)])
+def test_zeros_without_memory_are_not_written_into_nor_multiplied_in_place(zeros):
+    at = Layout.of(torch.ones(3))
+    values = [Value(at, n, n in zeros) for n in range(4)]
+    nodes = [
+        Node(aten.neg.default, (Ref(0),), {}, 1),
+        Node(aten.sin.default, (Ref(0),), {}, 2),
+        Node(aten.mul.Tensor, (Ref(1), Ref(2)), {}, 3),
+    ]
+    made = Program(values, [0], {}, {}, nodes, [3])
+    in_place(made)
+    assert made.nodes[-1].op is (aten.mul.Tensor if zeros else aten.mul_.Tensor)
