@@ -94,6 +94,46 @@ def test_results_that_a_derivative_needs(f, transform):
         y.sum().backward()
 
 
+OURS = {
+    "branches": lambda x, w: vmap(
+        lambda v: (v * w * w).sin() if v.sum() > 0 else v.cos() * w.exp()
+    )(x),
+    "loops": lambda x, w: vmap(lambda v: doubled(v, w))(x),
+    "chunks": lambda x, w: vmap(lambda v: (v * w * w).sin(), chunk_size=2)(x),
+    "a number": lambda x, w: vmap(lambda v: v * w * w * v.sum().item())(x),
+    "cond": lambda x, w: vmap(
+        lambda v: forall.cond(v.sum() > 0, lambda v: (v * w * w).sin(), lambda v: v.cos() * w, v)
+    )(x),
+    "scan": lambda x, w: forall.scan(lambda c, v: ((c * w * w * v).sin(), c * v * w), w, x)[1],
+    "fori_loop": lambda x, w: forall.fori_loop(0, 3, lambda i, c: (c * w * w).sin(), x),
+    "map": lambda x, w: forall.map(lambda v: (v * w * w).sin(), x),
+    "norms": lambda x, w: forall.per_example_grad_norm(lambda p, v: (p * p * v).sin().sum())(w, x),
+    "hvp": lambda x, w: forall.hvp(lambda v: (v * w).sin().sum())(x, X),
+    "laplacian": lambda x, w: forall.laplacian(lambda v: (v * w).sin().sum())(x),
+    "pull-backs": lambda x, w: vmap(lambda t: forall.vjp(lambda v: (v * w).sin(), x)[1](t)[0])(
+        torch.stack([X, X])
+    ),
+}
+
+
+def doubled(v, w):
+    while v.abs().sum() < 3:
+        v = v * w.exp() + 0.5
+    return v * v * w
+
+
+@pytest.mark.parametrize("wanted", ["x", "w"])
+@pytest.mark.parametrize("written", ["x", "w"])
+@pytest.mark.parametrize("name", OURS)
+def test_what_torch_has_not(monkeypatch, name, written, wanted):
+    monkeypatch.setattr(forall.config, "replay", False)
+    right, found = outcome(None, lambda _, x, w: OURS[name](x, w), written, wanted, False)
+    assert right is not None
+    if found is not None:
+        torch.testing.assert_close(found, right)
+    assert (found is None) or (written, wanted) != ("w", "w")  # which needs the other factor w
+
+
 def test_what_a_derivative_does_not_need_may_be_written_to():
     x, w = X.clone().requires_grad_(), W.clone()
     y = vmap(lambda v: v.sin() + w)(x)

@@ -163,7 +163,7 @@ def _some_of(t: Any, some: Any) -> Batched:
     made = cut(t, some)
     if t.axis is None:
         if t.older:
-            made.older = True
+            made.older, made.came = True, t.came
         else:  # these examples may write into it
             made.value = made.value.clone()
     if is_stale(made.value):
