@@ -46,3 +46,80 @@ def vmap_grad_of_two_numbers(device: torch.device) -> Contestants:
         return lambda: gradient(xs)
 
     return contest(transformed, by_autograd(lambda x: well(x.T).sum(), xs))
+
+
+class Steps:
+    """Batches, one after the other, and a perceptron's parameters: what a step closes over."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.inputs = torch.randn(8, 64, 16, device=device)
+        self.targets = torch.randn(8, 64, 1, device=device)
+        shapes = [(16, 32), (32,), (32, 1), (1,)]
+        self.parameters = [torch.randn(*shape, device=device) / shape[0] ** 0.5 for shape in shapes]
+
+    @staticmethod
+    def network(parameters: list[torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        first, bias1, second, bias2 = parameters
+        return torch.tanh(x @ first + bias1) @ second + bias2
+
+
+@workload(
+    "steps-with-closures",
+    "`grad` of a loss written as a closure over each of 8 batches, a 16-32-1 perceptron",
+)
+def steps_with_closures(device: torch.device) -> Contestants:
+    steps = Steps(device)
+    network, parameters = steps.network, steps.parameters
+
+    def transformed(api):
+        def program():
+            found = []
+            for x, y in zip(steps.inputs, steps.targets, strict=True):
+                loss = lambda p, x=x, y=y: (network(p, x) - y).square().mean()  # noqa: E731
+                found.append(api.grad(loss)(parameters))
+            return found
+
+        return program
+
+    def handwritten():
+        found = []
+        for x, y in zip(steps.inputs, steps.targets, strict=True):
+            leaves = [p.detach().requires_grad_() for p in parameters]
+            loss = (network(leaves, x) - y).square().mean()
+            found.append([*torch.autograd.grad(loss, leaves)])
+        return found
+
+    return contest(transformed, handwritten)
+
+
+@workload(
+    "residuals-with-closures",
+    "a heat equation's residual at 64 points, its functions written anew in each of 8 steps",
+)
+def residuals_with_closures(device: torch.device) -> Contestants:
+    steps = Steps(device)
+    network, parameters, points = steps.network, steps.parameters, steps.inputs
+
+    def transformed(api):
+        def program():
+            found = []
+            for xs in points:
+                u = lambda x: network(parameters, x)[0]  # noqa: E731
+                slope, curved = api.grad(u), api.hessian(u)
+                residual = lambda x, c: slope(x)[0] - c * curved(x).trace()  # noqa: E731, B023
+                found.append(api.vmap(residual, (0, None))(xs, 0.5))
+            return found
+
+        return program
+
+    def handwritten():
+        first, bias1, second, _ = parameters
+        column, squares = second[:, 0], first.square().sum(0)
+        found = []
+        for xs in points:
+            hidden = torch.tanh(torch.addmm(bias1, xs, first))
+            slope = (1 - hidden * hidden) * column
+            found.append(slope @ first[0] + (hidden * slope) @ squares)
+        return found
+
+    return contest(transformed, handwritten)
