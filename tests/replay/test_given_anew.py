@@ -18,6 +18,18 @@ from replay.test_made_anew import agree, network, plainly
 pytestmark = pytest.mark.usefixtures("at_once")
 D = torch.float64
 NET = network()
+
+
+class Doubled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = NET
+
+    def twice(self, v):
+        return 2 * self.net(v)
+
+
+DOUBLED = Doubled()
 X = Y = torch.ones(2, 3, dtype=D)  # a notebook's: bound anew with each batch
 
 
@@ -50,6 +62,10 @@ def parameters():
 def with_parameters(x, y):
     p = parameters()
     return vmap(grad(lambda v: functional_call(NET, p, (v,)).sum()))(x)
+
+
+def with_a_method(twice, x, y):
+    return vmap(grad(lambda v: (twice(v) * y[0]).sum()))(x).detach()
 
 
 def with_a_list(x, y):
@@ -93,6 +109,10 @@ STEPS = {
     "a pull-back": lambda x, y: vjp(lambda w: (w * x).sin(), y)[1](x)[0],
     "a tangent": lambda x, y: jvp(lambda w: (w * x).sin(), (y,), (y,))[1],
     "a linear map": lambda x, y: linearize(lambda w: (w * x).sin(), y)[1](x),
+    "a keyword": lambda x, y: grad(lambda w, given, template: (w * x * given).sum() * template)(
+        y, given=y, template=x[0, 0]
+    ),
+    "a method of a module": lambda x, y: with_a_method(DOUBLED.twice, x, y),
     "rows": lambda x, y: jacrev(lambda w: (w * x).sin() @ y[0])(y),
     "columns": lambda x, y: jacfwd(lambda w: (w * x[0]).sin() @ y.T)(y[0]),
     "a Hessian": lambda x, y: hessian(lambda w: weighted(w, x))(y[0]),
@@ -108,6 +128,14 @@ def test_it_is_replayed(name, hits):
     for i in range(12):
         agree(STEPS[name], *batch(i, 4 + (i % 2)))
     assert len(hits) >= 4, hits
+
+
+def test_a_transform_that_nothing_tells_from_others_is_one_of_its_own(hits):
+    x, y = batch(0)
+    made = vmap(lambda d: (d["a"] * y).sin(), in_dims=({"a": 0},))
+    for _ in range(6):
+        assert torch.equal(made({"a": x}), (x[:, None] * y).sin())
+    assert hits
 
 
 def test_what_is_bound_anew_after_the_transform_counts(hits):

@@ -20,7 +20,14 @@ from __future__ import annotations
 import builtins
 import functools
 from inspect import CO_NESTED
-from types import BuiltinFunctionType, CellType, FunctionType, MethodDescriptorType, ModuleType
+from types import (
+    BuiltinFunctionType,
+    CellType,
+    FunctionType,
+    MethodDescriptorType,
+    MethodType,
+    ModuleType,
+)
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -153,6 +160,8 @@ class _Reading:
             self.function(x, depth + 1)
         elif isinstance(x, (Module, ModuleType, *_WORDS)) or x is UNSET or _is_of_a_module(x):
             self.same.append(x)
+        elif kind is MethodType and isinstance(x.__self__, Module):
+            self.same += [x.__func__, x.__self__]
         else:
             raise _OfItsOwn
 

@@ -86,7 +86,7 @@ class Calls:
         return self.replays
 
 
-def _stood_in(eager: Callable, template: Any, given: list, *args: Any, **kwargs: Any) -> Any:
+def _stood_in(eager: Callable, template: Any, given: list, /, *args: Any, **kwargs: Any) -> Any:
     return eager(anew.standing_in(template, iter(given)), *args, **kwargs)
 
 
@@ -199,7 +199,8 @@ def replaying(func: Callable, *how: Any) -> Callable[[Callable], Callable]:
 
 
 def _transformed(func: Callable, key: Any, eager: Callable) -> Callable:
-    fixed = None if is_on() and anew.may_be_anew(func) else _place(func, key)
+    asked = key is not None and is_on() and anew.may_be_anew(func)
+    fixed = None if asked else _place(func, key)
 
     @functools.wraps(func, updated=())
     def transformed(*args: Any, **kwargs: Any) -> Any:
