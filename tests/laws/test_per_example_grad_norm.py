@@ -202,10 +202,13 @@ def test_the_norms_are_the_loops(name, dtype):
     xs = xs.to(dtype) if xs.is_floating_point() else xs
     loss, parameters = loss_of(module), bare(module)
     expected = by_the_loop(loss, parameters, xs)
-    torch.testing.assert_close(per_example_grad_norm(loss)(parameters, xs), expected)
+    # These gradients are badly conditioned: the loop in float32 is 3e-6 from the loop in float64,
+    # and rounds otherwise on machines with other instructions.
+    near = {"rtol": 1e-5 if dtype == torch.float32 else 1e-7, "atol": 0}
+    torch.testing.assert_close(per_example_grad_norm(loss)(parameters, xs), expected, **near)
     if "BatchNorm2d" not in str(module):  # its statistics have moved on
         chunked = per_example_grad_norm(loss, chunk_size=2)(parameters, xs)
-        torch.testing.assert_close(chunked, expected)
+        torch.testing.assert_close(chunked, expected, **near)
 
 
 @pytest.mark.parametrize("name", MODELS)

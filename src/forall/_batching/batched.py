@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from forall._core.counting import Count
 from forall._core.ended import dispatched, is_over, left_over
 from forall._core.errors import columns, escaped, marks, no_memory, short, shown
 from forall._core.levels import Level, innermost, levels_in
 from forall._torch import trees
 from forall._torch.dispatch import functions_off, no_dispatch
-from forall._torch.names import subclass_functions_off, version
+from forall._torch.names import subclass_functions_off
 from forall._torch.wrapper import ENTRYWISE, READS, Wrapper, wrapper_of
 from forall._torch.wrapper import strides as strides_of
 
@@ -27,39 +28,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     ViewCall = Callable[[torch.Tensor, int | None], tuple[torch.Tensor, int | None]]
-
-
-class Count:
-    """How often a tensor of the user's had been written to when a level last knew of it.
-
-    Autograd counts the writes into what it saves. But what it saves of a level are wrappers, whose
-    count is their own: who writes into an argument, a captured tensor or a result of a call that
-    has ended is not seen by them.
-    """
-
-    __slots__ = ("number", "of")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        # No history may hang on what autograd's own nodes hold, or it would never be free.
-        self.of = weakref.ref(tensor) if isinstance(tensor, Wrapper) else lambda: tensor
-        self.number = version(tensor)
-
-    def renew(self) -> None:
-        tensor = self.of()
-        self.number = -1 if tensor is None else version(tensor)
-
-    def check(self) -> None:
-        """Raise torch's error if the tensor was written to since."""
-        tensor = self.of()
-        now = self.number if tensor is None else version(tensor)
-        if now != self.number:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an "
-                "inplace operation: a tensor that a transformed call was given, captured or "
-                f"returned.\n{columns([('the tensor', short(tensor))])}\n"
-                f"It is at version {now}; expected version {self.number} instead.\n"
-                "Take the derivative before it is written to, or write into a copy (.clone())."
-            )
 
 
 class Family:
@@ -208,12 +176,22 @@ def check_unwritten(args: tuple, level: Level) -> None:
     for a in args:
         if type(a) is Batched:
             if a.level is level:
-                if a.came is not None:
-                    a.came.check()
-                if a.family is not None and a.family.left is not None:
-                    a.family.left.check()
+                for count in (a.came, None if a.family is None else a.family.left):
+                    if count is not None and not count.holds():
+                        raise _written_to(count)
         elif type(a) is list or type(a) is tuple:
             check_unwritten(tuple(a), level)
+
+
+def _written_to(count: Count) -> RuntimeError:
+    """As torch's own error, for a tensor that came from outside or that a call returned."""
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an "
+        "inplace operation: a tensor that a transformed call was given, captured or "
+        f"returned.\n{columns([('the tensor', short(count.of()))])}\n"
+        f"It is at version {count.now()}; expected version {count.number} instead.\n"
+        "Take the derivative before it is written to, or write into a copy (.clone())."
+    )
 
 
 def same(value: torch.Tensor, axis: int | None) -> tuple[torch.Tensor, int | None]:

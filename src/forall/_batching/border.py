@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from forall._batching.batched import Batched, Count, wrap
+from forall._batching.batched import Batched, wrap
+from forall._core.counting import Count
 from forall._core.errors import columns, short
 from forall._core.levels import graph_free, level_of, lift, outside, second_name
 from forall._torch.dispatch import (
@@ -148,9 +149,7 @@ def enter(stack: torch.Tensor, axis: int, level: VmapLevel, worn: Dress = ()) ->
     """A stack from just outside ``level`` as one example of it."""
     with functions_off():
         if not worn and _is_bare(stack):
-            b = wrap(stack, axis, level)
-            b.older, b.came = True, Count(stack)
-            return b
+            return _from_outside(wrap(stack, axis, level), stack, stack)
         refuse_torchs(stack)
         if stack.is_complex() and stack.is_conj():
             stack = stack.resolve_conj()
@@ -217,14 +216,16 @@ def keep(example: Batched) -> torch.Tensor:
 
 def _entered(bare: torch.Tensor, axis: int, level: VmapLevel, worn: Dress) -> Batched:
     free = graph_free(bare)
-    b = wrap(dress(free, worn), axis, level)
-    b.older, b.came = True, Count(bare if isinstance(bare, Wrapper) else free)
-    return b
+    return _from_outside(wrap(dress(free, worn), axis, level), bare, free)
 
 
 def _shared(tensor: torch.Tensor, level: VmapLevel) -> Batched:
     free = graph_free(tensor)
-    b = wrap(free, None, level)
+    return _from_outside(wrap(free, None, level), tensor, free)
+
+
+def _from_outside(b: Batched, tensor: torch.Tensor, free: torch.Tensor) -> Batched:
+    """A value of the level that is a tensor from outside, which ``free`` is without history."""
     b.older, b.came = True, Count(tensor if isinstance(tensor, Wrapper) else free)
     return b
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from forall._torch.names import version
+from forall._core.counting import Count
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,18 +31,15 @@ class Term:
     ``frame`` is the product's shape (*N, V, D), ``size`` how many numbers the factors hold.
     """
 
-    __slots__ = ("args", "frame", "func", "size", "versions")
+    __slots__ = ("args", "counts", "frame", "func", "size")
 
     def __init__(self, func: Any, args: tuple, frame: tuple[int, ...], size: int) -> None:
         self.func, self.args, self.frame, self.size = func, args, frame, size
-        self.versions = self._versions()
-
-    def _versions(self) -> list[int]:
-        return [version(a) for a in self.args if isinstance(a, torch.Tensor)]
+        self.counts = [Count(a) for a in args if isinstance(a, torch.Tensor)]
 
     def given(self) -> tuple:
         """The arguments, if they are still what they were."""
-        if self.versions != self._versions():
+        if not all(count.holds() for count in self.counts):
             raise RuntimeError(
                 f"{self.func}: a factor of a gradient has been modified by an inplace operation.\n"
                 "Write into a clone of it."
@@ -68,7 +65,7 @@ class Product(Term):
 
     def transposed(self) -> Product:
         other = Product(self.func, self.args, (*self.frame[:-2], *self.frame[:-3:-1]), self.size)
-        other.turned, other.versions = not self.turned, self.versions
+        other.turned, other.counts = not self.turned, self.counts
         return other
 
 

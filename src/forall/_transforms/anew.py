@@ -135,8 +135,10 @@ class _Reading:
         if how is not None:
             self.same.append(_one(how.key))
             self.root(how.func)
-        elif may_be_anew(func):
+        elif type(func) is functools.partial:
             self.part(func, 0)
+        elif _is_function(func):
+            self.function(func, 1)
         else:
             raise _OfItsOwn
 

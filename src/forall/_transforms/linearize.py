@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any, overload
 
 import torch
 
+from forall._core.counting import Count
 from forall._core.errors import Call, columns, short
 from forall._core.levels import lift, top
 from forall._derivatives import forward
 from forall._derivatives.tape import Linear, TapeLevel, settle, taken_out, tape
 from forall._torch import handover, trees
 from forall._torch.dispatch import forward_level
-from forall._torch.names import version
 from forall._transforms import checks
 from forall._transforms.jvp import run
 from forall._transforms.replaying import Calls, is_on, replay
@@ -81,16 +81,15 @@ def linearize(func: Callable, *primals: Any) -> tuple[Any, Callable]:
 
 def _played(call: Call, play: Callable, constants: list) -> Callable:
     """The tangent program with its constants, while these are what they were at the point."""
-    tensors = [c for c in constants if isinstance(c, torch.Tensor)]
-    versions = [*map(version, tensors)]
+    counts = [Count(c) for c in constants if isinstance(c, torch.Tensor)]
 
     def played(seeds: list) -> list:
-        for t, before in zip(tensors, versions, strict=True):
-            if version(t) != before:
+        for count in counts:
+            if not count.holds():
                 raise RuntimeError(
                     f"{call}: a tensor that the derivative is made of has been modified by an "
                     "inplace operation since.\n"
-                    f"{columns([('the tensor', short(t))])}\n"
+                    f"{columns([('the tensor', short(count.of()))])}\n"
                     "Push before it is written to, or write into a copy (.clone())."
                 )
         return play(constants, seeds)
