@@ -23,6 +23,8 @@ class Engine:
         self.vmap: Callable = module.vmap
         self.vjp: Callable = module.vjp
         self.jvp: Callable = module.jvp
+        self.jacrev: Callable = module.jacrev
+        self.jacfwd: Callable = module.jacfwd
         self._warning = getattr(module, "PerformanceWarning", None)
 
     def ways(self, fn: Callable[[], Any]) -> tuple[Any, set[str]]:

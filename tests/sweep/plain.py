@@ -42,6 +42,56 @@ class Plain:
         us = [torch.zeros_like(y).requires_grad_() for y in ys]
         return tuple(y.detach() for y in ys), tuple(_gradients(pull(us), us, tangents))
 
+    def jacrev(self, f: Callable, argnums: tuple[int, ...]) -> Callable:
+        """Row by row; of each result a tuple of the derivatives in each argument."""
+        del argnums  # all of them
+
+        def rows(*primals: Tensor) -> tuple:
+            ys, pull = self.vjp(f, *primals)
+            blocks = []
+            for k, y in enumerate(ys):
+                found = [pull(_units(ys, k, i)) for i in range(y.numel())]
+                blocks.append(
+                    tuple(
+                        torch.stack([row[j] for row in found]).reshape(*y.shape, *x.shape)
+                        if found
+                        else x.new_zeros(*y.shape, *x.shape)
+                        for j, x in enumerate(primals)
+                    )
+                )
+            return tuple(blocks)
+
+        return rows
+
+    def jacfwd(self, f: Callable, argnums: tuple[int, ...], randomness: str) -> Callable:
+        """Column by column."""
+        del argnums, randomness  # all of them; draws are not compared
+
+        def columns(*primals: Tensor) -> tuple:
+            found = [
+                [self.jvp(f, primals, _units(primals, j, i))[1] for i in range(x.numel())]
+                for j, x in enumerate(primals)
+            ]
+            ys = f(*primals)
+            return tuple(
+                tuple(
+                    torch.stack([c[k] for c in found[j]], -1).reshape(*y.shape, *x.shape)
+                    if found[j]
+                    else y.new_zeros(*y.shape, *x.shape)
+                    for j, x in enumerate(primals)
+                )
+                for k, y in enumerate(ys)
+            )
+
+        return columns
+
+
+def _units(like: Sequence[Tensor], which: int, place: int) -> tuple[Tensor, ...]:
+    """Zeros with a one at a place of one of them."""
+    found = tuple(torch.zeros_like(x, memory_format=torch.contiguous_format) for x in like)
+    found[which].view(-1)[place] = 1
+    return found
+
 
 def _variable(x: Tensor) -> Tensor:
     y = x.view_as(x)

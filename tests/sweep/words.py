@@ -20,6 +20,7 @@ from .cases import Case
 from .entries import EXAMPLES, Sample
 
 OUTER = 2  # examples of the outer of two vmaps
+MOST_ROWS = 400  # of a Jacobian, counting complex numbers as one
 
 
 @dataclass
@@ -225,6 +226,36 @@ def vjp_vjp(e: Any, t: Task) -> Any:
     return tuple(value), tuple(again(cots))
 
 
+def _of_one(
+    t: Task, moved: Sequence[Tensor]
+) -> tuple[Callable[..., tuple[Tensor, ...]], list[Tensor]]:
+    """The entry as a function of one example, with real results, and that example.
+
+    Every number of ``moved`` is a row or a column of the Jacobian.
+    """
+    args = [x.clone() for x in t.case.sample.leaves[0]]
+    if sum(x.numel() for x in moved) > MOST_ROWS or any(x.is_complex() for x in t.picked(args)):
+        raise ValueError("a Jacobian that is too large for the loop, or of complex numbers")
+    of = t.of(args)
+
+    def real(*primals: Tensor) -> tuple[Tensor, ...]:
+        return tuple(torch.view_as_real(y) if y.is_complex() else y for y in of(*primals))
+
+    return real, t.picked(args)
+
+
+def jacrev(e: Any, t: Task) -> Any:
+    """Only the cotangents are stacked: nothing else differs between the rows."""
+    assert t.slopes is not None
+    of, at = _of_one(t, t.slopes.like)
+    return e.jacrev(of, tuple(range(len(at))))(*at)
+
+
+def jacfwd(e: Any, t: Task) -> Any:
+    of, at = _of_one(t, t.picked(t.case.sample.leaves[0]))
+    return e.jacfwd(of, tuple(range(len(at))), randomness="same")(*at)
+
+
 WORDS: dict[str, Callable[[Any, Task], Any]] = {
     "vmap": vmap,
     "vmap∘vmap": vmap_vmap,
@@ -234,12 +265,14 @@ WORDS: dict[str, Callable[[Any, Task], Any]] = {
     "jvp∘vmap": jvp_vmap,
     "jvp∘vjp": jvp_vjp,
     "vjp∘vjp": vjp_vjp,
+    "jacrev": jacrev,
+    "jacfwd": jacfwd,
 }
 DERIVATIVES = set(WORDS) - {"vmap", "vmap∘vmap"}
-ALONE = {"jvp∘vjp", "vjp∘vjp"}  # without a vmap: one example, nothing to place
+ALONE = {"jvp∘vjp", "vjp∘vjp", "jacrev", "jacfwd"}  # without a vmap: one example, nothing to place
 FULL = ("float64", "float32")  # under every word
 PART = ("bfloat16", "complex64", "complex128", "int64", "bool")  # under these:
-PART_WORDS = ("vmap", "vmap∘vjp")
+PART_WORDS = ("vmap", "vmap∘vjp", "jacrev")
 WRITING_WORDS = ("vmap", "vmap∘vmap", "vmap∘vjp")  # forms in place and with out=
 
 

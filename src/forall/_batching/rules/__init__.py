@@ -30,6 +30,7 @@ from forall._batching.rules import (
     scan,
     scatter,
     shape,
+    slopes,
     softmax,
     sort,
     sparse,

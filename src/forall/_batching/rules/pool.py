@@ -52,7 +52,9 @@ def _joined(a: Any, size: int, join: bool) -> Any:
         a = a.expand(size, *a.shape)
     else:
         return a
-    return a.flatten(0, 1) if join else a
+    a = a.flatten(0, 1) if join else a
+    # Where the largest were: some kernels read these one after another, whatever the strides.
+    return a if a.is_floating_point() or a.is_complex() else a.contiguous()
 
 
 def example(a: Any) -> Any:
