@@ -34,10 +34,12 @@ def _sloped(point: int):
 
 
 def _on_stacks(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
-    if func is aten.gelu_backward.default:  # oneDNN's kernel does not broadcast
-        args = tuple(stacked(a, level) for a in args)
-        return wrapped(func(*args, **kwargs), 0, level)
-    return pointwise(level, func, args, kwargs)
+    """On a stack of each: not all of these kernels broadcast (gelu's, log_sigmoid's)."""
+    tensors = [a for a in args if isinstance(a, torch.Tensor)]
+    if all(is_mapped(a, level) for a in tensors):
+        return pointwise(level, func, args, kwargs)
+    args = tuple(stacked(a, level) if isinstance(a, torch.Tensor) else a for a in args)
+    return wrapped(func(*args, **kwargs), 0, level)
 
 
 _POINTS = {
