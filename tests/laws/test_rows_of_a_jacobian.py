@@ -51,10 +51,10 @@ def network(act, dtype):
 def test_an_activation_of_one_point(name, verb, dtype, monkeypatch):
     f, x = network(ACTIVATIONS[name], dtype), points(dtype, 6)
     expected = rows(f, x)
-    same(verb(f)(x), expected)
-    same(jit(verb(f))(x), expected)
+    assert same(verb(f)(x), expected)
+    assert same(jit(verb(f))(x), expected)
     monkeypatch.setattr(config, "replay", False)
-    same(verb(f)(x), expected)
+    assert same(verb(f)(x), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -63,8 +63,8 @@ def test_an_activation_of_one_point(name, verb, dtype, monkeypatch):
 def test_an_activation_of_several_points(name, verb, dtype):
     f, xs = network(ACTIVATIONS[name], dtype), points(dtype, 5, 6)
     expected = torch.stack([rows(f, x) for x in xs])
-    same(vmap(verb(f))(xs), expected)
-    same(vmap(verb(f), 1)(xs.T), expected)
+    assert same(vmap(verb(f))(xs), expected)
+    assert same(vmap(verb(f), 1)(xs.T), expected)
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
@@ -79,11 +79,11 @@ def test_second_derivatives_of_an_activation(name):
     flat = first(x).reshape(-1)
     second = [torch.autograd.grad(e, x, retain_graph=True)[0] for e in flat]
     expected = torch.stack(second).reshape(4, 6, 6)
-    same(hessian(f)(x.detach()), expected)
-    same(jacrev(jacrev(f))(x.detach()), expected)
+    assert same(hessian(f)(x.detach()), expected)
+    assert same(jacrev(jacrev(f))(x.detach()), expected)
     (outside,) = torch.autograd.grad(jacrev(f)(x).sin().sum(), x)
     (there,) = torch.autograd.grad(first(x).sin().sum(), x)
-    same(outside, there)
+    assert same(outside, there)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -99,7 +99,7 @@ def test_one_cotangent_for_several_points(name, dtype):
         x = x.clone().requires_grad_()
         return torch.autograd.grad(act(x), x, cotangent)[0]
 
-    same(vmap(pulled)(xs), torch.stack([there(x) for x in xs]))
+    assert same(vmap(pulled)(xs), torch.stack([there(x) for x in xs]))
 
 
 def test_slopes_that_are_not_finite():
@@ -142,10 +142,10 @@ def test_where_the_largest_were(name, alone, dtype):
     x = weights(dtype, *shape)
     x = x[0] if alone else x
     expected = rows(f, x)
-    same(jacrev(f)(x), expected)
-    same(jacfwd(f)(x), expected)
+    assert same(jacrev(f)(x), expected)
+    assert same(jacfwd(f)(x), expected)
     both = torch.stack([x, x.flip(-1)], -1)
     apart = torch.stack([rows(f, e) for e in both.unbind(-1)])
-    same(vmap(jacrev(f), -1)(both), apart)
+    assert same(vmap(jacrev(f), -1)(both), apart)
     summed = torch.stack([rows(lambda e: f(e).sin().sum(), e) for e in both.unbind(-1)])
-    same(vmap(grad(lambda e: f(e).sin().sum()), -1)(both), summed)
+    assert same(vmap(grad(lambda e: f(e).sin().sum()), -1)(both), summed)

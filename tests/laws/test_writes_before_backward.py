@@ -3,6 +3,8 @@
 Torch counts the writes into each tensor that it saves for a backward pass, and so do we.
 """
 
+import faulthandler
+
 import pytest
 import torch
 from torch import nn
@@ -198,3 +200,58 @@ def test_inside_another_transform():
     assert vmap(lambda v: f(v, write=False))(x).shape == X.shape
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         vmap(lambda v: f(v, write=True))(x)
+
+
+def filled(x):
+    out = torch.zeros(2, 3, dtype=D)
+    out[0] = x.sin()
+    z = out[0] * out[0]
+    out[0].copy_(z)
+    return (out * x).sum()
+
+
+def another_row(x):
+    out = torch.zeros(2, 3, dtype=D)
+    row = out[0]
+    row.copy_(x)
+    z = row * row
+    out[1].copy_(x)
+    return (out * z).sum()
+
+
+def the_whole(x):
+    out = torch.zeros(2, 3, dtype=D)
+    row = out[0]
+    out.mul_(x)
+    z = row * x
+    out[1].add_(x)
+    return z.sum() + out.sum()
+
+
+CALLS = {
+    "grad": lambda f: grad(f)(X[0]),
+    "grad, without replay": lambda f: grad(lambda x: f(x))(X[0]),
+    "vmap of grad": lambda f: vmap(grad(f))(X),
+    "grad of vmap": lambda f: grad(lambda x: vmap(f)(x).sum())(X),
+    "vjp": lambda f: forall.vjp(f, X[0])[1](torch.ones((), dtype=D)),
+    "jacrev": lambda f: forall.jacrev(f)(X[0]),
+    "hessian": lambda f: forall.hessian(f)(X[0]),
+    "jit": lambda f: forall.jit(grad(f))(X[0]),
+    "norm": lambda f: forall.per_example_grad_norm(lambda p, x: f(p * x))(X[0], X),
+    "jvp of grad": lambda f: forall.jvp(grad(f), (X[0],), (X[1],)),
+    "backward inside": lambda f: vmap(lambda x: torch.autograd.grad(f(y := x * 1), y))(
+        X.clone().requires_grad_()
+    ),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize("f", [filled, another_row, the_whole], ids=lambda f: f.__name__)
+def test_a_write_inside_is_an_error_and_no_deadlock(f, call):
+    """For its message torch makes the history of a view anew, with a lock in its hand."""
+    faulthandler.dump_traceback_later(120, exit=True)
+    try:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            call(f)
+    finally:
+        faulthandler.cancel_dump_traceback_later()

@@ -7,12 +7,10 @@ _NO_EXAMPLE = "of no examples: there is none to ask "
 _ROWS = _NO_EXAMPLE + "how many entries are nonzero"
 _DISTINCT = _NO_EXAMPLE + "how many values are distinct"
 _PRODUCT = _NO_EXAMPLE + "whether a factor is zero, on which torch's backward depends"
-_SEATED = "gives a tensor other memory in place"
 _VARIANCE = _NO_EXAMPLE + "whether a variance is negative"
 _CUTS = _NO_EXAMPLE + "where to cut"
 
 _BOTH = ("vmap", "vmap∘vmap")
-_WRITING = (*_BOTH, "vmap∘vjp")
 _MAPPED = (*_BOTH, "vmap∘vjp", "vmap∘jvp", "vjp∘vmap", "jvp∘vmap")
 _PULLED = ("vmap∘jvp", "vjp∘vmap")
 
@@ -27,10 +25,9 @@ _ERRORS = [
     ("nn.functional.gaussian_nll_loss", _MAPPED, _VARIANCE),
     ("index_reduce:prod", _PULLED, _PRODUCT),
     ("scatter_reduce:prod", _PULLED, _PRODUCT),
-    ("to_sparse", ("vmap∘jvp", "jvp∘vmap"), "forward mode has no tangent of a sparse tensor"),
     ("addbmm in place", _BOTH, "torch gives the caller's tensor another shape in place"),
-    ("as_strided in place", _WRITING, _SEATED),
-    ("as_strided:partial_views in place", _WRITING, _SEATED),
+    ("to_sparse", ("vmap∘jvp", "jvp∘vmap", "jacfwd"), "forward mode has no sparse tangents"),
+    ("sparse.sampled_addmm", ("jacfwd",), "a stack has no rows of its own to compress (CSR)"),
 ]
 
 # (entry, word) -> why it is an error in some case.
@@ -40,6 +37,6 @@ GAPS = {(name, word): why for name, words, why in _ERRORS for word in words}
 EXCEPTIONS = {
     ("masked.prod", word): "next to a nan torch's backward divides by it, unless some factor is "
     "zero; of a tensor subclass, so of a stack or a dual, torch takes the form that never divides"
-    for word in ("vmap∘vjp", "vjp∘vmap", "jvp∘vjp")
+    for word in ("vmap∘vjp", "vjp∘vmap", "jvp∘vjp", "jacrev")
 }
 SHOWN_IN = {("masked.prod", "jvp∘vjp"): "float32"}  # where not in float64

@@ -17,7 +17,7 @@ import torch
 from forall._core.counting import Count
 from forall._core.ended import dispatched, is_over, left_over
 from forall._core.errors import columns, escaped, marks, no_memory, short, shown
-from forall._core.levels import Level, innermost, levels_in
+from forall._core.levels import Level, innermost, levels_in, outside
 from forall._torch import trees
 from forall._torch.dispatch import functions_off, no_dispatch
 from forall._torch.names import subclass_functions_off
@@ -94,6 +94,20 @@ class Batched(Wrapper):
             twin.older, twin.came = True, self.came
             return twin
         return derive(self, self.value, self.axis, same)
+
+    def alone(self, gaps: bool = False) -> bool:
+        """Where the axis of the examples lies inside, each has gaps that it would not have alone.
+
+        A tensor from before the call has gaps in the loop as well.
+        """
+        with outside(self.level), functions_off():
+            moved = isinstance(self.value, Wrapper) and self.value.alone(gaps)
+            if not self.older and (gaps or are_apart(self)):
+                line_up(self)
+                return True
+            if moved:
+                _look_like_values(self)
+        return moved
 
     def describe(self) -> str:
         level = self.level
@@ -255,14 +269,18 @@ def line_up(b: Batched) -> None:
     """Put the examples of a family one after another, each laid out as it would be alone."""
     family = b.family
     if family is None:
-        refit(b, _one_by_one(b.value, b.axis), 0)
-        return
-    if family.axis is not None:
+        b.value, b.axis = _one_by_one(b.value, b.axis), 0
+    elif family.axis is not None:
         family.rebase(_one_by_one(family.value, family.axis), 0)
-    for reference in family.members:
-        member = reference()
-        if member is not None:
-            with functions_off(), no_dispatch():
+    _look_like_values(b)
+
+
+def _look_like_values(b: Batched) -> None:
+    """After a family's values have been laid out anew."""
+    members = [b] if b.family is None else [reference() for reference in b.family.members]
+    with functions_off(), no_dispatch():
+        for member in members:
+            if member is not None:
                 member.data = wrap(member.value, member.axis, member.level)
 
 

@@ -84,6 +84,19 @@ class Dual(Wrapper):
                     f"Use x.detach().{name}() if that is meant, or operators of torch."
                 )
 
+    def alone(self, gaps: bool = False) -> bool:
+        with outside(self.level), functions_off():
+            primal, tangent = unpack(self, self.level)
+            moved = isinstance(primal, Wrapper) and primal.alone(gaps)
+            # Torch laid the tangent out as the primal was, with gaps if that had some.
+            if moved and isinstance(tangent, Wrapper) and not tangent.alone(gaps=True):
+                raise NotImplementedError(
+                    "jvp: a view by strides of a tensor whose tangent is laid out otherwise.\n"
+                    "Use reshape or an index, or vmap with the examples in front (in_dims=0)."
+                )
+        self.look_like_value()
+        return moved
+
     def detach_(self) -> Dual:
         """Autograd's own kernel knows of the wrapper alone; the tangent hangs on the value."""
         self.value = torch.Tensor.detach(self).value
@@ -127,6 +140,7 @@ class JvpLevel(Level, DispatchMode):
         Level.__init__(self, parent)
         self.outer_grad = outer_grad
         self.outer_history = False  # whether an argument had one
+        self.tapes: Any = None  # what writes down the tangents, where `linearize` asks for it
         self.left_on: list[torch.Tensor] = []  # leaves that got a gradient of this level
 
     def __enter__(self):
@@ -256,6 +270,8 @@ class JvpLevel(Level, DispatchMode):
                 values = [self._below(a) for a in args]
                 if func is _AS_REAL:
                     values = [v.resolve_conj() for v in values]  # a bit that the wrapper hides
+                if fact.mutates and self.tapes is not None:
+                    self.tapes.keep(written_by(func, args, kwargs))
                 with out_of_place(func, values):
                     out = func(*values, **{k: self._below(a) for k, a in kwargs.items()})
             except NotImplementedError:
@@ -326,19 +342,11 @@ class JvpLevel(Level, DispatchMode):
         """A write in place answers with the very tensors it was given."""
         known = {id(self._below(t)): t for t in written_by(func, args, kwargs)}
         for target in known.values():
-            _look_like_value(target)
+            if isinstance(target, Dual):
+                target.look_like_value()
         if isinstance(out, (list, tuple)):
             return type(out)(known[id(o)] if id(o) in known else self._above(o) for o in out)
         return known[id(out)] if id(out) in known else self._above(out)
-
-
-def _look_like_value(target: torch.Tensor) -> None:
-    """After squeeze_, t_ or resize_ the value has another shape than its wrapper shows."""
-    if isinstance(target, Dual) and (target.shape, target.stride()) != (
-        target.value.shape,
-        target.value.stride(),
-    ):
-        torch.Tensor.data.__set__(target, wrap(target.value, target.level))
 
 
 class Share(torch.autograd.Function):

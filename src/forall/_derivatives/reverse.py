@@ -172,11 +172,18 @@ class _Heard(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-# What answers without history, whatever it is asked of.
+# What answers without history, whatever it is asked of. The last is no call of a hook's: torch sets
+# it while it makes the history of a view anew, and holds the view's lock, so that whoever asks for
+# that history waits for good.
 _NO_HISTORY = frozenset(
     getattr(torch.Tensor, name).__get__
     for name in ("requires_grad", "grad_fn", "shape", "grad", "is_leaf", "dtype", "device", "ndim")
-) | {torch.Tensor.detach, torch.Tensor.size, torch.Tensor.dim}
+) | {
+    torch.Tensor.detach,
+    torch.Tensor.size,
+    torch.Tensor.dim,
+    torch.Tensor._backward_hooks.__set__,  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
+}
 
 
 def ones(y: torch.Tensor) -> torch.Tensor:

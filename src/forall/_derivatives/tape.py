@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forall._core.levels import Level, at, deepest
+from forall._torch.memory import has_memory, storage_of
 from forall._torch.names import OpOverload, functions_pass, split_tangent
-from forall._torch.schema import facts
+from forall._torch.schema import facts, tensors_in
 from forall._torch.wrapper import Wrapper, shell
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ class TapeLevel(Level):
         super().__init__(parent)
         self.steps: list[tuple[Any, tuple, dict, int]] = []
         self.count = 0
+        self._by_room: dict[int | None, list[int]] = {}  # steps, by the memory of their constants
+        self._looked_at = 0
 
     def run(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """Run one step on the values and write it down."""
@@ -39,10 +42,9 @@ class TapeLevel(Level):
             return _QUESTIONS[func](*args)
         values, named = _mapped(_value, args, kwargs)
         out = func(*values, **named)
-        fact = facts(func)
-        slot = self.count
-        self.steps.append((func, *_mapped(_slot, args, kwargs), slot))
-        if fact.mutates:
+        self.steps.append((func, *_mapped(_slot, args, kwargs), self.count))
+        fact = facts(func) if isinstance(func, OpOverload) else None
+        if fact is not None and fact.mutates:
             target = args[fact.mutates[0]] if isinstance(fact.mutates[0], int) else None
             if not isinstance(target, Tape):
                 raise NotImplementedError(
@@ -50,6 +52,7 @@ class TapeLevel(Level):
                     "Use the form that returns a new tensor."
                 )
             self.count += 1
+            target.look_like_value()
             return target
         return self._recorded(out)
 
@@ -62,6 +65,25 @@ class TapeLevel(Level):
         out = step(*_mapped(_value, args, {})[0])
         self.steps.append((step, *_mapped(_slot, args, {}), self.count))
         return self._recorded(out)
+
+    def keep(self, written: list[torch.Tensor]) -> None:
+        """Copy the constants that lie where the function is about to write."""
+        for i, (_, args, kwargs, _) in enumerate(self.steps[self._looked_at :], self._looked_at):
+            for room in {_room(t) for t in tensors_in((*args, *kwargs.values()))}:
+                self._by_room.setdefault(room, []).append(i)
+        self._looked_at = len(self.steps)
+        rooms, copies = {_room(t) for t in written}, {}
+
+        def kept(a: Any) -> Any:
+            if not isinstance(a, torch.Tensor) or _room(a) not in rooms:
+                return a
+            if id(a) not in copies:
+                copies[id(a)] = _primal(a).clone()
+            return copies[id(a)]
+
+        for i in {i for room in rooms for i in self._by_room.pop(room, ())}:
+            func, args, kwargs, slot = self.steps[i]
+            self.steps[i] = (func, *_mapped(kept, args, kwargs), slot)
 
     def share(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor  # a constant of the program
@@ -91,6 +113,11 @@ class Tape(Wrapper):
     def graph_free(self) -> Tape:
         return self
 
+    def alone(self, gaps: bool = False) -> bool:
+        self.level.run(_laid_out, (self,), {"gaps": gaps})
+        self.look_like_value()
+        return True
+
     def describe(self) -> str:
         return f"Tape({self.slot}, {self.value!r})"
 
@@ -119,6 +146,13 @@ _QUESTIONS = {
 
 class Slot(int):
     """A place in the program, where a step's argument was a tape."""
+
+
+def _room(t: torch.Tensor) -> int | None:
+    """The memory of a tensor's numbers; None where that cannot be told, as of sparse ones."""
+    while isinstance(t, Wrapper):
+        t = t.value
+    return storage_of(t) if has_memory(t) else None
 
 
 def _slot(a: Any) -> Any:
@@ -175,8 +209,15 @@ def prune(level: TapeLevel, ends: list[int | None]) -> None:
     level.steps = kept[::-1]
 
 
+def _laid_out(tangent: torch.Tensor, gaps: bool) -> torch.Tensor:
+    """A step in place: the tangent lies as it would alone, and so do the views of it."""
+    if isinstance(tangent, Wrapper):
+        tangent.alone(gaps)
+    return tangent
+
+
 def _writes(func: Any) -> bool:
-    return isinstance(func, OpOverload) and bool(facts(func).mutates)
+    return func is _laid_out or (isinstance(func, OpOverload) and bool(facts(func).mutates))
 
 
 def _used(args: Any) -> list[int]:

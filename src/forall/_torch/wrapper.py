@@ -8,6 +8,7 @@ import torch
 from torch import is_inference_mode_enabled
 
 from forall._torch import numpys
+from forall._torch.dispatch import functions_off, no_dispatch
 
 make_wrapper = torch.Tensor._make_wrapper_subclass
 
@@ -55,6 +56,20 @@ class Wrapper(torch.Tensor):
     def graph_free(self) -> Wrapper:
         """A second name for this value that has no autograd history at this level."""
         raise NotImplementedError
+
+    def alone(self, gaps: bool = False) -> bool:
+        """Let the numbers of one example lie as in the loop; whether they lay otherwise.
+
+        ``gaps``: also where nothing lies between them.
+        """
+        return False
+
+    def look_like_value(self) -> None:
+        """Show the shape and strides that the value has by now, after squeeze_, t_ or resize_."""
+        value = self.value
+        with functions_off(), no_dispatch():
+            if (self.shape, self.stride()) != (value.shape, value.stride()):
+                torch.Tensor.data.__set__(self, shell(type(self), value))
 
     # The class of the tensor that this stands for, if that class has a meaning of its own.
     kind: type | None = None

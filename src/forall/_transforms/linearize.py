@@ -155,6 +155,7 @@ def _run(
     with handover.eagerly(), forward_level(), torch.enable_grad():
         tapes = TapeLevel(below)
         level = forward.JvpLevel(below, outer)
+        level.tapes = tapes
         tapes.count = len(flat)  # from here on: making a dual may take steps
         duals = []
         for slot, p in enumerate(flat):

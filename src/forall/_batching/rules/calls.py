@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forall._batching.accounts import by_all, is_shared_older
-from forall._batching.batched import Batched, are_apart, derive, line_up, refit, same
+from forall._batching.batched import Batched, derive, refit, same
 from forall._batching.ledger import note_read, summed_grad
 from forall._batching.parting import plain_numbers, told
 from forall._batching.standing import stand
 from forall._batching.table import CALLS, IN_PLACE
 from forall._batching.undoing import grad_of
 from forall._core.errors import data_dependent, shared_write
-from forall._core.levels import lift, moves, outside, top
+from forall._core.levels import lift, moves, top
 from forall._torch.dispatch import no_dispatch
 from forall._torch.flags import count_of
 from forall._torch.wrapper import Wrapper
@@ -245,14 +245,9 @@ def _memory(name: str) -> Any:
 
 
 def _as_alone(x: Any, *args: Any, **kwargs: Any) -> Any:
-    """Before a call that is a view or a copy depending on strides: they must be those of one.
-
-    Where the axis of the examples lies inside, each has gaps that its own tensor would not have.
-    A tensor from before the call has gaps in the loop as well.
-    """
-    if type(x) is Batched and x.axis is not None and not x.older and are_apart(x):
-        with outside(x.level):
-            line_up(x)
+    """Before a call that is a view or a copy depending on strides: they must be those of one."""
+    if isinstance(x, Wrapper):
+        x.alone()
     return NotImplemented
 
 
@@ -351,7 +346,7 @@ CALLS.update(
         Tensor.grad.__set__: _set_grad,
         **{
             getattr(home, n): _as_alone
-            for n in ("reshape", "flatten", "ravel", "as_strided")
+            for n in ("reshape", "flatten", "ravel", "as_strided", "as_strided_")
             for home in (torch, Tensor)
         },
         **{

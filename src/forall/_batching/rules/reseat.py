@@ -41,6 +41,7 @@ def reseated(view: Any) -> Callable:
 ROWS = {
     op: reseated(view)
     for op, view in {
+        aten.as_strided_.default: aten.as_strided.default,
         aten.squeeze_.default: aten.squeeze.default,
         aten.squeeze_.dim: aten.squeeze.dim,
         aten.squeeze_.dims: aten.squeeze.dims,
