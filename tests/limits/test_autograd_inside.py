@@ -12,7 +12,7 @@ from torch.autograd import forward_ad, functional
 from torch.autograd.graph import Node, register_multi_grad_hook, save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from limits.words import OUTSIDE, WORDS, D, outcome
+from limits.words import FORWARD, OUTSIDE, WORDS, D, outcome
 from oracle import difference
 
 # --- torch.autograd.grad --------------------------------------------------------------------------
@@ -567,7 +567,7 @@ CASES = {
 
 # Their hooks change the derivative of reverse mode, which forward mode does not hear of.
 CHANGED = {f.__name__: f for f in (hooked, hook_on_nodes, packed, packed_twice, module_hooked)}
-REVERSE = [word for word in WORDS if not {"jvp", "jacfwd", "hessian"} & {*word.split()}]
+REVERSE = [word for word in WORDS if not FORWARD & {*word.split()}]
 
 # --- optimizers -----------------------------------------------------------------------------------
 

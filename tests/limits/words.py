@@ -13,7 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forall import grad, hessian, jacfwd, jacrev, jvp, vmap
+from forall import (
+    grad,
+    hessian,
+    hessian_diag,
+    hvp,
+    jacfwd,
+    jacrev,
+    jvp,
+    laplacian,
+    linearize,
+    vmap,
+)
 
 D = torch.float64
 
@@ -93,6 +104,10 @@ def tangent(f: Callable, t: Tensor) -> Callable:
     return lambda x: jvp(f, (x,), (t.expand_as(x),))[1]
 
 
+def played(f: Callable, t: Tensor) -> Callable:
+    return lambda x: linearize(f, x)[1](t.expand_as(x))
+
+
 T = DIRECTION
 WORDS = {
     "vmap": Word((4, 3), vmap, looped),
@@ -130,7 +145,34 @@ WORDS = {
         lambda f: vmap(hessian(scalar(f))),
         lambda f: looped(rows(slope(scalar(f)))),
     ),
+    "linearize": Word((3,), lambda f: played(f, T), lambda f: pushed(f, T)),
+    "vmap of linearize": Word((4, 3), lambda f: vmap(played(f, T)), lambda f: looped(pushed(f, T))),
+    "linearize of vmap": Word((4, 3), lambda f: played(vmap(f), T), lambda f: pushed(looped(f), T)),
+    "linearize of grad": Word(
+        (3,), lambda f: played(grad(scalar(f)), T), lambda f: pushed(slope(scalar(f)), T)
+    ),
+    "grad of linearize": Word(
+        (3,), lambda f: grad(scalar(played(f, T))), lambda f: slope(scalar(pushed(f, T)))
+    ),
+    "hvp": Word(
+        (3,),
+        lambda f: lambda x: hvp(scalar(f))(x, T),
+        lambda f: pushed(slope(scalar(f)), T),
+    ),
+    "vmap of hessian_diag": Word(
+        (2, 3),
+        lambda f: vmap(hessian_diag(scalar(f))),
+        lambda f: looped(lambda x: rows(slope(scalar(f)))(x).diagonal()),
+    ),
+    "laplacian": Word(
+        (3,),
+        lambda f: laplacian(scalar(f)),
+        lambda f: lambda x: rows(slope(scalar(f)))(x).trace(),
+    ),
 }
+
+# Transforms that push tangents forward.
+FORWARD = {"jvp", "jacfwd", "hessian", "linearize", "hvp", "hessian_diag", "laplacian"}
 
 # What requires grad outside the call: nothing, a leaf that f captures, a tensor computed from such
 # a leaf, the argument.

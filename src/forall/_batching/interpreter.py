@@ -138,6 +138,7 @@ class VmapLevel(Level, DispatchMode):
                 outs = h(*examples)
             return tuple(border.leave(y, 0, again) for y in outs)
 
+        vars(stacked)["enters"] = True  # a level of its own; for `reversed`
         with outside(self):
             stacks = tuple(self._given(lift(a, self)) for a in args)
             return tuple(self._taken(y) for y in at(self.parent, stacked, stacks))

@@ -16,7 +16,6 @@ from forall._core.ended import dispatched, left_over
 from forall._core.errors import columns, explain, marks, short, shown
 from forall._core.levels import (
     Level,
-    at,
     complete,
     entered,
     graph_free,
@@ -86,7 +85,7 @@ class Dual(Wrapper):
 
     def alone(self, gaps: bool = False) -> bool:
         with outside(self.level), functions_off():
-            primal, tangent = unpack(self, self.level)
+            primal, tangent = self.level._unpacked(self)
             moved = isinstance(primal, Wrapper) and primal.alone(gaps)
             # Torch laid the tangent out as the primal was, with gaps if that had some.
             if moved and isinstance(tangent, Wrapper) and not tangent.alone(gaps=True):
@@ -193,9 +192,9 @@ class JvpLevel(Level, DispatchMode):
             return func(*args, **kwargs)
 
     def push(self, h: Any, args: tuple) -> tuple:
-        from forall._derivatives.reversed import lowered
+        from forall._derivatives.reversed import handed_on
 
-        return lowered(lambda *inner: at(self.parent, h, inner), args, self)
+        return handed_on(h, args, self)
 
     def under(self, tensors: list, f: Any) -> Dual:
         grad = torch.is_grad_enabled()

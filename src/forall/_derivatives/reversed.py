@@ -14,14 +14,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from forall._core.levels import at, deepest, graph_free, lift, outside, stack
+from forall._core.levels import at, deepest, graph_free, lift, outside, stack, top
 from forall._derivatives import forward
 from forall._derivatives.fused import READ, steps
 from forall._derivatives.pullbacks import BACKWARD
 from forall._derivatives.reverse import closed, gradients, leads_outside, reaching, variable
 from forall._random.scopes import resuming
 from forall._torch import generators, trees
-from forall._torch.dispatch import apply_users, autograd_below, functions_off, no_dispatch
+from forall._torch.dispatch import (
+    apply_users,
+    autograd_below,
+    forward_level,
+    functions_off,
+    no_dispatch,
+)
 from forall._torch.wrapper import Wrapper
 
 if TYPE_CHECKING:
@@ -35,7 +41,72 @@ def lowered(h: Function, args: tuple, level: forward.JvpLevel) -> tuple:
     args = tuple(lift(a, level) for a in args)
     if torch.is_grad_enabled() and any(a.requires_grad for a in args):
         return apply_users(_Lowered, h, level, *args)
-    return _pushed(h, args, level)[0]
+    return _derived(h, args, level)[0]
+
+
+def handed_on(h: Function, args: tuple, level: forward.JvpLevel) -> tuple:
+    """`lowered`, for ``h`` of any level: those further out take it apart likewise."""
+
+    def further_out(*values: torch.Tensor) -> tuple:
+        return at(level.parent, h, values)
+
+    vars(further_out).update(vars(h))
+    return lowered(further_out, args, level)
+
+
+def _derived(
+    h: Function, args: tuple, level: forward.JvpLevel, asked: Sequence[int] = ()
+) -> tuple[tuple, list]:
+    """Values and tangents of ``h``, also where the tangents are written down."""
+    if level.tapes is not None and level.outer_grad and getattr(h, "enters", False):
+        return _noted(_drawing_again(h, args), args, level, asked)
+    return _pushed(h, args, level, asked)
+
+
+def _noted(
+    h: Function, args: tuple, level: forward.JvpLevel, asked: Sequence[int]
+) -> tuple[tuple, list]:
+    """``h`` as one step of a tangent program, which derives it anew with each push.
+
+    What `_pushed` does to a tape is without history, where ``h`` takes its values to a level of its
+    own: there history hangs on wrappers, and the tape is further in.
+    """
+    with outside(level), autograd_below(grad=True, forward=False):
+        pairs = [forward.unpack(a, level) for a in args]
+        n = len(pairs)
+        moving = [i for i, (_, t) in enumerate(pairs) if t is not None]
+        values: list[tuple[torch.Tensor | None, bool]] = []  # and whether each is constant
+
+        def step(*both: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            given = list(both[:n])
+            with forward_level(), torch.enable_grad():
+                here = forward.JvpLevel(top(), outer_grad=True)
+                for i, t in zip(moving, both[n:], strict=True):
+                    given[i] = forward.make_dual(given[i], t, here)
+                outs, constant = _pushed(h, tuple(given), here, asked)
+                halves = [(y, None) if y is None else forward.unpack(y, here) for y in outs]
+            still = set(map(id, constant))
+            values[:] = [(y, id(o) in still) for o, (y, _) in zip(outs, halves, strict=True)]
+            return tuple(torch.zeros_like(y) if t is None else t for y, t in halves if _moves(y))
+
+        tangents = (t for _, t in pairs if t is not None)
+        noted = iter(level.tapes.noted(step, (*(x for x, _ in pairs), *tangents)))
+        out, constant = [], []
+        for y, is_constant in values:
+            if y is not None:
+                y = (
+                    forward.make_dual(y, next(noted), level)
+                    if _moves(y)
+                    else forward.wrap(y, level)
+                )
+            out.append(y)
+            if is_constant:
+                constant.append(y)
+    return tuple(out), constant
+
+
+def _moves(y: torch.Tensor | None) -> bool:
+    return y is not None and (y.is_floating_point() or y.is_complex())
 
 
 def transposed(func: Any, args: tuple, kwargs: dict, level: forward.JvpLevel) -> Any:
@@ -109,7 +180,7 @@ class _Lowered(torch.autograd.Function):
         ctx.save_for_backward(*args)
         asked = [i for i in range(len(args)) if ctx.needs_input_grad[i + 2]]
         with torch.enable_grad():
-            outs, constant = _pushed(h, args, level, asked)
+            outs, constant = _derived(h, args, level, asked)
         ctx.mark_non_differentiable(*constant)
         return outs
 

@@ -62,6 +62,10 @@ class TapeLevel(Level):
         def step(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
             return tuple(at(deepest(given), h, given))
 
+        return self.noted(step, args)
+
+    def noted(self, step: Callable[..., tuple], args: tuple) -> tuple:
+        """What ``step`` gives for the values, as one step of the program."""
         out = step(*_mapped(_value, args, {})[0])
         self.steps.append((step, *_mapped(_slot, args, {}), self.count))
         return self._recorded(out)
@@ -234,10 +238,13 @@ class Linear:
     """A tangent program apart from its constants, which have the places behind its own.
 
     Results are at ``ends``. One that does not depend on the tangents is zeros like a constant.
+    Tangents are laid out by ``strides`` first, and copied where a step writes: into one that the
+    user gave it would write for good, and there may be numbers that lie in one place.
     """
 
-    def __init__(self, steps: tuple, ends: tuple, first: int) -> None:
-        self.steps, self.ends, self.first = steps, ends, first
+    def __init__(self, steps: tuple, ends: tuple, first: int, strides: tuple) -> None:
+        self.steps, self.ends, self.first, self.strides = steps, ends, first, strides
+        self.writes = any(_writes(func) for func, *_ in steps)
 
     def is_plain(self) -> bool:
         """Whether operators alone are in it, and nothing that a call has made."""
@@ -245,13 +252,18 @@ class Linear:
 
     def play(self, constants: list[torch.Tensor], seeds: list[torch.Tensor]) -> list[torch.Tensor]:
         """The program again, on other tangents."""
-        slots: dict[int, Any] = dict(enumerate(seeds))
+        slots: dict[int, Any] = dict(enumerate(map(self._laid_out, seeds, self.strides)))
         slots.update(enumerate(constants, self.first))
         for func, args, kwargs, slot in self.steps:
             filled = [_filled(a, slots) for a in args]
             out = func(*filled, **{k: _filled(a, slots) for k, a in kwargs})
             slots.update(enumerate(out if isinstance(out, (list, tuple)) else (out,), slot))
         return [torch.zeros_like(slots[n]) if n >= self.first else slots[n] for n in self.ends]
+
+    def _laid_out(self, seed: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+        if seed.stride() == strides and not self.writes:
+            return seed
+        return seed.new_empty_strided(seed.shape, strides).copy_(seed)
 
 
 def _filled(a: Any, slots: dict[int, Any]) -> Any:
@@ -263,7 +275,7 @@ def _filled(a: Any, slots: dict[int, Any]) -> Any:
     return [_filled(b, slots) for b in a] if type(a) is tuple else a
 
 
-def taken_out(level: TapeLevel, pairs: list) -> tuple[Linear, list[torch.Tensor]]:
+def taken_out(level: TapeLevel, pairs: list, strides: tuple) -> tuple[Linear, list[torch.Tensor]]:
     """The program that leads to the tangents of these primals, and its constants."""
     ends = [t.slot if isinstance(t, Tape) else None for _, t in pairs]
     prune(level, ends)
@@ -286,4 +298,4 @@ def taken_out(level: TapeLevel, pairs: list) -> tuple[Linear, list[torch.Tensor]
         for func, args, kwargs, slot in level.steps
     )
     at_ends = (placed(p) if n is None else n for n, (p, _) in zip(ends, pairs, strict=True))
-    return Linear(steps, tuple(at_ends), first), constants
+    return Linear(steps, tuple(at_ends), first, strides), constants

@@ -160,6 +160,9 @@ for _name in (*READS, *_READS_TOO, *ENTRYWISE):
 
 def strides(value: torch.Tensor) -> tuple[int, ...]:
     try:
+        if isinstance(value, Wrapper):
+            with functions_off():  # no question of the user's, for whom they would be made anew
+                return value.stride()
         return value.stride()
     except RuntimeError as error:
         raise NotImplementedError(

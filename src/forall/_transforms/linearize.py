@@ -123,7 +123,8 @@ class _Own:
         return hash(self.linear.ends)
 
     def _told(self) -> tuple:
-        return self.linear.steps, self.linear.ends, self.linear.first, self.out_spec
+        linear = self.linear
+        return linear.steps, linear.ends, linear.first, linear.strides, self.out_spec
 
 
 def _linearized(func: Callable, *primals: Any) -> tuple:
@@ -157,13 +158,15 @@ def _run(
         level = forward.JvpLevel(below, outer)
         level.tapes = tapes
         tapes.count = len(flat)  # from here on: making a dual may take steps
-        duals = []
-        for slot, p in enumerate(flat):
-            here = lift(p, below)
-            duals.append(forward.make_dual(here, tape(torch.zeros_like(here), slot, tapes), level))
+        here = [lift(p, below) for p in flat]
+        seeds = [torch.zeros_like(p) for p in here]
+        duals = [
+            forward.make_dual(p, tape(seed, slot, tapes), level)
+            for slot, (p, seed) in enumerate(zip(here, seeds, strict=True))
+        ]
         pairs, out_spec, aux = run(call, func, trees.unflatten(duals, spec), level, has_aux)
         settle(tapes)
-    linear, constants = taken_out(tapes, pairs)
+    linear, constants = taken_out(tapes, pairs, tuple(seed.stride() for seed in seeds))
     value = trees.unflatten([p for p, _ in pairs], out_spec)
     if not outer:
         value, aux, constants = trees.map_tensors(torch.Tensor.detach, (value, aux, constants))
