@@ -63,6 +63,30 @@ def jacfwd(device: torch.device) -> Contestants:
     return contest(transformed, lambda: function.jacobian(x), by_jax=by_jax)
 
 
+@workload("jacrev-gelu", "`jacrev` of a 64-1024-64 perceptron with GELU (by tanh) at one point")
+def jacrev_gelu(device: torch.device) -> Contestants:
+    first = torch.randn(1024, WIDTH, device=device) / WIDTH**0.5
+    second = torch.randn(WIDTH, 1024, device=device) / 1024**0.5
+    x = torch.randn(WIDTH, device=device)
+
+    def function(x):
+        return second @ torch.nn.functional.gelu(first @ x, approximate="tanh")
+
+    def transformed(api):
+        jacobian = api.jacrev(function)
+        return lambda: jacobian(x)
+
+    def handwritten():
+        h = first @ x
+        inner = (2 / torch.pi) ** 0.5 * (h + 0.044715 * h**3)
+        tanh = torch.tanh(inner)
+        bend = (2 / torch.pi) ** 0.5 * (1 + 3 * 0.044715 * h * h)
+        slope = 0.5 * (1 + tanh) + 0.5 * h * (1 - tanh * tanh) * bend
+        return (second * slope) @ first
+
+    return contest(transformed, handwritten)
+
+
 @workload("linearize", f"`linearize` at a point, then {TANGENTS} tangents one after the other")
 def linearize(device: torch.device) -> Contestants:
     function = Perceptron(device)

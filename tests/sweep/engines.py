@@ -25,6 +25,7 @@ class Engine:
         self.jvp: Callable = module.jvp
         self.jacrev: Callable = module.jacrev
         self.jacfwd: Callable = module.jacfwd
+        self.linearize: Callable = module.linearize
         self._warning = getattr(module, "PerformanceWarning", None)
 
     def ways(self, fn: Callable[[], Any]) -> tuple[Any, set[str]]:

@@ -42,6 +42,10 @@ class Plain:
         us = [torch.zeros_like(y).requires_grad_() for y in ys]
         return tuple(y.detach() for y in ys), tuple(_gradients(pull(us), us, tangents))
 
+    def linearize(self, f: Callable, *primals: Tensor) -> tuple[Any, Callable]:
+        again = tuple(x.clone() for x in primals)  # the function may write into its argument
+        return f(*primals), lambda *tangents: self.jvp(f, again, tangents)[1]
+
     def jacrev(self, f: Callable, argnums: tuple[int, ...]) -> Callable:
         """Row by row; of each result a tuple of the derivatives in each argument."""
         del argnums  # all of them

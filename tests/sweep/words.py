@@ -251,6 +251,30 @@ def jacrev(e: Any, t: Task) -> Any:
     return e.jacrev(of, tuple(range(len(at))))(*at)
 
 
+def linearize(e: Any, t: Task) -> Any:
+    """A linear map of one example, applied twice."""
+    args = [x.clone() for x in t.case.sample.leaves[0]]
+    at, draw = t.picked(args), _fresh()
+    pairs = [tuple(t.drawn(x.shape, x.dtype, draw) for x in at) for _ in range(2)]
+    value, push = e.linearize(t.of(args), *at)
+    return tuple(value), *(tuple(push(*tangents)) for tangents in pairs)
+
+
+def vmap_linearize(e: Any, t: Task) -> Any:
+    args, n = t.case.args(), len(t.case.in_dims)
+    draw = _fresh()
+    examples = t.picked(t.case.sample.leaves[0])
+    tangents = [t.drawn((t.case.size, *x.shape), x.dtype, draw) for x in examples]
+
+    def one(*both: Tensor) -> Any:
+        xs, ts = both[:n], both[n:]
+        value, push = e.linearize(t.of(xs), *t.picked(xs))
+        return tuple(value), tuple(push(*ts))
+
+    dims = (*t.case.in_dims, *[0] * len(tangents))
+    return e.vmap(one, in_dims=dims, **t.options)(*args, *tangents)
+
+
 def jacfwd(e: Any, t: Task) -> Any:
     of, at = _of_one(t, t.picked(t.case.sample.leaves[0]))
     return e.jacfwd(of, tuple(range(len(at))), randomness="same")(*at)
@@ -267,9 +291,17 @@ WORDS: dict[str, Callable[[Any, Task], Any]] = {
     "vjp∘vjp": vjp_vjp,
     "jacrev": jacrev,
     "jacfwd": jacfwd,
+    "linearize": linearize,
+    "vmap∘linearize": vmap_linearize,
 }
 DERIVATIVES = set(WORDS) - {"vmap", "vmap∘vmap"}
-ALONE = {"jvp∘vjp", "vjp∘vjp", "jacrev", "jacfwd"}  # without a vmap: one example, nothing to place
+ALONE = {
+    "jvp∘vjp",
+    "vjp∘vjp",
+    "jacrev",
+    "jacfwd",
+    "linearize",
+}  # without a vmap: one example, nothing to place
 FULL = ("float64", "float32")  # under every word
 PART = ("bfloat16", "complex64", "complex128", "int64", "bool")  # under these:
 PART_WORDS = ("vmap", "vmap∘vjp", "jacrev")

@@ -84,11 +84,13 @@ class Dual(Wrapper):
                 )
 
     def alone(self, gaps: bool = False) -> bool:
+        if not isinstance(self.value, Wrapper):
+            return False
         with outside(self.level), functions_off():
-            primal, tangent = self.level._unpacked(self)
-            moved = isinstance(primal, Wrapper) and primal.alone(gaps)
+            moved = self.value.alone(gaps)
+            tangent = self.level._unpacked(self)[1] if moved else None
             # Torch laid the tangent out as the primal was, with gaps if that had some.
-            if moved and isinstance(tangent, Wrapper) and not tangent.alone(gaps=True):
+            if isinstance(tangent, Wrapper) and not tangent.alone(gaps=True):
                 raise NotImplementedError(
                     "jvp: a view by strides of a tensor whose tangent is laid out otherwise.\n"
                     "Use reshape or an index, or vmap with the examples in front (in_dims=0)."
