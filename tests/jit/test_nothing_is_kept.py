@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from forall import grad, jit, vmap
+from forall import config, grad, jit, vmap
 
 CALLS = int(os.environ.get("FORALL_CALLS", "1000"))
 X = torch.linspace(0.1, 0.7, 6).reshape(2, 3)
@@ -199,7 +199,8 @@ def living() -> int:
 @pytest.mark.filterwarnings("ignore:jit:forall.PerformanceWarning")
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads Linux's /proc")
 @pytest.mark.parametrize("name", WAYS)
-def test_nothing_is_kept(name):
+def test_nothing_is_kept(name, monkeypatch):
+    monkeypatch.setattr(config, "patience", 0)  # what is replayed is recorded at once
     make, every = WAYS[name]
     call, calls = make(), max(CALLS // every, 200)
     for i in range(calls):  # what these calls make once is made

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from forall import grad, jacfwd, jacrev, jit, vmap
 
-PART = 1.0 if os.environ.get("FORALL_MODULES") == "1" else 0.08
+PART = 1.0 if os.environ.get("FORALL_MODULES") == "1" else 0.1
 SEED = 0
 SAMPLES = 6  # of the inputs of a module
 NEAR = {torch.float32: 2e-4, torch.bfloat16: 6e-2}  # relative to the largest entry
@@ -26,26 +26,18 @@ MOST = 400  # rows, or columns, of a Jacobian
 BY_MODE = {"nn.KLDivLoss", "nn.LPPool1d", "nn.LPPool2d", "nn.LPPool3d", "nn.CTCLoss"}
 
 CASES = [
-    (i, dtype, training, k)
+    (i, dtype, training)
     for i in range(len(module_db))
     for dtype in NEAR
     for training in (False, True)
-    for k in range(SAMPLES)
 ]
-DRAWN = sorted(
-    random.Random(SEED).sample(CASES, round(PART * len(CASES))), key=lambda c: (c[0], str(c))
-)
+DRAWN = sorted(random.Random(SEED).sample(CASES, round(PART * len(CASES))), key=str)
 
 
 class Case:
     """A module as a function of the first tensor that it is given."""
 
-    def __init__(self, info: Any, dtype: torch.dtype, training: bool, k: int) -> None:
-        torch.manual_seed(k)
-        made = info.module_inputs_func(
-            info, device="cpu", dtype=dtype, requires_grad=False, training=training
-        )
-        given = [*made][k]
+    def __init__(self, info: Any, given: Any, dtype: torch.dtype, training: bool) -> None:
         options = given.constructor_input
         self.module = info.module_cls(*options.args, **options.kwargs).to(dtype).train(training)
         self.state = {n: t.detach().clone() for n, t in self.module.state_dict().items()}
@@ -82,7 +74,7 @@ def rows(f, x):
     y = f(x)
     how = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
     found = [torch.autograd.grad(e, x, **how)[0] for e in y.reshape(-1)]
-    return torch.stack(found).reshape(*y.shape, *x.shape)
+    return torch.stack(found).reshape([*y.shape, *x.shape])
 
 
 def near(found, expected):
@@ -92,36 +84,59 @@ def near(found, expected):
     assert ((a - b).abs() <= room).logical_or(a == b).logical_or(a.isnan() & b.isnan()).all()
 
 
-@pytest.mark.parametrize(
-    ("i", "dtype", "training", "k"), DRAWN, ids=[f"{module_db[c[0]].name}-{c[1:]}" for c in DRAWN]
-)
-def test_a_module_is_the_loops(i, dtype, training, k):
-    info = module_db[i]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            f = Case(info, dtype, training, k)
-            xs = torch.stack([f.x, f.x * 0.5, f.x + 0.125])
-            torch.manual_seed(1)
-            values = torch.stack([f(x) for x in xs])
-            torch.manual_seed(2)
-            if not torch.equal(values.nan_to_num(), torch.stack([f(x) for x in xs]).nan_to_num()):
-                pytest.skip("it draws")
-            slopes = torch.stack([gradient(f.slope, x) for x in xs])
-        except (IndexError, StopIteration, RuntimeError, NotImplementedError, ValueError):
-            pytest.skip("no such sample, or torch itself has no answer")
-        near(vmap(f)(xs), values)
-        near(vmap(grad(f.slope))(xs), slopes)
-        last = xs.movedim(0, -1).contiguous()  # the examples lie inside
-        near(vmap(f, -1)(last), values)
-        near(vmap(grad(f.slope), -1)(last), slopes)
-        if f.x.dim() in (4, 5):  # each example with its channels last
-            channels = xs.movedim(2, -1).contiguous().movedim(-1, 2)
-            near(vmap(f)(channels), values)
-        if not 0 < max(values[0].numel(), f.x.numel()) <= MOST:
-            return
+def inputs_of(info, dtype, training):
+    torch.manual_seed(SEED)
+    how = {"device": "cpu", "dtype": dtype, "requires_grad": False, "training": training}
+    return [*info.module_inputs_func(info, **how)][:SAMPLES]
+
+
+def truth(f):
+    """Three points, with values and slopes of a plain loop; None where torch itself has none."""
+    xs = torch.stack([f.x, f.x * 0.5, f.x + 0.125])
+    torch.manual_seed(1)
+    values = torch.stack([f(x) for x in xs])
+    torch.manual_seed(2)
+    if not torch.equal(values.nan_to_num(), torch.stack([f(x) for x in xs]).nan_to_num()):
+        return None  # it draws
+    return xs, values, torch.stack([gradient(f.slope, x) for x in xs])
+
+
+def check(f, xs, values, slopes, by_mode):
+    near(vmap(f)(xs), values)
+    near(vmap(grad(f.slope))(xs), slopes)
+    last = xs.movedim(0, -1).contiguous()  # the examples lie inside
+    near(vmap(f, -1)(last), values)
+    near(vmap(grad(f.slope), -1)(last), slopes)
+    if f.x.dim() in (4, 5):  # each example with its channels last
+        channels = xs.movedim(2, -1).contiguous().movedim(-1, 2)
+        near(vmap(f)(channels), values)
+    if 0 < max(values[0].numel(), f.x.numel()) <= MOST:
         jacobian = rows(f, f.x)
         near(jacrev(f)(f.x), jacobian)
         near(jit(jacrev(f))(f.x), jacobian)
-        if info.name not in BY_MODE:
+        if not by_mode:
             near(jacfwd(f)(f.x), jacobian)
+
+
+@pytest.mark.parametrize(
+    ("i", "dtype", "training"), DRAWN, ids=[f"{module_db[c[0]].name}-{c[1:]}" for c in DRAWN]
+)
+def test_a_module_is_the_loops(i, dtype, training):
+    info, checked = module_db[i], 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            samples = inputs_of(info, dtype, training)
+        except (RuntimeError, TypeError, ValueError):
+            samples = []
+        for given in samples:
+            try:
+                f = Case(info, given, dtype, training)
+                found = truth(f)
+            except (StopIteration, RuntimeError, NotImplementedError, ValueError, IndexError):
+                continue  # torch itself has no answer
+            if found is not None:
+                check(f, *found, info.name in BY_MODE)
+                checked += 1
+    if not checked:
+        pytest.skip("no sample, it draws, or torch itself has no answer")

@@ -22,7 +22,7 @@ from forall._torch.dispatch import (
     users_tangents,
 )
 from forall._torch.history import WRITTEN, nodes
-from forall._torch.names import pop_functions, push_functions
+from forall._torch.names import SET_HOOKS, pop_functions, push_functions
 from forall._torch.wrapper import Wrapper, has_own_meaning, kind_of
 
 if TYPE_CHECKING:
@@ -178,12 +178,7 @@ class _Heard(TorchFunctionMode):
 _NO_HISTORY = frozenset(
     getattr(torch.Tensor, name).__get__
     for name in ("requires_grad", "grad_fn", "shape", "grad", "is_leaf", "dtype", "device", "ndim")
-) | {
-    torch.Tensor.detach,
-    torch.Tensor.size,
-    torch.Tensor.dim,
-    torch.Tensor._backward_hooks.__set__,  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
-}
+) | {torch.Tensor.detach, torch.Tensor.size, torch.Tensor.dim, SET_HOOKS}
 
 
 def ones(y: torch.Tensor) -> torch.Tensor:

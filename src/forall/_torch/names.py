@@ -20,6 +20,7 @@ __all__ = [
     "OpOverload",
     "OpOverloadPacket",
     "PLAIN",
+    "SET_HOOKS",
     "SPARSE_SUM",
     "StorageWeakRef",
     "attach_tangent",
@@ -65,6 +66,9 @@ push_mode = torch._C._push_on_torch_dispatch_stack
 pop_mode = torch._C._pop_torch_dispatch_stack
 push_functions = torch._C._push_on_torch_function_stack
 pop_functions = torch._C._pop_torch_function_stack
+
+# Torch hangs hooks on a tensor: also while it makes the history of a view anew.
+SET_HOOKS = torch.Tensor._backward_hooks.__set__  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
 
 # Forward mode without the checks of torch.autograd.forward_ad, which ask for a level of its own.
 attach_tangent = torch._VF._make_dual

@@ -164,7 +164,10 @@ def _run(
             forward.make_dual(p, tape(seed, slot, tapes), level)
             for slot, (p, seed) in enumerate(zip(here, seeds, strict=True))
         ]
-        pairs, out_spec, aux = run(call, func, trees.unflatten(duals, spec), level, has_aux)
+        try:
+            pairs, out_spec, aux = run(call, func, trees.unflatten(duals, spec), level, has_aux)
+        finally:
+            level.tapes = None  # a ring of these by way of torch's graph would never be free
         settle(tapes)
     linear, constants = taken_out(tapes, pairs, tuple(seed.stride() for seed in seeds))
     value = trees.unflatten([p for p, _ in pairs], out_spec)
