@@ -89,3 +89,15 @@ def test_what_a_checkpoint_keeps_it_says():
     torch.testing.assert_close(torch.autograd.grad(y.sum(), x)[0], wanted)
     y = vmap(lambda x: checkpoint(f, x, use_reentrant=False))(x)
     torch.testing.assert_close(torch.autograd.grad(y.sum(), x)[0], wanted)
+
+
+def test_zeros_without_memory_are_zeros_there_too():
+    """Such zeros pass by their own kernel while many cotangents are pulled back: a crash here."""
+    from forall._core.again import where_it_first_ran
+    from forall._torch.lazy import lazy_zeros_pass
+
+    zeros = torch._efficientzerotensor(3, dtype=D)
+    again = where_it_first_ran(lambda: zeros * X)
+    with lazy_zeros_pass():
+        found = again()
+    assert found.tolist() == [0, 0, 0]

@@ -15,6 +15,7 @@ from torch import Tensor
 from forall._core.levels import Level, act, outside, stack, top
 from forall._torch import trees
 from forall._torch.dispatch import functions_off, users_tangents
+from forall._torch.lazy import lazy_zeros_stay
 from forall._torch.names import DispatchMode
 from forall._torch.schema import facts
 
@@ -34,6 +35,7 @@ def where_it_first_ran(function: Callable) -> Callable:
                 place.enter_context(outside(since))
             place.enter_context(_counted(level, since))
             place.enter_context(as_made_by(level))
+            place.enter_context(lazy_zeros_stay())  # in a pull-back of many at once they pass
             if parts:
                 place.enter_context(_Acting(parts))
             return function(*args, **kwargs)
