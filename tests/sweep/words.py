@@ -164,6 +164,10 @@ def vmap_vjp(e: Any, t: Task) -> Any:
 
 
 def vmap_jvp(e: Any, t: Task) -> Any:
+    return _along(e, t, lambda f, at, ts: e.jvp(f, tuple(at), tuple(ts)))
+
+
+def _along(e: Any, t: Task, pushed: Callable[..., tuple[Any, Any]]) -> Any:
     """Every example has a direction of its own, also in the arguments that all share."""
     args, n = t.case.args(), len(t.case.in_dims)
     draw = _fresh()
@@ -172,8 +176,8 @@ def vmap_jvp(e: Any, t: Task) -> Any:
 
     def one(*both: Tensor) -> Any:
         xs, ts = both[:n], both[n:]
-        ys, pushed = e.jvp(t.of(xs), tuple(t.picked(xs)), tuple(ts))
-        return tuple(ys), tuple(pushed)
+        ys, moved = pushed(t.of(xs), t.picked(xs), ts)
+        return tuple(ys), tuple(moved)
 
     dims = (*t.case.in_dims, *[0] * len(tangents))
     return e.vmap(one, in_dims=dims, **t.options)(*args, *tangents)
@@ -261,18 +265,11 @@ def linearize(e: Any, t: Task) -> Any:
 
 
 def vmap_linearize(e: Any, t: Task) -> Any:
-    args, n = t.case.args(), len(t.case.in_dims)
-    draw = _fresh()
-    examples = t.picked(t.case.sample.leaves[0])
-    tangents = [t.drawn((t.case.size, *x.shape), x.dtype, draw) for x in examples]
+    def pushed(f: Callable, at: Sequence[Tensor], ts: Sequence[Tensor]) -> tuple[Any, Any]:
+        value, push = e.linearize(f, *at)
+        return value, push(*ts)
 
-    def one(*both: Tensor) -> Any:
-        xs, ts = both[:n], both[n:]
-        value, push = e.linearize(t.of(xs), *t.picked(xs))
-        return tuple(value), tuple(push(*ts))
-
-    dims = (*t.case.in_dims, *[0] * len(tangents))
-    return e.vmap(one, in_dims=dims, **t.options)(*args, *tangents)
+    return _along(e, t, pushed)
 
 
 def jacfwd(e: Any, t: Task) -> Any:
