@@ -34,13 +34,13 @@ from forall._torch.dispatch import (
     accumulating_on,
     apply_function,
     autograd_below,
+    forward_on,
     functions_off,
     is_excluded,
-    is_forward_enabled,
-    set_forward_enabled,
 )
 from forall._torch.inference import ordinary
-from forall._torch.names import DispatchMode, attach_tangent, functions_pass, split_tangent
+from forall._torch.lazy import attach_tangent
+from forall._torch.names import DispatchMode, functions_pass, split_tangent
 from forall._torch.schema import facts, functional_of, written_by
 from forall._torch.wrapper import READS, Wrapper, shell
 from forall._torch.zeros import LINEAR, plain_zeros, simpler
@@ -376,25 +376,14 @@ def make_dual(primal: torch.Tensor, tangent: torch.Tensor, level: JvpLevel) -> D
         )
     primal, tangent = ordinary(primal), ordinary(tangent)
     level.outer_history |= primal.requires_grad or tangent.requires_grad
-    with functions_off(), torch.enable_grad(), _forward_on():
-        return wrap(attach_tangent(primal, tangent, level=0), level)
+    with functions_off(), torch.enable_grad(), forward_on():
+        return wrap(attach_tangent(primal, tangent), level)
 
 
 def unpack(y: torch.Tensor, level: JvpLevel) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The primal and the tangent (None where it is zero), as tensors from just outside."""
     if not isinstance(y, Dual) or y.level is not level:
         return y, None
-    with functions_off(), _forward_on():
+    with functions_off(), forward_on():
         primal, tangent = split_tangent(y.value, level=0)
     return primal, complete(tangent)
-
-
-class _forward_on:
-    __slots__ = ("was",)
-
-    def __enter__(self) -> None:
-        self.was = is_forward_enabled()
-        set_forward_enabled(True)
-
-    def __exit__(self, *_: object) -> None:
-        set_forward_enabled(self.was)

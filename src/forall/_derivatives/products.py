@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forall._torch.dispatch import autograd_below, in_backward, users_tangents
-from forall._torch.names import attach_tangent, split_tangent
+from forall._torch.lazy import attach_tangent
+from forall._torch.names import split_tangent
 
 if TYPE_CHECKING:
     from forall._derivatives.forward import JvpLevel
@@ -55,7 +56,7 @@ def of_one_factor(level: JvpLevel, func: Any, args: tuple, kwargs: dict) -> Any:
             tangent = tangent if alpha == 1 else tangent * alpha
         else:
             tangent = func(*tangents, **kwargs)
-        return attach_tangent(primal, tangent, level=0)
+        return attach_tangent(primal, tangent)
 
 
 def _moves_below(primal: torch.Tensor) -> bool:

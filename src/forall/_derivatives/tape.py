@@ -113,6 +113,7 @@ class Tape(Wrapper):
 
     value: torch.Tensor
     slot: int
+    shows_lazy_bits = True  # forward mode compares a view's tangent with its primal
 
     def graph_free(self) -> Tape:
         return self
@@ -238,8 +239,9 @@ class Linear:
     """A tangent program apart from its constants, which have the places behind its own.
 
     Results are at ``ends``. One that does not depend on the tangents is zeros like a constant.
-    Tangents are laid out by ``strides`` first, and copied where a step writes: into one that the
-    user gave it would write for good, and there may be numbers that lie in one place.
+    Tangents are laid out by ``strides`` first, with no conjugation yet to be done, and copied where
+    a step writes: into one that the user gave it would write for good, and there may be numbers
+    that lie in one place.
     """
 
     def __init__(self, steps: tuple, ends: tuple, first: int, strides: tuple) -> None:
@@ -261,6 +263,7 @@ class Linear:
         return [torch.zeros_like(slots[n]) if n >= self.first else slots[n] for n in self.ends]
 
     def _laid_out(self, seed: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+        seed = seed.resolve_conj().resolve_neg()
         if seed.stride() == strides and not self.writes:
             return seed
         return seed.new_empty_strided(seed.shape, strides).copy_(seed)

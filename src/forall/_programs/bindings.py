@@ -43,7 +43,7 @@ def _reaches(program: Program, node: Node, func: Callable, args: tuple, kwargs: 
 
     def stand_in(r: Any) -> torch.Tensor:
         if r.n not in stand_ins:
-            shape, strides, _, dtype, _ = program.values[r.n].layout
+            shape, strides, _, dtype, *_ = program.values[r.n].layout
             stand_ins[r.n] = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
         return stand_ins[r.n]
 

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 MOST = 1 << 16  # entries of what is worth keeping
-_LAZY = {aten._conj.default, aten._neg_view.default}
 _COPIES = {aten.clone.default, aten._to_copy.default, aten.pow.Tensor_Scalar}
 # Two of these are two: their memory is written into, or holds what was there.
 _NEVER = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "alias"}
@@ -47,8 +46,6 @@ _WORDS = (
 def copies(program: Program, back: Collection[Node] = ()) -> None:
     """A copy that lies as what it copies does is that."""
     values = program.values
-    if any(node.op in _LAZY for node in program.nodes):
-        return  # which a copy is not
     written = program.written()
     outside = {values[n].root for n in (*program.inputs, *program.captured, *program.constants)}
     leaves = {values[n].root for n in program.outputs}

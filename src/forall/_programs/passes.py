@@ -103,7 +103,7 @@ def _is_constant(program: Program, node: Node, varying: set[int]) -> bool:
 def _value(program: Program, env: dict[int, torch.Tensor], n: int) -> torch.Tensor:
     if n in env:
         return env[n]
-    shape, strides, _, dtype, device = program.values[n].layout  # it is asked for nothing else
+    shape, strides, _, dtype, device, *_ = program.values[n].layout  # asked for nothing else
     return torch.empty_strided(shape, strides, dtype=dtype, device=device)
 
 

@@ -33,10 +33,13 @@ class Layout(NamedTuple):
     offset: int
     dtype: torch.dtype
     device: torch.device
+    conj: bool  # yet to be conjugated
+    neg: bool  # yet to be negated
 
     @classmethod
     def of(cls, t: torch.Tensor) -> Layout:
-        return cls(tuple(t.shape), t.stride(), t.storage_offset(), t.dtype, t.device)
+        where = tuple(t.shape), t.stride(), t.storage_offset()
+        return cls(*where, t.dtype, t.device, t.is_conj(), t.is_neg())
 
 
 class Value(NamedTuple):

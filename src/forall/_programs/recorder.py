@@ -119,7 +119,6 @@ class Recorder(DispatchMode):
         for t in known.values():
             if has_memory(t):
                 self._known_at.setdefault(storage_of(t), []).append(t)
-        self._lazies: list[tuple[bool, bool]] = []
         self._named: set[int] = set()  # values that leave under a name of their own
         self.inputs = [self._new(t, None) for t in inputs]
 
@@ -194,13 +193,13 @@ class Recorder(DispatchMode):
         Several may lie in that place. They are one to the program, but not to a derivative: it may
         be a name of any captured one that requires grad, so the program knows of them all.
         """
-        place, layout, lazy = storage_of(t), Layout.of(t), _lazy(t)
+        place, layout = storage_of(t), Layout.of(t)
         held, numbers = self._in_memory.get(place, (None, []))
         numbers = () if held is None or held.expired() else numbers
-        alike = (n for n in numbers if self.values[n].layout == layout and self._lazies[n] == lazy)
+        alike = (n for n in numbers if self.values[n].layout == layout)
         found = next(alike, None)
         for known in self._known_at.get(place, ()):
-            if Layout.of(known) != layout or _lazy(known) != lazy:
+            if Layout.of(known) != layout:
                 continue
             if found is None or known.requires_grad:
                 n = self._of_known(known)
@@ -324,7 +323,6 @@ class Recorder(DispatchMode):
         self.values.append(Value(Layout.of(t), n if root is None else root, is_zeros(t)))
         self._numbers[id(t)] = n
         self._tensors.append(weakref.ref(t))
-        self._lazies.append(_lazy(t))
         place = storage_of(t)
         held, numbers = self._in_memory.get(place, (None, []))
         if held is None or held.expired():
@@ -335,10 +333,6 @@ class Recorder(DispatchMode):
 
 def _has_mask(indices: Any) -> bool:
     return any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices)
-
-
-def _lazy(t: torch.Tensor) -> tuple[bool, bool]:
-    return t.is_conj(), t.is_neg()
 
 
 # Calls of the user's that read memory or change tensors where no operator tells.

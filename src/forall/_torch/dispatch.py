@@ -72,6 +72,19 @@ class autograd_below:
         set_forward_enabled(self.was_forward)
 
 
+class forward_on:
+    """Let operators see tangents, whatever the grad mode says of them."""
+
+    __slots__ = ("was",)
+
+    def __enter__(self) -> None:
+        self.was = is_forward_enabled()
+        set_forward_enabled(True)
+
+    def __exit__(self, *_: object) -> None:
+        set_forward_enabled(self.was)
+
+
 class _Held(threading.local):
     """What this thread does with the forward-mode level."""
 

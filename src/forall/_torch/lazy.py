@@ -24,6 +24,23 @@ def is_zeros(t: torch.Tensor) -> bool:
     return t._is_zerotensor()
 
 
+def put_lazy_bits(wrapper: torch.Tensor, value: torch.Tensor) -> None:
+    """Let a wrapper show that its value is yet to be conjugated, or to be negated."""
+    if value.is_conj():
+        torch._C._set_conj(wrapper, True)
+    if value.is_neg():
+        torch._C._set_neg(wrapper, True)
+
+
+def attach_tangent(primal: torch.Tensor, tangent: torch.Tensor) -> torch.Tensor:
+    """A dual of torch's own. Forward mode takes no view where the two differ in these bits."""
+    if tangent.is_conj() != primal.is_conj():
+        tangent = tangent.resolve_conj() if tangent.is_conj() else tangent.conj_physical().conj()
+    if tangent.is_neg() != primal.is_neg():
+        tangent = tangent.resolve_neg() if tangent.is_neg() else tangent.neg()._neg_view()
+    return torch._VF._make_dual(primal, tangent, level=0)
+
+
 def set_lazy_bits(on: bool) -> None:
     """Whether kernels look at the conj, neg and zero bits of their tensors.
 

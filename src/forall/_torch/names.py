@@ -23,7 +23,6 @@ __all__ = [
     "SET_HOOKS",
     "SPARSE_SUM",
     "StorageWeakRef",
-    "attach_tangent",
     "decompositions",
     "fast_operator",
     "function_homes",
@@ -71,7 +70,6 @@ pop_functions = torch._C._pop_torch_function_stack
 SET_HOOKS = torch.Tensor._backward_hooks.__set__  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
 
 # Forward mode without the checks of torch.autograd.forward_ad, which ask for a level of its own.
-attach_tangent = torch._VF._make_dual
 split_tangent = torch._VF._unpack_dual
 
 # Where torch's own functions of operators are, the cheaper ones to call first.

@@ -9,6 +9,7 @@ from torch import is_inference_mode_enabled
 
 from forall._torch import numpys
 from forall._torch.dispatch import functions_off, no_dispatch
+from forall._torch.lazy import put_lazy_bits
 
 make_wrapper = torch.Tensor._make_wrapper_subclass
 
@@ -50,6 +51,7 @@ class Wrapper(torch.Tensor):
 
     level: Any
     value: torch.Tensor
+    shows_lazy_bits = False  # that its value is yet to be conjugated, or to be negated
     narrowed: Any = None  # what it is for the examples that run, see `_batching.narrowing`
     read: Any = None  # the same, of what is only read
 
@@ -173,7 +175,10 @@ def strides(value: torch.Tensor) -> tuple[int, ...]:
 
 def shell(kind: type[Wrapper], value: torch.Tensor) -> Any:
     """A wrapper of this kind that looks like ``value`` itself."""
-    return wrapper_of(kind, value, value.shape, strides(value))
+    made = wrapper_of(kind, value, value.shape, strides(value))
+    if kind.shows_lazy_bits:
+        put_lazy_bits(made, value)
+    return made
 
 
 def wrapper_of(kind: type[Wrapper], value: torch.Tensor, shape: Any, strides: Any) -> Any:
