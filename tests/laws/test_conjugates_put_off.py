@@ -7,7 +7,7 @@ import torch
 from torch.autograd import forward_ad
 
 from forall import jit, jvp, linearize, vjp, vmap
-from tests.oracle import same
+from oracle import same
 
 COMPLEX = torch.complex128
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from functools import cmp_to_key
+from functools import cmp_to_key, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +13,7 @@ from forall._batching.batched import Batched, derive, wrap
 from forall._batching.table import ViewCall
 from forall._core.levels import act
 from forall._torch.names import pop_mode, push_mode
+from forall._torch.schema import in_lists
 from forall._torch.wrapper import Wrapper
 
 if TYPE_CHECKING:
@@ -337,14 +338,14 @@ def each(level: Any, func: Any, args: tuple, kwargs: dict) -> list:
             return a.value.select(a.axis, i) if level.size else blank(a)[0]
         if type(a) is Batched and a.level is level:
             return a.value
-        if isinstance(a, (list, tuple)):
-            return [pick(b, i) for b in a]
         return a
 
-    return [
-        func(*[pick(a, i) for a in args], **{k: pick(a, i) for k, a in kwargs.items()})
-        for i in range(level.size or 1)
-    ]
+    def one(i: int) -> Any:
+        at = partial(pick, i=i)
+        named = {k: in_lists(at, a) for k, a in kwargs.items()}
+        return func(*[in_lists(at, a) for a in args], **named)
+
+    return [*map(one, range(level.size or 1))]
 
 
 def restacked(outs: list) -> Any:

@@ -84,15 +84,17 @@ def switch(index: Any, branches: Sequence[Callable[..., Any]], *operands: Any) -
     if isinstance(index, int):
         return branches[min(max(index, 0), len(branches) - 1)](*operands)
 
-    def among(low: int, high: int) -> Any:
-        """The branch between these two, both included."""
-        if low == high:
-            return branches[low](*operands)
-        middle = (low + high) // 2
-        test = index <= middle
-        return either(call, test, partial(among, low, middle), partial(among, middle + 1, high))
+    return _among(call, index, [partial(branch, *operands) for branch in branches])
 
-    return among(0, len(branches) - 1)
+
+def _among(call: Called, index: torch.Tensor, branches: list[Callable], first: int = 0) -> Any:
+    """One of these branches, of which the first has this number."""
+    if len(branches) == 1:
+        return branches[0]()
+    half = (len(branches) + 1) // 2
+    low = partial(_among, call, index, branches[:half], first)
+    high = partial(_among, call, index, branches[half:], first + half)
+    return either(call, index < first + half, low, high)
 
 
 def _whole(call: Called, index: Any) -> None:

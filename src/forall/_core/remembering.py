@@ -19,6 +19,7 @@ import torch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+    from weakref import ref
 
 _CONTAINERS = (list, dict, set, bytearray, deque)
 _EMPTIED = frozenset(_CONTAINERS)
@@ -29,6 +30,15 @@ _HERE = __file__.rsplit("_core", 1)[0]
 
 class Unwatched:
     """What is kept from call to call without a say in what a call gives."""
+
+
+class Weakly(Unwatched):
+    """An object of the user's, which goes when they drop it; ``of()`` is the object."""
+
+    __slots__ = ("of",)
+
+    def __init__(self, of: ref) -> None:
+        self.of = of
 
 
 class Remembered:

@@ -18,6 +18,7 @@ from forall._core.levels import Level, complete, second_name, stack, top
 from forall._derivatives import factors, reverse
 from forall._torch.dispatch import AUTOGRAD, functions_off, is_excluded
 from forall._torch.names import DispatchMode, functions_pass
+from forall._torch.schema import in_lists
 from forall._torch.wrapper import Wrapper, make_wrapper
 
 aten = torch.ops.aten
@@ -158,15 +159,14 @@ class FactoredLevel(Level):
             was: dict[int, Tensor] = {}
 
             def made(a: Any) -> Any:
-                if isinstance(a, (list, tuple)):
-                    return [made(b) for b in a]
                 if type(a) is not Factored:
                     return a
                 value = a.value
                 was[id(value)] = a
                 return value
 
-            out = func(*map(made, args), **{k: made(a) for k, a in kwargs.items()})
+            named = {k: in_lists(made, a) for k, a in kwargs.items()}
+            out = func(*[in_lists(made, a) for a in args], **named)
             if isinstance(out, (list, tuple)):
                 return type(out)(was.get(id(o), o) for o in out)
             return was.get(id(out), out)  # what was written into keeps its name

@@ -153,7 +153,8 @@ class JvpLevel(Level, DispatchMode):
         try:
             return DispatchMode.__exit__(self, *error)
         finally:
-            self.place.__exit__()
+            place, self.place = self.place, None  # each leads to the other
+            place.__exit__()
             while self.left_on:  # by a backward pass inside
                 leaf = self.left_on.pop()
                 with functions_off():

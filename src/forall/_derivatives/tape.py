@@ -15,7 +15,7 @@ import torch
 from forall._core.levels import Level, at, deepest
 from forall._torch.memory import has_memory, storage_of
 from forall._torch.names import OpOverload, functions_pass, split_tangent
-from forall._torch.schema import facts, tensors_in
+from forall._torch.schema import facts, in_lists, tensors_in
 from forall._torch.wrapper import Wrapper, shell
 
 if TYPE_CHECKING:
@@ -170,11 +170,7 @@ def _value(a: Any) -> Any:
 
 def _mapped(f: Callable[[Any], Any], args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """A step's arguments with ``f`` of each in its place, also of those in lists."""
-
-    def one(a: Any) -> Any:
-        return [one(b) for b in a] if isinstance(a, (list, tuple)) else f(a)
-
-    return tuple(map(one, args)), {k: one(a) for k, a in kwargs.items()}
+    return tuple(in_lists(f, a) for a in args), {k: in_lists(f, a) for k, a in kwargs.items()}
 
 
 def settle(level: TapeLevel) -> None:
@@ -271,34 +267,43 @@ class Linear:
 
 def _filled(a: Any, slots: dict[int, Any]) -> Any:
     """A step's argument, with what is in its slots."""
-    # Not by `_mapped`, which would take an eighth more time; nor by a function in `play` that calls
-    # itself: only the garbage collector would free that, and with it all that was computed.
+    # Not by `_mapped`, which would take an eighth more time; nor by a function in `play`: see NOTE
+    # [functions that call themselves].
     if type(a) is Slot:
         return slots[a]
     return [_filled(b, slots) for b in a] if type(a) is tuple else a
+
+
+class _Constants:
+    """The constants of a program, and the places that they get behind its own."""
+
+    def __init__(self, level: TapeLevel) -> None:
+        self.level = level
+        self.tensors: list[torch.Tensor] = []
+        self._places: dict[int, Slot] = {}
+
+    def placed(self, a: Any) -> Any:
+        if isinstance(a, (list, tuple)):
+            return tuple(map(self.placed, a))
+        if not isinstance(a, torch.Tensor):
+            return a
+        if isinstance(a, Tape) and a.level is self.level:
+            raise AssertionError("a tangent is among the constants: what was done to it is lost")
+        if id(a) not in self._places:
+            self._places[id(a)] = Slot(self.level.count + len(self.tensors))
+            self.tensors.append(a)
+        return self._places[id(a)]
 
 
 def taken_out(level: TapeLevel, pairs: list, strides: tuple) -> tuple[Linear, list[torch.Tensor]]:
     """The program that leads to the tangents of these primals, and its constants."""
     ends = [t.slot if isinstance(t, Tape) else None for _, t in pairs]
     prune(level, ends)
-    first, constants, places = level.count, [], {}
-
-    def placed(a: Any) -> Any:
-        if isinstance(a, (list, tuple)):
-            return tuple(map(placed, a))
-        if not isinstance(a, torch.Tensor):
-            return a
-        if isinstance(a, Tape) and a.level is level:
-            raise AssertionError("a tangent is among the constants: what was done to it is lost")
-        if id(a) not in places:
-            places[id(a)] = Slot(first + len(constants))
-            constants.append(a)
-        return places[id(a)]
-
+    constants = _Constants(level)
+    placed = constants.placed
     steps = tuple(
         (func, placed(args), tuple((k, placed(a)) for k, a in kwargs.items()), slot)
         for func, args, kwargs, slot in level.steps
     )
-    at_ends = (placed(p) if n is None else n for n, (p, _) in zip(ends, pairs, strict=True))
-    return Linear(steps, tuple(at_ends), first, strides), constants
+    at_ends = tuple(placed(p) if n is None else n for n, (p, _) in zip(ends, pairs, strict=True))
+    return Linear(steps, at_ends, level.count, strides), constants.tensors

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import array
 import functools
+import gc
 import sys
 from collections import deque
 from collections.abc import Iterator
@@ -30,6 +31,7 @@ import torch
 from forall._core.remembering import (
     UNSET,
     Unwatched,
+    Weakly,
     contents,
     globals_of,
     is_a_library,
@@ -89,9 +91,12 @@ class Guards:
         self._holding: Callable[[], bool] | None = None
         self._modules: set[tuple[int, frozenset[str]]] = set()
         self._asked = Names()
-        self._states: list[dict[str, Any]] = []  # of objects of which only some names are asked
+        # Of objects of which only some names are asked, and what holds such an object weakly.
+        self._states: list[tuple[dict[str, Any], Weakly | None]] = []
         self._kinds: dict[int, type] = {}  # of objects, and what these derive from
         self._held: dict[int, Any] = {}  # all that was met: no other takes its identity
+        self._weakly: list[Weakly] = []
+        self._others: list[Callable[[], bool]] = []
         self._left = [func, *given]  # to be looked at: objects hang in each other without end
         while self._left and self.why is None:
             value = self._left.pop()
@@ -99,6 +104,7 @@ class Guards:
                 self._held[id(value)] = value
                 self._look(value)
         self._of_objects()
+        del self._asked, self._states  # with what nothing asks for, which may lead anywhere
 
     def hold(self) -> bool:
         """Whether everything is as it was."""
@@ -112,13 +118,18 @@ class Guards:
                 self._lists,
                 self._looks,
                 if_any(sets, lambda: all(known == copy for known, copy in sets))
-                + if_any(data, lambda: all(_bytes(known) == copy for known, copy in data)),
+                + if_any(data, lambda: all(_bytes(known) == copy for known, copy in data))
+                + self._others,
             )
         return self._holding()
 
     def reached(self) -> Iterable[Any]:
         """All that was met, but for modules that code names."""
         return [*self._held.values(), *self._kinds.values()]
+
+    def leads_back(self) -> bool:
+        """Whether what is held here may hold an object that is to be held weakly."""
+        return bool(self._weakly) and leads_to({id(w.of()) for w in self._weakly}, self._held)
 
     def watch_name(self, names: dict[str, Any], name: str, value: Any) -> None:
         """What a module of a library's has under a name, beyond what is watched otherwise."""
@@ -157,6 +168,9 @@ class Guards:
             self._class(value)
         elif isinstance(value, Iterator) and type(value).__module__ in ("builtins", "itertools"):
             self.why = "the function reaches an iterator, and nothing tells how far that has come"
+        elif isinstance(value, Weakly):
+            self._weakly.append(value)
+            self._object(value.of(), value)
         elif not isinstance(value, (ModuleType, Unwatched)):
             self._object(value)
         if isinstance(value, CONTAINERS) and type(value) not in CONTAINERS:
@@ -192,7 +206,7 @@ class Guards:
         for cell in func.__closure__ or ():
             value = contents(cell)
             self._attributes.append((cell, "cell_contents", value))
-            self._leads_to(value, names_of(func.__code__))
+            self._led_to(value, names_of(func.__code__))
         if not is_no_users(func):
             names, given = func.__globals__, vars(func).get("__forall_given__", ())
             wanted = [n for n, _ in globals_of(func.__code__) if n not in given]
@@ -206,9 +220,9 @@ class Guards:
             if value is UNSET:
                 continue
             self._names.append((names, name, value))
-            self._leads_to(value, inner)
+            self._led_to(value, inner)
 
-    def _leads_to(self, value: Any, inner: frozenset[str]) -> None:
+    def _led_to(self, value: Any, inner: frozenset[str]) -> None:
         if not isinstance(value, ModuleType):
             self._left.append(value)
             return
@@ -234,11 +248,12 @@ class Guards:
         for base in kind.__mro__:
             self._kind(base)
 
-    def _object(self, thing: Any) -> None:
+    def _object(self, thing: Any, weakly: Weakly | None = None) -> None:
         state = getattr(thing, "__dict__", None)
         if state is None and is_a_library(type(thing)):
             return
-        self._attributes.append((thing, "__class__", type(thing)))
+        row = (thing, "__class__") if weakly is None else (weakly, "of().__class__")
+        self._attributes.append((*row, type(thing)))
         self._kind(type(thing))
         for kind in type(thing).__mro__:
             for name, found in () if is_a_library(kind) else vars(kind).items():
@@ -247,22 +262,28 @@ class Guards:
                     self._attributes.append((thing, name, value))
                     self._left.append(value)
         if type(state) is dict:
-            self._attributes.append((thing, "__dict__", state))
+            if weakly is None:
+                self._attributes.append((thing, "__dict__", state))
             kind = type(thing)
             if is_registered(kind) or any(map(is_no_users, kind.__mro__[:-1])):
                 self._left.append(state)  # that others may read by any name
             else:
-                self._states.append(state)
+                self._states.append((state, weakly))
                 self._left += self._asked.in_object(state)
 
     def _of_objects(self) -> None:
-        for state in self._states:
+        for state, weakly in self._states:
             if self._asked.any:
                 self._entries(state)
-            else:
-                asked, missing = self._asked.asked(state)
+                continue
+            asked, missing = self._asked.asked(state)
+            if weakly is None:
                 self._names += [(state, name, state[name]) for name in asked]
                 self._missing.append((state, missing))
+            else:  # the state may hold what leads back to the object, under other names
+                rows = [(weakly, f"of().__dict__[{name!r}]", state[name]) for name in asked]
+                self._attributes += rows
+                self._others.append(functools.partial(_has_none, weakly, missing))
 
     def _numbers(self, value: Any) -> None:
         """Numbers in memory, of numpy's or of Python's own."""
@@ -270,6 +291,28 @@ class Guards:
         self._data.append((value, data))
         if len(data) > _MOST_BYTES or (is_array(value) and value.dtype.hasobject):
             self.why = "the function reaches an array whose numbers may change, too large to watch"
+
+
+def _has_none(weakly: Weakly, names: frozenset[str]) -> bool:
+    return names.isdisjoint(vars(weakly.of()))
+
+
+def leads_to(wanted: set[int], held: Mapping[int, Any]) -> bool:
+    """Whether any of these can be come to from what is held, as far as the collector can tell."""
+    left, seen = [x for x in held.values() if not isinstance(x, Weakly)], set()
+    while left:
+        x = left.pop()
+        if id(x) in wanted or len(seen) > _MOST:
+            return True
+        if id(x) in seen or isinstance(x, (ModuleType, type, torch.Tensor)):
+            continue
+        seen.add(id(x))
+        if isinstance(x, FunctionType):  # its globals lead everywhere
+            found = [x.__closure__, x.__defaults__, x.__kwdefaults__, x.__dict__]
+        else:
+            found = gc.get_referents(x)
+        left += filter(gc.is_tracked, found)
+    return False
 
 
 def _bytes(value: Any) -> bytes:

@@ -50,7 +50,7 @@ def holding(
             return (same() or (unwritten() and slowly())) and (
                 not rest or all(check() for check in rest)
             )
-        except (AttributeError, ValueError):  # it has none now, or a cell is empty
+        except (AttributeError, KeyError, ValueError):  # it has none now, or a cell is empty
             return False
 
     return holds

@@ -45,8 +45,11 @@ class Replays(Unwatched):
     are two where ``eager`` is of a function that stands in for others.
     """
 
-    def __init__(self, eager: Callable, *, stands_in: bool = False) -> None:
+    def __init__(
+        self, eager: Callable, leads_back: Callable[[], None] | None = None, *, stands_in=False
+    ) -> None:
         self.eager = eager
+        self.leads_back = leads_back  # to be told that a program will hold what is held weakly
         self.stands_in = stands_in
         self.why: str | None = None
         self.known: OrderedDict[Any, Recorded | _Due | str] = OrderedDict()
@@ -82,9 +85,14 @@ class Replays(Unwatched):
     def doubt(self) -> str | None:
         """What stands against replaying calls, as far as is known."""
         if self.why is None:
-            self.why = doubt(Guards(self.eager), rebinds=not self.stands_in)
+            self.why = self._doubt(Guards(self.eager))
         found = (k for k in self.known.values() if type(k) is str)
         return self.why or next(found, None)
+
+    def _doubt(self, guards: Guards) -> str | None:
+        if self.leads_back is not None and guards.leads_back():
+            self.leads_back()
+        return doubt(guards, rebinds=not self.stands_in)
 
     def _seen(self, kind: Any, before: Recorded) -> None:
         """Record the next call of this kind, unless one that was recorded says better not."""
@@ -114,7 +122,7 @@ class Replays(Unwatched):
     def _first(self, kind: Any, args: tuple, kwargs: dict, instead: Callable[[], Any]) -> Any:
         leaves, spec = trees.flatten((args, kwargs))
         guards = guarding(self.eager, leaves)
-        self.why = doubt(guards, rebinds=not self.stands_in)
+        self.why = self._doubt(guards)
         if self.why is not None:
             self._forget()
             return instead()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
 
 class Facts(NamedTuple):
@@ -100,6 +100,17 @@ def tensors_in(found: Iterable[Any]) -> list[torch.Tensor]:
     """The tensors among these, and in lists among them."""
     flat = [t for f in found for t in (f if isinstance(f, (list, tuple)) else [f])]
     return [t for t in flat if isinstance(t, torch.Tensor)]
+
+
+def in_lists(f: Callable[[Any], Any], a: Any) -> Any:
+    """An argument with ``f`` of it in its place, or of each in a list of them.
+
+    NOTE [functions that call themselves]
+        One that is written inside another holds itself, and so all that it has of the other's: the
+        garbage collector alone would free that, and with it what a call has computed. So they
+        stand on their own, as here.
+    """
+    return [in_lists(f, b) for b in a] if isinstance(a, (list, tuple)) else f(a)
 
 
 @cache

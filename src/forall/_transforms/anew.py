@@ -10,9 +10,16 @@ NOTE [functions that are made anew]
     So the calls of all such functions are kept in one place: with a module that they hold; or in a
     table, if all that they hold is there for good anyway: functions and classes of modules,
     numbers, words. What is recorded is a stand-in, made as the function is, of what it is given; a
-    template of it is kept, which holds none of that. Calls are not kept of a function that holds
-    other objects, which would then be held for good, or be others in the next step; nor of one that
-    rebinds what it holds, as a stand-in would do to itself.
+    template of it is kept, which holds none of that. Calls are not kept of a function that rebinds
+    what it holds, as a stand-in would do to itself.
+
+NOTE [objects of the user's]
+    An object with a function in it, ``grad(self.loss)``, or one that a function made anew holds,
+    is the same in each step, and is not to live longer for it: a template, the guards and the
+    table know it by a weak reference, and its calls go when it does. Where the guards reach
+    something that holds it (a method that it keeps in an attribute) they would hold it for good.
+    So its calls are kept with a module that it has in its attributes, if there is one: the garbage
+    collector finds its way round. Where there is none such calls are not kept.
 """
 
 from __future__ import annotations
@@ -24,11 +31,13 @@ from types import (
     BuiltinFunctionType,
     CellType,
     FunctionType,
+    MemberDescriptorType,
     MethodDescriptorType,
     MethodType,
     ModuleType,
 )
 from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
 from torch.nn import Module
@@ -36,6 +45,7 @@ from torch.nn import Module
 from forall._core.remembering import (
     UNSET,
     Unwatched,
+    Weakly,
     contents,
     globals_of,
     is_no_users,
@@ -44,6 +54,7 @@ from forall._core.remembering import (
 )
 from forall._torch import trees
 from forall._torch.names import PLAIN, OpOverload, OpOverloadPacket
+from forall._torch.trees import is_registered
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator
@@ -86,7 +97,18 @@ class Made(NamedTuple):
 
     def home(self) -> Module | None:
         """The module that the calls of such functions are kept with."""
-        return next((x for x in self.same if isinstance(x, Module)), None)
+        held = self.same
+        for x in (
+            *held,
+            *(v for r in held if type(r) is ReferenceType for v in _state(r).values()),
+        ):
+            if isinstance(x, Module):
+                return x
+        return None
+
+    def objects(self) -> list[ReferenceType]:
+        """The user's, which are held weakly."""
+        return [x for x in self.same if type(x) is ReferenceType]
 
 
 def may_be_anew(func: Any) -> bool:
@@ -114,6 +136,12 @@ def standing_in(func: Any, given: Iterator | None = None) -> Any:
     how = transform_of(func)
     if how is not None:
         return how.make(standing_in(how.func, given))
+    if type(func) is Weakly:
+        return func.of()
+    if is_an_object(func):
+        return Weakly(ref(func))
+    if type(func) is MethodType:
+        return MethodType(func.__func__, standing_in(func.__self__, given))
     if type(func) is functools.partial:
         inner, *args = (standing_in(x, given) for x in (func.func, *func.args))
         return functools.partial(
@@ -139,6 +167,8 @@ class _Reading:
             self.part(func, 0)
         elif _is_function(func):
             self.function(func, 1)
+        elif is_an_object(func.__self__ if type(func) is MethodType else func):
+            self.part(func, 0)
         else:
             raise _OfItsOwn
 
@@ -162,8 +192,11 @@ class _Reading:
             self.function(x, depth + 1)
         elif isinstance(x, (Module, ModuleType, *_WORDS)) or x is UNSET or _is_of_a_module(x):
             self.same.append(x)
-        elif kind is MethodType and isinstance(x.__self__, Module):
-            self.same += [x.__func__, x.__self__]
+        elif kind is MethodType:
+            self.same.append(x.__func__)
+            self.part(x.__self__, depth + 1)
+        elif is_an_object(x):
+            self.same.append(ref(x))
         else:
             raise _OfItsOwn
 
@@ -235,6 +268,31 @@ def _holds_tensors(x: Any) -> bool:
     return (
         type(x) in _TREES and _is_plain(x) and any(type(leaf) in PLAIN for leaf in trees.leaves(x))
     )
+
+
+def is_an_object(x: Any) -> bool:
+    """Whether it is one of the user's, with attributes, that can be held weakly."""
+    kind = type(x)
+    known = _kinds.get(kind)
+    if known is None:
+        known = _kinds[kind] = _is_of_objects(kind)
+    return known and not is_registered(kind)
+
+
+_kinds: WeakKeyDictionary[type, bool] = WeakKeyDictionary()
+
+
+def _is_of_objects(kind: type) -> bool:
+    if is_no_users(kind) or not (kind.__dictoffset__ and kind.__weakrefoffset__):
+        return False
+    if issubclass(kind, (Module, torch.Tensor, type, *_TREES, *_NUMBERS, *_WORDS[:3])):
+        return False
+    slots = (v for k in kind.__mro__ if not is_no_users(k) for v in vars(k).values())
+    return MemberDescriptorType not in map(type, slots)
+
+
+def _state(of: ReferenceType) -> dict[str, Any]:
+    return getattr(of(), "__dict__", {})
 
 
 def _is_plain(x: Any) -> bool:

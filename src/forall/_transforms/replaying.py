@@ -6,8 +6,7 @@ NOTE [one count for all wrappers]
     that is a wrapper of ours. A method of a module is a new object each time it is asked for: its
     calls are kept with the module. It holds nothing of ``f``, so a function that is dropped goes
     at once, as ever; one that has been replayed is held by its own program, until the next garbage
-    collection. Other objects may read what attributes they have, and a table beside them would
-    hold them for good: nothing is kept with these.
+    collection. Other objects may read what attributes they have: nothing is put there, see `anew`.
 """
 
 from __future__ import annotations
@@ -40,10 +39,11 @@ _MOST = 16  # transforms of one function that are counted together
 class Calls:
     """The calls of a transformed function so far, and of what is made of it."""
 
-    __slots__ = ("count", "further", "replays", "same", "spent")
+    __slots__ = ("count", "further", "home", "replays", "same", "spent")
 
-    def __init__(self, same: list | None = None) -> None:
+    def __init__(self, same: list | None = None, home: _Home | None = None) -> None:
         self.same = same  # what functions that are made anew have in common; nothing else may be it
+        self.home = home  # of those of an object of the user's
         self.count = 0
         self.spent = 0.0
         self.replays: Replays | None = None
@@ -82,12 +82,34 @@ class Calls:
             self.replays = Replays(functools.partial(eager, func))
         else:
             run = functools.partial(_stood_in, eager, anew.standing_in(func))
-            self.replays = Replays(run, stands_in=True)
+            in_table = self.home is not None and self.home.is_a_table
+            self.replays = Replays(run, self.home.refuse if in_table else None, stands_in=True)
         return self.replays
 
 
 def _stood_in(eager: Callable, template: Any, given: list, /, *args: Any, **kwargs: Any) -> Any:
     return eager(anew.standing_in(template, iter(given)), *args, **kwargs)
+
+
+class _Home:
+    """Where calls are kept that have to do with objects of the user's, until one of these goes."""
+
+    __slots__ = ("is_a_table", "kept", "key", "objects", "same")
+
+    def __init__(self, kept: dict, key: Any, made: anew.Made, *, is_a_table: bool) -> None:
+        self.kept, self.key, self.same, self.is_a_table = kept, key, made.same, is_a_table
+        self.objects = [ref(x(), self._left) for x in made.objects()]
+
+    def _left(self, _: ref) -> None:
+        self.kept.pop(self.key, None)
+
+    def refuse(self) -> None:
+        """Nothing is kept under this name: a program would hold the objects for good.
+
+        A wrapper that these hold themselves goes on with the calls that it has.
+        """
+        if type(self.kept.get(self.key)) is Calls:
+            self.kept[self.key] = self
 
 
 class _Further:
@@ -128,9 +150,8 @@ def _place(func: Any, key: Any) -> _Place:
         return _Place(_calls(_kept(func.__self__), (func.__func__, key), anew.MOST), None)
     made = anew.taken(func)
     if made is not None:
-        home = made.home()
-        kept = anew.table if home is None else _kept(home)
-        return _Place(_calls(kept, (*map(id, made.same), key), anew.MOST, made.same), made.given)
+        calls = _calls_anew(made, key)
+        return _Place(Calls(), None) if calls is None else _Place(calls, made.given)
     how = anew.transform_of(func)
     if how is not None:
         return _Place(_calls(how.calls().further, key, _MOST), None)
@@ -138,16 +159,27 @@ def _place(func: Any, key: Any) -> _Place:
     return _Place(_calls(_kept(func), key, most), None)
 
 
-def _calls(kept: dict[Any, Calls], key: Any, most: int, same: list | None = None) -> Calls:
+def _calls(kept: dict[Any, Calls], key: Any, most: int) -> Calls:
     calls = kept.get(key)
     if calls is None:
-        calls = Calls(same)
-        if len(kept) >= most:
-            if same is None:
-                return calls
-            kept.pop(next(iter(kept)), None)  # of functions that nobody makes any more
-        kept[key] = calls
+        calls = Calls()
+        if len(kept) < most:
+            kept[key] = calls
     return calls
+
+
+def _calls_anew(made: anew.Made, key: Any) -> Calls | None:
+    """Those of functions that are made anew; None where they are not kept."""
+    module = made.home()
+    kept: dict[Any, Any] = anew.table if module is None else _kept(module)
+    key = (*map(id, made.same), key)
+    calls = kept.get(key)
+    if calls is None:
+        home = _Home(kept, key, made, is_a_table=module is None) if made.objects() else None
+        if len(kept) >= anew.MOST:
+            kept.pop(next(iter(kept)), None)  # of functions that nobody makes any more
+        calls = kept[key] = Calls(made.same, home)
+    return calls if type(calls) is Calls else None
 
 
 def replay(func: Callable, eager: Callable, *args: Any, how: tuple) -> Any:

@@ -6,6 +6,7 @@ records what they are made of: ordinary operators, or one layer of an LSTM as on
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +17,7 @@ from forall._batching.table import CALLS, DIRECT
 from forall._core.errors import columns, short
 from forall._torch.dispatch import no_dispatch
 from forall._torch.names import pack_padded, pad_packed
+from forall._torch.schema import in_lists
 from forall._torch.wrapper import Wrapper
 
 if TYPE_CHECKING:
@@ -77,12 +79,11 @@ def _packed_layers(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     if not _joins(params, words, level):
         return NotImplemented
 
-    def inmost(a: Any, dim: int) -> Any:
-        if isinstance(a, (list, tuple)):
-            return [inmost(b, dim) for b in a]
+    def inmost(a: torch.Tensor, dim: int) -> torch.Tensor:
         return stacked(a, level).movedim(0, dim + 1).flatten(dim, dim + 1)
 
-    given = (inmost(x, 0), lower(sizes, level) * level.size, inmost(hidden, 1))
+    hidden = in_lists(partial(inmost, dim=1), hidden)
+    given = (inmost(x, 0), lower(sizes, level) * level.size, hidden)
     out, *state = func(*given, [lower(p, level) for p in params], *words)
     found = [(out, 0), *((s, 1) for s in state)]
     return tuple(wrap(o.unflatten(dim, (-1, level.size)), dim + 1, level) for o, dim in found)
