@@ -16,6 +16,7 @@ import pytest
 import forall
 from forall._programs import interpreted, replay
 
+REPLAY = forall.config.replay
 ONE_IN = 16  # tests whose replayed calls are compared with the calls themselves
 BY_JIT = os.environ.get("FORALL_TESTS") == "jit"
 ASIDE = {"replay", "jit"}  # that test the recording itself
@@ -66,6 +67,15 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     finally:
         forall.config.replay, interpreted.LENGTH, interpreted.CALLS = before
         replay.Replays = own
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown() -> Iterator[None]:
+    """A test that sets it puts back what it found, which may be what was set for it alone."""
+    try:
+        return (yield)
+    finally:
+        forall.config.replay = REPLAY
 
 
 def _rooms(item: pytest.Item) -> set[str]:

@@ -14,7 +14,18 @@ def batched_hessian(device: torch.device) -> Contestants:
     return at_points(device, 64)
 
 
-def at_points(device: torch.device, examples: int, hidden_units: int = 32) -> Contestants:
+@workload(
+    "batched-hessian-einsum",
+    "the same; by hand `torch.einsum` sums the rank-one matrices of the hidden units",
+    limits={(JIT, 2): 0.6},
+)
+def batched_hessian_by_einsum(device: torch.device) -> Contestants:
+    return at_points(device, 64, by_einsum=True)
+
+
+def at_points(
+    device: torch.device, examples: int, hidden_units: int = 32, *, by_einsum: bool = False
+) -> Contestants:
     first = torch.randn(hidden_units, 16, device=device) / 4
     bias = torch.randn(hidden_units, device=device)
     second = torch.randn(hidden_units, device=device)
@@ -31,6 +42,8 @@ def at_points(device: torch.device, examples: int, hidden_units: int = 32) -> Co
         hidden = torch.tanh(torch.addmm(bias, points, first.T))
         # The second derivative of tanh is -2 tanh (1 - tanh^2).
         curvature = -2 * second * hidden * (1 - hidden * hidden)
+        if by_einsum:
+            return torch.einsum("nh,hi,hj->nij", curvature, first, first)
         # Summing rank-one matrices over the hidden units is one matrix product for all points.
         squares = (first.unsqueeze(2) * first.unsqueeze(1)).flatten(1)
         return (curvature @ squares).view(examples, 16, 16)

@@ -57,6 +57,12 @@ class Steps:
         shapes = [(16, 32), (32,), (32, 1), (1,)]
         self.parameters = [torch.randn(*shape, device=device) / shape[0] ** 0.5 for shape in shapes]
 
+        self.decay = 1e-3
+
+    def loss(self, parameters: list[torch.Tensor], x: torch.Tensor, y: torch.Tensor):
+        weights = parameters[0].square().sum() + parameters[2].square().sum()
+        return (self.network(parameters, x) - y).square().mean() + self.decay * weights
+
     @staticmethod
     def network(parameters: list[torch.Tensor], x: torch.Tensor) -> torch.Tensor:
         first, bias1, second, bias2 = parameters
@@ -87,6 +93,27 @@ def steps_with_closures(device: torch.device) -> Contestants:
             leaves = [p.detach().requires_grad_() for p in parameters]
             loss = (network(leaves, x) - y).square().mean()
             found.append([*torch.autograd.grad(loss, leaves)])
+        return found
+
+    return contest(transformed, handwritten)
+
+
+@workload(
+    "steps-of-an-object",
+    "`grad` of a method of an object, taken anew for each of 8 batches, the same perceptron",
+)
+def steps_of_an_object(device: torch.device) -> Contestants:
+    steps = Steps(device)
+    batches = [*zip(steps.inputs, steps.targets, strict=True)]
+
+    def transformed(api):
+        return lambda: [api.grad(steps.loss)(steps.parameters, x, y) for x, y in batches]
+
+    def handwritten():
+        found = []
+        for x, y in batches:
+            leaves = [p.detach().requires_grad_() for p in steps.parameters]
+            found.append([*torch.autograd.grad(steps.loss(leaves, x, y), leaves)])
         return found
 
     return contest(transformed, handwritten)

@@ -111,20 +111,29 @@ def outside(f):
 
 
 def left_by(call):
-    """What the collector finds of ours, and of tensors, after a call like the two before."""
+    """What the collector finds of ours, and of tensors, after calls like those before."""
     was, forall.config.replay = forall.config.replay, False
     try:
-        for _ in range(2):
-            call()
-        gc.collect()
-        gc.set_debug(gc.DEBUG_SAVEALL)
+        found: list = []
+        for _ in range(5):  # in the first ones tables are filled, and what was in them goes
+            found = new_garbage(call)
+            if not found:
+                break
+        return found
+    finally:
+        forall.config.replay = was
+
+
+def new_garbage(call):
+    gc.collect()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
         call()
         gc.collect()
         return [x for x in gc.garbage if isinstance(x, torch.Tensor) or is_ours(x)]
     finally:
         gc.set_debug(0)
         gc.garbage.clear()
-        forall.config.replay = was
 
 
 def is_ours(x):

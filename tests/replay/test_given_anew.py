@@ -4,6 +4,8 @@ import functools
 import gc
 import threading
 import weakref
+from collections import OrderedDict
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -73,6 +75,24 @@ def with_a_list(x, y):
     return grad(lambda w: (w * both[0] + both[1][0] * both[1][1]).sin().sum())(x)
 
 
+class Batch(NamedTuple):
+    inputs: torch.Tensor
+    scale: float
+
+    def doubled(self):
+        return self.inputs * 2
+
+
+def with_a_named_tuple(x, y):
+    b = Batch(x, float(len(x)))
+    return grad(lambda w: (w * b.doubled() * b.scale).sin().sum())(y)
+
+
+def with_an_ordered_dict(x, y):
+    p = OrderedDict(parameters())
+    return vmap(grad(lambda v: functional_call(NET, p, (v,)).sum() * y[0, 0]))(x)
+
+
 def with_functions(x, y):
     u = lambda z: NET(z)[0]  # noqa: E731
     slope, curved = grad(u), hessian(u)
@@ -105,6 +125,8 @@ STEPS = {
     ),
     "parameters": with_parameters,
     "a list": with_a_list,
+    "a NamedTuple": with_a_named_tuple,
+    "an OrderedDict": with_an_ordered_dict,
     "functions and transforms": with_functions,
     "a pull-back": lambda x, y: vjp(lambda w: (w * x).sin(), y)[1](x)[0],
     "a tangent": lambda x, y: jvp(lambda w: (w * x).sin(), (y,), (y,))[1],

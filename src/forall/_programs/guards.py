@@ -42,6 +42,7 @@ from forall._core.remembering import (
 )
 from forall._programs.holding import Looks, holding, if_any
 from forall._programs.naming import Names
+from forall._torch.names import attention_kernels
 from forall._torch.trees import is_registered
 from forall._torch.trusted import is_torchs
 
@@ -139,6 +140,11 @@ class Guards:
     def watch(self, tensors: Iterable[torch.Tensor]) -> None:
         """These are read by the program: they must stay what they are, but for their numbers."""
         self._looks, self._holding = Looks(tensors), None
+
+    def watch_attention(self) -> None:
+        """The kernels that it may take, of which the program has one."""
+        self._others.append(functools.partial(_may_take, attention_kernels()))
+        self._holding = None
 
     def _look(self, value: Any) -> None:
         if len(self._held) > _MOST:
@@ -291,6 +297,10 @@ class Guards:
         self._data.append((value, data))
         if len(data) > _MOST_BYTES or (is_array(value) and value.dtype.hasobject):
             self.why = "the function reaches an array whose numbers may change, too large to watch"
+
+
+def _may_take(kernels: tuple) -> bool:
+    return attention_kernels() == kernels
 
 
 def _has_none(weakly: Weakly, names: frozenset[str]) -> bool:

@@ -111,6 +111,7 @@ class Recorder(DispatchMode):
         self.writes_unsaid = False  # of which no version tells, nor a schema
         self.makes_leaves = False  # a result's history may end in a tensor of the function's own
         self.makes_hooks = False  # that run in a backward pass
+        self.attends = False  # by a kernel that torch chooses as the user allows
         self._numbers: dict[int, int] = {}  # of each tensor's identity, as long as it lives
         self._tensors: list[weakref.ref] = []
         # The numbers of those that lie in a storage, for as long as it is there.
@@ -368,6 +369,14 @@ _CHANGES = {
 _HOOKS = {torch.Tensor.register_hook, torch.Tensor.retain_grad}
 
 
+_ATTENTION = {
+    "scaled_dot_product_attention",
+    "multi_head_attention_forward",
+    "_native_multi_head_attention",
+    "_transformer_encoder_layer_fwd",
+}
+
+
 class Watch(TorchFunctionMode):
     """Sees the calls that no operator tells of."""
 
@@ -387,4 +396,5 @@ class Watch(TorchFunctionMode):
                 self.recorder.fails("the numbers of an array of numpy's may change")
         self.recorder.makes_leaves |= changes
         self.recorder.makes_hooks |= func in _HOOKS
+        self.recorder.attends |= getattr(func, "__name__", "") in _ATTENTION
         return func(*args, **(kwargs or {}))

@@ -146,6 +146,8 @@ class FirstCall:
                 program, guards, results, tensors, self.write, back, self._again(views), views
             )
         guards.watch(program.captured.values())
+        if recorder.attends:
+            guards.watch_attention()
         return Recording(result, made, None)
 
     def _called(self, recorder: Recorder, leaves: list, given: tuple[tuple, dict] | None) -> Any:

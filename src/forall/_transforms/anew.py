@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import builtins
 import functools
+from collections import OrderedDict
 from inspect import CO_NESTED
 from types import (
     BuiltinFunctionType,
@@ -76,8 +77,9 @@ class Given(Unwatched):
     """In the place of what a template is to be given."""
 
 
-_TREES = frozenset({tuple, list, dict})
-_GIVEN = frozenset((*PLAIN, *_NUMBERS, *_TREES, Given))
+_TREES = frozenset({tuple, list, dict, OrderedDict})
+_SINGLE = frozenset((*PLAIN, *_NUMBERS, Given))
+_GIVEN = _SINGLE | _TREES
 
 
 class Transform(NamedTuple):
@@ -131,7 +133,7 @@ def taken(func: Any) -> Made | None:
 
 def standing_in(func: Any, given: Iterator | None = None) -> Any:
     """A function made as this one is, of what is given; a template of it where nothing is."""
-    if type(func) in _GIVEN:
+    if type(func) in _GIVEN or _is_named(func):
         return Given() if given is None else next(given)
     how = transform_of(func)
     if how is not None:
@@ -174,8 +176,8 @@ class _Reading:
 
     def part(self, x: Any, depth: int) -> None:
         kind = type(x)
-        if kind in _GIVEN:
-            if kind in _TREES and not _is_plain(x):
+        if kind in _GIVEN or _is_named(x):
+            if kind not in _SINGLE and not _is_plain(x):
                 raise _OfItsOwn
             self.same.append(Given)
             self.given.append(x)
@@ -265,9 +267,13 @@ def _is_anew(func: FunctionType) -> bool:
 def _holds_tensors(x: Any) -> bool:
     if type(x) in PLAIN:
         return True
-    return (
-        type(x) in _TREES and _is_plain(x) and any(type(leaf) in PLAIN for leaf in trees.leaves(x))
-    )
+    is_tree = type(x) in _TREES or _is_named(x)
+    return is_tree and _is_plain(x) and any(type(leaf) in PLAIN for leaf in trees.leaves(x))
+
+
+def _is_named(x: Any) -> bool:
+    """Whether it is a NamedTuple with nothing but its entries."""
+    return isinstance(x, tuple) and hasattr(type(x), "_fields") and not hasattr(x, "__dict__")
 
 
 def is_an_object(x: Any) -> bool:
