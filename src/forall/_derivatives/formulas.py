@@ -78,6 +78,9 @@ _IN_PLACE = frozenset(
         aten.renorm.default,
     }
 )
+# Formulas that write into the tangents of what does not move, which are zeros without memory: of
+# how many arguments. Others must have none.
+FILLED = {aten.mse_loss_backward.default: 3, aten.binary_cross_entropy.default: 2}
 # All for which `is_trusted` need be asked.
 ODD = _WRONG | _ONCE | _FORWARD | frozenset(FORWARD) | frozenset(BACKWARD)
 

@@ -24,7 +24,7 @@ from forall._core.levels import (
     second_name,
 )
 from forall._core.sparse import constant, is_sparse
-from forall._derivatives.formulas import ODD, is_trusted, out_of_place
+from forall._derivatives.formulas import FILLED, ODD, is_trusted, out_of_place
 from forall._derivatives.products import PRODUCTS, of_one_factor
 from forall._random.scopes import taken_back
 from forall._torch import trees
@@ -272,6 +272,8 @@ class JvpLevel(Level, DispatchMode):
                 values = [self._below(a) for a in args]
                 if func is _AS_REAL:
                     values = [v.resolve_conj() for v in values]  # a bit that the wrapper hides
+                if func in FILLED and any(map(self.moves, args)):
+                    values[: FILLED[func]] = map(_moving, values[: FILLED[func]])
                 if fact.mutates and self.tapes is not None:
                     self.tapes.keep(written_by(func, args, kwargs))
                 with out_of_place(func, values):
@@ -379,6 +381,14 @@ def make_dual(primal: torch.Tensor, tangent: torch.Tensor, level: JvpLevel) -> D
     level.outer_history |= primal.requires_grad or tangent.requires_grad
     with functions_off(), torch.enable_grad(), forward_on():
         return wrap(attach_tangent(primal, tangent), level)
+
+
+def _moving(a: Any) -> Any:
+    """A tensor one level down with a tangent that is there, even if it is zero."""
+    if not isinstance(a, torch.Tensor) or not a.is_floating_point():
+        return a
+    primal, tangent = split_tangent(a, level=0)
+    return a if tangent is not None else attach_tangent(primal, torch.zeros_like(primal))
 
 
 def unpack(y: torch.Tensor, level: JvpLevel) -> tuple[torch.Tensor, torch.Tensor | None]:
