@@ -14,12 +14,15 @@ from torch.autograd.function import BackwardCFunction, once_differentiable
 from forall._core.levels import deepest, graph_free, lift
 from forall._torch.dispatch import apply_function, functions_off
 
+# Torch's own, whose gradients are found with the value and so have no history.
+_ON_THE_WAY = "GeneratedBackwardFor_torch_nn__linear_cross_entropy"
 _CODE = once_differentiable(lambda: None).__code__  # of each function that it has marked
 
 
 def is_once(function: type) -> bool:
     """Whether this Function has a backward that cannot be differentiated."""
-    return getattr(getattr(function, "backward", None), "__code__", None) is _CODE
+    marked = getattr(getattr(function, "backward", None), "__code__", None) is _CODE
+    return marked or function.__name__.startswith(_ON_THE_WAY)
 
 
 def is_once_node(node: Any) -> bool:
@@ -57,6 +60,12 @@ class Refusing:
 
 
 def _refuse(name: str) -> Any:
+    if name.startswith(_ON_THE_WAY):
+        raise RuntimeError(
+            "linear_cross_entropy(.., options=..): trying to differentiate twice a loss whose "
+            "gradients are found with its value, in chunks.\n"
+            "Leave out options, for all at once."
+        )
     raise RuntimeError(
         f"{name}: trying to differentiate twice a function that was marked with "
         "@once_differentiable.\n"

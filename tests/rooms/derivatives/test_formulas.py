@@ -120,3 +120,25 @@ def test_a_loss_in_chunks(reduction):
     along = tuple(map(torch.cos, (x, w, b)))
     found, truth = (jvp(partial(f, options=o), (x, w, b), along) for o in (options, None))
     assert difference(found, truth) is None
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize(
+    "twice",
+    [
+        lambda f, x: jvp(grad(f), (x,), (x,)),
+        lambda f, x: grad(lambda z: (grad(f)(z) * x).sum())(x),
+        lambda f, x: hessian(f)(x),
+        lambda f, x: vmap(hessian(f))(x.expand(2, 3, 2)),
+    ],
+)
+def test_a_loss_in_chunks_is_not_differentiated_twice(twice, reduction):
+    """Torch finds its gradients with its value: they have no history, so a term would be lost."""
+    options = torch.nn.LinearCrossEntropyOptions()
+    x, w, target = torch.randn(3, 2, dtype=D), torch.randn(4, 2, dtype=D), torch.tensor([0, 1, 3])
+
+    def f(x):
+        return F.linear_cross_entropy(x, w, target, options=options, reduction=reduction).sum()
+
+    with pytest.raises(RuntimeError, match="twice a loss .* in chunks|functions with out="):
+        twice(f, x)
