@@ -140,5 +140,5 @@ def test_a_loss_in_chunks_is_not_differentiated_twice(twice, reduction):
     def f(x):
         return F.linear_cross_entropy(x, w, target, options=options, reduction=reduction).sum()
 
-    with pytest.raises(RuntimeError, match="twice a loss .* in chunks|functions with out="):
+    with pytest.raises(RuntimeError, match=r"twice a loss .* in chunks|functions with out="):
         twice(f, x)
