@@ -120,6 +120,35 @@ def steps_of_an_object(device: torch.device) -> Contestants:
 
 
 @workload(
+    "gradient-penalty",
+    "the penalty of a critic's slopes at 128 points, `vmap(grad)`, and its backward pass in 2-64-64-1",
+)
+def gradient_penalty(device: torch.device) -> Contestants:
+    critic = torch.nn.Sequential(
+        torch.nn.Linear(2, 64),
+        torch.nn.LeakyReLU(0.2),
+        torch.nn.Linear(64, 64),
+        torch.nn.Tanh(),
+        torch.nn.Linear(64, 1, bias=False),
+    ).to(device)
+    weights = [critic[0].weight, critic[2].weight, critic[2].bias, critic[4].weight]
+    points = torch.randn(128, 2, device=device)
+
+    def penalised(slopes):
+        return torch.autograd.grad((slopes.norm(dim=1) - 1).square().mean(), weights)
+
+    def transformed(api):
+        return lambda: penalised(api.vmap(api.grad(lambda x: critic(x).sum()))(points))
+
+    def handwritten():
+        leaf = points.detach().requires_grad_()
+        (slopes,) = torch.autograd.grad(critic(leaf).sum(), leaf, create_graph=True)
+        return penalised(slopes)
+
+    return contest(transformed, handwritten)
+
+
+@workload(
     "residuals-with-closures",
     "a heat equation's residual at 64 points, its functions written anew in each of 8 steps",
 )
