@@ -121,7 +121,7 @@ def steps_of_an_object(device: torch.device) -> Contestants:
 
 @workload(
     "gradient-penalty",
-    "the penalty of a critic's slopes, `vmap(grad)` at 128 points, and its backward pass, 2-64-64-1",
+    "the penalty of a critic's slopes (`vmap(grad)`) at 128 points, and its backward pass",
 )
 def gradient_penalty(device: torch.device) -> Contestants:
     critic = torch.nn.Sequential(
