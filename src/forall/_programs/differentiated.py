@@ -30,7 +30,7 @@ from forall._programs.pulling import Pass
 from forall._programs.replayed import Recorded, Results
 from forall._programs.signature import ambient
 from forall._torch import generators
-from forall._torch.dispatch import functions_off, in_torch_func, torch_funcs, users_tangents
+from forall._torch.dispatch import functions_off, torch_funcs, users_tangents
 from forall._torch.names import PLAIN, version
 
 if TYPE_CHECKING:
@@ -189,8 +189,7 @@ class Replayed(torch.autograd.Function):
         given = [cotangents[i] for i in recorded.moves]
         if all(c is None for c in given):
             return (None,) * (1 + len(recorded.given))
-        served = recorded.serves_backward(given) and not in_torch_func()
-        saved = ctx.saved_tensors
+        served, saved = recorded.serves_backward(given), ctx.saved_tensors
         if served and not torch.is_grad_enabled():
             found = recorded.pulled(saved, given)
         else:

@@ -110,12 +110,9 @@ class Gate:
 
 class _Through(torch.autograd.Function):
     @staticmethod
-    def forward(_: Gate, t: Tensor) -> Tensor:
+    def forward(ctx: Any, gate: Gate, t: Tensor) -> Tensor:
+        ctx.gate = gate
         return t.view_as(t)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, _: Tensor) -> None:  # torch.func asks for it
-        ctx.gate = inputs[0]
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor | None]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import operator
 from time import perf_counter
-from types import FunctionType, MethodType
+from types import CodeType, FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
 
@@ -28,7 +28,7 @@ from forall._transforms import anew
 from forall._transforms.chunking import Chunks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from forall._programs.replay import Replays
 
@@ -58,7 +58,7 @@ class Calls:
             if replays.why is not None:
                 return eager(func, *args, **kwargs)
             instead = functools.partial(eager, func, *args, **kwargs)
-            return replays.run(args if given is None else (given, *args), kwargs, instead)
+            return replays.run((given, *args) if given else args, kwargs, instead)
         start = perf_counter()
         result = eager(func, *args, **kwargs)
         self.spent += perf_counter() - start
@@ -82,12 +82,16 @@ class Calls:
             self.replays = Replays(functools.partial(eager, func))
         else:
             run = functools.partial(_stood_in, eager, anew.standing_in(func))
+            if anew.Given not in self.same:
+                run = functools.partial(run, ())
             in_table = self.home is not None and self.home.is_a_table
-            self.replays = Replays(run, self.home.refuse if in_table else None, stands_in=True)
+            leave = self.home.refuse if in_table else None
+            copied = any(isinstance(x, CodeType) for x in self.same)
+            self.replays = Replays(run, leave, stands_in=copied)
         return self.replays
 
 
-def _stood_in(eager: Callable, template: Any, given: list, /, *args: Any, **kwargs: Any) -> Any:
+def _stood_in(eager: Callable, template: Any, given: Sequence, /, *args: Any, **kwargs: Any) -> Any:
     return eager(anew.standing_in(template, iter(given)), *args, **kwargs)
 
 
