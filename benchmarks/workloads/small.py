@@ -59,6 +59,14 @@ class Steps:
 
         self.decay = 1e-3
 
+    def by_autograd(self, loss) -> list[list[torch.Tensor]]:
+        """The gradients of ``loss(parameters, x, y)`` of each batch."""
+        found = []
+        for x, y in zip(self.inputs, self.targets, strict=True):
+            leaves = [p.detach().requires_grad_() for p in self.parameters]
+            found.append([*torch.autograd.grad(loss(leaves, x, y), leaves)])
+        return found
+
     def loss(self, parameters: list[torch.Tensor], x: torch.Tensor, y: torch.Tensor):
         weights = parameters[0].square().sum() + parameters[2].square().sum()
         return (self.network(parameters, x) - y).square().mean() + self.decay * weights
@@ -88,12 +96,7 @@ def steps_with_closures(device: torch.device) -> Contestants:
         return program
 
     def handwritten():
-        found = []
-        for x, y in zip(steps.inputs, steps.targets, strict=True):
-            leaves = [p.detach().requires_grad_() for p in parameters]
-            loss = (network(leaves, x) - y).square().mean()
-            found.append([*torch.autograd.grad(loss, leaves)])
-        return found
+        return steps.by_autograd(lambda p, x, y: (network(p, x) - y).square().mean())
 
     return contest(transformed, handwritten)
 
@@ -109,14 +112,7 @@ def steps_of_an_object(device: torch.device) -> Contestants:
     def transformed(api):
         return lambda: [api.grad(steps.loss)(steps.parameters, x, y) for x, y in batches]
 
-    def handwritten():
-        found = []
-        for x, y in batches:
-            leaves = [p.detach().requires_grad_() for p in steps.parameters]
-            found.append([*torch.autograd.grad(steps.loss(leaves, x, y), leaves)])
-        return found
-
-    return contest(transformed, handwritten)
+    return contest(transformed, lambda: steps.by_autograd(steps.loss))
 
 
 @workload(

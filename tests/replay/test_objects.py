@@ -13,6 +13,7 @@ from torch import nn
 import forall
 from forall import grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
 from forall._transforms import anew
+from replay.test_made_anew import plainly
 
 pytestmark = pytest.mark.usefixtures("at_once")
 D = torch.float64
@@ -67,14 +68,6 @@ def uncollected():
 @pytest.fixture
 def hits(either_way, hits):
     return hits
-
-
-def plainly(way, m):
-    before, forall.config.replay = forall.config.replay, False
-    try:
-        return way(m)
-    finally:
-        forall.config.replay = before
 
 
 def agree(way, m):

@@ -13,7 +13,7 @@ from forall._batching.batched import Batched, derive, wrap
 from forall._batching.table import ViewCall
 from forall._core.levels import act
 from forall._torch.names import pop_mode, push_mode
-from forall._torch.schema import in_lists
+from forall._torch.schema import in_arguments
 from forall._torch.wrapper import Wrapper
 
 if TYPE_CHECKING:
@@ -341,9 +341,8 @@ def each(level: Any, func: Any, args: tuple, kwargs: dict) -> list:
         return a
 
     def one(i: int) -> Any:
-        at = partial(pick, i=i)
-        named = {k: in_lists(at, a) for k, a in kwargs.items()}
-        return func(*[in_lists(at, a) for a in args], **named)
+        given, named = in_arguments(partial(pick, i=i), args, kwargs)
+        return func(*given, **named)
 
     return [*map(one, range(level.size or 1))]
 

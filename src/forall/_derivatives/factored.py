@@ -18,7 +18,7 @@ from forall._core.levels import Level, complete, second_name, stack, top
 from forall._derivatives import factors, reverse
 from forall._torch.dispatch import AUTOGRAD, functions_off, is_excluded
 from forall._torch.names import DispatchMode, functions_pass
-from forall._torch.schema import in_lists
+from forall._torch.schema import in_arguments
 from forall._torch.wrapper import Wrapper, make_wrapper
 
 aten = torch.ops.aten
@@ -165,8 +165,8 @@ class FactoredLevel(Level):
                 was[id(value)] = a
                 return value
 
-            named = {k: in_lists(made, a) for k, a in kwargs.items()}
-            out = func(*[in_lists(made, a) for a in args], **named)
+            values, named = in_arguments(made, args, kwargs)
+            out = func(*values, **named)
             if isinstance(out, (list, tuple)):
                 return type(out)(was.get(id(o), o) for o in out)
             return was.get(id(out), out)  # what was written into keeps its name

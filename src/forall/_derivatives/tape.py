@@ -15,7 +15,7 @@ import torch
 from forall._core.levels import Level, at, deepest
 from forall._torch.memory import has_memory, storage_of
 from forall._torch.names import OpOverload, functions_pass, split_tangent
-from forall._torch.schema import facts, in_lists, tensors_in
+from forall._torch.schema import facts, in_arguments, tensors_in
 from forall._torch.wrapper import Wrapper, shell
 
 if TYPE_CHECKING:
@@ -42,9 +42,9 @@ class TapeLevel(Level):
             return _QUESTIONS[func](*args)
         if func is aten._reshape_alias.default:  # as reshape calls a view where nobody records it
             func, args = aten.view.default, args[:2]
-        values, named = _mapped(_value, args, kwargs)
+        values, named = in_arguments(_value, args, kwargs)
         out = func(*values, **named)
-        self.steps.append((func, *_mapped(_slot, args, kwargs), self.count))
+        self.steps.append((func, *in_arguments(_slot, args, kwargs), self.count))
         fact = facts(func) if isinstance(func, OpOverload) else None
         if fact is not None and fact.mutates:
             target = args[fact.mutates[0]] if isinstance(fact.mutates[0], int) else None
@@ -68,8 +68,8 @@ class TapeLevel(Level):
 
     def noted(self, step: Callable[..., tuple], args: tuple) -> tuple:
         """What ``step`` gives for the values, as one step of the program."""
-        out = step(*_mapped(_value, args, {})[0])
-        self.steps.append((step, *_mapped(_slot, args, {}), self.count))
+        out = step(*in_arguments(_value, args, {})[0])
+        self.steps.append((step, *in_arguments(_slot, args, {}), self.count))
         return self._recorded(out)
 
     def keep(self, written: list[torch.Tensor]) -> None:
@@ -89,7 +89,7 @@ class TapeLevel(Level):
 
         for i in {i for room in rooms for i in self._by_room.pop(room, ())}:
             func, args, kwargs, slot = self.steps[i]
-            self.steps[i] = (func, *_mapped(kept, args, kwargs), slot)
+            self.steps[i] = (func, *in_arguments(kept, args, kwargs), slot)
 
     def share(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor  # a constant of the program
@@ -170,11 +170,6 @@ def _value(a: Any) -> Any:
     return a.value if isinstance(a, Tape) else a
 
 
-def _mapped(f: Callable[[Any], Any], args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """A step's arguments with ``f`` of each in its place, also of those in lists."""
-    return tuple(in_lists(f, a) for a in args), {k: in_lists(f, a) for k, a in kwargs.items()}
-
-
 def settle(level: TapeLevel) -> None:
     """Take the tangents off the program's constants; call it while forward mode is still on.
 
@@ -182,7 +177,8 @@ def settle(level: TapeLevel) -> None:
     Played inside another jvp such a constant would start to record again.
     """
     level.steps = [
-        (func, *_mapped(_primal, args, kwargs), slot) for func, args, kwargs, slot in level.steps
+        (func, *in_arguments(_primal, args, kwargs), slot)
+        for func, args, kwargs, slot in level.steps
     ]
 
 
@@ -269,8 +265,8 @@ class Linear:
 
 def _filled(a: Any, slots: dict[int, Any]) -> Any:
     """A step's argument, with what is in its slots."""
-    # Not by `_mapped`, which would take an eighth more time; nor by a function in `play`: see NOTE
-    # [functions that call themselves].
+    # Not by `in_lists`, which would take an eighth more time; nor by a function in `play`: see
+    # NOTE [functions that call themselves].
     if type(a) is Slot:
         return slots[a]
     return [_filled(b, slots) for b in a] if type(a) is tuple else a

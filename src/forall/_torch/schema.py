@@ -113,6 +113,11 @@ def in_lists(f: Callable[[Any], Any], a: Any) -> Any:
     return [in_lists(f, b) for b in a] if isinstance(a, (list, tuple)) else f(a)
 
 
+def in_arguments(f: Callable[[Any], Any], args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """An operator's arguments with ``f`` of each in its place, also of those in lists."""
+    return tuple(in_lists(f, a) for a in args), {k: in_lists(f, a) for k, a in kwargs.items()}
+
+
 @cache
 def functional_of(func: Any) -> Any | None:
     """The overload that computes what this in-place or out= one writes, or None.

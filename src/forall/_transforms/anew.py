@@ -28,6 +28,7 @@ import builtins
 import functools
 from collections import OrderedDict
 from inspect import CO_NESTED
+from itertools import chain
 from types import (
     BuiltinFunctionType,
     CellType,
@@ -55,7 +56,6 @@ from forall._core.remembering import (
 )
 from forall._torch import trees
 from forall._torch.names import PLAIN, OpOverload, OpOverloadPacket
-from forall._torch.trees import is_registered
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator
@@ -99,14 +99,8 @@ class Made(NamedTuple):
 
     def home(self) -> Module | None:
         """The module that the calls of such functions are kept with."""
-        held = self.same
-        for x in (
-            *held,
-            *(v for r in held if type(r) is ReferenceType for v in _state(r).values()),
-        ):
-            if isinstance(x, Module):
-                return x
-        return None
+        attributes = (v for r in self.objects() for v in getattr(r(), "__dict__", {}).values())
+        return next((x for x in chain(self.same, attributes) if isinstance(x, Module)), None)
 
     def objects(self) -> list[ReferenceType]:
         """The user's, which are held weakly."""
@@ -282,7 +276,7 @@ def is_an_object(x: Any) -> bool:
     known = _kinds.get(kind)
     if known is None:
         known = _kinds[kind] = _is_of_objects(kind)
-    return known and not is_registered(kind)
+    return known and not trees.is_registered(kind)
 
 
 _kinds: WeakKeyDictionary[type, bool] = WeakKeyDictionary()
@@ -295,10 +289,6 @@ def _is_of_objects(kind: type) -> bool:
         return False
     slots = (v for k in kind.__mro__ if not is_no_users(k) for v in vars(k).values())
     return MemberDescriptorType not in map(type, slots)
-
-
-def _state(of: ReferenceType) -> dict[str, Any]:
-    return getattr(of(), "__dict__", {})
 
 
 def _is_plain(x: Any) -> bool:

@@ -84,7 +84,7 @@ class Calls:
             run = functools.partial(_stood_in, eager, anew.standing_in(func))
             if anew.Given not in self.same:
                 run = functools.partial(run, ())
-            in_table = self.home is not None and self.home.is_a_table
+            in_table = self.home is not None and self.home.kept is anew.table
             leave = self.home.refuse if in_table else None
             copied = any(isinstance(x, CodeType) for x in self.same)
             self.replays = Replays(run, leave, stands_in=copied)
@@ -98,10 +98,10 @@ def _stood_in(eager: Callable, template: Any, given: Sequence, /, *args: Any, **
 class _Home:
     """Where calls are kept that have to do with objects of the user's, until one of these goes."""
 
-    __slots__ = ("is_a_table", "kept", "key", "objects", "same")
+    __slots__ = ("kept", "key", "objects", "same")
 
-    def __init__(self, kept: dict, key: Any, made: anew.Made, *, is_a_table: bool) -> None:
-        self.kept, self.key, self.same, self.is_a_table = kept, key, made.same, is_a_table
+    def __init__(self, kept: dict, key: Any, made: anew.Made) -> None:
+        self.kept, self.key, self.same = kept, key, made.same
         self.objects = [ref(x(), self._left) for x in made.objects()]
 
     def _left(self, _: ref) -> None:
@@ -179,7 +179,7 @@ def _calls_anew(made: anew.Made, key: Any) -> Calls | None:
     key = (*map(id, made.same), key)
     calls = kept.get(key)
     if calls is None:
-        home = _Home(kept, key, made, is_a_table=module is None) if made.objects() else None
+        home = _Home(kept, key, made) if made.objects() else None
         if len(kept) >= anew.MOST:
             kept.pop(next(iter(kept)), None)  # of functions that nobody makes any more
         calls = kept[key] = Calls(made.same, home)
