@@ -82,12 +82,12 @@ def not_the_users(f: FunctionType) -> FunctionType:
 class ByJit(Replays):
     """In the place of what replays the calls of a transformed function."""
 
-    def __init__(self, run: Any) -> None:
-        super().__init__(run)
+    def __init__(self, run: Any, leads_back: Any = None, *, stands_in: bool = False) -> None:
+        super().__init__(run, leads_back, stands_in=stands_in)
         self.kinds = Quiet(run, Statics(run, None, None), function)
 
     @not_the_users
-    def run(self, args: tuple, kwargs: dict) -> Any:
+    def run(self, args: tuple, kwargs: dict, instead: Any) -> Any:
         COUNT["calls"] += 1
         if not is_free() or sys.gettrace() or has_global_hooks():
             return self.eager(*args, **kwargs)

@@ -5,7 +5,6 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-import forall
 from forall import grad, hessian, jvp, vmap
 
 D = torch.float64
@@ -113,15 +112,3 @@ def test_a_split_at_places_in_a_tensor_that_was_made_inside_jvp():
     x = torch.arange(5.0)
     out, _ = jvp(lambda v: torch.tensor_split(v, torch.tensor([1, 3]))[1], (x,), (x,))
     assert out.equal(x[1:3])
-
-
-@pytest.mark.xfail(strict=True, reason="each example's gradient is made before they are added up")
-def test_a_second_reverse_pass_makes_no_matrix_for_each_example(monkeypatch):
-    """Replayed calls do not; those before are made as they are."""
-    monkeypatch.setattr(forall.config, "replay", False)
-    net = torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.Tanh(), torch.nn.Linear(8, 8))
-    x = torch.randn(16, 2)
-    with torch.profiler.profile(record_shapes=True) as seen:
-        slopes = vmap(grad(lambda v: net(v).tanh().sum()))(x)
-        slopes.square().sum().backward()
-    assert not any([16, 8, 8] in event.input_shapes for event in seen.events() or ())

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forall._batching.batched import Batched, wrap
+from forall._batching.unmade import Unmade
 from forall._core.counting import Count
 from forall._core.errors import columns, short
 from forall._core.levels import graph_free, level_of, lift, outside, second_name
@@ -325,6 +326,27 @@ class Share(torch.autograd.Function):
         return None if t is None else share(t, ctx.level)
 
 
+class Total(torch.autograd.Function):
+    """The sum over examples, of what is made of each: the other way round than `Share`."""
+
+    @staticmethod
+    def forward(g):
+        return g.total()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.level = inputs[0].level
+
+    @staticmethod
+    def backward(ctx, g):
+        with outside(ctx.level):
+            return share(g, ctx.level)
+
+    @staticmethod
+    def jvp(ctx, t):
+        return None if t is None else _summed(t, ctx.level)
+
+
 class Keep(torch.autograd.Function):
     """A value shared by all examples, kept after the call: as the loop's first example left it.
 
@@ -352,13 +374,19 @@ class Keep(torch.autograd.Function):
 
 def _without_tangents(g: torch.Tensor, level: VmapLevel) -> torch.Tensor:
     """A gradient that a pass in a `jvp` inside ``level`` takes further out: tangents stay in."""
-    while isinstance(g, Wrapper) and type(g) is not Batched and level.root in g.level.around:
+    while isinstance(g, Wrapper) and not isinstance(g, Batched) and level.root in g.level.around:
         with outside(g.level):
             g = g.level.afterwards(g)
     return g
 
 
 def _summed(g: torch.Tensor, level: VmapLevel) -> torch.Tensor:
+    if type(g) is Unmade and g.level is level:
+        if not carries(g):
+            return settle(g.total(), ())[0]
+        if not g.peels:
+            return apply_function(Total, g)
+        g.made()
     if isinstance(g, Batched) and g.level is level and g.axis is None and not carries(g):
         return g.value * _count(level)
     stack = leave(g, 0, level)

@@ -20,6 +20,7 @@ from forall._batching.ledger import Ledger
 from forall._batching.parting import one_answer
 from forall._batching.resolve import resolve
 from forall._batching.sharing import SHARING
+from forall._batching.summed import unmade
 from forall._core.errors import explain, note_missing_axis
 from forall._core.levels import (
     Level,
@@ -200,10 +201,17 @@ class VmapLevel(Level, DispatchMode):
         with functions_off():
             if not self.active and in_backward():
                 check_unwritten(args, self)
-            found = self._meets(args, kwargs.values())
-            if found is _INNER:
-                return self.meet(func, args, kwargs)
-            return self._run(func, args, kwargs, _HANDLERS.get(func), found)
+                found = unmade(self, func, args, kwargs)
+                if found is not None:
+                    return found
+            return self.as_it_is(func, args, kwargs)
+
+    def as_it_is(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        """`run` of what is to be made now."""
+        found = self._meets(args, kwargs.values())
+        if found is _INNER:
+            return self.meet(func, args, kwargs)
+        return self._run(func, args, kwargs, _HANDLERS.get(func), found)
 
     def completed(self, t: Batched, level: Any) -> torch.Tensor:
         """A gradient of this level as one of ``level``, where both have examples of one root."""

@@ -29,7 +29,7 @@ Tensor = torch.Tensor
 
 
 def is_of(t: Any, root: Any) -> bool:
-    return type(t) is Batched and t.level.root is root
+    return isinstance(t, Batched) and t.level.root is root
 
 
 def cut(b: Batched, some: Any) -> Batched:

@@ -12,6 +12,7 @@ import torch
 
 from forall._batching.families import Stack, by_front
 from forall._batching.table import register
+from forall._core.levels import moves
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,6 +41,21 @@ def scaled(x: Tensor, weight: Tensor | None, bias: Tensor | None = None) -> Tens
 def precise(x: Tensor) -> Tensor:
     """Sums over many entries need more digits than half precision has."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def normal(x: Tensor, mean: Tensor | None, rstd: Tensor, dims: list[int]) -> Tensor:
+    """x as the kernel normalised it, for a weight's cotangent.
+
+    To torch mean and rstd are no functions of x, and what they add to a derivative is x's: they
+    have no tangents. So where x moves they are found once more; what was added to the variance is
+    known by the kernel's result.
+    """
+    if not moves(x):
+        return (x if mean is None else x - mean) * rstd
+    if mean is not None:
+        x = x - x.mean(dims, keepdim=True)
+    square = (x * x).mean(dims, keepdim=True)
+    return x * (square + (rstd**-2 - square).detach()).rsqrt()
 
 
 def like(param: Any, x: Tensor) -> Tensor:
@@ -99,7 +115,10 @@ def _layer_norm_backward(size, g, x, shape, mean, rstd, weight, bias, mask):
         args = (gx.contiguous(), x.contiguous(), shape, mean.contiguous(), rstd.contiguous(), w)
         dx = aten.native_layer_norm_backward.default(*args, None, [True, False, False])[0]
     gp = precise(g)
-    dw = over(gp * ((precise(x) - mean) * rstd), outer, weight) if mask[1] else None
+    dw = None
+    if mask[1]:
+        dims = [*range(outer, x.dim())]
+        dw = over(gp * normal(precise(x), mean, rstd, dims), outer, weight)
     return dx, dw, over(gp, outer, bias) if mask[2] else None
 
 
@@ -128,7 +147,9 @@ def _rms_norm_backward(size, g, x, shape, rstd, weight, mask):
         args = (gx.contiguous(), x.contiguous(), shape, rstd.contiguous(), w, [True, False])
         dx = aten._fused_rms_norm_backward.default(*args)[0]
     if mask[1]:
-        dw = over(precise(g) * (precise(x) * rstd), x.dim() - len(shape), weight)
+        outer = x.dim() - len(shape)
+        hat = normal(precise(x), None, rstd, [*range(outer, x.dim())])
+        dw = over(precise(g) * hat, outer, weight)
     return dx, dw
 
 
@@ -167,8 +188,8 @@ def _group_norm_backward(size, g, x, mean, rstd, weight, n, c, hw, groups, mask)
     gp = precise(g).reshape(size, n, c, hw)
     if mask[1]:
         xp = precise(x).reshape(size, n, groups, c * hw // groups)
-        hat = ((xp - mean.unsqueeze(-1)) * rstd.unsqueeze(-1)).view(gp.shape)
-        dw = like(weight, (gp * hat).sum((1, 3)))
+        hat = normal(xp, mean.unsqueeze(-1), rstd.unsqueeze(-1), [-1])
+        dw = like(weight, (gp * hat.view(gp.shape)).sum((1, 3)))
     if mask[2]:
         db = like(weight, gp.sum((1, 3)))
     return dx, dw, db

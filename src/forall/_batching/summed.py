@@ -1,0 +1,270 @@
+"""Where an `Unmade` begins: operators that make much of little, and what these add up to."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from forall._batching.batched import Batched
+from forall._batching.families import is_mapped, lower, stacked
+from forall._batching.unmade import Unmade, flat, is_linear, passed, pending, shown
+from forall._core.levels import stack
+from forall._torch.dispatch import users_tangents
+from forall._torch.wrapper import Wrapper
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from forall._batching.interpreter import VmapLevel
+
+aten = torch.ops.aten
+Tensor = torch.Tensor
+WORTH = 1 << 14  # entries, of all examples, from which on it is worth it
+
+
+def unmade(level: VmapLevel, func: Any, args: tuple, kwargs: dict) -> Any:
+    """What an operator of a backward pass under an ended level gives unmade; None for the rest."""
+    operands = flat(args)
+    found = [a for a in operands if type(a) is Unmade and a.level.root is level.root]
+    if found:
+        if func is aten.detach.default:
+            return found[0].graph_free()
+        if _is_of_all(level, operands) and is_linear(level, func, args, kwargs):
+            return passed(level, func, args, kwargs)
+        for a in found:
+            if type(a) is Unmade:  # it may have been made with another
+                a.made()
+    source = _SOURCES.get(func)
+    if source is None or kwargs or users_tangents() or not _is_of_all(level, operands):
+        return None
+    return source(level, func, args) if _are_plain(level, operands) else None
+
+
+def _is_of_all(level: VmapLevel, operands: list) -> bool:
+    """Whether all examples of the level take part, and none of its parts."""
+    if stack.parted or level.root is not level or vars(level).get("made"):  # it has parts
+        return False
+    return not any(isinstance(a, Wrapper) and _has_parts(a) for a in operands)
+
+
+def _has_parts(t: Any) -> bool:
+    while isinstance(t, Wrapper) and type(t) is not Unmade:
+        if t.level.root is not t.level:
+            return True
+        t = t.value
+    return False
+
+
+def _are_plain(level: VmapLevel, operands: list) -> bool:
+    """Whether no value has a history or a lazy bit that is not the wrapper's."""
+    if level.records_values:
+        return False
+    mine = [a for a in operands if type(a) is Batched and a.level is level]
+    return not any(a.value.is_complex() or a.value.is_neg() for a in mine)
+
+
+def _begins(level: VmapLevel, func: Any, args: tuple, like: Tensor, add_up: Callable) -> Unmade:
+    return pending(level, like, args, lambda: level.as_it_is(func, args, {}), add_up)
+
+
+def _pays(level: VmapLevel, entries: int, *operands: Any) -> bool:
+    """Whether a result of so many entries for each example is worth it."""
+    return level.size * entries >= WORTH and all(entries > a.numel() for a in operands)
+
+
+def _all(a: Any, level: VmapLevel) -> Tensor:
+    """(B, *S)."""
+    return stacked(a, level)
+
+
+def _linear(level: VmapLevel, func: Any, args: tuple) -> Unmade | None:
+    """Of what is made, where the result is larger: zeros around it, or a product with a matrix."""
+    tensors = [a for a in flat(args) if isinstance(a, Tensor)]
+    if not any(is_mapped(a, level) for a in tensors) or not is_linear(level, func, args, {}):
+        return None
+    like = shown(func, args, {})
+    mapped = [a for a in tensors if is_mapped(a, level)]
+    if not _pays(level, like.numel(), *mapped):
+        return None
+    return passed(level, func, args, {})
+
+
+def _product(level: VmapLevel, func: Any, args: tuple) -> Unmade | None:
+    """(*, V, S) @ (*, S, D), as one product in which the examples are more of S."""
+    left, right = args
+    if not (is_mapped(left, level) and is_mapped(right, level)):
+        return _linear(level, func, args)
+    if left.dtype != right.dtype or not _pays(
+        level, prod(left.shape[:-1]) * right.shape[-1], left, right
+    ):
+        return None
+
+    def add_up() -> Tensor:
+        a, b = (_all(x, level) for x in args)
+        a, b = a.mT.movedim(0, -3).flatten(-3, -2), b.movedim(0, -3).flatten(-3, -2)
+        return func(a.mT, b)
+
+    return _begins(level, func, args, shown(func, args, {}), add_up)
+
+
+def _multiplied(level: VmapLevel, func: Any, args: tuple) -> Unmade | None:
+    """Entries of one with those of the other, both broadcast: a sum over examples by einsum."""
+    left, right = args
+    if not (is_mapped(left, level) and is_mapped(right, level)):
+        return _linear(level, func, args)
+    shape = torch.broadcast_shapes(left.shape, right.shape)
+    if left.dtype != right.dtype or not _pays(level, prod(shape), left, right):
+        return None
+
+    def dims(a: Tensor) -> list[int]:
+        return [d for d, n in enumerate(a.shape, len(shape) - a.dim()) if n > 1]
+
+    def add_up() -> Tensor:
+        operands: list[Any] = []
+        for a in args:
+            v = _all(a, level)
+            operands += (v.reshape(len(v), *(n for n in a.shape if n > 1)), [len(shape), *dims(a)])
+        out = [d for d, n in enumerate(shape) if n > 1]
+        return torch.einsum(*operands, out).reshape(shape)
+
+    return _begins(level, func, args, shown(func, args, {}), add_up)
+
+
+def _convolution(level: VmapLevel, func: Any, args: tuple) -> tuple | None:
+    """The weight's gradient from all images of all examples at once; the others as they are."""
+    g, x, w, *how, mask = args
+    if not (is_mapped(g, level) and is_mapped(x, level) and mask[1]) or is_mapped(w, level):
+        return None
+    if level.size * w.numel() < WORTH:
+        return None
+    alone = (*args[:-1], [False, True, False])
+
+    def add_up() -> Tensor:
+        images = (_all(a, level).flatten(0, 1) for a in (g, x))
+        return func(*images, lower(w, level), *how, alone[-1])[1]
+
+    def make_it() -> Any:
+        return level.as_it_is(func, alone, {})[1]
+
+    like = torch.empty(w.shape, dtype=w.dtype, device="meta")
+    others = (None, None, None)
+    if mask[0] or mask[2]:
+        others = level.as_it_is(func, (*args[:-1], [mask[0], False, mask[2]]), {})
+    return others[0], pending(level, like, (g, x, w), make_it, add_up), others[2]
+
+
+def _table(level: VmapLevel, func: Any, args: tuple) -> Unmade | None:
+    g, index, rows, padding, by_frequency = args
+    if by_frequency or not is_mapped(g, level) or not _pays(level, rows * g.shape[-1], g):
+        return None
+
+    def add_up() -> Tensor:
+        return func(_all(g, level), _all(index, level), rows, padding, by_frequency)
+
+    return _begins(level, func, args, shown(func, args, {}), add_up)
+
+
+def _put_in(level: VmapLevel, func: Any, args: tuple) -> Unmade | None:
+    """Values added to a tensor that is the same for all, at places of each example."""
+    into, values, add_up = _PLACES[func](level, *args)
+    if add_up is None or is_mapped(into, level) or into.dtype != values.dtype:
+        return None
+    if not is_mapped(values, level) or not _pays(level, into.numel(), values):
+        return None
+
+    def all_in() -> Tensor:
+        return add_up(lower(into, level) * level.size, _all(values, level))
+
+    like = torch.empty(into.shape, dtype=into.dtype, device="meta")
+    return _begins(level, func, args, like, all_in)
+
+
+def _by_index(level: VmapLevel, into: Tensor, indices: list, values: Tensor, add: bool = False):
+    at = [d for d, i in enumerate(indices) if i is not None]
+    given = [indices[d] for d in at]
+    if not add or not at or any(i.dtype in (torch.bool, torch.uint8) for i in given):
+        return into, values, None
+    shape = torch.broadcast_shapes(*(i.shape for i in given))
+    first = at[0] if at == [*range(at[0], at[-1] + 1)] else 0
+    rest = [n for d, n in enumerate(into.shape) if d not in at]
+    if tuple(values.shape) != (*rest[:first], *shape, *rest[first:]):
+        return into, values, None
+
+    def place(i: Any) -> Any:
+        if not is_mapped(i, level):
+            return lower(i, level)
+        v = _all(i, level)
+        return v.reshape(len(v), *(1,) * (len(shape) - i.dim()), *i.shape)
+
+    def add_up(into: Tensor, values: Tensor) -> Tensor:
+        places = [None if i is None else place(i) for i in indices]
+        if not any(is_mapped(i, level) for i in given):
+            return aten.index_put.default(into, places, values.sum(0), True)
+        return aten.index_put.default(into, places, values.movedim(0, first), True)
+
+    return into, values, add_up
+
+
+def _by_rows(level: VmapLevel, into: Tensor, dim: int, index: Tensor, values: Tensor):
+    if index.dim() != 1 or not into.dim():
+        return into, values, None
+    dim %= into.dim()
+
+    def add_up(into: Tensor, values: Tensor) -> Tensor:
+        rows = _all(index, level).reshape(-1)
+        return torch.index_add(into, dim, rows, values.movedim(0, dim).flatten(dim, dim + 1))
+
+    return into, values, add_up
+
+
+def _by_entries(level: VmapLevel, into: Tensor, dim: int, index: Tensor, values: Tensor):
+    if index.shape != values.shape or not into.dim():
+        return into, values, None
+    dim %= into.dim()
+
+    def along(v: Tensor) -> Tensor:
+        return v.movedim(0, dim).flatten(dim, dim + 1)
+
+    def add_up(into: Tensor, values: Tensor) -> Tensor:
+        return torch.scatter_add(into, dim, along(_all(index, level)), along(values))
+
+    return into, values, add_up
+
+
+def _by_number(level: VmapLevel, into: Tensor, index: Tensor, values: Tensor, add: bool = False):
+    if not add:
+        return into, values, None
+    return (
+        into,
+        values,
+        lambda into, values: torch.put(into, _all(index, level), values, accumulate=True),
+    )
+
+
+_PLACES = {
+    aten.index_put.default: _by_index,
+    aten.index_add.default: _by_rows,
+    aten.scatter_add.default: _by_entries,
+    aten.put.default: _by_number,
+}
+_SOURCES: dict[Any, Callable] = {
+    aten.mm.default: _product,
+    aten.bmm.default: _product,
+    aten.mul.Tensor: _multiplied,
+    aten.convolution_backward.default: _convolution,
+    aten.embedding_dense_backward.default: _table,
+    **dict.fromkeys(_PLACES, _put_in),
+    **dict.fromkeys(
+        (
+            aten.cat.default,
+            aten.stack.default,
+            aten.select_backward.default,
+            aten.slice_backward.default,
+            aten.diagonal_backward.default,
+            aten.constant_pad_nd.default,
+        ),
+        _linear,
+    ),
+}

@@ -1,0 +1,213 @@
+"""Gradients that are added up over the examples before they are made.
+
+What a tensor that all examples share gets from a backward pass is the sum of what each of them
+leaves to it (`border.Share`). Each leaves a tensor of its shape: a matrix gets an outer product, a
+table gets rows of zeros but for a few. Made for N examples these take N times the memory, and the
+time to go through it. Their sum does not: the outer products add up to one product of matrices,
+and all rows go into one table.
+
+So an operator of a backward pass that makes such a thing gives an `Unmade`, which knows its sum,
+and is made when anything else is asked of it. What is linear in it, and else has only what the
+examples share, gives another: the sum of f(x) is f of the sum.
+
+NOTE [only when the call has ended]
+    While it runs, each example's own gradient is what is asked for, or is read by what comes next.
+    What passes through an ended call comes from outside, and all of it goes back there.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from forall._batching.batched import Batched
+from forall._batching.families import is_mapped, lower
+from forall._core.counting import Count
+from forall._core.levels import peels
+from forall._torch.dispatch import functions_off, no_dispatch
+from forall._torch.schema import in_arguments
+from forall._torch.wrapper import make_wrapper
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from forall._batching.interpreter import VmapLevel
+
+aten = torch.ops.aten
+Tensor = torch.Tensor
+
+
+class Unmade(Batched):
+    """A value of an ended level that is not made yet; then it is a `Batched` like any other."""
+
+    make_it: Callable[[], Any]
+    add_up: Callable[[], Tensor]
+    counts: list[Count]  # of what it is made from
+    peels: bool  # whether a derivative hangs on the values of that
+
+    @property
+    def value(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.made().value
+
+    @property
+    def axis(self) -> int | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.made().axis
+
+    def graph_free(self) -> Batched:
+        with functions_off():
+            return passed(self.level, aten.alias.default, (self,), {})
+
+    def made(self) -> Batched:
+        self._check()
+        with functions_off():
+            made = self.make_it()
+            value, axis = _laid_out_as(self, made)
+        own = vars(self)
+        for name in ("make_it", "add_up", "counts", "peels"):
+            del own[name]
+        self.__class__ = Batched
+        own.update(value=value, axis=axis, family=made.family, chain=made.chain)
+        if made.family is not None:
+            made.family.add(self)
+        return self
+
+    def total(self) -> Tensor:
+        """The sum over examples, one level down."""
+        self._check()
+        with functions_off():
+            return self.add_up()
+
+    def _check(self) -> None:
+        if not all(count.holds() for count in self.counts):
+            raise RuntimeError(
+                "A gradient has been modified by an inplace operation while it was still needed.\n"
+                "Write into a clone of it (.clone())."
+            )
+
+
+def _laid_out_as(shown: Tensor, made: Batched) -> tuple[Tensor, int | None]:
+    """The value of ``made``, in the strides that autograd has seen."""
+    if made.axis is None or made.stride() == shown.stride():
+        return made.value, made.axis
+    size, room = made.value.shape[made.axis], 1
+    for n, step in zip(shown.shape, shown.stride(), strict=True):
+        room += (n - 1) * step
+    value = made.value.new_empty_strided((size, *shown.shape), (room, *shown.stride()))
+    return value.copy_(made.value.movedim(made.axis, 0)), 0
+
+
+def total(g: Batched) -> Tensor:
+    """The sum over the examples of an ended level."""
+    if type(g) is Unmade:
+        return g.total()
+    return g.value * g.level.size if g.axis is None else g.value.sum(g.axis)
+
+
+def flat(args: tuple) -> list:
+    found = []
+    for a in args:
+        found += a if isinstance(a, (list, tuple)) else (a,)
+    return found
+
+
+def pending(
+    level: VmapLevel, like: Tensor, given: tuple, make_it: Callable, add_up: Callable
+) -> Unmade:
+    """``like`` shows an example."""
+    shape, strides, dtype = like.shape, like.stride(), like.dtype
+    device = next(a.device for a in flat(given) if isinstance(a, Tensor))
+    new = make_wrapper(Unmade, shape, strides, 0, None, dtype, like.layout, device)
+    new.level, new.make_it, new.add_up = level, make_it, add_up
+    tensors = [a for a in flat(given) if isinstance(a, Tensor)]
+    new.counts = [Count(a) for a in tensors]
+    new.peels = any(a.peels if type(a) is Unmade else peels(a) for a in tensors)
+    return new
+
+
+def shown(func: Any, args: tuple, kwargs: dict) -> Tensor:
+    """What one example of the result looks like."""
+
+    def meta(a: Any) -> Any:
+        if not isinstance(a, Tensor):
+            return a
+        return torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device="meta")
+
+    with no_dispatch():  # nobody's mode is to see it
+        values, named = in_arguments(meta, args, kwargs)
+        return func(*values, **named)
+
+
+# --- what is linear ----------------------------------------------------------------------------
+
+# In the first argument; the others are no tensors.
+_OF_ONE = {
+    aten.alias.default,
+    aten.t.default,
+    aten.transpose.int,
+    aten.permute.default,
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.unsqueeze.default,
+    aten.slice.Tensor,
+    aten.select.int,
+    aten.clone.default,
+    aten.neg.default,
+    aten.flip.default,
+    aten.tril.default,
+    aten.triu.default,
+    aten.sum.default,
+    aten.sum.dim_IntList,
+    aten.mul.Scalar,
+    aten.div.Scalar,
+    aten.select_backward.default,
+    aten.slice_backward.default,
+    aten.diagonal_backward.default,
+    aten.constant_pad_nd.default,
+}
+_OF_EACH = {aten.mul.Tensor, aten.mm.default, aten.bmm.default}  # bilinear
+_SUMS = {aten.add.Tensor, aten.sub.Tensor, aten.cat.default, aten.stack.default}
+
+
+def is_linear(level: VmapLevel, func: Any, args: tuple, kwargs: dict) -> bool:
+    if kwargs:
+        return False
+    if func in _OF_ONE:
+        return func is not aten.constant_pad_nd.default or not any(args[2:])
+    if func in _OF_EACH or func is aten.div.Tensor:
+        mapped = [_differs(a, level) for a in args]
+        return mapped == [True, False] or (mapped == [False, True] and func in _OF_EACH)
+    tensors = flat(args[:1] if func in (aten.cat.default, aten.stack.default) else args)
+    if func in _SUMS and all(isinstance(a, Tensor) for a in tensors):
+        one_shape = len({a.shape for a in tensors}) == 1 or func is aten.cat.default
+        return one_shape and len({a.dtype for a in tensors}) == 1
+    return False
+
+
+def _differs(a: Any, level: VmapLevel) -> bool:
+    return (type(a) is Unmade and a.level is level) or is_mapped(a, level)
+
+
+def passed(level: VmapLevel, func: Any, args: tuple, kwargs: dict) -> Unmade:
+    """A linear function of what is unmade."""
+    adds = func in _SUMS
+
+    def of(a: Any) -> Any:
+        if _differs(a, level):
+            return total(a)
+        a = lower(a, level)
+        return a * level.size if adds and isinstance(a, Tensor) else a
+
+    def add_up() -> Tensor:
+        given, _ = in_arguments(of, args, {})
+        return func(*given)
+
+    def make_it() -> Any:
+        for a in flat(args):
+            if type(a) is Unmade:
+                a.made()
+        return level.as_it_is(func, args, kwargs)
+
+    return pending(level, shown(func, args, kwargs), args, make_it, add_up)
