@@ -13,3 +13,4 @@ from . import gaussian_process  # noqa: F401
 from . import parting  # noqa: F401
 from . import fallbacks  # noqa: F401
 from . import convolutions  # noqa: F401
+from . import shared  # noqa: F401

@@ -135,6 +135,8 @@ CASES = {
     "a layer of rows": lambda w, x, i: F.layer_norm(w[i] * x, (5,), w[0], w[1]).sin(),
     "squares": lambda w, x, i: F.rms_norm(w[i] * x, (5,), w[0]).sin(),
     "groups": lambda w, x, i: F.group_norm((w[:4] * x)[None], 2, w[:4, 0], w[:4, 1]).sin(),
+    "batches": lambda w, x, i: F.batch_norm(w[i] * x, None, None, w[0], None, True).sin(),
+    "batches alone": lambda w, x, i: F.batch_norm(w[i] * x, None, None, None, None, True).sin(),
     "groups alone": lambda w, x, i: F.instance_norm((w[:4] * x)[None], None, None, w[:4, 0]).sin(),
     "attention": attention,
     "conv": lambda w, x, i: F.conv1d((x[:, None] * x)[None], w.view(7, 5, 1)).sin(),

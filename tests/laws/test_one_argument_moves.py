@@ -75,3 +75,10 @@ def test_a_weight_that_does_not_move():
 
     for way in WAYS.values():
         agree(way, f, g)
+
+
+@pytest.mark.parametrize("loss", [F.mse_loss, F.binary_cross_entropy])
+def test_a_target_that_is_expanded(loss):
+    row = Y.flatten()[:1].expand(Y.shape)
+    for way in WAYS.values():
+        agree(way, lambda z: loss(z, row), lambda z: loss(z, row.clone()))

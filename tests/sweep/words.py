@@ -230,6 +230,35 @@ def vjp_vjp(e: Any, t: Task) -> Any:
     return tuple(value), tuple(again(cots))
 
 
+def _pull_of_all(e: Any, t: Task) -> tuple[Callable[..., Any], list[Tensor]]:
+    """The same of all examples at once: what they share gets the sum."""
+    args = t.case.args()
+    primals = t.picked(args)
+    n = len(primals)
+
+    def pull(*both: Tensor) -> tuple[Tensor, ...]:
+        return tuple(e.vjp(_stacked(e, t, args), *both[:n])[1](tuple(both[n:])))
+
+    return pull, [*primals, *t.cotangents(t.case.size, _fresh())]
+
+
+def jvp_vjp_vmap(e: Any, t: Task) -> Any:
+    """What a Hessian is made of, of a loss over examples."""
+    pull, at = _pull_of_all(e, t)
+    draw = _fresh().manual_seed(6)
+    tangents = tuple(t.drawn(x.shape, x.dtype, draw) for x in at)
+    value, pushed = e.jvp(pull, tuple(at), tangents)
+    return tuple(value), tuple(pushed)
+
+
+def vjp_vjp_vmap(e: Any, t: Task) -> Any:
+    pull, at = _pull_of_all(e, t)
+    draw = _fresh().manual_seed(6)
+    value, again = e.vjp(pull, *at)
+    cots = tuple(t.drawn(x.shape, x.dtype, draw) for x in value)
+    return tuple(value), tuple(again(cots))
+
+
 def _of_one(
     t: Task, moved: Sequence[Tensor]
 ) -> tuple[Callable[..., tuple[Tensor, ...]], list[Tensor]]:
@@ -286,6 +315,8 @@ WORDS: dict[str, Callable[[Any, Task], Any]] = {
     "jvp∘vmap": jvp_vmap,
     "jvp∘vjp": jvp_vjp,
     "vjp∘vjp": vjp_vjp,
+    "jvp∘vjp∘vmap": jvp_vjp_vmap,
+    "vjp∘vjp∘vmap": vjp_vjp_vmap,
     "jacrev": jacrev,
     "jacfwd": jacfwd,
     "linearize": linearize,
@@ -342,6 +373,12 @@ def truth_of(word: str, plain: Any, t: Task) -> Any:
         return empty_truth(some[0], 1), _twice(t)
     if word == "vjp∘vmap":
         return empty_truth(some[0]), _no_gradients(t, some[1])
+    if word == "jvp∘vjp∘vmap":
+        return _no_gradients(t, some[0]), _no_gradients(t, some[1])
+    if word == "vjp∘vjp∘vmap":
+        n = len(some[0])
+        cotangents = tuple(empty_truth(list(some[1][n:])))
+        return _no_gradients(t, some[0]), (*_no_gradients(t, some[1][:n]), *cotangents)
     return empty_truth(some)
 
 

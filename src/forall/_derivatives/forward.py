@@ -39,7 +39,7 @@ from forall._torch.dispatch import (
     is_excluded,
 )
 from forall._torch.inference import ordinary
-from forall._torch.lazy import attach_tangent
+from forall._torch.lazy import attach_tangent, moving
 from forall._torch.names import DispatchMode, functions_pass, split_tangent
 from forall._torch.schema import facts, functional_of, written_by
 from forall._torch.wrapper import READS, Wrapper, shell
@@ -273,7 +273,7 @@ class JvpLevel(Level, DispatchMode):
                 if func is _AS_REAL:
                     values = [v.resolve_conj() for v in values]  # a bit that the wrapper hides
                 if func in FILLED and any(map(self.moves, args)):
-                    values[: FILLED[func]] = map(_moving, values[: FILLED[func]])
+                    values[: FILLED[func]] = map(moving, values[: FILLED[func]])
                 if fact.mutates and self.tapes is not None:
                     self.tapes.keep(written_by(func, args, kwargs))
                 with out_of_place(func, values):
@@ -381,14 +381,6 @@ def make_dual(primal: torch.Tensor, tangent: torch.Tensor, level: JvpLevel) -> D
     level.outer_history |= primal.requires_grad or tangent.requires_grad
     with functions_off(), torch.enable_grad(), forward_on():
         return wrap(attach_tangent(primal, tangent), level)
-
-
-def _moving(a: Any) -> Any:
-    """A tensor one level down with a tangent that is there, even if it is zero."""
-    if not isinstance(a, torch.Tensor) or not a.is_floating_point():
-        return a
-    primal, tangent = split_tangent(a, level=0)
-    return a if tangent is not None else attach_tangent(primal, torch.zeros_like(primal))
 
 
 def unpack(y: torch.Tensor, level: JvpLevel) -> tuple[torch.Tensor, torch.Tensor | None]:

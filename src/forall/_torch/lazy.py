@@ -8,6 +8,7 @@ import torch
 from torch import is_inference_mode_enabled
 
 from forall._torch.dispatch import CONJUGATE, NEGATIVE, VIEWS, ZEROS, is_excluded, set_excluded
+from forall._torch.names import split_tangent
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,6 +40,18 @@ def attach_tangent(primal: torch.Tensor, tangent: torch.Tensor) -> torch.Tensor:
     if tangent.is_neg() != primal.is_neg():
         tangent = tangent.resolve_neg() if tangent.is_neg() else tangent.neg()._neg_view()
     return torch._VF._make_dual(primal, tangent, level=0)
+
+
+def moving(a: Any) -> Any:
+    """A tensor with a tangent that is there, even if it is zero."""
+    if not isinstance(a, torch.Tensor) or not a.is_floating_point():
+        return a
+    primal, tangent = split_tangent(a, level=0)
+    if tangent is not None:
+        return a
+    if 0 in primal.stride():  # expanded, where no tangent can lie in the same way
+        primal = primal.contiguous()
+    return attach_tangent(primal, torch.zeros_like(primal))
 
 
 def set_lazy_bits(on: bool) -> None:

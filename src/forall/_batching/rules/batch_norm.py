@@ -190,7 +190,8 @@ def back(level, g, x, weight, running, saved, train, eps, mask):
     vectors = [per_channel(p, level) for p in (weight, *running, *saved)]
     dx, *rest = _BACK(folded(g, level), folded(x, level), *vectors, train, eps, mask)
     dx = None if dx is None else unfolded(dx, size)
-    return wrapped((dx, *(None if p is None else p.view(size, -1) for p in rest)), 0, level)
+    asked = (p if wanted else None for p, wanted in zip(rest, mask[1:], strict=True))
+    return wrapped((dx, *(None if p is None else p.view(size, -1) for p in asked)), 0, level)
 
 
 def _native_backward(level, func, args, kwargs):
