@@ -1,4 +1,4 @@
-"""What a program can do without. Every pass but `sums` keeps each bit of each result.
+"""What a program can do without. Every pass keeps each bit of each result.
 
 NOTE [what passes may not do]
     They look at layouts, and at which memory is shared; never at numbers. ``x + 0``, ``1 * x`` and
@@ -15,7 +15,6 @@ import torch
 from forall._programs.cheaper import in_place, numbers
 from forall._programs.equals import MOST, copies, twins
 from forall._programs.program import Node, with_refs
-from forall._programs.sums import sums
 from forall._programs.views import views
 from forall._torch.dispatch import without_history
 from forall._torch.schema import facts
@@ -49,7 +48,6 @@ def clean(program: Program, back: Collection[Node] = ()) -> Program:
     views(program)
     copies(program, back)
     twins(program, back)
-    sums(program, back)
     views(program)
     dead(program)
     numbers(program)
