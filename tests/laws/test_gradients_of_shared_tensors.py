@@ -333,3 +333,28 @@ def test_a_gradient_that_is_written_into_while_it_is_needed():
     y = vmap(f)(x).sin()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         torch.autograd.grad(y.sum(), [x, w])
+
+
+def steps(w, x, i):
+    """Each step uses the parameter, as it is and as it was made by those before."""
+    h, v = x, w
+    for t in range(300):
+        h = torch.tanh(w[:5] @ h + v[t % 7])
+        v = v * 0.9 + w * 0.1
+    return h
+
+
+def rows_of_its_own(w, x, i):
+    """The gradient of an argument of its own, in as many parts."""
+    xs = x.expand(300, 5) * torch.arange(300, dtype=D)[:, None].cos()
+    return sum(xs[t] * w[t % 7] for t in range(300))
+
+
+@pytest.mark.parametrize("f", [steps, rows_of_its_own])
+def test_many_steps(f):
+    found, wanted = (
+        torch.autograd.grad(loss(f, v, X, AT, each), v)[0]
+        for each in (at_once, one_by_one)
+        for v in [W.clone().requires_grad_()]
+    )
+    assert same(found, wanted)

@@ -30,7 +30,11 @@ _ERRORS = [
     ("index_reduce:prod", _PULLED, _PRODUCT),
     ("scatter_reduce:prod", _PULLED, _PRODUCT),
     ("addbmm in place", _BOTH, "torch gives the caller's tensor another shape in place"),
-    ("to_sparse", ("vmap∘jvp", "jvp∘vmap", "jacfwd"), "forward mode has no sparse tangents"),
+    (
+        "to_sparse",
+        ("vmap∘jvp", "jvp∘vmap", "jacfwd", "linearize", "vmap∘linearize"),
+        "forward mode has no sparse tangents",
+    ),
     ("to_sparse", ("vjp∘vjp∘vmap",), _NO_EXAMPLE + "that tells where entries are"),
     (
         "nn.functional.linear_cross_entropy:chunked",

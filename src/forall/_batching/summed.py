@@ -9,7 +9,7 @@ import torch
 
 from forall._batching.batched import Batched
 from forall._batching.families import is_mapped, lower, stacked
-from forall._batching.unmade import Unmade, flat, is_linear, passed, pending, shown
+from forall._batching.unmade import DEPTH, Unmade, flat, is_linear, passed, pending, shown
 from forall._core.levels import stack
 from forall._torch.dispatch import users_tangents
 from forall._torch.wrapper import Wrapper
@@ -31,7 +31,8 @@ def unmade(level: VmapLevel, func: Any, args: tuple, kwargs: dict) -> Any:
     if found:
         if func is aten.detach.default:
             return found[0].graph_free()
-        if _is_of_all(level, operands) and is_linear(level, func, args, kwargs):
+        shallow = all(a.depth < DEPTH for a in found)
+        if shallow and _is_of_all(level, operands) and is_linear(level, func, args, kwargs):
             return passed(level, func, args, kwargs)
         for a in found:
             if type(a) is Unmade:  # it may have been made with another
@@ -65,7 +66,9 @@ def _are_plain(level: VmapLevel, operands: list) -> bool:
     return not any(a.value.is_complex() or a.value.is_neg() for a in mine)
 
 
-def _begins(level: VmapLevel, func: Any, args: tuple, like: Tensor, add_up: Callable) -> Unmade:
+def _begins(level: VmapLevel, func: Any, args: tuple, shape: Any, add_up: Callable) -> Unmade:
+    """What has the dtype of the first argument."""
+    like = torch.empty(shape, dtype=args[0].dtype, device="meta")
     return pending(level, like, args, lambda: level.as_it_is(func, args, {}), add_up)
 
 
@@ -79,44 +82,34 @@ def _all(a: Any, level: VmapLevel) -> Tensor:
     return stacked(a, level)
 
 
-def _linear(level: VmapLevel, func: Any, args: tuple) -> Unmade | None:
-    """Of what is made, where the result is larger: zeros around it, or a product with a matrix."""
-    tensors = [a for a in flat(args) if isinstance(a, Tensor)]
-    if not any(is_mapped(a, level) for a in tensors) or not is_linear(level, func, args, {}):
+def _linear(level: VmapLevel, func: Any, args: tuple) -> Batched | None:
+    """Of what is made, where the result is larger: zeros around it, or other parts beside it."""
+    mapped = [a for a in flat(args) if is_mapped(a, level)]
+    if not mapped or not is_linear(level, func, args, {}):
         return None
-    like = shown(func, args, {})
-    mapped = [a for a in tensors if is_mapped(a, level)]
-    if not _pays(level, like.numel(), *mapped):
-        return None
-    return passed(level, func, args, {})
+    entries = shown(func, args, {}).numel()
+    return passed(level, func, args, {}) if _pays(level, entries, *mapped) else None
 
 
-def _product(level: VmapLevel, func: Any, args: tuple) -> Unmade | None:
+def _product(level: VmapLevel, func: Any, args: tuple) -> Batched | None:
     """(*, V, S) @ (*, S, D), as one product in which the examples are more of S."""
     left, right = args
-    if not (is_mapped(left, level) and is_mapped(right, level)):
-        return _linear(level, func, args)
-    if left.dtype != right.dtype or not _pays(
-        level, prod(left.shape[:-1]) * right.shape[-1], left, right
-    ):
-        return None
+    shape = (*left.shape[:-1], right.shape[-1])
 
     def add_up() -> Tensor:
         a, b = (_all(x, level) for x in args)
         a, b = a.mT.movedim(0, -3).flatten(-3, -2), b.movedim(0, -3).flatten(-3, -2)
         return func(a.mT, b)
 
-    return _begins(level, func, args, shown(func, args, {}), add_up)
+    return _of_two(level, func, args, shape, add_up)
 
 
-def _multiplied(level: VmapLevel, func: Any, args: tuple) -> Unmade | None:
+def _multiplied(level: VmapLevel, func: Any, args: tuple) -> Batched | None:
     """Entries of one with those of the other, both broadcast: a sum over examples by einsum."""
     left, right = args
-    if not (is_mapped(left, level) and is_mapped(right, level)):
-        return _linear(level, func, args)
-    shape = torch.broadcast_shapes(left.shape, right.shape)
-    if left.dtype != right.dtype or not _pays(level, prod(shape), left, right):
+    if not isinstance(right, Tensor) or right.numel() <= 1:
         return None
+    shape = torch.broadcast_shapes(left.shape, right.shape)
 
     def dims(a: Tensor) -> list[int]:
         return [d for d, n in enumerate(a.shape, len(shape) - a.dim()) if n > 1]
@@ -129,7 +122,19 @@ def _multiplied(level: VmapLevel, func: Any, args: tuple) -> Unmade | None:
         out = [d for d, n in enumerate(shape) if n > 1]
         return torch.einsum(*operands, out).reshape(shape)
 
-    return _begins(level, func, args, shown(func, args, {}), add_up)
+    return _of_two(level, func, args, shape, add_up)
+
+
+def _of_two(
+    level: VmapLevel, func: Any, args: tuple, shape: Any, add_up: Callable
+) -> Batched | None:
+    """A product: of what each example has, or with what they share."""
+    mapped = [a for a in args if is_mapped(a, level)]
+    if args[0].dtype != args[1].dtype or not _pays(level, prod(shape), *mapped):
+        return None
+    if len(mapped) == 2:
+        return _begins(level, func, args, shape, add_up)
+    return passed(level, func, args, {}) if is_linear(level, func, args, {}) else None
 
 
 def _convolution(level: VmapLevel, func: Any, args: tuple) -> tuple | None:
@@ -163,7 +168,7 @@ def _table(level: VmapLevel, func: Any, args: tuple) -> Unmade | None:
     def add_up() -> Tensor:
         return func(_all(g, level), _all(index, level), rows, padding, by_frequency)
 
-    return _begins(level, func, args, shown(func, args, {}), add_up)
+    return _begins(level, func, args, (rows, g.shape[-1]), add_up)
 
 
 def _put_in(level: VmapLevel, func: Any, args: tuple) -> Unmade | None:
@@ -177,8 +182,7 @@ def _put_in(level: VmapLevel, func: Any, args: tuple) -> Unmade | None:
     def all_in() -> Tensor:
         return add_up(lower(into, level) * level.size, _all(values, level))
 
-    like = torch.empty(into.shape, dtype=into.dtype, device="meta")
-    return _begins(level, func, args, like, all_in)
+    return _begins(level, func, args, into.shape, all_in)
 
 
 def _by_index(level: VmapLevel, into: Tensor, indices: list, values: Tensor, add: bool = False):

@@ -17,6 +17,7 @@ NOTE [only when the call has ended]
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,7 +45,10 @@ class Unmade(Batched):
     make_it: Callable[[], Any]
     add_up: Callable[[], Tensor]
     counts: list[Count]  # of what it is made from
+    held: int  # how many numbers that has
     peels: bool  # whether a derivative hangs on the values of that
+    depth: int  # how many calls one inside the other it is made in
+    parts: tuple[Any, ...]  # of which it is the sum, where it is one
 
     @property
     def value(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -58,13 +62,18 @@ class Unmade(Batched):
         with functions_off():
             return passed(self.level, aten.alias.default, (self,), {})
 
-    def made(self) -> Batched:
+    def fresh(self) -> Batched:
+        """What it is, while it stays unmade."""
         self._check()
         with functions_off():
-            made = self.make_it()
+            return self.make_it()
+
+    def made(self) -> Batched:
+        made = self.fresh()
+        with functions_off():
             value, axis = _laid_out_as(self, made)
         own = vars(self)
-        for name in ("make_it", "add_up", "counts", "peels"):
+        for name in _UNMADE:
             del own[name]
         self.__class__ = Batched
         own.update(value=value, axis=axis, family=made.family, chain=made.chain)
@@ -86,6 +95,9 @@ class Unmade(Batched):
             )
 
 
+_UNMADE = ("make_it", "add_up", "counts", "held", "peels", "depth", "parts")
+
+
 def _laid_out_as(shown: Tensor, made: Batched) -> tuple[Tensor, int | None]:
     """The value of ``made``, in the strides that autograd has seen."""
     if made.axis is None or made.stride() == shown.stride():
@@ -95,6 +107,9 @@ def _laid_out_as(shown: Tensor, made: Batched) -> tuple[Tensor, int | None]:
         room += (n - 1) * step
     value = made.value.new_empty_strided((size, *shown.shape), (room, *shown.stride()))
     return value.copy_(made.value.movedim(made.axis, 0)), 0
+
+
+DEPTH = 50  # Python has room for so many calls, one inside the other
 
 
 def total(g: Batched) -> Tensor:
@@ -120,8 +135,11 @@ def pending(
     new = make_wrapper(Unmade, shape, strides, 0, None, dtype, like.layout, device)
     new.level, new.make_it, new.add_up = level, make_it, add_up
     tensors = [a for a in flat(given) if isinstance(a, Tensor)]
+    lazy = [a for a in tensors if type(a) is Unmade]
     new.counts = [Count(a) for a in tensors]
+    new.held = sum(a.held if type(a) is Unmade else a.numel() * level.size for a in tensors)
     new.peels = any(a.peels if type(a) is Unmade else peels(a) for a in tensors)
+    new.depth, new.parts = 1 + max((a.depth for a in lazy), default=0), ()
     return new
 
 
@@ -190,15 +208,19 @@ def _differs(a: Any, level: VmapLevel) -> bool:
     return (type(a) is Unmade and a.level is level) or is_mapped(a, level)
 
 
-def passed(level: VmapLevel, func: Any, args: tuple, kwargs: dict) -> Unmade:
+def passed(level: VmapLevel, func: Any, args: tuple, kwargs: dict) -> Batched:
     """A linear function of what is unmade."""
-    adds = func in _SUMS
+    if func is aten.add.Tensor:
+        return _sum(level, args)
 
     def of(a: Any) -> Any:
-        if _differs(a, level):
-            return total(a)
-        a = lower(a, level)
-        return a * level.size if adds and isinstance(a, Tensor) else a
+        return (
+            _part(a, level)
+            if func in _SUMS
+            else total(a)
+            if _differs(a, level)
+            else lower(a, level)
+        )
 
     def add_up() -> Tensor:
         given, _ = in_arguments(of, args, {})
@@ -211,3 +233,29 @@ def passed(level: VmapLevel, func: Any, args: tuple, kwargs: dict) -> Unmade:
         return level.as_it_is(func, args, kwargs)
 
     return pending(level, shown(func, args, kwargs), args, make_it, add_up)
+
+
+def _part(a: Any, level: VmapLevel) -> Any:
+    """What a term of a sum adds, which may be the same for each example."""
+    if not isinstance(a, Tensor):
+        return a
+    return total(a) if _differs(a, level) else lower(a, level) * level.size
+
+
+def _sum(level: VmapLevel, args: tuple) -> Batched:
+    """One sum of all terms, however many steps use a parameter: none inside the other."""
+    parts = tuple(p for a in args for p in (a.parts if type(a) is Unmade and a.parts else (a,)))
+
+    def add_up() -> Tensor:
+        return functools.reduce(torch.add, (_part(p, level) for p in parts))
+
+    def make_it() -> Any:
+        found = parts[0].fresh() if type(parts[0]) is Unmade else parts[0]
+        for p in parts[1:]:
+            p = p.fresh() if type(p) is Unmade else p
+            found = level.as_it_is(aten.add.Tensor, (found, p), {})
+        return found
+
+    new = pending(level, shown(aten.add.Tensor, args, {}), parts, make_it, add_up)
+    new.parts, new.depth = parts, new.depth - 1
+    return new if new.held <= level.size * new.numel() else new.made()
