@@ -190,6 +190,7 @@ _SUMS = {aten.add.Tensor, aten.sub.Tensor, aten.cat.default, aten.stack.default}
 
 
 def is_linear(level: VmapLevel, func: Any, args: tuple, kwargs: dict) -> bool:
+    """Whether the sum over examples is the function's of their sum."""
     if kwargs:
         return False
     if func in _OF_ONE:
@@ -214,13 +215,9 @@ def passed(level: VmapLevel, func: Any, args: tuple, kwargs: dict) -> Batched:
         return _sum(level, args)
 
     def of(a: Any) -> Any:
-        return (
-            _part(a, level)
-            if func in _SUMS
-            else total(a)
-            if _differs(a, level)
-            else lower(a, level)
-        )
+        if func in _SUMS:
+            return _part(a, level)
+        return total(a) if _differs(a, level) else lower(a, level)
 
     def add_up() -> Tensor:
         given, _ = in_arguments(of, args, {})
@@ -244,7 +241,7 @@ def _part(a: Any, level: VmapLevel) -> Any:
 
 def _sum(level: VmapLevel, args: tuple) -> Batched:
     """One sum of all terms, however many steps use a parameter: none inside the other."""
-    parts = tuple(p for a in args for p in (a.parts if type(a) is Unmade and a.parts else (a,)))
+    parts = tuple(p for a in args for p in (a.parts if _is_sum(a) else (a,)))
 
     def add_up() -> Tensor:
         return functools.reduce(torch.add, (_part(p, level) for p in parts))
@@ -256,6 +253,11 @@ def _sum(level: VmapLevel, args: tuple) -> Batched:
             found = level.as_it_is(aten.add.Tensor, (found, p), {})
         return found
 
-    new = pending(level, shown(aten.add.Tensor, args, {}), parts, make_it, add_up)
+    new = pending(level, shown(aten.add.Tensor, args, {}), args, make_it, add_up)
     new.parts, new.depth = parts, new.depth - 1
+    new.counts = [c for a in args for c in (a.counts if _is_sum(a) else (Count(a),))]
     return new if new.held <= level.size * new.numel() else new.made()
+
+
+def _is_sum(a: Any) -> bool:
+    return type(a) is Unmade and bool(a.parts)
