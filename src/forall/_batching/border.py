@@ -1,4 +1,4 @@
-"""The three autograd nodes through which values cross a level's border.
+"""The autograd nodes through which values cross a level's border.
 
 `Enter` (stack -> example) and `Exit` (example -> stack) are each other's derivative. `Share` brings
 in a tensor from outside, the same for every example; its derivative leaves and sums over them.

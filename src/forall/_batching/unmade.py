@@ -256,7 +256,8 @@ def _sum(level: VmapLevel, args: tuple) -> Batched:
     new = pending(level, shown(aten.add.Tensor, args, {}), args, make_it, add_up)
     new.parts, new.depth = parts, new.depth - 1
     new.counts = [c for a in args for c in (a.counts if _is_sum(a) else (Count(a),))]
-    return new if new.held <= level.size * new.numel() else new.made()
+    worth = new.held <= 2 * level.size * new.numel()  # which is what adding two of them takes
+    return new if worth else new.made()
 
 
 def _is_sum(a: Any) -> bool:
