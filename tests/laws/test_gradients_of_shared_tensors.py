@@ -358,3 +358,13 @@ def test_many_steps(f):
         for v in [W.clone().requires_grad_()]
     )
     assert same(found, wanted)
+
+
+@pytest.mark.parametrize("name", ["low rank", "linear", "decayed by each"])
+def test_an_argument_written_into_before_a_second_pass(name):
+    w, xs = W.clone().requires_grad_(), X.clone()
+    (g,) = torch.autograd.grad(loss(CASES[name], w, xs, AT, at_once), w, create_graph=True)
+    assert g.requires_grad
+    xs.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(g.square().sum(), w)

@@ -193,11 +193,17 @@ def check_unwritten(args: tuple, level: Level) -> None:
     for a in args:
         if type(a) is Batched:
             if a.level is level:
-                for count in (a.came, None if a.family is None else a.family.left):
-                    if count is not None and not count.holds():
+                for count in outside_counts(a):
+                    if not count.holds():
                         raise _written_to(count)
         elif type(a) is list or type(a) is tuple:
             check_unwritten(tuple(a), level)
+
+
+def outside_counts(b: Batched) -> list[Count]:
+    """Of the tensors outside that a value came from, or that a call returned it as."""
+    left = None if b.family is None else b.family.left
+    return [count for count in (b.came, left) if count is not None]
 
 
 def _written_to(count: Count) -> RuntimeError:

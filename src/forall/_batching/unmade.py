@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from forall._batching.batched import Batched
+from forall._batching.batched import Batched, outside_counts
 from forall._batching.families import is_mapped, lower
 from forall._core.counting import Count
 from forall._core.levels import peels
@@ -90,8 +90,9 @@ class Unmade(Batched):
     def _check(self) -> None:
         if not all(count.holds() for count in self.counts):
             raise RuntimeError(
-                "A gradient has been modified by an inplace operation while it was still needed.\n"
-                "Write into a clone of it (.clone())."
+                "What a gradient is made from has been modified by an inplace operation while it "
+                "was still needed.\n"
+                "Write into a clone of it (.clone()), or after the last backward pass."
             )
 
 
@@ -136,11 +137,15 @@ def pending(
     new.level, new.make_it, new.add_up = level, make_it, add_up
     tensors = [a for a in flat(given) if isinstance(a, Tensor)]
     lazy = [a for a in tensors if type(a) is Unmade]
-    new.counts = [Count(a) for a in tensors]
+    new.counts = [c for a in tensors for c in _counts(a)]
     new.held = sum(a.held if type(a) is Unmade else a.numel() * level.size for a in tensors)
     new.peels = any(a.peels if type(a) is Unmade else peels(a) for a in tensors)
     new.depth, new.parts = 1 + max((a.depth for a in lazy), default=0), ()
     return new
+
+
+def _counts(a: Tensor) -> list[Count]:
+    return [Count(a), *(outside_counts(a) if isinstance(a, Batched) else ())]
 
 
 def shown(func: Any, args: tuple, kwargs: dict) -> Tensor:
@@ -255,7 +260,7 @@ def _sum(level: VmapLevel, args: tuple) -> Batched:
 
     new = pending(level, shown(aten.add.Tensor, args, {}), args, make_it, add_up)
     new.parts, new.depth = parts, new.depth - 1
-    new.counts = [c for a in args for c in (a.counts if _is_sum(a) else (Count(a),))]
+    new.counts = [c for a in args for c in (a.counts if _is_sum(a) else _counts(a))]
     worth = new.held <= 2 * level.size * new.numel()  # which is what adding two of them takes
     return new if worth else new.made()
 
