@@ -179,3 +179,21 @@ def test_recorded_calls(f, monkeypatch):
         expected = pushed(f, x, t)[1]
         assert same(program(x, t), expected)
         assert same(linearize(f, x)[1](t), expected)
+
+
+@pytest.mark.parametrize("replay", [True, False])
+def test_a_modules_parameters_are_as_they_were_in_each_direction(replay, monkeypatch):
+    monkeypatch.setattr(config, "replay", replay)
+    net = torch.nn.Sequential(
+        torch.nn.Linear(5, 4), torch.nn.LayerNorm(4), torch.nn.Tanh(), torch.nn.Linear(4, 2)
+    ).to(D)  # whose weights were written into when they were made
+    x, tangents = torch.randn(3, 5, dtype=D), torch.randn(6, 3, 5, dtype=D)
+    _, push = linearize(net, x)
+    expected = torch.stack([jvp(net, (x,), (t,))[1] for t in tangents])
+    assert same(vmap(push)(tangents), expected)
+    nested = vmap(vmap(push))(tangents.view(2, 3, 3, 5))
+    assert same(nested, expected.view(2, 3, 3, 2))
+    with torch.no_grad():
+        net[0].weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        vmap(push)(tangents)

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 
 _DETACH = torch.ops.aten.detach.default
+_DEVICE = torch.ops.prim.device.default  # a fake tensor is asked for it by autograd's nodes
 
 
 def refuse_torchs(tensor: torch.Tensor) -> None:
@@ -62,7 +63,7 @@ def all_shared(level: VmapLevel, func: Any, met: list[torch.Tensor]) -> None:
     The function mode cannot share what it does not see: transforms of torch.func wrap their
     primals in C++. The derivative would be that of one example, or a value of the ended level.
     """
-    if level.records_values or not torch.is_grad_enabled():
+    if level.records_values or not torch.is_grad_enabled() or func is _DEVICE:
         return
     for t in met:
         if t.requires_grad and level_of(t) is not level and not is_accumulating():

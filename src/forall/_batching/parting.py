@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forall._batching.batched import Batched
-from forall._batching.questions import heard
+from forall._batching.questions import heard, tracers_hear
 from forall._core.levels import outside, stack, top
 from forall._core.parting import Parted
 from forall._core.places import users_line
@@ -60,6 +60,7 @@ def plain_numbers(x: Any) -> Tensor | None:
 
 def one_answer(asked: Tensor, complaint: Callable[[], Exception]) -> Tensor:
     """What all that run answer. Where they differ they part, or ``complaint`` is raised."""
+    tracers_hear()
     values, levels = answers(of_those_that_run(asked))
     with no_dispatch(), functions_off():
         for level in levels:

@@ -1,4 +1,4 @@
-"""Who hears of each question that Python asks of examples: `max_steps`, and `explain`.
+"""Who hears of each question that Python asks of examples: `max_steps`, `explain`, a tracer.
 
 Nobody listens otherwise, and `stack.listening` is empty.
 """
@@ -15,7 +15,8 @@ import torch
 from forall._core.errors import Call, columns
 from forall._core.levels import stack
 from forall._core.parting import Parted
-from forall._core.places import OURS, TORCH, Place, users_frame
+from forall._core.places import OURS, TORCH, Place, users_frame, users_line
+from forall._torch import tracers
 from forall._torch.dispatch import functions_off, no_dispatch
 
 if TYPE_CHECKING:
@@ -42,6 +43,12 @@ def heard(truths: Truths | None = None) -> None:
     frame = users_frame(sys._getframe(1), (OURS,))
     for listener in stack.listening:
         listener.heard(frame, truths)
+
+
+def tracers_hear() -> None:
+    """The same where only a tracer minds, of numbers that are kept, one for each example."""
+    if tracers.are_on():
+        heard()
 
 
 def where(frame: FrameType) -> tuple[CodeType, Any]:
@@ -77,6 +84,29 @@ def repeatable(run: Callable[[], Any]) -> Any:
             listener.back_to(mark)
             listener.split(parted.place, tuple(map(len, parted.groups)))
         raise
+
+
+class Traced:
+    """A tracer of torch's runs, whose program would hold the answer as it is now."""
+
+    def __init__(self, call: Call) -> None:
+        self.call = call
+
+    def heard(self, frame: FrameType, truths: Truths | None = None) -> None:
+        place = users_line()
+        raise RuntimeError(
+            f"{self.call}: traced (by make_fx, or on fake tensors), and asks for an example's "
+            "numbers.\n"
+            f"{columns([('at', f'{place}   {place.text()}'.rstrip())])}\n"
+            "A trace is one line of operators for all inputs. Use torch.where, and a tensor in the "
+            "place of the number."
+        )
+
+    def split(self, place: Place, sizes: tuple[int, ...]) -> None: ...
+
+    def mark(self) -> None: ...
+
+    def back_to(self, mark: Any) -> None: ...
 
 
 class Limit:

@@ -132,7 +132,7 @@ def _length(call: Called, xs: Any, leaves: list, length: Any) -> int:
         raise ValueError(
             f"{call}: nothing tells the number of steps.\nPass xs with a tensor, or length."
         )
-    if len({n for *_, n in sizes}) > 1:
+    if any(n != sizes[0][-1] for *_, n in sizes):
         raise ValueError(
             f"{call}: the numbers of steps differ.\n"
             f"{columns([(path, text, f'{n} steps') for path, text, n in sizes])}\n"

@@ -20,6 +20,7 @@ import torch
 from forall._batching import table, worlds
 from forall._batching.failing import first_error
 from forall._batching.merging import is_stale, narrow
+from forall._batching.questions import tracers_hear
 from forall._core.errors import columns
 from forall._core.levels import stack
 from forall._core.places import users_line
@@ -207,14 +208,11 @@ def number(t: Tensor) -> Any:
 
     Its values are what they are now, whatever is written into ``t`` later.
     """
-    if t.is_complex():
-        kind = complex
-    elif t.is_floating_point():
-        kind = float
-    else:
-        kind = bool if t.dtype is torch.bool else int
     if not stacks.differs(t):
         return t.item()
+    tracers_hear()
+    kind = complex if t.is_complex() else float if t.is_floating_point() else int
+    kind = bool if t.dtype is torch.bool else kind
     return told(stacks.cast(t, DTYPES[kind], copy=True))
 
 

@@ -16,6 +16,7 @@ from torch._C import DispatchKey
 from torch.autograd import forward_ad
 
 from forall._torch import inference
+from forall._torch.tracers import unseen
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -367,7 +368,7 @@ def dynamo_loaded() -> bool:
 
 def plain_alias(tensor: torch.Tensor) -> torch.Tensor:
     """An ordinary tensor under a second name without history; a user's own tangent stays."""
-    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+    with functions_off(), unseen():
         alias = tensor.detach()
         if users_tangents():
             tangent = forward_ad.unpack_dual(tensor).tangent

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from forall._torch.dispatch import aside
+from forall._torch.dispatch import aside, functions_off, no_dispatch
+from forall._torch.tracers import unseen
 from forall._torch.wrapper import Wrapper
 
 aten = torch.ops.aten
@@ -27,9 +28,10 @@ LINEAR = _SUMS | _DOTS | _PULLBACKS | {aten.mul.Tensor, aten.div.Tensor}
 def plain_zeros(*args: Any, **kwargs: Any) -> torch.Tensor:
     """Ordinary zeros for aten._efficientzerotensor, whatever levels are active.
 
-    Formulas may mark them a Python number, which torch then reads: a wrapper has no data.
+    Formulas may mark a single one a Python number, which torch then reads: neither a wrapper nor a
+    fake tensor has data.
     """
-    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+    with functions_off(), no_dispatch() if tuple(args[0]) == () else unseen():
         zeros: Any = torch.zeros(*args, **kwargs)
         zeros.never_moves = not zeros.is_inference()
         for told in aside.told:
@@ -52,7 +54,7 @@ def simpler(func: Any, args: tuple, kwargs: dict) -> Any:
 
 def _zeros(func: Any, x: Any, y: Any) -> torch.Tensor:
     """What a product of zeros is."""
-    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+    with functions_off(), no_dispatch():
         dtype = torch.result_type(x, y)
         shapes = () if func in _DOTS else (a.shape for a in (x, y) if isinstance(a, torch.Tensor))
         shape = torch.broadcast_shapes(*shapes)
@@ -61,7 +63,7 @@ def _zeros(func: Any, x: Any, y: Any) -> torch.Tensor:
 
 def _is_of_sum(x: torch.Tensor, y: torch.Tensor) -> bool:
     """Whether a tensor has the shape, dtype and device of its sum with another."""
-    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+    with functions_off(), no_dispatch():
         same = torch.result_type(x, y) == x.dtype and x.device == y.device
         return same and torch.broadcast_shapes(x.shape, y.shape) == x.shape
 

@@ -84,7 +84,7 @@ def inputs(
     rest = trees.prefix(named_dims, spec.child(1)) if kwargs else []
     if dims is None or rest is None:
         raise _misfit(call, args, kwargs, in_dims, named_dims)
-    sizes: set[int] = set()
+    sizes: list[int] = []  # a tracer's are not hashable
     with functions_off():
         dims = [
             None if d is None else _dim(call, i, leaf, d, args, kwargs, sizes)
@@ -92,9 +92,9 @@ def inputs(
         ]
     if not sizes:
         raise _nothing_mapped(call, args, in_dims)
-    if len(sizes) > 1:
+    if any(n != sizes[0] for n in sizes):
         raise _sizes_differ(call, args, kwargs, leaves, dims)
-    return leaves, spec, dims, sizes.pop()
+    return leaves, spec, dims, sizes[0]
 
 
 def _flat(args: tuple, kwargs: dict) -> tuple[list, Any]:
@@ -111,7 +111,7 @@ def _tree_of_leaves(n: int) -> Any:
 
 
 def _dim(
-    call: Call, i: int, leaf: Any, dim: Any, args: tuple, kwargs: dict, sizes: set[int]
+    call: Call, i: int, leaf: Any, dim: Any, args: tuple, kwargs: dict, sizes: list[int]
 ) -> int:
     """The dim of leaf ``i``, from the front; how many examples it has is added to ``sizes``."""
     if type(dim) is not int:
@@ -143,7 +143,7 @@ def _dim(
             f"{columns([row])}\n{can}; to share the argument between examples, give it None."
         )
     dim %= rank
-    sizes.add(leaf.shape[dim])
+    sizes.append(leaf.shape[dim])
     return dim
 
 

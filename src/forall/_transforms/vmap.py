@@ -14,14 +14,14 @@ from forall._batching.batched import without_ended
 from forall._batching.drawing import Draws
 from forall._batching.interpreter import VmapLevel, running
 from forall._batching.ledger import memory
-from forall._batching.questions import Limit, heard_by
+from forall._batching.questions import Limit, Traced, heard_by
 from forall._batching.sparse import of_coordinates
 from forall._core.errors import Call
 from forall._core.levels import top
 from forall._core.places import Origin, users_instruction
 from forall._lanes.numbers import Number, as_tensor
 from forall._random.scopes import entered as drawing_in
-from forall._torch import handover, trees
+from forall._torch import handover, tracers, trees
 from forall._torch.dispatch import functions_off
 from forall._torch.wrapper import Wrapper, has_own_meaning, kind_of
 from forall._transforms import apart, checks, mapping
@@ -188,6 +188,8 @@ class Options(NamedTuple):
     def listening(self, func: Callable, level: VmapLevel) -> Any:
         """A context in which Python's questions are heard, by whom they are counted for."""
         listeners: list[Listener] = []
+        if tracers.are_on():
+            listeners.append(Traced(Call("vmap", func)))
         if self.max_steps is not None:
             call = Call("vmap", func, max_steps=self.max_steps)
             level.limit = Limit(call, level, self.max_steps)

@@ -9,6 +9,7 @@ import torch
 from forall._batching.batched import Batched, wrap
 from forall._batching.failing import first_error
 from forall._batching.table import CALLS, register
+from forall._torch import tracers
 from forall._torch.dispatch import no_dispatch
 from forall._torch.wrapper import Wrapper
 
@@ -29,6 +30,8 @@ def checked(func: Any, fails: Any) -> Any:
     """A call that raises the first failing example's error where ``fails`` finds a bad value."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
+        if tracers.are_on():
+            return NotImplemented  # a trace is of no values
         with no_dispatch():
             failed = fails(*args, **kwargs)
         if failed:
