@@ -21,6 +21,7 @@ with _without_collector():
     from forall._core.errors import PerformanceWarning
     from forall._lanes import wiring as _wiring
     from forall._transforms import captured as _captured
+    from forall._transforms import copies as _copies
     from forall._transforms import functions as _functions
     from forall._transforms.chunking import Chunks
     from forall._transforms.explain import Explanation, explain
@@ -40,8 +41,9 @@ with _without_collector():
 
     _functions.install()
     _captured.install()
+    _copies.install()
     _torchs.install()
-del _captured, _functions, _wiring, _rules, _torchs, _without_collector
+del _captured, _copies, _functions, _wiring, _rules, _torchs, _without_collector
 __all__ = [
     "Chunks",
     "Explanation",

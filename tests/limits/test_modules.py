@@ -395,3 +395,42 @@ def test_the_error_names_the_missing_axis(layer, shape):
     with pytest.raises((ValueError, RuntimeError)) as caught:
         vmap(layer)(torch.randn(shape))
     assert any("layer(x.unsqueeze(0))" in note for note in caught.value.__notes__)
+
+
+@pytest.mark.parametrize("verb", ["vmap", "vmap∘grad", "vmap∘vmap", "jvp∘vmap"])
+def test_a_module_with_buffers_is_copied_for_each_example(verb: str):
+    """The copy's running statistics are the example's own; the module's stay what they are."""
+    net = made(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)))
+    before = copy.deepcopy(net.state_dict())
+
+    def f(x):  # (2, 3) -> ()
+        mine = copy.deepcopy(net)
+        mine(x), mine(x + 1)
+        return (mine.eval()(x) * mine[1].running_mean.sum()).sum()
+
+    one, xs = f, numbers(4, 2, 3)
+    if verb == "vmap∘grad":
+        one = grad(f)
+    elif verb == "vmap∘vmap":
+        one, xs = vmap(f), numbers(2, 4, 2, 3)
+    if verb == "jvp∘vmap":
+        found = jvp(vmap(f), (xs,), (xs,))[1]
+        expected = torch.stack([jvp(f, (x,), (x,))[1] for x in xs])
+    else:
+        found, expected = vmap(one)(xs), torch.stack([one(x) for x in xs])
+    assert not difference(found, expected)
+    assert all(torch.equal(before[name], t) for name, t in net.state_dict().items())
+
+
+def test_a_copy_is_one_thing_wherever_it_is_met():
+    scale = torch.tensor([2.0, 3.0], dtype=D)
+    scale.names_of = ["a", "b"]
+
+    def f(x):
+        first, second = copy.deepcopy([scale, scale])
+        first.mul_(x)
+        return second + (len(first.names_of) if first.names_of is not scale.names_of else 0)
+
+    xs = numbers(3, 2)
+    assert not difference(vmap(f)(xs), torch.stack([f(x) for x in xs]))
+    assert torch.equal(scale, torch.tensor([2.0, 3.0], dtype=D))
