@@ -29,6 +29,7 @@ def given(*shape, seed=0):
 
 W, X = given(7, 5, seed=1), given(N, 5, seed=2)
 AT = torch.tensor([[0, 6, 2, 2], [1, 1, 1, 3], [5, 0, 4, 6]])
+BAGS = torch.tensor([0, 3])
 THETA = given(48, seed=3)
 
 
@@ -127,6 +128,18 @@ CASES = {
     "with a padding": lambda w, x, i: F.embedding(i, w, padding_idx=2) @ x,
     "by frequency": lambda w, x, i: F.embedding(i, w, scale_grad_by_freq=True) @ x,
     "in bags": lambda w, x, i: F.embedding_bag(i[None], w, mode="sum") * x,
+    "means of bags": lambda w, x, i: F.embedding_bag(i, w, BAGS, mode="mean").sin() * x,
+    "largest of bags": lambda w, x, i: F.embedding_bag(i, w, BAGS, mode="max").sin() * x,
+    "bags with a padding": lambda w, x, i: (
+        F.embedding_bag(i, w, BAGS, mode="mean", padding_idx=2).sin() * x
+    ),
+    "bags to the last": lambda w, x, i: (
+        F.embedding_bag(i, w, torch.tensor([0, 1, 4]), mode="sum", include_last_offset=True).sin()
+        * x
+    ),
+    "weighted bags": lambda w, x, i: F.embedding_bag(
+        i, w, BAGS, mode="sum", per_sample_weights=x[:4]
+    ).sin(),
     "tied": lambda w, x, i: F.linear(F.embedding(i, w).sin(), w).sum(0),
     "of all": lambda w, x, i: (w.sin().cos() * 2).sum() * x,
     "a user's": lambda w, x, i: Tanhs.apply(w, x).sin(),
@@ -190,6 +203,8 @@ def case(name):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("ours", "loops"), [(at_once, one_by_one), (by_slopes, slopes_one_by_one)])
 def test_the_gradient_is_the_sum(name, ours, loops):
+    if name == "weighted bags" and ours is by_slopes:
+        pytest.skip("torch has no second derivative of it")
     f, w = case(name)
     found, wanted = (
         torch.autograd.grad(
@@ -203,7 +218,7 @@ def test_the_gradient_is_the_sum(name, ours, loops):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_second_derivative(name):
-    if name == "by frequency":
+    if name == "by frequency" or (name.count("bags") and name != "in bags"):
         pytest.skip("torch has no second derivative of it")
     f, w = case(name)
 
@@ -303,6 +318,7 @@ def _largest(f):
         (lambda w, x, i: F.linear(x, w).tanh(), (60, 5)),
         (lambda w, x, i: (w.T @ x).tanh(), (5, 60)),
         (lambda w, x, i: F.embedding(i, w), (60, 5)),
+        (lambda w, x, i: F.embedding_bag(i, w, BAGS), (60, 5)),
         (lambda w, x, i: w[i] @ x, (60, 5)),
         (lambda w, x, i: w.index_select(0, i), (60, 5)),
         (lambda w, x, i: w[:7] @ x, (60, 5)),
@@ -316,6 +332,47 @@ def test_no_tensor_of_its_shape_for_each_example(f, w, monkeypatch):
     w = given(*w).requires_grad_()
     y = vmap(f, in_dims=(None, 0, 0))(w, X, AT)
     assert _largest(lambda: y.sum().backward()) < 3 * w.numel()
+
+
+DERIVED = {
+    "value": lambda u: u,
+    "grad": grad,
+    "hessian": hessian,
+    "jvp of grad": lambda u: lambda z: jvp(grad(u), (z,), (z.cos(),))[1],
+    "jacfwd twice": lambda u: jacfwd(jacfwd(u)),
+    "jacrev twice": lambda u: jacrev(jacrev(u)),
+    "jacrev of jacfwd": lambda u: jacrev(jacfwd(u)),
+    "laplacian": forall.laplacian,
+    "mapped inside": lambda u: lambda z: vmap(lambda c: u(c * z))(z),
+}
+
+
+@pytest.mark.parametrize("worth", [1, 1000])
+@pytest.mark.parametrize("derived", DERIVED)
+def test_the_weights_of_a_network_whose_derivatives_are_taken_inside(derived, worth, monkeypatch):
+    """Physics-informed nets, learned energies: the sum, without a matrix for each point."""
+    monkeypatch.setattr(forall.config, "replay", False)
+    monkeypatch.setattr(summed, "WORTH", worth)
+    n, width = 12, 20
+    shapes = (width, 2), (width,), (width, width), (width,), (1, width)
+    weights = [given(*shape, seed=i) for i, shape in enumerate(shapes)]
+    points = given(n, 2, seed=7)
+
+    def u(w, z):
+        hidden = torch.tanh(F.linear(z, w[0], w[1]))
+        return (w[4] @ torch.tanh(F.linear(hidden, w[2], w[3]))).squeeze()
+
+    def of_one(w, z):
+        return DERIVED[derived](lambda z: u(w, z))(z).flatten()[0] ** 2
+
+    def at_once(w):
+        return vmap(of_one, (None, 0))(w, points).mean()
+
+    def loop(w):
+        return torch.stack([of_one(w, z) for z in points]).mean()
+
+    assert same(grad(at_once)(weights), grad(loop)(weights))
+    assert _largest(lambda: grad(at_once)(weights)) < n * width * width
 
 
 def test_a_gradient_that_is_written_into_while_it_is_needed():

@@ -9,6 +9,7 @@ import torch
 
 from forall._batching.batched import Batched
 from forall._batching.families import is_mapped, lower, stacked
+from forall._batching.rules.embedding import rows_of_bags
 from forall._batching.unmade import DEPTH, Unmade, flat, is_linear, passed, pending, shown
 from forall._core.levels import stack
 from forall._torch.dispatch import users_tangents
@@ -171,6 +172,26 @@ def _table(level: VmapLevel, func: Any, args: tuple) -> Unmade | None:
     return _begins(level, func, args, (rows, g.shape[-1]), add_up)
 
 
+def _bags(level: VmapLevel, func: Any, args: tuple) -> Unmade | None:
+    g, indices, offsets, _, count, best, rows, by_frequency, mode, sparse, own, *padding = args
+    if by_frequency or sparse or not is_mapped(g, level):
+        return None
+    if not _pays(level, rows * g.shape[-1], g):
+        return None
+
+    def add_up() -> Tensor:
+        given = (_all(a, level) for a in (g, indices, offsets, count, best))
+        weights = None if own is None else _all(own, level)
+        at, values = rows_of_bags(*given, mode, weights, *(padding or [-1]))
+        at, values = at.flatten(0, 1), values.flatten(0, 1)
+        into = values.new_zeros(rows, values.shape[-1])
+        if at.dim() == 2:  # of the largest, each entry has a row of its own
+            return into.scatter_add(0, at, values)
+        return into.index_add(0, at, values)
+
+    return _begins(level, func, args, (rows, g.shape[-1]), add_up)
+
+
 def _put_in(level: VmapLevel, func: Any, args: tuple) -> Unmade | None:
     """Values added to a tensor that is the same for all, at places of each example."""
     into, values, add_up = _PLACES[func](level, *args)
@@ -259,6 +280,7 @@ _SOURCES: dict[Any, Callable] = {
     aten.mul.Tensor: _multiplied,
     aten.convolution_backward.default: _convolution,
     aten.embedding_dense_backward.default: _table,
+    aten._embedding_bag_backward.default: _bags,
     **dict.fromkeys(_PLACES, _put_in),
     **dict.fromkeys(
         (

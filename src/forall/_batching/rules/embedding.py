@@ -123,23 +123,39 @@ def _picked(rows: Tensor, at: Tensor) -> Tensor:
     return rows.gather(1, at.unsqueeze(-1).expand(*at.shape, rows.shape[-1]))
 
 
+def rows_of_bags(
+    g: Tensor,
+    i: Tensor,
+    offsets: Tensor,
+    count: Tensor,
+    best: Tensor,
+    mode: int,
+    own: Tensor | None,
+    padding: int,
+) -> tuple[Tensor, Tensor]:
+    """Which rows get what, of stacks: (B, L) and (B, L, D); for the largest, (B, N, D) both."""
+    if mode == MAX:
+        some = (count > 0).unsqueeze(-1)
+        return torch.where(some, best, 0), torch.where(some, g, 0)
+    bag = _bag_of(i, offsets)
+    g = _picked(g, bag)
+    g = g / count.gather(1, bag).unsqueeze(-1) if mode == MEAN else g
+    g = g if own is None else g * own.unsqueeze(-1)
+    return i, torch.where((i == padding).unsqueeze(-1), 0, g) if padding >= 0 else g
+
+
 @by_front
 def _bags_backward(
     size, g, indices, offsets, _bag, count, best, rows, scale, mode, sparse, own, padding=-1
 ):
-    g, i, offsets, count = (_all(a, size) for a in (g, indices, offsets, count))
+    given = (_all(a, size) for a in (g, indices, offsets, count, best))
+    own = None if own is None else _all(own, size)
+    at, g = rows_of_bags(*given, mode, own, padding)
     if mode == MAX:
-        g = torch.where((count > 0).unsqueeze(-1), g, 0)
-        best = torch.where((count > 0).unsqueeze(-1), _all(best, size), 0)
-        return g.new_zeros(size, rows, g.shape[-1]).scatter_add(1, best, g)
-    bag = _bag_of(i, offsets)
-    g = _picked(g, bag)
-    g = g / count.gather(1, bag).unsqueeze(-1) if mode == MEAN else g
-    g = g if own is None else g * _all(own, size).unsqueeze(-1)
-    if padding >= 0:
-        g = torch.where((i == padding).unsqueeze(-1), 0, g)
-    i = offset(Stack(i), size, rows)
-    out = aten.embedding_dense_backward.default(g, i, size * rows, -1, scale)
+        return g.new_zeros(size, rows, g.shape[-1]).scatter_add(1, at, g)
+    out = aten.embedding_dense_backward.default(
+        g, offset(Stack(at), size, rows), size * rows, -1, scale
+    )
     out = out.view(size, rows, -1)
     return out.to_sparse(2) if sparse else out
 
