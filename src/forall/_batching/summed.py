@@ -34,7 +34,9 @@ def unmade(level: VmapLevel, func: Any, args: tuple, kwargs: dict) -> Any:
             return found[0].graph_free()
         shallow = all(a.depth < DEPTH for a in found)
         if shallow and _is_of_all(level, operands) and is_linear(level, func, args, kwargs):
-            return passed(level, func, args, kwargs)
+            new = passed(level, func, args, kwargs)
+            if new is not None:
+                return new
         for a in found:
             if type(a) is Unmade:  # it may have been made with another
                 a.made()

@@ -148,8 +148,8 @@ def _counts(a: Tensor) -> list[Count]:
     return [Count(a), *(outside_counts(a) if isinstance(a, Batched) else ())]
 
 
-def shown(func: Any, args: tuple, kwargs: dict) -> Tensor:
-    """What one example of the result looks like."""
+def shown(func: Any, args: tuple, kwargs: dict) -> Any:
+    """What one example of the results looks like."""
 
     def meta(a: Any) -> Any:
         if not isinstance(a, Tensor):
@@ -198,6 +198,19 @@ _OF_ONE = {
     aten.slice_backward.default,
     aten.diagonal_backward.default,
     aten.constant_pad_nd.default,
+    aten.cumsum.default,
+    aten.roll.default,
+    aten.repeat.default,
+    aten.split.Tensor,
+    aten.split_with_sizes.default,
+    aten.unbind.int,
+}
+# In the first argument; the others may be tensors that all examples share.
+_IN_FIRST = {
+    aten.div.Tensor,
+    aten.index.Tensor,
+    aten.index_select.default,
+    aten.gather.default,
 }
 _OF_EACH = {aten.mul.Tensor, aten.mm.default, aten.bmm.default}  # bilinear
 _SUMS = {aten.add.Tensor, aten.sub.Tensor, aten.cat.default, aten.stack.default}
@@ -209,31 +222,60 @@ def is_linear(level: VmapLevel, func: Any, args: tuple, kwargs: dict) -> bool:
         return False
     if func in _OF_ONE:
         return func is not aten.constant_pad_nd.default or not any(args[2:])
-    if func in _OF_EACH or func is aten.div.Tensor:
-        mapped = [_differs(a, level) for a in args]
-        return mapped == [True, False] or (mapped == [False, True] and func in _OF_EACH)
-    tensors = flat(args[:1] if func in (aten.cat.default, aten.stack.default) else args)
-    if func in _SUMS and all(isinstance(a, Tensor) for a in tensors):
-        one_shape = len({a.shape for a in tensors}) == 1 or func is aten.cat.default
-        return one_shape and len({a.dtype for a in tensors}) == 1
-    return False
+    tensors = [a for a in flat(args) if isinstance(a, Tensor)]
+    mapped = [_differs(a, level) for a in tensors]
+    if func in _IN_FIRST or _is_backward(func):
+        return tensors[0] is args[0] and mapped[0] and not any(mapped[1:])
+    if func is aten.where.self:  # of what is shared each example adds its part, as to a sum
+        return not mapped[0] and _are_alike(tensors[1:])
+    if func is aten.masked_fill.Scalar:
+        return mapped == [True, False] and args[2] == 0
+    if func in _OF_EACH:
+        return mapped in ([True, False], [False, True])
+    if func not in _SUMS:
+        return False
+    joins = func in (aten.cat.default, aten.stack.default)
+    whole = all(isinstance(a, Tensor) for a in flat(args[:1] if joins else args))
+    return whole and _are_alike(tensors, shapes=func is not aten.cat.default)
+
+
+def _are_alike(tensors: list[Tensor], shapes: bool = True) -> bool:
+    """Whether nothing is broadcast, nor made another dtype."""
+    one = not shapes or len({a.shape for a in tensors}) == 1
+    return one and len({a.dtype for a in tensors}) == 1
+
+
+@functools.cache
+def _is_backward(func: Any) -> bool:
+    """Whether it is a node's of autograd: linear in what comes to it, its first argument."""
+    schema = func._schema
+    name = schema.name.removeprefix("aten::")
+    return (
+        name.endswith(("_backward", "_backward_data"))
+        and schema.arguments[0].name.startswith("grad")
+        and not any(word in name for word in ("sparse", "nested", "mkldnn"))
+    )
 
 
 def _differs(a: Any, level: VmapLevel) -> bool:
     return (type(a) is Unmade and a.level is level) or is_mapped(a, level)
 
 
-def passed(level: VmapLevel, func: Any, args: tuple, kwargs: dict) -> Batched:
-    """A linear function of what is unmade."""
+def passed(level: VmapLevel, func: Any, args: tuple, kwargs: dict) -> Any:
+    """A linear function of what is unmade; None where it cannot be told what its results are."""
     if func is aten.add.Tensor:
         return _sum(level, args)
+    try:
+        like = shown(func, args, kwargs)
+    except (NotImplementedError, RuntimeError):  # it has no kernel for tensors without memory
+        return None
 
     def of(a: Any) -> Any:
-        if func in _SUMS:
+        if func in _SUMS or (func is aten.where.self and a is not args[0]):
             return _part(a, level)
         return total(a) if _differs(a, level) else lower(a, level)
 
-    def add_up() -> Tensor:
+    def add_up() -> Any:
         given, _ = in_arguments(of, args, {})
         return func(*given)
 
@@ -243,7 +285,18 @@ def passed(level: VmapLevel, func: Any, args: tuple, kwargs: dict) -> Batched:
                 a.made()
         return level.as_it_is(func, args, kwargs)
 
-    return pending(level, shown(func, args, kwargs), args, make_it, add_up)
+    if isinstance(like, Tensor):
+        return pending(level, like, args, make_it, add_up)
+    totals = functools.cache(add_up)
+    found = [
+        None if x is None else pending(level, x, args, _nth(make_it, n), _nth(totals, n))
+        for n, x in enumerate(like)
+    ]
+    return type(like)(found)
+
+
+def _nth(all_of: Callable[[], Any], n: int) -> Callable[[], Any]:
+    return lambda: all_of()[n]
 
 
 def _part(a: Any, level: VmapLevel) -> Any:

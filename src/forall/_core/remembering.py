@@ -215,10 +215,17 @@ def is_a_library(thing: Any) -> bool:
 
 
 def is_no_users(thing: Any) -> bool:
-    """Whether a class or function is a library's or Python's own: then it is what it is."""
-    module = thing.__module__ or ""
-    if isinstance(thing, FunctionType):  # functools.wraps gives it the name of another
-        module = home_of(thing)
+    """Whether a class or function is a library's or Python's own: then it is what it is.
+
+    A class that a library derives from one of the user's is the user's.
+    """
+    if isinstance(thing, type):
+        return all(_is_none(kind.__module__ or "") for kind in thing.__mro__)
+    # functools.wraps gives a function the name of another
+    return _is_none(home_of(thing) if isinstance(thing, FunctionType) else thing.__module__ or "")
+
+
+def _is_none(module: str) -> bool:
     return is_library(module) or module.partition(".")[0] in sys.stdlib_module_names
 
 

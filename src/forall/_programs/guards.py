@@ -27,6 +27,7 @@ from types import (
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.utils import parametrize
 
 from forall._core.remembering import (
     UNSET,
@@ -245,6 +246,10 @@ class Guards:
         if id(kind) in self._kinds:
             return
         self._kinds[id(kind)] = kind
+        if kind.__module__ == parametrize.__name__:
+            self._names.append((vars(parametrize), "_cache_enabled", 0))
+            if parametrize._cache_enabled:
+                self.why = "it is within torch.nn.utils.parametrize.cached()"
         if is_no_users(kind):
             return
         names = vars(kind)

@@ -69,7 +69,9 @@ def doubt(guards: Guards, *, rebinds: bool = True) -> str | None:
     reading = _Reading(guards)
     for value in [*guards.reached()]:
         if isinstance(value, FunctionType) and not is_ours(value):
-            why = None if trusted.is_trusted(value) else reading.of(value)
+            if trusted.is_trusted(value):
+                continue
+            why = reading.of(value)
             if not rebinds and may_rebind(value.__code__):
                 why = why or f"{value.__qualname__} rebinds names of another function's"
         else:

@@ -30,6 +30,7 @@ _CLASSES = (
     "torch.nn.modules.",
     "torch.nn.parameter",
     "torch.nn.utils.rnn",
+    "torch.nn.utils.parametriz",  # and "parametrizations"
     "torch.distributions.",
     "torch.autograd.function",
     "torch.autograd.grad_mode",
@@ -149,6 +150,7 @@ def is_trusted(value: Any) -> bool:
             home.partition(".")[0] in _MODULES | _OF_PYTHON
             or (home == "builtins" and value.__name__ in BUILTINS)
             or home == "torch.utils._contextlib"
+            or home.startswith("torch.nn.utils.parametriz")
             or (value.__name__ == "__new__" and is_trusted_base(getattr(value, "__self__", object)))
         )
     return isinstance(value, (OpOverload, OpOverloadPacket))
