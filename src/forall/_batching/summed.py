@@ -145,7 +145,7 @@ def _convolution(level: VmapLevel, func: Any, args: tuple) -> tuple | None:
     g, x, w, *how, mask = args
     if not (is_mapped(g, level) and is_mapped(x, level) and mask[1]) or is_mapped(w, level):
         return None
-    if level.size * w.numel() < WORTH:
+    if level.size * max(w.numel(), x.numel()) < WORTH:  # each image alone takes patches of it
         return None
     alone = (*args[:-1], [False, True, False])
 
@@ -161,6 +161,27 @@ def _convolution(level: VmapLevel, func: Any, args: tuple) -> tuple | None:
     if mask[0] or mask[2]:
         others = level.as_it_is(func, (*args[:-1], [mask[0], False, mask[2]]), {})
     return others[0], pending(level, like, (g, x, w), make_it, add_up), others[2]
+
+
+def _correlated(level: VmapLevel, func: Any, args: tuple) -> Unmade | None:
+    """What a second pass has in the place of a weight's gradient, of two that differ."""
+    x, w, bias, *how, transposed, padding, groups = args
+    if transposed or bias is not None or not (is_mapped(x, level) and is_mapped(w, level)):
+        return None
+    like = shown(func, args, {})
+    if level.size * max(like.numel(), x.numel(), w.numel()) < WORTH:
+        return None
+
+    def channels(v: Tensor, groups: int) -> Tensor:
+        """(B, N, G * C, *) -> (N, G * B * C, *): what is summed over, of all examples."""
+        v = v.unflatten(2, (groups, -1)).movedim(0, 2)
+        return v.flatten(1, 3)
+
+    def add_up() -> Tensor:
+        images, kernels = channels(_all(x, level), groups), channels(_all(w, level), 1)
+        return func(images, kernels, None, *how, False, padding, groups)
+
+    return _begins(level, func, args, like.shape, add_up)
 
 
 def _table(level: VmapLevel, func: Any, args: tuple) -> Unmade | None:
@@ -280,6 +301,7 @@ _SOURCES: dict[Any, Callable] = {
     aten.mm.default: _product,
     aten.bmm.default: _product,
     aten.mul.Tensor: _multiplied,
+    aten.convolution.default: _correlated,
     aten.convolution_backward.default: _convolution,
     aten.embedding_dense_backward.default: _table,
     aten._embedding_bag_backward.default: _bags,

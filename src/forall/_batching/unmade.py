@@ -138,10 +138,16 @@ def pending(
     tensors = [a for a in flat(given) if isinstance(a, Tensor)]
     lazy = [a for a in tensors if type(a) is Unmade]
     new.counts = [c for a in tensors for c in _counts(a)]
-    new.held = sum(a.held if type(a) is Unmade else a.numel() * level.size for a in tensors)
+    new.held = sum(_held(a, level) for a in tensors)
     new.peels = any(a.peels if type(a) is Unmade else peels(a) for a in tensors)
     new.depth, new.parts = 1 + max((a.depth for a in lazy), default=0), ()
     return new
+
+
+def _held(a: Tensor, level: VmapLevel) -> int:
+    if type(a) is Unmade:
+        return a.held
+    return a.numel() * (level.size if is_mapped(a, level) else 1)
 
 
 def _counts(a: Tensor) -> list[Count]:
