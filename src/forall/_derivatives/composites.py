@@ -76,6 +76,13 @@ def _normalised(x, dims, weight, bias, eps):
     return x if bias is None else x + bias
 
 
+def weight_norm(v, g, dim=0):
+    """Beside it the norm, which torch's pull-back takes for constant where nobody tells it more."""
+    rest = [d for d in range(v.dim()) if d != dim % v.dim()]
+    norm = (v * v).sum(rest, keepdim=True).sqrt()
+    return v * (g / norm), norm
+
+
 def batch_norm(x, weight, bias, mean, var, training, momentum, eps):
     place = [1, -1] + [1] * (x.ndim - 2)
     weight, bias = (None if t is None else t.reshape(place) for t in (weight, bias))

@@ -14,7 +14,8 @@ import torch
 from forall._core.levels import moves
 from forall._derivatives.fused import FORWARD
 from forall._derivatives.pullbacks import BACKWARD
-from forall._torch.dispatch import dispatch_modes
+from forall._torch.dispatch import dispatch_modes, in_backward
+from forall._torch.memory import has_memory, is_alone
 from forall._torch.names import DispatchMode, pop_mode, push_mode
 from forall._torch.wrapper import Wrapper
 
@@ -110,6 +111,26 @@ class _Nothing(DispatchMode):
 
 
 _NOTHING = _Nothing()
+
+
+# What torch's formulas of norms write into what they have just computed, which the tangent may be
+# made of: a derivative further out needs it as it was.
+_FILLS = {
+    aten.masked_fill_.Scalar: aten.masked_fill.Scalar,
+    aten.masked_fill_.Tensor: aten.masked_fill.Tensor,
+}
+
+
+def made_anew(func: Any, value: Any) -> Any:
+    """What gives anew what a formula writes into a value of its own; None for any other write."""
+    fill = _FILLS.get(func)
+    if fill is None or not (in_backward() and value.requires_grad) or value._is_view():
+        return None
+    inner = value
+    while isinstance(inner, Wrapper):
+        inner = inner.value
+    # Nobody has another name for it, so nobody sees that it is another tensor now.
+    return fill if has_memory(inner) and is_alone(inner) else None
 
 
 class out_of_place:

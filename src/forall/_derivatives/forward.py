@@ -24,7 +24,7 @@ from forall._core.levels import (
     second_name,
 )
 from forall._core.sparse import constant, is_sparse
-from forall._derivatives.formulas import FILLED, ODD, is_trusted, out_of_place
+from forall._derivatives.formulas import FILLED, ODD, is_trusted, made_anew, out_of_place
 from forall._derivatives.products import PRODUCTS, of_one_factor
 from forall._random.scopes import taken_back
 from forall._torch import trees
@@ -276,8 +276,11 @@ class JvpLevel(Level, DispatchMode):
                     values[: FILLED[func]] = map(moving, values[: FILLED[func]])
                 if fact.mutates and self.tapes is not None:
                     self.tapes.keep(written_by(func, args, kwargs))
+                anew = made_anew(func, values[0]) if fact.mutates else None
                 with out_of_place(func, values):
-                    out = func(*values, **{k: self._below(a) for k, a in kwargs.items()})
+                    out = (anew or func)(*values, **{k: self._below(a) for k, a in kwargs.items()})
+                if anew is not None:
+                    args[0].value = out
             except NotImplementedError:
                 if not grad or fact.mutates:
                     raise

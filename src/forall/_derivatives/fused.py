@@ -90,6 +90,7 @@ FORWARD: dict[Any, Callable] = {
     aten.segment_reduce.default: losses.segment_reduce,
     **dict.fromkeys(READ, _embedding_bag),
     aten.native_layer_norm.default: composites.layer_norm,
+    aten._weight_norm_interface.default: composites.weight_norm,
     aten.native_batch_norm.default: composites.batch_norm,
     aten._native_batch_norm_legit.default: composites.batch_norm,
     aten._native_batch_norm_legit.no_stats: _batch_norm_no_stats,

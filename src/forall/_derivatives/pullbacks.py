@@ -68,6 +68,10 @@ def _layer_norm_backward(g, x, shape, mean, rstd, weight, bias, mask):
     return _asked(found, mask)
 
 
+def _weight_norm_backward(grad, v, g, norm, dim):
+    return pulled(lambda v, g: composites.weight_norm(v, g, dim)[0], grad, v, g)
+
+
 def _batch_norm_backward(g, x, weight, mean, var, saved, saved_var, train, eps, mask):
     found = pulled(
         lambda x, weight, shift: composites.batch_norm(
@@ -163,6 +167,7 @@ BACKWARD: dict[Any, Callable] = {
     aten._scaled_dot_product_cudnn_attention_backward.default: _cudnn_backward,
     aten.native_layer_norm_backward.default: _layer_norm_backward,
     aten.native_batch_norm_backward.default: _batch_norm_backward,
+    aten._weight_norm_interface_backward.default: _weight_norm_backward,
     aten._cdist_backward.default: _cdist_backward,
     aten._pdist_backward.default: pdist_backward,
     aten.hardsigmoid_backward.default: hardsigmoid_backward,

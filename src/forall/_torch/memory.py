@@ -12,6 +12,12 @@ def has_memory(t: torch.Tensor) -> bool:
     return type(t) in PLAIN and t.layout is torch.strided and not t.is_quantized
 
 
+def is_alone(t: torch.Tensor) -> bool:
+    """Whether no other tensor shares this one's memory."""
+    storage = t.untyped_storage()  # which counts as one more
+    return torch._C._storage_Use_Count(storage._cdata) <= 2
+
+
 def storage_of(t: torch.Tensor) -> int:
     """What all tensors that share this one's memory have in common."""
     return t.untyped_storage()._cdata
