@@ -12,7 +12,7 @@ import torch
 from forall._batching import border
 from forall._batching.batched import Batched
 from forall._core.errors import Call, columns, kind, short
-from forall._torch import trees
+from forall._torch import collections, trees
 from forall._torch.dispatch import functions_off
 from forall._transforms import checks
 from forall._transforms.arguments import signature
@@ -84,6 +84,8 @@ def inputs(
     rest = trees.prefix(named_dims, spec.child(1)) if kwargs else []
     if dims is None or rest is None:
         raise _misfit(call, args, kwargs, in_dims, named_dims)
+    if collections.are_in(spec):
+        dims, rest = collections.counted(spec, dims + rest), []
     sizes: list[int] = []  # a tracer's are not hashable
     with functions_off():
         dims = [
@@ -224,7 +226,7 @@ def places(call: Call, given: Any, spec: Any) -> list:
             f"{columns([('out_dims', short(given)), ('result', trees.text(spec))])}\n"
             "Give one int for all results, or a tree of ints (or None) like the result."
         )
-    return found
+    return collections.counted(spec, found, 1) if collections.are_in(spec) else found
 
 
 def place_outside(call: Call, result: torch.Tensor, place: int) -> IndexError:

@@ -21,7 +21,7 @@ from forall._core.levels import top
 from forall._core.places import Origin, users_instruction
 from forall._lanes.numbers import Number, as_tensor
 from forall._random.scopes import entered as drawing_in
-from forall._torch import handover, tracers, trees
+from forall._torch import collections, handover, tracers, trees
 from forall._torch.dispatch import functions_off
 from forall._torch.wrapper import Wrapper, has_own_meaning, kind_of
 from forall._transforms import apart, checks, mapping
@@ -218,7 +218,10 @@ class Entering(NamedTuple):
         old, old_named = self.given
         if not old_named and len(old) == len(entered) and all(map(is_, old, self.leaves)):
             return tuple(entered), {}
-        args, kwargs = trees.unflatten(entered, self.spec)
+        spec = (
+            collections.of_one(self.spec, self.dims) if collections.are_in(self.spec) else self.spec
+        )
+        args, kwargs = trees.unflatten(entered, spec)
         if None not in self.dims:
             return args, kwargs
         by_place, by_name = (s.children() for s in self.spec.children())
@@ -302,7 +305,8 @@ class Mapping(NamedTuple):
         results, spec = trees.flatten(result)
         left = []
         seen: set[int] = set()
-        for r, place in zip(results, self.places.of(spec), strict=True):
+        places = self.places.of(spec)
+        for r, place in zip(results, places, strict=True):
             if type(r) is Number:
                 r = as_tensor(r)
             elif isinstance(r, (int, float, complex)) and place is not None:
@@ -311,6 +315,8 @@ class Mapping(NamedTuple):
             if self.options.ragged and place is not None and isinstance(stack, torch.Tensor):
                 stack = apiece(self.places.call, stack, place)
             left.append(stack)
+        if collections.are_in(spec):
+            spec = collections.of_all(spec, places, level.size)
         return left, spec
 
 

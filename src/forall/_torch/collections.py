@@ -1,0 +1,105 @@
+"""Collections of tensors that have their first dims in common, as tensordict's do.
+
+Torch's registry takes them apart, and what it keeps beside the tensors says these dims. An example
+of a collection has one of them less, and a stack of results one more; dims of in_dims and out_dims
+are counted among them. Nothing of that library is needed to tell: its nodes keep a ``batch_size``.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._pytree import TreeSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+
+def are_in(spec: TreeSpec) -> bool:
+    """Whether there are any in a tree of this shape."""
+    return "tensordict" in sys.modules and _are_in(spec)
+
+
+def _are_in(spec: TreeSpec) -> bool:
+    return _size(spec) is not None or _stacks(spec) or any(map(_are_in, spec.children()))
+
+
+def _stacks(spec: TreeSpec) -> bool:
+    """Whether it is a collection of collections, each with tensors of its own."""
+    return isinstance(spec._context, dict) and "stack_dim" in spec._context
+
+
+def counted(spec: TreeSpec, dims: list, more: int = 0) -> list:
+    """The dim of each leaf, from the front; ``more`` dims are yet to come."""
+    found: list = []
+    left = iter(dims)
+
+    def walk(spec: TreeSpec, among: int | None) -> None:
+        among = len(_size(spec)) if among is None and _size(spec) is not None else among
+        if spec.type is None:
+            d = next(left)
+            if among is not None and isinstance(d, int) and -among - more <= d < 0:
+                d += among + more
+            found.append(d)
+        for child in spec.children():
+            walk(child, among)
+
+    walk(spec, None)
+    return found
+
+
+def of_one(spec: TreeSpec, dims: list) -> TreeSpec:
+    """The tree of an example, whose collections have lost the dim that counts the examples."""
+
+    def without(items: list, dim: int, _: Any) -> list:
+        return items[:dim] + items[dim + 1 :]
+
+    return _changed(spec, iter(dims), without, None)[0]
+
+
+def of_all(spec: TreeSpec, dims: list, size: int) -> TreeSpec:
+    """The tree of all examples' results, whose collections have one dim more."""
+
+    def within(items: list, dim: int, new: Any) -> list:
+        return [*items[:dim], new, *items[dim:]]
+
+    return _changed(spec, iter(dims), within, size)[0]
+
+
+def _size(spec: TreeSpec) -> Any:
+    """The dims that the tensors of a collection have in common; None for any other node."""
+    kept = spec._context
+    size = kept.get("batch_size") if isinstance(kept, dict) else None
+    return getattr(size, "batch_size", None)
+
+
+def _changed(
+    spec: TreeSpec, dims: Iterator, change: Callable[[list, int, Any], list], new: Any
+) -> tuple[TreeSpec, set]:
+    """The tree with other dims in common, and the dims of its leaves."""
+    if spec.type is None:
+        return spec, {next(dims)}
+    children, found = [], set()
+    for child in spec.children():
+        changed, its = _changed(child, dims, change, new)
+        children.append(changed)
+        found |= its
+    kept = spec._context
+    size = _size(spec)
+    if _stacks(spec) and found != {None}:
+        raise NotImplementedError(
+            f"vmap: a {spec.type.__name__} keeps its examples apart, one tensor for each.\n"
+            f"    stack_dim   {kept['stack_dim']}\n"
+            "Stack its tensors (x.contiguous(), or x.to_tensordict())."
+        )
+    (dim,) = found if len(found) == 1 else (None,)
+    if size is not None and isinstance(dim, int) and dim <= len(size):
+        names = kept["names"]
+        kept = {
+            **kept,
+            "batch_size": type(kept["batch_size"])(torch.Size(change([*size], dim, new))),
+            "names": names and change([*names], dim, None),
+        }
+    return TreeSpec(spec.type, kept, children), found
