@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from forall import hessian, jacfwd, jacrev, jit, jvp, linearize, vmap
+from forall import config, hessian, jacfwd, jacrev, jit, jvp, linearize, vmap
 
 X = torch.tensor([1.0, math.inf, -math.inf, math.nan], dtype=torch.float64)
 C = torch.tensor([2.0, 3.0, 4.0, 5.0], dtype=torch.float64)
@@ -189,3 +189,38 @@ def test_a_matrix_adds_nothing_to_the_tangent_of_a_pull_back(product):
     torch.testing.assert_close(found, truth)
     torch.testing.assert_close(vmap(hessian(f))(C.expand(2, 4)), truth.expand(2, 4, 4))
     torch.testing.assert_close(jvp(jacrev(f), (C,), (C,))[1], truth @ C)
+
+
+OF_WEIGHTS = {
+    "mv": (lambda w, x: x @ w[0], (2, 3)),
+    "mm": (lambda w, x: x @ w.T, (2, 3)),
+    "linear": (lambda w, x: F.linear(x, w), (2, 3)),
+    "einsum": (lambda w, x: torch.einsum("bi,oi->bo", x, w), (2, 3)),
+    "bmm": (lambda w, x: torch.bmm(x[None], w.T[None]), (2, 3)),
+}
+
+
+@pytest.mark.parametrize("replay", [True, False])
+@pytest.mark.parametrize("name", OF_WEIGHTS)
+def test_the_tangent_of_a_linear_function_has_a_derivative_of_zero(name, replay, monkeypatch):
+    """As torch has it: who asks for it further out is not told that there is none."""
+    monkeypatch.setattr(config, "replay", replay)
+    monkeypatch.setattr(config, "patience", 0)
+    f, shape = OF_WEIGHTS[name]
+    x = torch.linspace(-1, 1, 12).reshape(4, 3)
+
+    def of_x(w):
+        return f(w, x)
+
+    def tangents(w):
+        yield jvp(of_x, (w,), (torch.ones(shape),))[1]
+        yield linearize(of_x, w)[1](torch.ones(shape))
+        yield vmap(lambda v: jvp(of_x, (w,), (v,))[1])(torch.ones(2, *shape))
+        yield jacfwd(of_x)(w)
+
+    for _ in range(4):
+        w = torch.ones(shape, requires_grad=True)
+        for tangent in tangents(w):
+            (found,) = torch.autograd.grad(tangent.square().sum(), w)
+            assert torch.equal(found, torch.zeros(shape))
+    assert not any(tangent.requires_grad for tangent in tangents(torch.ones(shape)))

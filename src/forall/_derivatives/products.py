@@ -56,6 +56,11 @@ def of_one_factor(level: JvpLevel, func: Any, args: tuple, kwargs: dict) -> Any:
             tangent = tangent if alpha == 1 else tangent * alpha
         else:
             tangent = func(*tangents, **kwargs)
+        moving = primals[i] if pairs[j][1] is None else primals[j]
+        if moving.requires_grad and not tangent.requires_grad and level.outer_grad:
+            # It has a derivative in what moves, which is zero: who asks for it is not to be told
+            # that there is none.
+            tangent = tangent + moving.narrow(0, 0, 0).sum()
         return attach_tangent(primal, tangent)
 
 
