@@ -165,6 +165,26 @@ def cached(n):
     return n * 2.0
 
 
+KEYS = TABLE.keys()
+
+
+class Hooked:
+    def __init__(self):
+        self.handle = network.register_forward_hook(lambda *_: None)
+        self.handle.remove()
+
+    def scaled(self, x):
+        return x * 2 if self.handle is not None else x
+
+
+hooked = Hooked()
+
+
+def within_nothing(x):
+    with contextlib.nullcontext():
+        return x.sin()
+
+
 CERTAIN = {
     "a chain": lambda x: (x.sin() + 1).tanh().sum(),
     "a helper": lambda x: helper(x, 3) + helper(x),
@@ -192,6 +212,10 @@ CERTAIN = {
     "a small array": lambda x: x * len(ARRAY) + float(ARRAY[0]),
     "an object whose log is not asked for": lambda x: logged.scaled(x),
     "a class whose other methods print": lambda x: logged.scaled(x),
+    "a context that does nothing": within_nothing,
+    "names of a dict": lambda x: torch.stack([x * len(k) for k in KEYS]),
+    "trees": lambda x: torch.utils._pytree.tree_map(torch.sin, {"a": x})["a"],
+    "an object with a handle": lambda x: hooked.scaled(x),
     "errors": lambda x: x if x.dim() else (_ for _ in ()).throw(ValueError("no")),
 }
 
@@ -333,3 +357,15 @@ def test_a_difference_is_told_when_asked(monkeypatch):
     monkeypatch.setattr(recorded, "run", lambda *_: (torch.zeros(3),))
     with pytest.raises(RuntimeError, match="a replayed call gave"):
         f(torch.ones(3))
+
+
+def test_names_of_a_dict_that_gets_more(monkeypatch):
+    monkeypatch.setattr(forall.config, "replay", True)
+    monkeypatch.setattr(forall.config, "patience", 0)
+    table = {"a": 1.0}
+    keys = table.keys()
+    f = vmap(lambda x: x * len(keys))
+    for n in range(1, 6):
+        for _ in range(3):
+            assert torch.equal(f(W), W * n)
+        table[str(n)] = 1.0

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.utils import parametrize
+from torch.utils.hooks import RemovableHandle
 
 from forall._core.remembering import (
     UNSET,
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
 _MOST = 10_000  # things that are watched
 _MOST_BYTES = 4096  # that are compared with each call
 CONTAINERS = (dict, list, tuple, set, frozenset, deque, bytearray)
+VIEWS = (type({}.keys()), type({}.values()), type({}.items()))
 _WRAPPERS = (
     MethodType,
     staticmethod,
@@ -72,6 +74,7 @@ _LEAVES = (
     torch.dtype,
     torch.device,
     torch.Size,
+    RemovableHandle,  # of hooks, which are looked at where they hang
 )
 
 
@@ -158,6 +161,8 @@ class Guards:
         elif isinstance(value, (dict, MappingProxyType)):
             self._entries(value)
             self._left += value.values()
+        elif isinstance(value, VIEWS):
+            self._left.append(value.mapping)
         elif isinstance(value, (list, tuple, deque)):
             if not isinstance(value, tuple):
                 self._lists.append((value, tuple(value)))

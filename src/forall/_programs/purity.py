@@ -39,7 +39,7 @@ from forall._core.remembering import (
     may_rebind,
     rebound_of,
 )
-from forall._programs.guards import CONTAINERS, is_array
+from forall._programs.guards import CONTAINERS, VIEWS, is_array
 from forall._torch import trusted
 from forall._torch.names import PLAIN
 
@@ -163,7 +163,9 @@ def _codes(
 def _is_certain(value: Any) -> bool:
     """Whether the guards see all of a value, or it never changes; functions are read."""
     kind: Any = type(value)
-    if kind in CONTAINERS or kind in _WRAPPERS or trusted.is_inert(value) or is_array(value):
+    if kind in CONTAINERS or kind in _WRAPPERS or kind in VIEWS:
+        return True
+    if trusted.is_inert(value) or is_array(value):
         return True
     if value is ReferenceType:  # the class of those that are judged by what they refer to
         return True

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import builtins
 import collections
+import contextlib
 import functools
 import itertools
 import operator
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch.autograd import functional
 from torch.nn import functional as F
+from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from forall._torch.names import OpOverload, OpOverloadPacket, function_homes
@@ -87,6 +89,10 @@ _MORE = (
     torch.Size,
     torch.Generator,
     torch.func.functional_call,
+    *(
+        getattr(pytree, f"tree_{n}")
+        for n in ["map", "flatten", "unflatten", "leaves", "iter", "all", "any"]
+    ),
     types.SimpleNamespace,
     collections.OrderedDict,
     collections.defaultdict,
@@ -173,6 +179,7 @@ _BASES = frozenset(
         torch.nn.Parameter,
         *torch.autograd.Function.__mro__,
         types.SimpleNamespace,
+        contextlib.nullcontext,
         itertools.chain,
         collections.OrderedDict,
         collections.defaultdict,
