@@ -276,7 +276,8 @@ class JvpLevel(Level, DispatchMode):
                     values[: FILLED[func]] = map(moving, values[: FILLED[func]])
                 if fact.mutates and self.tapes is not None:
                     self.tapes.keep(written_by(func, args, kwargs))
-                anew = made_anew(func, values[0]) if fact.mutates else None
+                mine = fact.mutates and type(args[0]) is Dual and args[0].level is self
+                anew = made_anew(func, values[0]) if mine else None
                 with out_of_place(func, values):
                     out = (anew or func)(*values, **{k: self._below(a) for k, a in kwargs.items()})
                 if anew is not None:

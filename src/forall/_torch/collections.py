@@ -95,7 +95,7 @@ def _changed(
             "Stack its tensors (x.contiguous(), or x.to_tensordict())."
         )
     (dim,) = found if len(found) == 1 else (None,)
-    if size is not None and isinstance(dim, int) and dim <= len(size):
+    if size is not None and isinstance(dim, int) and 0 <= dim <= len(size):
         names = kept["names"]
         kept = {
             **kept,
