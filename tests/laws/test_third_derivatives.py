@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forall import config, grad, jvp, vmap
+from forall import config, grad, jvp, vjp, vmap
 
 D = torch.float64
 X = torch.randn(4, 6, dtype=D, generator=torch.Generator().manual_seed(0))
@@ -52,6 +52,14 @@ WAYS = {
     "forward, forward, reverse": lambda f: jvp(lambda z: jvp(grad(f), (z,), (T,))[1], (X,), (C,))[
         1
     ],
+    "forward, reverse, forward": lambda f: jvp(
+        lambda z: grad(lambda y: jvp(f, (y,), (T,))[1])(z), (X,), (C,)
+    )[1],
+    "forward, vjp, forward": lambda f: jvp(
+        lambda z: vjp(lambda y: jvp(f, (y,), (T,))[1], z)[1](torch.ones((), dtype=D))[0],
+        (X,),
+        (C,),
+    )[1],
     "autograd outside": lambda f: torch.autograd.grad(
         (jvp(grad(f), (z := X.clone().requires_grad_(),), (T,))[1] * C).sum(), z
     )[0],

@@ -16,7 +16,9 @@ from forall._torch.dispatch import (
     ACCUMULATE,
     functions_off,
     in_torch_func,
+    is_forward_enabled,
     run_backward,
+    set_forward_enabled,
     set_grad_enabled,
     users_tangent,
     users_tangents,
@@ -229,6 +231,23 @@ def pulled(
             retain_graph=retain_graph,
             create_graph=create_graph,
         )
+
+
+class tangents_pass:
+    """Within it no operator sees tangents that a jvp which has ended left on what was saved.
+
+    Those of a jvp that runs are one level further down, and the user's own stay.
+    """
+
+    __slots__ = ("was",)
+
+    def __enter__(self) -> None:
+        self.was = is_forward_enabled()
+        if not users_tangents():
+            set_forward_enabled(False)
+
+    def __exit__(self, *_: object) -> None:
+        set_forward_enabled(self.was)
 
 
 def closed(results: Any, own: list[torch.Tensor], outer_grad: bool) -> Any:

@@ -167,7 +167,8 @@ def _grad_and_value(
             if has_aux:
                 value, aux = checks.with_aux(call, value, "value")
             checks.scalar(call, value)
-            gradients = reverse.gradients((value,), None, variables, closes=True)
+            with reverse.tangents_pass():
+                gradients = reverse.gradients((value,), None, variables, closes=True)
         found = given_back(given.shaped(gradients), value, aux)
         return reverse.closed(found, variables, outer)
 

@@ -162,7 +162,7 @@ class Pullback:
 
     def _run(self, cots: list, retain_graph: bool) -> list:
         outer, asked = torch.is_grad_enabled(), any(c.requires_grad for c in cots)
-        with reverse.recording():
+        with reverse.recording(), reverse.tangents_pass():
             found = reverse.gradients(
                 tuple(self.outputs),
                 tuple(map(ordinary, cots)),
@@ -176,7 +176,7 @@ class Pullback:
 
     def _run_stacked(self, stacks: list) -> list:
         outer = torch.is_grad_enabled()
-        with reverse.recording():
+        with reverse.recording(), reverse.tangents_pass():
             stacks = [*map(ordinary, stacks)]
             found = self._pulled(lambda ys, cots: reverse.gradients(ys, cots, self.own), stacks)
         if any(s.requires_grad for s in stacks) and outer:
