@@ -9,13 +9,15 @@ from torch.func import functional_call
 from registry import Contestants, contest, workload
 
 
-def shared(net: nn.Module, loss: Callable, batch: torch.Tensor) -> Contestants:
-    """The gradient of the mean over examples of ``loss(output)``."""
+def shared(
+    net: nn.Module, loss: Callable, batch: torch.Tensor, one: Callable = lambda x: x
+) -> Contestants:
+    """The gradient of the mean over examples of ``loss(output)``; the network takes ``one(x)``."""
     parameters = {name: p.detach() for name, p in net.named_parameters()}
 
     def transformed(api):
         def of_all(parameters):
-            each = api.vmap(lambda x: loss(functional_call(net, parameters, (x,))))
+            each = api.vmap(lambda x: loss(functional_call(net, parameters, (one(x),))))
             return each(batch).mean()
 
         gradient = api.grad(of_all)
@@ -74,25 +76,7 @@ def shared_embedding(device: torch.device) -> Contestants:
 def shared_bags(device: torch.device) -> Contestants:
     net = nn.Sequential(nn.EmbeddingBag(5000, 64), nn.Linear(64, 5)).to(device)
     words = torch.randint(0, 5000, (128, 20), device=device)
-
-    def loss(y):  # of one bag, or of all
-        return y.square().mean(-1)
-
-    parameters = {name: p.detach() for name, p in net.named_parameters()}
-
-    def transformed(api):
-        def of_all(parameters):
-            each = api.vmap(lambda x: loss(functional_call(net, parameters, (x[None],))).sum())
-            return each(words).mean()
-
-        gradient = api.grad(of_all)
-        return lambda: gradient(parameters)
-
-    def handwritten():
-        found = torch.autograd.grad(loss(net(words)).mean(), [*net.parameters()])
-        return dict(zip(parameters, found, strict=True))
-
-    return contest(transformed, handwritten)
+    return shared(net, lambda y: y.square().mean(-1), words, lambda bag: bag[None])
 
 
 @workload(

@@ -214,20 +214,26 @@ def _pull(e: Any, t: Task) -> tuple[Callable[..., Any], list[Tensor]]:
     return pull, [*primals, *t.cotangents(None, _fresh())]
 
 
-def jvp_vjp(e: Any, t: Task) -> Any:
-    pull, at = _pull(e, t)
+def _pushed(e: Any, t: Task, pull: Callable[..., Any], at: list[Tensor]) -> Any:
     draw = _fresh().manual_seed(6)
     tangents = tuple(t.drawn(x.shape, x.dtype, draw) for x in at)
     value, pushed = e.jvp(pull, tuple(at), tangents)
     return tuple(value), tuple(pushed)
 
 
-def vjp_vjp(e: Any, t: Task) -> Any:
-    pull, at = _pull(e, t)
+def _pulled(e: Any, t: Task, pull: Callable[..., Any], at: list[Tensor]) -> Any:
     draw = _fresh().manual_seed(6)
     value, again = e.vjp(pull, *at)
-    cots = tuple(t.drawn(x.shape, x.dtype, draw) for x in t.picked(t.case.sample.leaves[0]))
+    cots = tuple(t.drawn(x.shape, x.dtype, draw) for x in value)
     return tuple(value), tuple(again(cots))
+
+
+def jvp_vjp(e: Any, t: Task) -> Any:
+    return _pushed(e, t, *_pull(e, t))
+
+
+def vjp_vjp(e: Any, t: Task) -> Any:
+    return _pulled(e, t, *_pull(e, t))
 
 
 def _pull_of_all(e: Any, t: Task) -> tuple[Callable[..., Any], list[Tensor]]:
@@ -244,19 +250,11 @@ def _pull_of_all(e: Any, t: Task) -> tuple[Callable[..., Any], list[Tensor]]:
 
 def jvp_vjp_vmap(e: Any, t: Task) -> Any:
     """What a Hessian is made of, of a loss over examples."""
-    pull, at = _pull_of_all(e, t)
-    draw = _fresh().manual_seed(6)
-    tangents = tuple(t.drawn(x.shape, x.dtype, draw) for x in at)
-    value, pushed = e.jvp(pull, tuple(at), tangents)
-    return tuple(value), tuple(pushed)
+    return _pushed(e, t, *_pull_of_all(e, t))
 
 
 def vjp_vjp_vmap(e: Any, t: Task) -> Any:
-    pull, at = _pull_of_all(e, t)
-    draw = _fresh().manual_seed(6)
-    value, again = e.vjp(pull, *at)
-    cots = tuple(t.drawn(x.shape, x.dtype, draw) for x in value)
-    return tuple(value), tuple(again(cots))
+    return _pulled(e, t, *_pull_of_all(e, t))
 
 
 def _of_one(

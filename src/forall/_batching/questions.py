@@ -97,14 +97,14 @@ class Traced:
         raise RuntimeError(
             f"{self.call}: traced (by make_fx, or on fake tensors), and asks for an example's "
             "numbers.\n"
-            f"{columns([('at', f'{place}   {place.text()}'.rstrip())])}\n"
+            f"{columns([('at', str(place), place.text())])}\n"
             "A trace is one line of operators for all inputs. Use torch.where, and a tensor in the "
             "place of the number."
         )
 
     def split(self, place: Place, sizes: tuple[int, ...]) -> None: ...
 
-    def mark(self) -> None: ...
+    def mark(self) -> Any: ...
 
     def back_to(self, mark: Any) -> None: ...
 

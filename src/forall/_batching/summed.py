@@ -33,8 +33,9 @@ def unmade(level: VmapLevel, func: Any, args: tuple, kwargs: dict) -> Any:
         if func is aten.detach.default:
             return found[0].graph_free()
         shallow = all(a.depth < DEPTH for a in found)
-        if shallow and _is_of_all(level, operands) and is_linear(level, func, args, kwargs):
-            new = passed(level, func, args, kwargs)
+        plain = shallow and not kwargs and _is_of_all(level, operands)
+        if plain and is_linear(level, func, args):
+            new = passed(level, func, args)
             if new is not None:
                 return new
         for a in found:
@@ -80,18 +81,13 @@ def _pays(level: VmapLevel, entries: int, *operands: Any) -> bool:
     return level.size * entries >= WORTH and all(entries > a.numel() for a in operands)
 
 
-def _all(a: Any, level: VmapLevel) -> Tensor:
-    """(B, *S)."""
-    return stacked(a, level)
-
-
 def _linear(level: VmapLevel, func: Any, args: tuple) -> Batched | None:
     """Of what is made, where the result is larger: zeros around it, or other parts beside it."""
     mapped = [a for a in flat(args) if is_mapped(a, level)]
-    if not mapped or not is_linear(level, func, args, {}):
+    if not mapped or not is_linear(level, func, args):
         return None
-    entries = shown(func, args, {}).numel()
-    return passed(level, func, args, {}) if _pays(level, entries, *mapped) else None
+    entries = shown(func, args).numel()
+    return passed(level, func, args) if _pays(level, entries, *mapped) else None
 
 
 def _product(level: VmapLevel, func: Any, args: tuple) -> Batched | None:
@@ -100,7 +96,7 @@ def _product(level: VmapLevel, func: Any, args: tuple) -> Batched | None:
     shape = (*left.shape[:-1], right.shape[-1])
 
     def add_up() -> Tensor:
-        a, b = (_all(x, level) for x in args)
+        a, b = (stacked(x, level) for x in args)
         a, b = a.mT.movedim(0, -3).flatten(-3, -2), b.movedim(0, -3).flatten(-3, -2)
         return func(a.mT, b)
 
@@ -120,7 +116,7 @@ def _multiplied(level: VmapLevel, func: Any, args: tuple) -> Batched | None:
     def add_up() -> Tensor:
         operands: list[Any] = []
         for a in args:
-            v = _all(a, level)
+            v = stacked(a, level)
             operands += (v.reshape(len(v), *(n for n in a.shape if n > 1)), [len(shape), *dims(a)])
         out = [d for d, n in enumerate(shape) if n > 1]
         return torch.einsum(*operands, out).reshape(shape)
@@ -137,7 +133,7 @@ def _of_two(
         return None
     if len(mapped) == 2:
         return _begins(level, func, args, shape, add_up)
-    return passed(level, func, args, {}) if is_linear(level, func, args, {}) else None
+    return passed(level, func, args) if is_linear(level, func, args) else None
 
 
 def _convolution(level: VmapLevel, func: Any, args: tuple) -> tuple | None:
@@ -150,7 +146,7 @@ def _convolution(level: VmapLevel, func: Any, args: tuple) -> tuple | None:
     alone = (*args[:-1], [False, True, False])
 
     def add_up() -> Tensor:
-        images = (_all(a, level).flatten(0, 1) for a in (g, x))
+        images = (stacked(a, level).flatten(0, 1) for a in (g, x))
         return func(*images, lower(w, level), *how, alone[-1])[1]
 
     def make_it() -> Any:
@@ -168,7 +164,7 @@ def _correlated(level: VmapLevel, func: Any, args: tuple) -> Unmade | None:
     x, w, bias, *how, transposed, padding, groups = args
     if transposed or bias is not None or not (is_mapped(x, level) and is_mapped(w, level)):
         return None
-    like = shown(func, args, {})
+    like = shown(func, args)
     if level.size * max(like.numel(), x.numel(), w.numel()) < WORTH:
         return None
 
@@ -178,7 +174,7 @@ def _correlated(level: VmapLevel, func: Any, args: tuple) -> Unmade | None:
         return v.flatten(1, 3)
 
     def add_up() -> Tensor:
-        images, kernels = channels(_all(x, level), groups), channels(_all(w, level), 1)
+        images, kernels = channels(stacked(x, level), groups), channels(stacked(w, level), 1)
         return func(images, kernels, None, *how, False, padding, groups)
 
     return _begins(level, func, args, like.shape, add_up)
@@ -190,7 +186,7 @@ def _table(level: VmapLevel, func: Any, args: tuple) -> Unmade | None:
         return None
 
     def add_up() -> Tensor:
-        return func(_all(g, level), _all(index, level), rows, padding, by_frequency)
+        return func(stacked(g, level), stacked(index, level), rows, padding, by_frequency)
 
     return _begins(level, func, args, (rows, g.shape[-1]), add_up)
 
@@ -203,8 +199,8 @@ def _bags(level: VmapLevel, func: Any, args: tuple) -> Unmade | None:
         return None
 
     def add_up() -> Tensor:
-        given = (_all(a, level) for a in (g, indices, offsets, count, best))
-        weights = None if own is None else _all(own, level)
+        given = (stacked(a, level) for a in (g, indices, offsets, count, best))
+        weights = None if own is None else stacked(own, level)
         at, values = rows_of_bags(*given, mode, weights, *(padding or [-1]))
         at, values = at.flatten(0, 1), values.flatten(0, 1)
         into = values.new_zeros(rows, values.shape[-1])
@@ -224,7 +220,7 @@ def _put_in(level: VmapLevel, func: Any, args: tuple) -> Unmade | None:
         return None
 
     def all_in() -> Tensor:
-        return add_up(lower(into, level) * level.size, _all(values, level))
+        return add_up(lower(into, level) * level.size, stacked(values, level))
 
     return _begins(level, func, args, into.shape, all_in)
 
@@ -243,7 +239,7 @@ def _by_index(level: VmapLevel, into: Tensor, indices: list, values: Tensor, add
     def place(i: Any) -> Any:
         if not is_mapped(i, level):
             return lower(i, level)
-        v = _all(i, level)
+        v = stacked(i, level)
         return v.reshape(len(v), *(1,) * (len(shape) - i.dim()), *i.shape)
 
     def add_up(into: Tensor, values: Tensor) -> Tensor:
@@ -261,7 +257,7 @@ def _by_rows(level: VmapLevel, into: Tensor, dim: int, index: Tensor, values: Te
     dim %= into.dim()
 
     def add_up(into: Tensor, values: Tensor) -> Tensor:
-        rows = _all(index, level).reshape(-1)
+        rows = stacked(index, level).reshape(-1)
         return torch.index_add(into, dim, rows, values.movedim(0, dim).flatten(dim, dim + 1))
 
     return into, values, add_up
@@ -276,7 +272,7 @@ def _by_entries(level: VmapLevel, into: Tensor, dim: int, index: Tensor, values:
         return v.movedim(0, dim).flatten(dim, dim + 1)
 
     def add_up(into: Tensor, values: Tensor) -> Tensor:
-        return torch.scatter_add(into, dim, along(_all(index, level)), along(values))
+        return torch.scatter_add(into, dim, along(stacked(index, level)), along(values))
 
     return into, values, add_up
 
@@ -287,7 +283,7 @@ def _by_number(level: VmapLevel, into: Tensor, index: Tensor, values: Tensor, ad
     return (
         into,
         values,
-        lambda into, values: torch.put(into, _all(index, level), values, accumulate=True),
+        lambda into, values: torch.put(into, stacked(index, level), values, accumulate=True),
     )
 
 

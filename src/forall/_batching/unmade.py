@@ -60,7 +60,7 @@ class Unmade(Batched):
 
     def graph_free(self) -> Batched:
         with functions_off():
-            return passed(self.level, aten.alias.default, (self,), {})
+            return passed(self.level, aten.alias.default, (self,))
 
     def fresh(self) -> Batched:
         """What it is, while it stays unmade."""
@@ -154,7 +154,7 @@ def _counts(a: Tensor) -> list[Count]:
     return [Count(a), *(outside_counts(a) if isinstance(a, Batched) else ())]
 
 
-def shown(func: Any, args: tuple, kwargs: dict) -> Any:
+def shown(func: Any, args: tuple) -> Any:
     """What one example of the results looks like."""
 
     def meta(a: Any) -> Any:
@@ -163,8 +163,8 @@ def shown(func: Any, args: tuple, kwargs: dict) -> Any:
         return torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device="meta")
 
     with no_dispatch():  # nobody's mode is to see it
-        values, named = in_arguments(meta, args, kwargs)
-        return func(*values, **named)
+        values, _ = in_arguments(meta, args, {})
+        return func(*values)
 
 
 # --- what is linear ----------------------------------------------------------------------------
@@ -222,10 +222,8 @@ _OF_EACH = {aten.mul.Tensor, aten.mm.default, aten.bmm.default}  # bilinear
 _SUMS = {aten.add.Tensor, aten.sub.Tensor, aten.cat.default, aten.stack.default}
 
 
-def is_linear(level: VmapLevel, func: Any, args: tuple, kwargs: dict) -> bool:
+def is_linear(level: VmapLevel, func: Any, args: tuple) -> bool:
     """Whether the sum over examples is the function's of their sum."""
-    if kwargs:
-        return False
     if func in _OF_ONE:
         return func is not aten.constant_pad_nd.default or not any(args[2:])
     tensors = [a for a in flat(args) if isinstance(a, Tensor)]
@@ -267,12 +265,12 @@ def _differs(a: Any, level: VmapLevel) -> bool:
     return (type(a) is Unmade and a.level is level) or is_mapped(a, level)
 
 
-def passed(level: VmapLevel, func: Any, args: tuple, kwargs: dict) -> Any:
+def passed(level: VmapLevel, func: Any, args: tuple) -> Any:
     """A linear function of what is unmade; None where it cannot be told what its results are."""
     if func is aten.add.Tensor:
         return _sum(level, args)
     try:
-        like = shown(func, args, kwargs)
+        like = shown(func, args)
     except (NotImplementedError, RuntimeError):  # it has no kernel for tensors without memory
         return None
 
@@ -289,7 +287,7 @@ def passed(level: VmapLevel, func: Any, args: tuple, kwargs: dict) -> Any:
         for a in flat(args):
             if type(a) is Unmade:
                 a.made()
-        return level.as_it_is(func, args, kwargs)
+        return level.as_it_is(func, args, {})
 
     if isinstance(like, Tensor):
         return pending(level, like, args, make_it, add_up)
@@ -326,7 +324,7 @@ def _sum(level: VmapLevel, args: tuple) -> Batched:
             found = level.as_it_is(aten.add.Tensor, (found, p), {})
         return found
 
-    new = pending(level, shown(aten.add.Tensor, args, {}), args, make_it, add_up)
+    new = pending(level, shown(aten.add.Tensor, args), args, make_it, add_up)
     new.parts, new.depth = parts, new.depth - 1
     new.counts = [c for a in args for c in (a.counts if _is_sum(a) else _counts(a))]
     worth = new.held <= 2 * level.size * new.numel()  # which is what adding two of them takes

@@ -14,16 +14,15 @@ import torch
 from torch.utils._pytree import TreeSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-
-def are_in(spec: TreeSpec) -> bool:
-    """Whether there are any in a tree of this shape."""
-    return "tensordict" in sys.modules and _are_in(spec)
+    from collections.abc import Iterator
 
 
 def _are_in(spec: TreeSpec) -> bool:
-    return _size(spec) is not None or _stacks(spec) or any(map(_are_in, spec.children()))
+    return "tensordict" in sys.modules and _has_one(spec)
+
+
+def _has_one(spec: TreeSpec) -> bool:
+    return _size(spec) is not None or _stacks(spec) or any(map(_has_one, spec.children()))
 
 
 def _stacks(spec: TreeSpec) -> bool:
@@ -33,6 +32,8 @@ def _stacks(spec: TreeSpec) -> bool:
 
 def counted(spec: TreeSpec, dims: list, more: int = 0) -> list:
     """The dim of each leaf, from the front; ``more`` dims are yet to come."""
+    if not _are_in(spec):
+        return dims
     found: list = []
     left = iter(dims)
 
@@ -52,20 +53,12 @@ def counted(spec: TreeSpec, dims: list, more: int = 0) -> list:
 
 def of_one(spec: TreeSpec, dims: list) -> TreeSpec:
     """The tree of an example, whose collections have lost the dim that counts the examples."""
-
-    def without(items: list, dim: int, _: Any) -> list:
-        return items[:dim] + items[dim + 1 :]
-
-    return _changed(spec, iter(dims), without, None)[0]
+    return _changed(spec, iter(dims), [], 1)[0] if _are_in(spec) else spec
 
 
 def of_all(spec: TreeSpec, dims: list, size: int) -> TreeSpec:
     """The tree of all examples' results, whose collections have one dim more."""
-
-    def within(items: list, dim: int, new: Any) -> list:
-        return [*items[:dim], new, *items[dim:]]
-
-    return _changed(spec, iter(dims), within, size)[0]
+    return _changed(spec, iter(dims), [size], 0)[0] if _are_in(spec) else spec
 
 
 def _size(spec: TreeSpec) -> Any:
@@ -75,15 +68,13 @@ def _size(spec: TreeSpec) -> Any:
     return getattr(size, "batch_size", None)
 
 
-def _changed(
-    spec: TreeSpec, dims: Iterator, change: Callable[[list, int, Any], list], new: Any
-) -> tuple[TreeSpec, set]:
-    """The tree with other dims in common, and the dims of its leaves."""
+def _changed(spec: TreeSpec, dims: Iterator, new: list, gone: int) -> tuple[TreeSpec, set]:
+    """The tree with ``new`` dims in the place of ``gone`` others, and the dims of its leaves."""
     if spec.type is None:
         return spec, {next(dims)}
     children, found = [], set()
     for child in spec.children():
-        changed, its = _changed(child, dims, change, new)
+        changed, its = _changed(child, dims, new, gone)
         children.append(changed)
         found |= its
     kept = spec._context
@@ -97,9 +88,7 @@ def _changed(
     (dim,) = found if len(found) == 1 else (None,)
     if size is not None and isinstance(dim, int) and 0 <= dim <= len(size):
         names = kept["names"]
-        kept = {
-            **kept,
-            "batch_size": type(kept["batch_size"])(torch.Size(change([*size], dim, new))),
-            "names": names and change([*names], dim, None),
-        }
+        size = [*size[:dim], *new, *size[dim + gone :]]
+        names = names and [*names[:dim], *[None] * len(new), *names[dim + gone :]]
+        kept = {**kept, "batch_size": type(kept["batch_size"])(torch.Size(size)), "names": names}
     return TreeSpec(spec.type, kept, children), found

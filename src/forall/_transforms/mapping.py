@@ -84,13 +84,12 @@ def inputs(
     rest = trees.prefix(named_dims, spec.child(1)) if kwargs else []
     if dims is None or rest is None:
         raise _misfit(call, args, kwargs, in_dims, named_dims)
-    if collections.are_in(spec):
-        dims, rest = collections.counted(spec, dims + rest), []
+    dims = collections.counted(spec, dims + rest)
     sizes: list[int] = []  # a tracer's are not hashable
     with functions_off():
         dims = [
             None if d is None else _dim(call, i, leaf, d, args, kwargs, sizes)
-            for i, (leaf, d) in enumerate(zip(leaves, dims + rest, strict=True))
+            for i, (leaf, d) in enumerate(zip(leaves, dims, strict=True))
         ]
     if not sizes:
         raise _nothing_mapped(call, args, in_dims)
@@ -226,7 +225,7 @@ def places(call: Call, given: Any, spec: Any) -> list:
             f"{columns([('out_dims', short(given)), ('result', trees.text(spec))])}\n"
             "Give one int for all results, or a tree of ints (or None) like the result."
         )
-    return collections.counted(spec, found, 1) if collections.are_in(spec) else found
+    return collections.counted(spec, found, 1)
 
 
 def place_outside(call: Call, result: torch.Tensor, place: int) -> IndexError:

@@ -218,10 +218,7 @@ class Entering(NamedTuple):
         old, old_named = self.given
         if not old_named and len(old) == len(entered) and all(map(is_, old, self.leaves)):
             return tuple(entered), {}
-        spec = (
-            collections.of_one(self.spec, self.dims) if collections.are_in(self.spec) else self.spec
-        )
-        args, kwargs = trees.unflatten(entered, spec)
+        args, kwargs = trees.unflatten(entered, collections.of_one(self.spec, self.dims))
         if None not in self.dims:
             return args, kwargs
         by_place, by_name = (s.children() for s in self.spec.children())
@@ -315,9 +312,7 @@ class Mapping(NamedTuple):
             if self.options.ragged and place is not None and isinstance(stack, torch.Tensor):
                 stack = apiece(self.places.call, stack, place)
             left.append(stack)
-        if collections.are_in(spec):
-            spec = collections.of_all(spec, places, level.size)
-        return left, spec
+        return left, collections.of_all(spec, places, level.size)
 
 
 def _some(leaf: torch.Tensor, dim: int, numbers: Sequence[int]) -> torch.Tensor:
