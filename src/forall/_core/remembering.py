@@ -220,12 +220,14 @@ def is_no_users(thing: Any) -> bool:
     A class that a library derives from one of the user's is the user's.
     """
     if isinstance(thing, type):
-        return all(_is_none(kind.__module__ or "") for kind in thing.__mro__)
+        return all(is_none_by_name(kind.__module__ or "") for kind in thing.__mro__)
     # functools.wraps gives a function the name of another
-    return _is_none(home_of(thing) if isinstance(thing, FunctionType) else thing.__module__ or "")
+    name = home_of(thing) if isinstance(thing, FunctionType) else thing.__module__
+    return is_none_by_name(name or "")
 
 
-def _is_none(module: str) -> bool:
+def is_none_by_name(module: str) -> bool:
+    """Whether a module, by its name, is a library's or Python's own."""
     return is_library(module) or module.partition(".")[0] in sys.stdlib_module_names
 
 
@@ -263,10 +265,8 @@ _GLOBALS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL
 _REBINDS_GLOBALS = frozenset({"STORE_GLOBAL", "DELETE_GLOBAL"})
 _REBINDS = frozenset({"STORE_DEREF", "DELETE_DEREF"})
 # By these code finds what is bound, or binds it, without naming it.
-_NAMESPACES = frozenset({"globals", "eval", "exec", "setattr", "delattr"}) | {
-    "__closure__",
-    "__globals__",
-}
+SETTERS = frozenset({"setattr", "delattr"})  # of modules too, whose names are global
+_NAMESPACES = SETTERS | {"globals", "eval", "exec", "__closure__", "__globals__"}
 
 
 @functools.lru_cache(maxsize=4096)
@@ -294,9 +294,14 @@ def rebound_of(code: CodeType) -> frozenset[str]:
 @functools.lru_cache(maxsize=4096)
 def may_rebind(code: CodeType) -> bool:
     """Whether a function may give names that are not its own another value."""
+    return rebinds(code, names_of(code))
+
+
+def rebinds(code: CodeType, names: frozenset[str]) -> bool:
+    """Whether it does, or may by one of these names that it asks for."""
     if not rebound_of(code).isdisjoint(code.co_freevars):
         return True
-    return any(written for _, written in globals_of(code)) or bool(_NAMESPACES & names_of(code))
+    return any(written for _, written in globals_of(code)) or not _NAMESPACES.isdisjoint(names)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -304,3 +309,18 @@ def names_of(code: CodeType) -> frozenset[str]:
     """All names of globals and attributes in a function, or in one written inside it."""
     inner = [names_of(c) for c in code.co_consts if isinstance(c, CodeType)]
     return frozenset(code.co_names).union(*inner)
+
+
+@functools.lru_cache(maxsize=4096)
+def written_in(code: CodeType) -> frozenset[str]:
+    """All names that stand in a function, or in one inside it, as such or as text."""
+    return frozenset(code.co_names).union(*map(in_constant, code.co_consts))
+
+
+def in_constant(constant: Any) -> Iterable[str]:
+    """The names that stand in a constant of a function's."""
+    if isinstance(constant, CodeType):
+        return written_in(constant)
+    if isinstance(constant, (tuple, frozenset)):
+        return [name for c in constant for name in in_constant(c)]
+    return [constant] if isinstance(constant, str) and constant.isidentifier() else ()

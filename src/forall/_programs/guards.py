@@ -11,18 +11,22 @@ from __future__ import annotations
 import array
 import functools
 import gc
+import logging
 import sys
 from collections import deque
 from collections.abc import Iterator
+from contextvars import ContextVar
 from itertools import chain
 from types import (
     BuiltinFunctionType,
     CodeType,
     FunctionType,
+    GenericAlias,
     MappingProxyType,
     MemberDescriptorType,
     MethodType,
     ModuleType,
+    UnionType,
 )
 from typing import TYPE_CHECKING, Any
 
@@ -35,15 +39,14 @@ from forall._core.remembering import (
     Unwatched,
     Weakly,
     contents,
-    globals_of,
     is_a_library,
     is_library,
     is_no_users,
     is_ours,
-    names_of,
 )
 from forall._programs.holding import Looks, holding, if_any
 from forall._programs.naming import Names
+from forall._programs.ran import EVERYTHING
 from forall._torch.names import attention_kernels
 from forall._torch.trees import is_registered
 from forall._torch.trusted import is_torchs
@@ -51,9 +54,14 @@ from forall._torch.trusted import is_torchs
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
+    from forall._programs.ran import Everything
+
 _MOST = 10_000  # things that are watched
+_MOST_SEEN = 50_000  # where it is known what runs, so most are functions that do not
 _MOST_BYTES = 4096  # that are compared with each call
 CONTAINERS = (dict, list, tuple, set, frozenset, deque, bytearray)
+TELLERS = (logging.Logger, logging.Handler, logging.LoggerAdapter)  # have no say in results
+CACHED = functools._lru_cache_wrapper
 VIEWS = (type({}.keys()), type({}.values()), type({}.items()))
 _WRAPPERS = (
     MethodType,
@@ -74,6 +82,8 @@ _LEAVES = (
     torch.dtype,
     torch.device,
     torch.Size,
+    GenericAlias,
+    UnionType,
     RemovableHandle,  # of hooks, which are looked at where they hang
 )
 
@@ -81,7 +91,10 @@ _LEAVES = (
 class Guards:
     """The state that a function can be seen to reach, as it is now."""
 
-    def __init__(self, func: Callable, given: Iterable[Any] = ()) -> None:
+    def __init__(
+        self, func: Callable, given: Iterable[Any] = (), ran: Everything = EVERYTHING
+    ) -> None:
+        self.ran = ran
         self.tensors: dict[int, torch.Tensor] = {}
         self.generators: list[torch.Generator] = []
         self.why: str | None = None  # what of it cannot be watched
@@ -90,14 +103,16 @@ class Guards:
         self._missing: list[tuple[dict[str, Any], frozenset[str]]] = []
         self._dicts: list[tuple[Any, tuple, tuple]] = []
         self._lists: list[tuple[Any, tuple]] = []
+        self._answers: dict[Callable[[], Any], Any] = {}
         self._sets: list[tuple[Any, Any]] = []
         self._data: list[tuple[Any, bytes]] = []
         self._looks = Looks()
         self._holding: Callable[[], bool] | None = None
         self._modules: set[tuple[int, frozenset[str]]] = set()
-        self._asked = Names()
+        self._asked = Names(ran)
         # Of objects of which only some names are asked, and what holds such an object weakly.
         self._states: list[tuple[dict[str, Any], Weakly | None]] = []
+        self._idle: list[FunctionType] = []  # that do not run
         self._kinds: dict[int, type] = {}  # of objects, and what these derive from
         self._held: dict[int, Any] = {}  # all that was met: no other takes its identity
         self._weakly: list[Weakly] = []
@@ -109,12 +124,14 @@ class Guards:
                 self._held[id(value)] = value
                 self._look(value)
         self._of_objects()
+        if self._asked.asks("__code__"):
+            self._attributes += [(func, "__code__", func.__code__) for func in self._idle]
         del self._asked, self._states  # with what nothing asks for, which may lead anywhere
 
     def hold(self) -> bool:
         """Whether everything is as it was."""
         if self._holding is None:
-            sets, data = self._sets, self._data
+            sets, data, answers = self._sets, self._data, self._answers.items()
             self._holding = holding(
                 self._attributes,
                 self._names,
@@ -124,6 +141,7 @@ class Guards:
                 self._looks,
                 if_any(sets, lambda: all(known == copy for known, copy in sets))
                 + if_any(data, lambda: all(_bytes(known) == copy for known, copy in data))
+                + if_any(answers, lambda: all(_answer(ask) == known for ask, known in answers))
                 + self._others,
             )
         return self._holding()
@@ -131,6 +149,12 @@ class Guards:
     def reached(self) -> Iterable[Any]:
         """All that was met, but for modules that code names."""
         return [*self._held.values(), *self._kinds.values()]
+
+    def homes(self) -> list[dict[str, Any]]:
+        """The globals of the functions that run."""
+        functions = (f for f in self._held.values() if isinstance(f, FunctionType))
+        found = {id(f.__globals__): f.__globals__ for f in functions if self.ran.holds(f.__code__)}
+        return [*found.values()]
 
     def leads_back(self) -> bool:
         """Whether what is held here may hold an object that is to be held weakly."""
@@ -145,13 +169,18 @@ class Guards:
         """These are read by the program: they must stay what they are, but for their numbers."""
         self._looks, self._holding = Looks(tensors), None
 
+    def watch_answer(self, question: Callable[[], Any]) -> None:
+        """What torch tells of its state when the function asks."""
+        self._answers[question] = _answer(question)
+        self._holding = None
+
     def watch_attention(self) -> None:
         """The kernels that it may take, of which the program has one."""
         self._others.append(functools.partial(_may_take, attention_kernels()))
         self._holding = None
 
     def _look(self, value: Any) -> None:
-        if len(self._held) > _MOST:
+        if len(self._held) > (_MOST_SEEN if self.ran.seen else _MOST):
             self.why = "the function reaches too much of Python's state to watch"
         elif isinstance(value, torch.Tensor):
             self.tensors[id(value)] = value
@@ -176,14 +205,22 @@ class Guards:
             self._function(value)
         elif isinstance(value, _WRAPPERS):
             self._left += self._wrapped(value)
+        elif isinstance(value, CACHED):
+            self._cached(value)
+        elif isinstance(value, ContextVar):
+            now = value.get(UNSET)
+            self._others.append(lambda: value.get(UNSET) is now)
+            self._left.append(now)
         elif isinstance(value, type):
             self._class(value)
         elif isinstance(value, Iterator) and type(value).__module__ in ("builtins", "itertools"):
             self.why = "the function reaches an iterator, and nothing tells how far that has come"
+        elif isinstance(value, TELLERS):
+            self._attributes.append((value, "__class__", type(value)))
         elif isinstance(value, Weakly):
             self._weakly.append(value)
             self._object(value.of(), value)
-        elif not isinstance(value, (ModuleType, Unwatched)):
+        elif not isinstance(value, (ModuleType, Unwatched)) and not is_hint(value):
             self._object(value)
         if isinstance(value, CONTAINERS) and type(value) not in CONTAINERS:
             self._object(value)  # a class of the user's with entries: a NamedTuple, a dict
@@ -203,12 +240,23 @@ class Guards:
         more = self._asked.by_class() if type(value) is classmethod else ()
         return chain([value.__func__, getattr(value, "__self__", None)], more)
 
+    def _cached(self, func: Any) -> None:
+        """A function that keeps what it gave, and gives that while nothing is added or goes."""
+        info = func.cache_info()
+        known = info.misses, info.currsize
+        self._others.append(lambda: (i := func.cache_info()) and (i.misses, i.currsize) == known)
+        aside = (dict, type) if info.maxsize is not None else type  # with a bound, of links
+        self._left += [x for x in gc.get_referents(func) if not isinstance(x, aside)]
+
     def _function(self, func: FunctionType) -> None:
         if is_torchs(func):
             return
         if is_ours(func):
             # Ours never change, nor what they are bound to.
             self._left += [*map(contents, func.__closure__ or ()), *func.__dict__.values()]
+            return
+        if not self.ran.holds(func.__code__):
+            self._idle.append(func)
             return
         self._left += [*self._asked.by(func), *self._asked.in_code(func)]
         for name in ("__code__", "__defaults__", "__kwdefaults__", "__dict__"):
@@ -218,12 +266,12 @@ class Guards:
         for cell in func.__closure__ or ():
             value = contents(cell)
             self._attributes.append((cell, "cell_contents", value))
-            self._led_to(value, names_of(func.__code__))
+            self._led_to(value, self.ran.names(func.__code__))
         if not is_no_users(func):
             names, given = func.__globals__, vars(func).get("__forall_given__", ())
-            wanted = [n for n, _ in globals_of(func.__code__) if n not in given]
+            wanted = [n for n in self.ran.globals(func.__code__) if n not in given]
             self._names += [(names, n, UNSET) for n in wanted if n not in names]
-            self._named(names, wanted, names_of(func.__code__))
+            self._named(names, wanted, self.ran.names(func.__code__))
 
     def _named(self, names: dict[str, Any], wanted: Iterable[str], inner: frozenset[str]) -> None:
         """What these names stand for; of a module of the user's, the ``inner`` names in it too."""
@@ -307,6 +355,18 @@ class Guards:
         self._data.append((value, data))
         if len(data) > _MOST_BYTES or (is_array(value) and value.dtype.hasobject):
             self.why = "the function reaches an array whose numbers may change, too large to watch"
+
+
+def is_hint(value: Any) -> bool:
+    """Whether it is a hint of typing's, of which only the reader makes something."""
+    return type(value).__module__ == "typing"
+
+
+def _answer(question: Callable[[], Any]) -> Any:
+    try:
+        return question()
+    except Exception as error:  # noqa: BLE001 - of a torch without such devices
+        return type(error)
 
 
 def _may_take(kernels: tuple) -> bool:

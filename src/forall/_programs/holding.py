@@ -78,6 +78,7 @@ def if_any(there: Any, check: Callable[[], bool]) -> list[Callable[[], bool]]:
 
 def written_out(tests: Iterable[str], given: dict[str, Any], arguments: str = "") -> Callable:
     """One line of Python for all tests: each costs what it does, and nothing is called for it."""
+    given["__name__"] = __name__
     return eval(f"lambda {arguments}: {' and '.join(tests) or True}", given)  # noqa: S307 - ours
 
 

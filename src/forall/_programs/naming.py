@@ -9,15 +9,16 @@ nowhere (getattr, most of what lies outside Python's core and torch), none of th
 
 from __future__ import annotations
 
-import functools
-from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
-from forall._core.remembering import is_no_users
+from forall._core.remembering import in_constant, is_no_users
 from forall._torch import trusted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
+
+    from forall._programs.ran import Everything
 
 # What torch calls of a class without its name being written anywhere.
 _BY_TORCH = frozenset({"forward", "backward", "setup_context", "vmap", "jvp"})
@@ -38,7 +39,8 @@ _CLASS = frozenset({"type", "__class__"})
 class Names:
     """The names by which a call can ask, and what waits under others."""
 
-    def __init__(self) -> None:
+    def __init__(self, ran: Everything) -> None:
+        self._ran = ran
         self.any = False  # whether it can ask by each
         self._met = {*_BY_TORCH}
         self._waiting: dict[str, list[Any]] = {}
@@ -48,7 +50,7 @@ class Names:
         for base in kind.__mro__:
             if is_no_users(base) and base is not object:  # which may call what it has itself
                 yield from self._meet(vars(base))
-        yield from self._meet(_in_constant(vars(kind).get("__match_args__")))
+        yield from self._meet(in_constant(vars(kind).get("__match_args__")))
         for name, value in vars(kind).items():
             if not _is_method(value):
                 yield value
@@ -66,13 +68,17 @@ class Names:
         for name, value in state.items():
             yield from self._found(name, value)
 
+    def asks(self, name: str) -> bool:
+        """Whether this name is one by which a call asks."""
+        return name in self._met
+
     def asked(self, state: dict[str, Any]) -> tuple[list[str], frozenset[str]]:
         """The names of an object's attributes that can be asked for, and those that it has not."""
         return [n for n in state if self._is_met(n)], frozenset(self._met - state.keys())
 
     def in_code(self, func: FunctionType) -> Iterator[Any]:
         """The waiting ones that a function may ask for."""
-        names = _written(func.__code__)
+        names = self._ran.written(func.__code__)
         if not self.any and any(_finds_any(name, func.__globals__) for name in names):
             yield from self._all()
         yield from self._meet(names)
@@ -124,17 +130,3 @@ def _is_method(value: Any) -> bool:
 
 def _finds_any(name: str, names: dict[str, Any]) -> bool:
     return name in _BY_ANY_NAME or (name in _BUILT_IN and name not in names)
-
-
-@functools.lru_cache(maxsize=4096)
-def _written(code: CodeType) -> frozenset[str]:
-    """All names that stand in a function, or in one inside it, as such or as text."""
-    return frozenset(code.co_names).union(*map(_in_constant, code.co_consts))
-
-
-def _in_constant(constant: Any) -> Iterable[str]:
-    if isinstance(constant, CodeType):
-        return _written(constant)
-    if isinstance(constant, (tuple, frozenset)):
-        return [name for c in constant for name in _in_constant(c)]
-    return [constant] if isinstance(constant, str) and constant.isidentifier() else ()

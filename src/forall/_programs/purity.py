@@ -5,6 +5,9 @@ is certain: each function it can reach is read, name by name, and each name has 
 that does the same with each call and nothing besides (`trusted`), or to what the guards compare.
 Whatever is not certain runs as it is.
 
+Where the call was seen to run (`ran`), what did not run is not read. What names lead to is then not
+all that is asked: all that ran must be something that the guards have come to.
+
 What changes something that the guards see (a counter, a list of results) needs no care here: the
 recording finds it changed. What is looked for is what they cannot see: the clock, Python's random
 numbers, files, the screen, a tensor's version.
@@ -14,6 +17,7 @@ from __future__ import annotations
 
 import dis
 import functools
+from contextvars import ContextVar
 from types import (
     BuiltinFunctionType,
     CodeType,
@@ -31,15 +35,18 @@ from weakref import ReferenceType
 import torch
 
 from forall._core.remembering import (
+    SETTERS,
     Unwatched,
     contents,
     is_library,
     is_no_users,
     is_ours,
     may_rebind,
+    rebinds,
     rebound_of,
 )
-from forall._programs.guards import CONTAINERS, VIEWS, is_array
+from forall._programs.guards import CACHED, CONTAINERS, TELLERS, VIEWS, is_array
+from forall._programs.imports import Imports
 from forall._torch import trusted
 from forall._torch.names import PLAIN
 
@@ -47,6 +54,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
 
     from forall._programs.guards import Guards
+    from forall._programs.ran import Everything
 
 _WRAPPERS = (MappingProxyType, MethodType, staticmethod, classmethod, property, functools.partial)
 _METHODS = (MethodDescriptorType, WrapperDescriptorType, MethodWrapperType)
@@ -55,10 +63,12 @@ _SKIPPED = frozenset(
 )
 _ATTRIBUTES = frozenset({"LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"})
 _GLOBALS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"})
-_IMPORTS = frozenset({"IMPORT_NAME", "IMPORT_FROM", "IMPORT_STAR"})
+_LOCALS = ("LOAD_FAST", "LOAD_DEREF")
+_WATCHED = frozenset({"__code__", "__dict__"})  # where they are asked for
+_BY_TEXT = frozenset({"getattr", "hasattr"})
 
 
-def doubt(guards: Guards, *, rebinds: bool = True) -> str | None:
+def doubt(guards: Guards, *, stands_in: bool = False) -> str | None:
     """What of it is not certain; None where all is. What it names of torch is watched from now.
 
     A function that stands in for another does not see what that is bound to anew while it runs, so
@@ -66,26 +76,56 @@ def doubt(guards: Guards, *, rebinds: bool = True) -> str | None:
     """
     if guards.why is not None:
         return guards.why
-    reading = _Reading(guards)
-    for value in [*guards.reached()]:
+    reading, ran = _Reading(guards), guards.ran
+    reached = [*guards.reached()]
+    for value in reached:
         if isinstance(value, FunctionType) and not is_ours(value):
-            if trusted.is_trusted(value):
+            if reading.is_certain(value) or not ran.holds(value.__code__):
                 continue
             why = reading.of(value)
-            if not rebinds and may_rebind(value.__code__):
+            if stands_in and _may_rebind(ran, value.__code__):
                 why = why or f"{value.__qualname__} rebinds names of another function's"
         else:
-            why = None if _is_certain(value) else f"it reaches {_named(value)}"
+            why = None if reading.is_certain(value) else f"it reaches {_named(value)}"
         if why is not None:
             return why
-    return None
+    return _unreached(ran, reached)
+
+
+def _may_rebind(ran: Everything, code: CodeType) -> bool:
+    """What was seen to run is seen to rebind: who names no namespace can but set an attribute."""
+    return may_rebind(code) and (not ran.seen or rebinds(code, ran.names(code) - SETTERS))
+
+
+def _unreached(ran: Everything, reached: Iterable[Any]) -> str | None:
+    """What ran, though nothing that is known leads to it, or makes it."""
+    if not ran.seen:
+        return None
+    known = set()
+    left = [f.__code__ for f in reached if isinstance(f, FunctionType)]
+    while left:
+        code = left.pop()
+        if code not in known:
+            known.add(code)
+            made = [i.argval for i in ran.instructions(code)]
+            left += [c for c in made if isinstance(c, CodeType)]
+    odd = next((code for code in ran.codes() if code not in known), None)
+    if odd is None:
+        return None
+    if _at(odd) in {*map(_at, known)}:  # it was written anew
+        return f"examples part in {odd.co_qualname} ({_at(odd)})"
+    return f"nothing leads to {odd.co_qualname}, which runs ({_at(odd)})"
+
+
+def _at(code: CodeType) -> str:
+    return f"{code.co_filename}:{code.co_firstlineno}"
 
 
 class _Reading:
     """Functions, read name by name."""
 
     def __init__(self, guards: Guards) -> None:
-        self.guards = guards
+        self.guards, self.ran = guards, guards.ran
 
     def of(self, func: FunctionType) -> str | None:
         home = func.__globals__
@@ -94,58 +134,106 @@ class _Reading:
         cells = zip(func.__code__.co_freevars, func.__closure__ or (), strict=True)
         found = {n: contents(c) for n, c in cells if isinstance(contents(c), ModuleType)}
         for code, modules in _codes(func.__code__, found):
-            for way in _ways(code, modules):
-                why = self._way(way, modules if way[0] in modules else home)
-                if why is not None:
-                    return f"{func.__qualname__} {why} ({code.co_filename}:{code.co_firstlineno})"
+            why = self._code(code, home, modules)
+            if why is not None:
+                return f"{func.__qualname__} {why} ({_at(code)})"
+        return None
+
+    def _code(
+        self, code: CodeType, home: dict[str, Any], modules: dict[str, ModuleType]
+    ) -> str | None:
+        instructions = [i for i in self.ran.instructions(code) if i.opname not in _SKIPPED]
+        imports = Imports(instructions)
+        if imports.why is not None:
+            return imports.why
+        for inside, name in imports.taken:
+            if not self._may_use(vars(inside).get(name), inside, name):
+                return f"uses {inside.__name__}.{name}"
+        modules = {**modules, **imports.modules}
+        for way in _ways(instructions, modules):
+            why = self._way(way, modules if way[0] in modules else home)
+            if why is not None:
+                return why
         return None
 
     def _way(self, way: list[str], home: dict[str, Any]) -> str | None:
         """Where a way of names leads: `.name` of something unknown, or from a global onwards."""
         first = way[0]
         if not first:
-            return _telling(way[1:])
+            return self._telling(way[1:])
         if first not in home:
-            return None if first in trusted.BUILTINS else f"uses {first}"
+            return None if self._is_builtin(first) else f"uses {first}"
         value = home[first]
         for i, name in enumerate(way[1:], 1):
             if not isinstance(value, ModuleType):
-                return _telling(way[i:])
+                return self._telling(way[i:])
             inside, value = value, getattr(value, name, None)
-            if is_library(inside.__name__) and not isinstance(value, ModuleType):
-                if not trusted.is_trusted(value):
-                    return f"uses {'.'.join(way[: i + 1])}"
-                self.guards.watch_name(vars(inside), name, value)
+            from_library = is_library(inside.__name__) and not isinstance(value, ModuleType)
+            if from_library and not self._may_use(value, inside, name):
+                return f"uses {'.'.join(way[: i + 1])}"
         return f"names the module {value.__name__}" if isinstance(value, ModuleType) else None
 
+    def _telling(self, names: Iterable[str]) -> str | None:
+        telling = trusted.TELLING - _WATCHED if self.ran.seen else trusted.TELLING
+        return next((f"asks for .{name}" for name in names if name in telling), None)
 
-def _telling(names: Iterable[str]) -> str | None:
-    return next((f"asks for .{name}" for name in names if name in trusted.TELLING), None)
+    def _is_builtin(self, name: str) -> bool:
+        """By any name they may ask for what tells more: then the recorder hears it."""
+        return name in trusted.BUILTINS or (self.ran.seen and name in trusted.BY_NAME)
+
+    def _may_use(self, value: Any, inside: ModuleType, name: str) -> bool:
+        """Whether code may use what a module of a library's has under a name, watched from now."""
+        self.guards.watch_name(vars(inside), name, value)
+        return self._is_trusted(value) or self._is_idle(value)
+
+    def is_certain(self, value: Any) -> bool:
+        """Whether the guards see all of it, or it never changes; functions are read."""
+        if isinstance(value, FunctionType) and not is_ours(value):
+            return self._is_trusted(value) or self._is_idle(value)
+        what = type(value) if isinstance(value, TELLERS) else value
+        return _is_certain(value) or self._is_idle(what)
+
+    def _is_trusted(self, value: Any) -> bool:
+        if trusted.is_question(value):
+            self.guards.watch_answer(value)
+        return trusted.is_trusted(value)
+
+    def _is_idle(self, value: Any) -> bool:
+        return self.ran.idle(value) and is_no_users(value)
 
 
-def _ways(code: CodeType, modules: Collection[str]) -> Iterator[list[str]]:
+def _ways(instructions: Iterable[dis.Instruction], modules: Collection[str]) -> Iterator[list[str]]:
     """The names that code goes along: from a global or a module that the closure has onwards.
 
     ["", name] is an attribute of something else.
     """
     way: list[str] = []
-    for i in dis.get_instructions(code):
-        if i.opname in _SKIPPED:
-            continue
-        if i.opname in _ATTRIBUTES and way and way[0]:
+    named = False  # whether a function is called that takes the next name from a text
+    for i in instructions:
+        if way and way[0] and i.opname in _ATTRIBUTES:
             way.append(i.argval)
             continue
+        if named and i.opname == "LOAD_CONST" and isinstance(i.argval, str):
+            way = [*(way or [""]), i.argval]
+            continue
+        if way and named and i.opname == "CALL":
+            named = False
+            continue
         if way:
+            named = way[0] in _BY_TEXT and len(way) == 1
             yield way
             way = []
-        if i.opname in _GLOBALS or (i.opname == "LOAD_DEREF" and i.argval in modules):
-            way = [i.argval]
+        if i.opname in _GLOBALS or (i.opname.startswith(_LOCALS) and _last(i) in modules):
+            way = [_last(i)]
         elif i.opname in _ATTRIBUTES:
             yield ["", i.argval]
-        elif i.opname in _IMPORTS:
-            yield ["import " + str(i.argval)]
     if way:
         yield way
+
+
+def _last(i: dis.Instruction) -> Any:
+    """The name that is read, or the last where one instruction reads some."""
+    return i.argval[-1] if isinstance(i.argval, tuple) else i.argval
 
 
 def _codes(
@@ -161,7 +249,6 @@ def _codes(
 
 
 def _is_certain(value: Any) -> bool:
-    """Whether the guards see all of a value, or it never changes; functions are read."""
     kind: Any = type(value)
     if kind in CONTAINERS or kind in _WRAPPERS or kind in VIEWS:
         return True
@@ -169,8 +256,8 @@ def _is_certain(value: Any) -> bool:
         return True
     if value is ReferenceType:  # the class of those that are judged by what they refer to
         return True
-    if isinstance(value, (FunctionType, Unwatched)):
-        return True  # ours
+    if isinstance(value, (FunctionType, Unwatched, CACHED, ContextVar)):
+        return True  # ours, or looked at by the guards
     if isinstance(value, torch.Tensor):
         return kind in PLAIN
     if isinstance(value, type):

@@ -19,13 +19,11 @@ NOTE [answers]
 
 from __future__ import annotations
 
-import sys
 import weakref
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from forall._core.ended import dispatched
 from forall._programs.draws import Draws
@@ -46,8 +44,8 @@ _INDEX = aten.index.Tensor
 _FRESH = (aten.lift_fresh.default, aten.lift_fresh_copy.default)
 
 _SEED = "it sets the state of a random generator"
+TORCHS = "a transform of torch.func's runs in it"
 _LEFT = "it takes a derivative in inference mode, or leaves that mode otherwise"
-_TORCHS = "a transform of torch.func's runs in it"
 
 # Operators that tell Python about numbers, or change what a tensor is, without a tag that says so.
 _UNFIT = {
@@ -111,6 +109,7 @@ class Recorder(DispatchMode):
         self.writes_unsaid = False  # of which no version tells, nor a schema
         self.makes_leaves = False  # a result's history may end in a tensor of the function's own
         self.makes_hooks = False  # that run in a backward pass
+        self.tells = False  # of a tensor more than a kind of calls says
         self.attends = False  # by a kernel that torch chooses as the user allows
         self._numbers: dict[int, int] = {}  # of each tensor's identity, as long as it lives
         self._tensors: list[weakref.ref] = []
@@ -134,7 +133,7 @@ class Recorder(DispatchMode):
         if self.why is not None or func in _ASIDE or func.namespace == "profiler":
             return with_lazy_bits(func, args, kwargs)
         if in_torch_func():  # its wrappers have no memory, and their values are not ours to take
-            self.fails(_TORCHS)
+            self.fails(TORCHS)
             return func(*args, **kwargs)
         if func in _READS and self._hears and args[0].dtype is torch.bool and args[0].is_cpu:
             return self._answer(func, args[0])
@@ -334,67 +333,3 @@ class Recorder(DispatchMode):
 
 def _has_mask(indices: Any) -> bool:
     return any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices)
-
-
-# Calls of the user's that read memory or change tensors where no operator tells.
-_UNSEEN = {
-    getattr(torch.Tensor, name)
-    for name in [
-        "numpy",
-        "__array__",
-        "tolist",
-        "apply_",
-        "map_",
-        "map2_",
-        "data_ptr",
-        "__dlpack__",
-        "untyped_storage",
-        "backward",
-    ]
-} | {
-    torch.autograd.backward,
-    torch.from_numpy,
-    torch.frombuffer,
-    *(getattr(torch.Tensor, name).__set__ for name in ("grad", "data")),
-    torch.Tensor.data.__get__,  # pyright: ignore[reportAttributeAccessIssue]
-}
-
-# Calls that change the tensor itself: of no concern where the function has made it.
-_CHANGES = {
-    torch.Tensor.register_hook,
-    torch.Tensor.requires_grad_,
-    torch.Tensor.requires_grad.__set__,  # pyright: ignore[reportAttributeAccessIssue]
-}
-
-_HOOKS = {torch.Tensor.register_hook, torch.Tensor.retain_grad}
-
-
-_ATTENTION = {
-    "scaled_dot_product_attention",
-    "multi_head_attention_forward",
-    "_native_multi_head_attention",
-    "_transformer_encoder_layer_fwd",
-}
-
-
-class Watch(TorchFunctionMode):
-    """Sees the calls that no operator tells of."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        super().__init__()
-        self.recorder = recorder
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        changes = func in _CHANGES
-        if in_torch_func():
-            self.recorder.fails(_TORCHS)
-        elif func in _UNSEEN or (changes and self.recorder.is_from_outside(args[0])):
-            self.recorder.fails(f"{getattr(func, '__name__', func)} is seen by no operator")
-        elif "numpy" in sys.modules:
-            arrays = sys.modules["numpy"].ndarray
-            if any(isinstance(a, arrays) for a in trees.leaves((args, kwargs))):
-                self.recorder.fails("the numbers of an array of numpy's may change")
-        self.recorder.makes_leaves |= changes
-        self.recorder.makes_hooks |= func in _HOOKS
-        self.recorder.attends |= getattr(func, "__name__", "") in _ATTENTION
-        return func(*args, **(kwargs or {}))

@@ -23,9 +23,10 @@ from forall._programs.pulling import (
     entangled,
     pulled_back,
 )
-from forall._programs.recorder import Recorder, Watch
+from forall._programs.ran import EVERYTHING, Everything
+from forall._programs.recorder import Recorder
 from forall._programs.replayed import Recorded, Results
-from forall._programs.seeing import seen_by
+from forall._programs.seeing import Watch, seen_by
 from forall._programs.statics import unboxed
 from forall._programs.writing import function
 from forall._torch import generators, handover, trees
@@ -49,9 +50,9 @@ class Recording(NamedTuple):
     moved: bool = False  # Python's state alone was in the way, which a first call may set up
 
 
-def guarding(func: Callable, leaves: list) -> Guards:
+def guarding(func: Callable, leaves: list, ran: Everything = EVERYTHING) -> Guards:
     """What a call depends on besides its tensors, as it is now."""
-    return Guards(func, [x for x in map(unboxed, leaves) if not _is_tensor(x)])
+    return Guards(func, [x for x in map(unboxed, leaves) if not _is_tensor(x)], ran)
 
 
 class Before:
@@ -127,6 +128,8 @@ class FirstCall:
         moved = recorder.why is None and not guards.hold()
         if moved:
             recorder.fails("it changes Python's state: a list, an attribute, a global")
+        if guards.ran.seen and recorder.tells:  # by a name that is written nowhere
+            recorder.fails("it asks for what tells of a tensor more than its kind")
         views = opened(recorder, ends) if _have_history(ends) else None
         ends = ends if views is None else views.ends
         back = pulled_back(recorder, tensors, ends, self.asked, certain=self.certain)

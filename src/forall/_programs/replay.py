@@ -19,21 +19,24 @@ from forall._programs.differentiated import Differentiated
 from forall._programs.guards import Guards
 from forall._programs.pulling import FIRST, Pass
 from forall._programs.purity import doubt
+from forall._programs.ran import EVERYTHING, Everything, Ran
 from forall._programs.recording import Before, guarding, record
 from forall._programs.replayed import MISSED
 from forall._programs.signature import Unfit, ambient, is_free, kind_of
 from forall._torch import generators, trees
 from forall._torch.history import node_of
 from forall._torch.names import has_global_hooks
+from forall._torch.unchanged import writes_into
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from forall._programs.recording import Recording
     from forall._programs.replayed import Recorded
 
 _MOST = 16  # kinds of calls that are kept, the last used ones
 _MOST_BYTES = 2**24  # of constants that a program keeps
+_SIGHTS = 3  # of what calls run: the first may set things up
 _LOSSES = 8  # recordings that may be for nothing
 _WORTH = 32  # replayed calls, which make up for one more
 
@@ -52,6 +55,7 @@ class Replays(Unwatched):
         self.leads_back = leads_back  # to be told that a program will hold what is held weakly
         self.stands_in = stands_in
         self.why: str | None = None
+        self.unseen: str | None = None  # what would, had nobody seen what the calls run
         self.known: OrderedDict[Any, Recorded | _Due | str] = OrderedDict()
         self.newest: Recorded | None = None
         self.hits = 0
@@ -71,7 +75,7 @@ class Replays(Unwatched):
             return instead()
         recorded = self.known.get(kind, _NEW)
         if type(recorded) is _Due or (recorded is _NEW and config.now.replay == "check"):
-            return self._first(kind, args, kwargs, instead)
+            return self._first(_Call(kind, args, kwargs, instead, *trees.flatten((args, kwargs))))
         if type(recorded) is str:
             return instead()
         if recorded is _NEW or not recorded.stands(tensors):
@@ -84,15 +88,15 @@ class Replays(Unwatched):
 
     def doubt(self) -> str | None:
         """What stands against replaying calls, as far as is known."""
-        if self.why is None:
-            self.why = self._doubt(Guards(self.eager))
+        if self.why is None and self.unseen is None:
+            self.unseen = self._doubt(Guards(self.eager))
         found = (k for k in self.known.values() if type(k) is str)
-        return self.why or next(found, None)
+        return self.why or next(found, None) or (None if self.hits else self.unseen)
 
     def _doubt(self, guards: Guards) -> str | None:
         if self.leads_back is not None and guards.leads_back():
             self.leads_back()
-        return doubt(guards, rebinds=not self.stands_in)
+        return doubt(guards, stands_in=self.stands_in)
 
     def _seen(self, kind: Any, before: Recorded) -> None:
         """Record the next call of this kind, unless one that was recorded says better not."""
@@ -119,19 +123,44 @@ class Replays(Unwatched):
             self.why = why
             self._forget()
 
-    def _first(self, kind: Any, args: tuple, kwargs: dict, instead: Callable[[], Any]) -> Any:
-        leaves, spec = trees.flatten((args, kwargs))
-        guards = guarding(self.eager, leaves)
-        self.why = self._doubt(guards)
-        if self.why is not None:
-            self._forget()
-            return instead()
-        before = ambient()
-        due = self.known.get(kind)
+    def _first(self, call: _Call) -> Any:
+        due = self.known.get(call.kind)
         due = due if type(due) is _Due else _Due()
-        made = self._recorded(leaves, spec, guards, due.asked, args, kwargs)
+        if due.ran.seen or self.unseen is None:
+            guards = guarding(self.eager, call.leaves, due.ran)
+            why = self._doubt(guards)
+            if why is None:
+                return self._watched(call, due, guards)
+            if due.sights >= _SIGHTS or not _are_seen((*call.leaves, *guards.tensors.values())):
+                self.why = why
+                self._forget()
+                return call.instead()
+            self.unseen = self.unseen or why
+        ran = Ran()
+        self.known[call.kind] = due._replace(ran=ran, sights=due.sights + 1)
+        with ran.watching():
+            return call.instead()
+
+    def _watched(self, call: _Call, due: _Due, guards: Guards) -> Any:
+        """Make a call and its program, which has to be of what was seen to run before."""
+        if not due.ran.seen:
+            return self._record(call, due, guards)
+        ran, homes = Ran(), guards.homes() if self.stands_in else []
+        written = [*map(writes_into, homes)]
+        with ran.watching():
+            result = self._record(call, due, guards)
+        if [*map(writes_into, homes)] != written:
+            self.known[call.kind] = "it rebinds names of another function's"
+        elif not ran <= due.ran and type(self.known.get(call.kind)) is not str:
+            self.known[call.kind] = due._replace(ran=ran)
+            self._lose(True, "what it runs changes from call to call")
+        return result
+
+    def _record(self, call: _Call, due: _Due, guards: Guards) -> Any:
+        before = ambient()
+        made = self._recorded(call, due.asked, guards)
         if made is None:
-            return instead()
+            return call.instead()
         recorded, why = made.recorded, made.why
         if recorded is not None:
             if ambient() != before:
@@ -140,35 +169,29 @@ class Replays(Unwatched):
                 why = "it writes into a tensor from outside"
             elif sum(c.nbytes for c in recorded.program.constants.values()) > _MOST_BYTES:
                 why = "its program would keep too much in memory"
+            elif guards.ran.seen and any(v.layout.device != _CPU for v in recorded.program.values):
+                why = self.unseen
         if recorded is None or why is not None:
-            self.known[kind] = _Due() if made.moved else why
+            self.known[call.kind] = due if made.moved else why
             self._lose(True, why or "")
         else:
-            self.known[kind] = recorded
+            self.known[call.kind] = recorded
             recorded.certain = True
             recorded.times += due.times
             if config.now.replay == "check":
-                tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
+                tensors = [x for x in call.leaves if isinstance(x, torch.Tensor)]
                 _compared(recorded, tensors, made.result)
         return made.result
 
-    def _recorded(
-        self,
-        leaves: list,
-        spec: Any,
-        guards: Guards,
-        asked: Pass,
-        args: tuple,
-        kwargs: dict,
-    ) -> Recording | None:
+    def _recorded(self, call: _Call, asked: Pass, guards: Guards) -> Recording | None:
         """None where it fails before it has changed anything: the call itself tells what is wrong.
 
         Torch leaves out checks of values where calls are recorded, and meets the error elsewhere.
         """
-        before = Before(leaves, guards)
+        before = Before(call.leaves, guards)
         try:
-            how = {"given": (args, kwargs), "certain": True, "asked": asked}
-            return record(self.eager, leaves, spec, guards, before, **how)
+            how = {"given": (call.args, call.kwargs), "certain": True, "asked": asked}
+            return record(self.eager, call.leaves, call.spec, guards, before, **how)
         except Exception:
             if not guards.hold() or before.is_written_to():
                 raise
@@ -190,6 +213,23 @@ class Replays(Unwatched):
 
 
 _NEW: Any = object()
+_CPU = torch.device("cpu")
+
+
+def _are_seen(values: Iterable[Any]) -> bool:
+    """Whether what runs can be seen: a backward pass on other devices has threads of its own."""
+    return all(x.device == _CPU for x in values if isinstance(x, torch.Tensor))
+
+
+class _Call(NamedTuple):
+    """A call to be recorded, of the arguments that these leaves and this tree say."""
+
+    kind: Any
+    args: tuple
+    kwargs: dict
+    instead: Callable[[], Any]
+    leaves: list
+    spec: Any
 
 
 class _Due(NamedTuple):
@@ -197,6 +237,8 @@ class _Due(NamedTuple):
 
     asked: Pass = FIRST
     times: int = 0  # that it was recorded before
+    ran: Everything = EVERYTHING  # what the last call was seen to run
+    sights: int = 0  # calls that were made to see this
 
 
 def _compared(recorded: Recorded, tensors: Sequence[torch.Tensor], result: Any) -> None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from forall._core.levels import outside, stack
-from forall._torch.dispatch import aside, functions_off, no_dispatch
+from forall._programs.recorder import TORCHS
+from forall._torch import trees
+from forall._torch.dispatch import aside, functions_off, in_torch_func, no_dispatch
+from forall._torch.trusted import TELLS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -67,3 +72,68 @@ class _Questions:
     def mark(self) -> None: ...
 
     def back_to(self, mark: Any) -> None: ...
+
+
+# Calls of the user's that read memory or change tensors where no operator tells.
+_UNSEEN = {
+    getattr(torch.Tensor, name)
+    for name in [
+        "numpy",
+        "__array__",
+        "tolist",
+        "apply_",
+        "map_",
+        "map2_",
+        "data_ptr",
+        "__dlpack__",
+        "untyped_storage",
+        "backward",
+    ]
+} | {
+    torch.autograd.backward,
+    torch.from_numpy,
+    torch.frombuffer,
+    *(getattr(torch.Tensor, name).__set__ for name in ("grad", "data")),
+    torch.Tensor.data.__get__,  # pyright: ignore[reportAttributeAccessIssue]
+}
+
+# Calls that change the tensor itself: of no concern where the function has made it.
+_CHANGES = {
+    torch.Tensor.register_hook,
+    torch.Tensor.requires_grad_,
+    torch.Tensor.requires_grad.__set__,  # pyright: ignore[reportAttributeAccessIssue]
+}
+
+_HOOKS = {torch.Tensor.register_hook, torch.Tensor.retain_grad}
+
+
+_ATTENTION = {
+    "scaled_dot_product_attention",
+    "multi_head_attention_forward",
+    "_native_multi_head_attention",
+    "_transformer_encoder_layer_fwd",
+}
+
+
+class Watch(TorchFunctionMode):
+    """Sees the calls that no operator tells of."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        changes = func in _CHANGES
+        if in_torch_func():
+            self.recorder.fails(TORCHS)
+        elif func in _UNSEEN or (changes and self.recorder.is_from_outside(args[0])):
+            self.recorder.fails(f"{getattr(func, '__name__', func)} is seen by no operator")
+        elif "numpy" in sys.modules:
+            arrays = sys.modules["numpy"].ndarray
+            if any(isinstance(a, arrays) for a in trees.leaves((args, kwargs))):
+                self.recorder.fails("the numbers of an array of numpy's may change")
+        self.recorder.tells |= func in TELLS
+        self.recorder.makes_leaves |= changes
+        self.recorder.makes_hooks |= func in _HOOKS
+        self.recorder.attends |= getattr(func, "__name__", "") in _ATTENTION
+        return func(*args, **(kwargs or {}))

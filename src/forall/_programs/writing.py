@@ -62,6 +62,7 @@ class Text:
         body = "\n        ".join([*self.lines, out])
         arguments = ", ".join(f"v{n}" for n in given)
         source = f"def program({arguments}):\n    {within}\n        {body}\n"
+        self.names["__name__"] = __name__
         exec(compile(source, "<forall.jit>", "exec"), self.names)  # noqa: S102 - our own text
         run = self.names["program"]
         run.source = source

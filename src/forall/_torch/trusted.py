@@ -1,6 +1,7 @@
 """What of torch and of Python does the same with each call, and nothing besides.
 
-A list of what is known, not of what is not: whatever is missing here runs as it is.
+A list of what is known, not of what is not: whatever is missing here runs as it is. Of `QUESTIONS`,
+which ask for torch's state, the answers are compared with each call.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from forall._torch.names import OpOverload, OpOverloadPacket, function_homes
 _MODULES = frozenset({"math", "_operator", "operator", "itertools", "forall"})
 # Modules of Python's whose functions do no more than they say, as members of classes too.
 _OF_PYTHON = frozenset(
-    {"collections", "enum", "dataclasses", "abc", "typing", "types", "functools"}
+    {"collections", "enum", "dataclasses", "abc", "typing", "types", "functools", "contextlib"}
 )
 _CLASSES = (
     "torch.nn.modules.",
@@ -36,9 +37,11 @@ _CLASSES = (
     "torch.distributions.",
     "torch.autograd.function",
     "torch.autograd.grad_mode",
+    "torch._subclasses.fake_tensor",
     "forall.",
     "enum",
     "abc",
+    "collections.abc",
 )
 
 _BUILTINS = """
@@ -58,6 +61,39 @@ BUILTINS = frozenset(_BUILTINS.split()) | {
 }
 # What tells of a tensor, a generator or a function more than a kind of calls says.
 TELLING = frozenset(_TELLING.split())
+
+# By what name these ask is not written.
+BY_NAME = frozenset({"getattr", "setattr"})
+_TOLD = [getattr(torch.Tensor, n) for n in TELLING - {"__dict__"} if hasattr(torch.Tensor, n)]
+# Of tensors, what gives what is told by those names.
+TELLS = frozenset(_TOLD + [told.__get__ for told in _TOLD if hasattr(told, "__get__")])
+
+# What tells of torch's state, and takes no argument (one does: of the kinds of calls, autocast is).
+QUESTIONS = frozenset(
+    {
+        torch.jit.is_scripting,
+        torch.jit.is_tracing,
+        torch.compiler.is_compiling,
+        torch.compiler.is_dynamo_compiling,
+        torch.compiler.is_exporting,
+        torch.is_autocast_enabled,
+        torch.is_autocast_cpu_enabled,
+        torch.is_autocast_cache_enabled,
+        torch.is_inference_mode_enabled,
+        torch.are_deterministic_algorithms_enabled,
+        torch.is_anomaly_enabled,
+        torch.get_default_device,
+        torch.cuda.is_available,
+        torch.cuda.is_initialized,
+        torch.cuda.device_count,
+        torch.cuda.is_current_stream_capturing,
+        torch.xpu.is_available,
+        torch.xpu.is_current_stream_capturing,
+        torch.mps.is_available,
+        torch.backends.mps.is_available,
+        torch.distributed.is_available,
+    }
+)
 
 # Torch's functions of tensors, and what is not found where they are.
 _HOMES = (*function_homes[:-1], F, torch.functional, torch.linalg, torch.fft, torch.special)
@@ -89,6 +125,10 @@ _MORE = (
     torch.Size,
     torch.Generator,
     torch.func.functional_call,
+    torch.jit.annotate,
+    torch.jit.ignore,
+    torch.jit.unused,
+    *QUESTIONS,
     *(
         getattr(pytree, f"tree_{n}")
         for n in ["map", "flatten", "unflatten", "leaves", "iter", "all", "any"]
@@ -102,6 +142,7 @@ _MORE = (
 )
 _FOUND = [getattr(home, n) for home in _HOMES for n in dir(home) if not n.startswith(_UNFIT)]
 _FUNCTIONS = frozenset(map(id, [*filter(callable, _FOUND), *_MORE]))  # none of them ever goes
+_QUESTIONS = frozenset(map(id, QUESTIONS))
 
 
 # Of these classes a value says all there is to say, or has nothing that changes.
@@ -127,6 +168,7 @@ _INERT = (
     types.MemberDescriptorType,
     types.GenericAlias,
     types.UnionType,
+    type(torch.LongTensor),  # what these make comes from nowhere that a recorder knows
 )
 _INERT_MODULES = frozenset({"typing", "dataclasses", "_abc", "enum", "_collections"})
 
@@ -134,6 +176,11 @@ _INERT_MODULES = frozenset({"typing", "dataclasses", "_abc", "enum", "_collectio
 def is_inert(value: Any) -> bool:
     kind = type(value)
     return isinstance(value, _INERT) or kind.__module__ in _INERT_MODULES
+
+
+def is_question(value: Any) -> bool:
+    """Whether it asks for torch's state, so that its answer has to be watched."""
+    return id(value) in _QUESTIONS
 
 
 def is_torchs(value: Any) -> bool:
@@ -168,6 +215,8 @@ def _is_trusted_class(kind: type) -> bool:
         return True
     if module == "builtins":
         return kind.__name__ in BUILTINS
+    if module == "numpy":  # as what an argument may be; no program knows arrays
+        return kind.__name__ == "ndarray"
     return module in _MODULES or module.startswith(_CLASSES) or kind in _BASES
 
 

@@ -1,0 +1,166 @@
+"""What a call was seen to run: which functions, and which instructions of those of the user's.
+
+A function that a call can come to by name need not be one that it runs, and a branch that it does
+not take may name anything: a logger, a file, another library. Calls that find the same state run
+the same instructions, so only what these name has a say in what they give.
+
+NOTE [seen by the instruction]
+    Lines would be cheaper to see, but one may hold both branches. Python tells of each instruction
+    to who asks by ``sys.settrace``, except of one behind EXTENDED_ARG, which is told of instead.
+    What runs in another thread, as backward passes on other devices do, is not seen.
+"""
+
+from __future__ import annotations
+
+import dis
+import sys
+from contextlib import contextmanager
+from types import CodeType, FunctionType
+from typing import TYPE_CHECKING, Any
+
+from forall._core import remembering
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+    from types import FrameType
+
+_GLOBALS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"})
+_NAMED = frozenset(dis.hasname)
+_CONSTANT = frozenset(dis.hasconst)
+
+
+class Everything:
+    """All that a function can come to by name: where nobody has seen what it runs."""
+
+    seen = False
+
+    def codes(self) -> Iterable[CodeType]:
+        """The code of all functions of the user's that were seen to run."""
+        return ()
+
+    def holds(self, code: CodeType) -> bool:
+        """Whether this ran."""
+        return True
+
+    def idle(self, thing: Any) -> bool:
+        """Whether a function or class of a library's has had no part in it."""
+        return False
+
+    def __le__(self, other: Everything) -> bool:
+        """Whether another ran all of this too, of the user's functions."""
+        return not other.seen
+
+    def instructions(self, code: CodeType) -> Iterable[dis.Instruction]:
+        return dis.get_instructions(code)
+
+    def globals(self, code: CodeType) -> Iterable[str]:
+        """The globals that a function, or one written inside it, names."""
+        return [name for name, _ in remembering.globals_of(code)]
+
+    def names(self, code: CodeType) -> frozenset[str]:
+        """All names of globals and attributes in a function, or in one written inside it."""
+        return remembering.names_of(code)
+
+    def written(self, code: CodeType) -> frozenset[str]:
+        """All names that stand in a function, or in one inside it, as such or as text."""
+        return remembering.written_in(code)
+
+
+class Ran(Everything):
+    """What was seen to run while it was `watching`."""
+
+    seen = True
+
+    def __init__(self) -> None:
+        self._offsets: dict[CodeType, set[int]] = {}  # of the user's functions
+        self._libraries: set[CodeType] = set()
+        self._tracers: dict[int, Callable | None] = {}
+        self._met: list[CodeType] = []  # so that no other takes their identity
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        sys.settrace(self._entered)
+        try:
+            yield
+        finally:
+            sys.settrace(None)
+            self._tracers.clear()
+            self._met.clear()
+
+    def _entered(self, frame: FrameType, event: str, arg: Any) -> Callable | None:
+        tracer = self._tracers.get(id(frame.f_code), self._entered)
+        if tracer == self._entered:
+            tracer = self._tracers[id(frame.f_code)] = self._tracer(frame)
+            self._met.append(frame.f_code)
+        if tracer is not None:
+            frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        return tracer
+
+    def _tracer(self, frame: FrameType) -> Callable | None:
+        home = frame.f_globals.get("__name__") or ""
+        if remembering.is_none_by_name(home) or home.startswith(
+            "namedtuple_"
+        ):  # as Python makes it
+            self._libraries.add(frame.f_code)
+            return None
+        add = self._offsets.setdefault(frame.f_code, set()).add
+
+        def traced(frame: FrameType, event: str, arg: Any) -> Callable:
+            add(frame.f_lasti)
+            return traced
+
+        return traced
+
+    def codes(self) -> Iterable[CodeType]:
+        return self._offsets
+
+    def __le__(self, other: Everything) -> bool:
+        if not isinstance(other, Ran):
+            return True
+        theirs = other._offsets
+        return all(code in theirs and ran <= theirs[code] for code, ran in self._offsets.items())
+
+    def holds(self, code: CodeType) -> bool:
+        return code in self._offsets or code in self._libraries
+
+    def idle(self, thing: Any) -> bool:
+        if isinstance(thing, FunctionType):
+            return not self.holds(thing.__code__)
+        return isinstance(thing, type) and all(map(self._is_idle, thing.__mro__[:-1]))
+
+    def _is_idle(self, kind: type) -> bool:
+        """Of a class in Python; what one in C does is not seen."""
+        members = [getattr(value, "__func__", value) for value in vars(kind).values()]
+        functions = [f for f in members if isinstance(f, FunctionType)]
+        return bool(functions) and all(map(self.idle, functions))
+
+    def instructions(self, code: CodeType) -> Iterator[dis.Instruction]:
+        ran, extended = self._offsets.get(code, ()), False
+        for i in dis.get_instructions(code):
+            if i.opname == "EXTENDED_ARG":
+                extended = extended or i.offset in ran
+            else:
+                if extended or i.offset in ran:
+                    yield i
+                extended = False
+
+    def _all(self, code: CodeType) -> Iterator[dis.Instruction]:
+        """Those of a function, and of all that are written inside it."""
+        yield from self.instructions(code)
+        for constant in code.co_consts:
+            if isinstance(constant, CodeType):
+                yield from self._all(constant)
+
+    def globals(self, code: CodeType) -> Iterable[str]:
+        return dict.fromkeys(i.argval for i in self._all(code) if i.opname in _GLOBALS)
+
+    def names(self, code: CodeType) -> frozenset[str]:
+        return frozenset(i.argval for i in self._all(code) if i.opcode in _NAMED)
+
+    def written(self, code: CodeType) -> frozenset[str]:
+        constants = [i.argval for i in self._all(code) if i.opcode in _CONSTANT]
+        texts = [remembering.in_constant(c) for c in constants if not isinstance(c, CodeType)]
+        return self.names(code).union(*texts)
+
+
+EVERYTHING = Everything()
