@@ -42,6 +42,7 @@ _CLASSES = (
     "enum",
     "abc",
     "collections.abc",
+    "numbers",
 )
 
 _BUILTINS = """
@@ -92,6 +93,8 @@ QUESTIONS = frozenset(
         torch.mps.is_available,
         torch.backends.mps.is_available,
         torch.distributed.is_available,
+        torch.onnx.is_in_onnx_export,
+        torch._C._are_functorch_transforms_active,
     }
 )
 
@@ -123,9 +126,11 @@ _MORE = (
     torch.iinfo,
     torch.Tensor,
     torch.Size,
+    torch.device,
     torch.Generator,
     torch.func.functional_call,
     torch.jit.annotate,
+    torch.autograd.forward_ad.unpack_dual,
     torch.jit.ignore,
     torch.jit.unused,
     *QUESTIONS,
