@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forall._batching.batched import Batched
-from forall._batching.families import is_mapped, lower, stacked
+from forall._batching.families import Stack, is_mapped, lower, stacked
 from forall._batching.rules.embedding import rows_of_bags
+from forall._batching.rules.grouped import summed as products_in_groups
 from forall._batching.unmade import DEPTH, Unmade, flat, is_linear, passed, pending, shown
 from forall._core.levels import stack
 from forall._torch.dispatch import users_tangents
@@ -134,6 +135,25 @@ def _of_two(
     if len(mapped) == 2:
         return _begins(level, func, args, shape, add_up)
     return passed(level, func, args) if is_linear(level, func, args) else None
+
+
+def _in_groups(level: VmapLevel, func: Any, args: tuple) -> Unmade | None:
+    """(M, S), (S, N) -> (G, M, N) of what is summed over in groups: those of all examples."""
+    left, right, *ends = args
+    if len(ends) != 1 or not left.dim() == right.dim() == 2 or left.shape[1] != right.shape[0]:
+        return None
+    if not (is_mapped(left, level) and is_mapped(right, level)):
+        return None
+    shape = (len(ends[0]), len(left), right.shape[1])
+    if left.dtype != right.dtype or not _pays(level, prod(shape), left, right):
+        return None
+
+    def add_up() -> Tensor:
+        mapped = is_mapped(ends[0], level)
+        offs = Stack(stacked(ends[0], level)) if mapped else lower(ends[0], level)
+        return products_in_groups(stacked(left, level), stacked(right, level), offs)
+
+    return _begins(level, func, args, shape, add_up)
 
 
 def _convolution(level: VmapLevel, func: Any, args: tuple) -> tuple | None:
@@ -296,6 +316,7 @@ _PLACES = {
 _SOURCES: dict[Any, Callable] = {
     aten.mm.default: _product,
     aten.bmm.default: _product,
+    aten._grouped_mm.default: _in_groups,
     aten.mul.Tensor: _multiplied,
     aten.convolution.default: _correlated,
     aten.convolution_backward.default: _convolution,

@@ -27,7 +27,10 @@ _FACTORS = {
     aten.addmm.default: (1, 2),
     aten.addmv.default: (1, 2),
     aten.baddbmm.default: (1, 2),
+    aten._grouped_mm.default: (0, 1),
 }
+# Torch has no forward formula of these.
+_OWN = frozenset({aten._grouped_mm.default})
 _UNBIASED = {
     aten.addmm.default: aten.mm.default,
     aten.addmv.default: aten.mv.default,
@@ -37,13 +40,17 @@ PRODUCTS = frozenset(_FACTORS)
 
 
 def of_one_factor(level: JvpLevel, func: Any, args: tuple, kwargs: dict) -> Any:
-    """A product with its tangent, one level down, where exactly one factor moves; else None."""
+    """A product with its tangent, one level down, where exactly one factor moves; else None.
+
+    Where torch has no formula, also where both do.
+    """
     if users_tangents():
         return None  # which a factor may have that is no value of ours
     with autograd_below(grad=level.outer_grad, forward=True):
         pairs = [level.halves(a) for a in args]
         i, j = _FACTORS[func]
-        if (pairs[i][1] is None) == (pairs[j][1] is None):
+        both = pairs[i][1] is not None and pairs[j][1] is not None
+        if (pairs[i][1] is None and pairs[j][1] is None) or (both and func not in _OWN):
             return None
         if in_backward() and any(t is None and _moves_below(p) for p, t in pairs):
             return None
@@ -54,6 +61,10 @@ def of_one_factor(level: JvpLevel, func: Any, args: tuple, kwargs: dict) -> Any:
             tangent = _UNBIASED[func](*tangents[1:3])
             alpha = kwargs.get("alpha", 1)
             tangent = tangent if alpha == 1 else tangent * alpha
+        elif both:
+            tangent = func(tangents[0], *primals[1:], **kwargs) + func(
+                primals[0], *tangents[1:], **kwargs
+            )
         else:
             tangent = func(*tangents, **kwargs)
         moving = primals[i] if pairs[j][1] is None else primals[j]

@@ -13,6 +13,7 @@ from forall._batching.rules import (
     entrywise,
     factory,
     fft,
+    grouped,
     indexing,
     keyed,
     linalg,
