@@ -187,6 +187,7 @@ def within_nothing(x):
 
 CERTAIN = {
     "a chain": lambda x: (x.sin() + 1).tanh().sum(),
+    "a cache": lambda x: x * cached(2),
     "a helper": lambda x: helper(x, 3) + helper(x),
     "functions of torch": lambda x: torch.stack([F.softmax(x, 0), torch.linalg.inv(x.diag())[0]]),
     "a module": lambda x: network(x),
@@ -241,7 +242,6 @@ UNCERTAIN = {
     "the number of threads": lambda x: x * torch.get_num_threads(),
     "a module that prints": lambda x: noisy(x),
     "a method of a named tuple": lambda x: late.of(x),
-    "a cache": lambda x: x * cached(2),
     "a method in a table": lambda x: METHODS[0](logged, x),
     "a method by another name": lambda x: printed(logged, x),
     "a method under another name": lambda x: logged.alias(x),

@@ -11,28 +11,21 @@ from __future__ import annotations
 import array
 import functools
 import gc
-import logging
-import sys
 from collections import deque
 from collections.abc import Iterator
 from contextvars import ContextVar
 from itertools import chain
 from types import (
     BuiltinFunctionType,
-    CodeType,
     FunctionType,
-    GenericAlias,
     MappingProxyType,
     MemberDescriptorType,
-    MethodType,
     ModuleType,
-    UnionType,
 )
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.utils import parametrize
-from torch.utils.hooks import RemovableHandle
 
 from forall._core.remembering import (
     UNSET,
@@ -47,6 +40,18 @@ from forall._core.remembering import (
 from forall._programs.holding import Looks, holding, if_any
 from forall._programs.naming import Names
 from forall._programs.ran import EVERYTHING
+from forall._programs.things import (
+    CACHED,
+    CONTAINERS,
+    LEAVES,
+    MOST,
+    TELLERS,
+    VIEWS,
+    WRAPPERS,
+    is_array,
+    is_hint,
+    leads_to,
+)
 from forall._torch.names import attention_kernels
 from forall._torch.trees import is_registered
 from forall._torch.trusted import is_torchs
@@ -56,36 +61,8 @@ if TYPE_CHECKING:
 
     from forall._programs.ran import Everything
 
-_MOST = 10_000  # things that are watched
-_MOST_SEEN = 50_000  # where it is known what runs, so most are functions that do not
+_MOST_SEEN = 50_000  # things, where it is known what runs, so most are functions that do not
 _MOST_BYTES = 4096  # that are compared with each call
-CONTAINERS = (dict, list, tuple, set, frozenset, deque, bytearray)
-TELLERS = (logging.Logger, logging.Handler, logging.LoggerAdapter)  # have no say in results
-CACHED = functools._lru_cache_wrapper
-VIEWS = (type({}.keys()), type({}.values()), type({}.items()))
-_WRAPPERS = (
-    MethodType,
-    staticmethod,
-    classmethod,
-    functools.partial,
-    property,
-    BuiltinFunctionType,
-)
-_LEAVES = (
-    CodeType,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    type(None),
-    torch.dtype,
-    torch.device,
-    torch.Size,
-    GenericAlias,
-    UnionType,
-    RemovableHandle,  # of hooks, which are looked at where they hang
-)
 
 
 class Guards:
@@ -120,7 +97,7 @@ class Guards:
         self._left = [func, *given]  # to be looked at: objects hang in each other without end
         while self._left and self.why is None:
             value = self._left.pop()
-            if not isinstance(value, _LEAVES) and id(value) not in self._held:
+            if not isinstance(value, LEAVES) and id(value) not in self._held:
                 self._held[id(value)] = value
                 self._look(value)
         self._of_objects()
@@ -180,55 +157,62 @@ class Guards:
         self._holding = None
 
     def _look(self, value: Any) -> None:
-        if len(self._held) > (_MOST_SEEN if self.ran.seen else _MOST):
+        look = next((look for kinds, look in _LOOKS if isinstance(value, kinds)), None)
+        if len(self._held) > (_MOST_SEEN if self.ran.seen else MOST):
             self.why = "the function reaches too much of Python's state to watch"
-        elif isinstance(value, torch.Tensor):
-            self.tensors[id(value)] = value
-            self._left.append(vars(value))  # attributes of the user's
-        elif isinstance(value, torch.Generator):
-            self.generators.append(value)
-        elif isinstance(value, (dict, MappingProxyType)):
-            self._entries(value)
-            self._left += value.values()
-        elif isinstance(value, VIEWS):
-            self._left.append(value.mapping)
-        elif isinstance(value, (list, tuple, deque)):
-            if not isinstance(value, tuple):
-                self._lists.append((value, tuple(value)))
-            self._left += value
-        elif isinstance(value, (set, frozenset)):
-            self._sets.append((value, value.copy()))
-            self._left += value
-        elif isinstance(value, (bytearray, memoryview, array.array)) or is_array(value):
+        elif look is not None:
+            look(self, value)
+        elif is_array(value):
             self._numbers(value)
-        elif isinstance(value, FunctionType):
-            self._function(value)
-        elif isinstance(value, _WRAPPERS):
-            self._left += self._wrapped(value)
-        elif isinstance(value, CACHED):
-            self._cached(value)
-        elif isinstance(value, ContextVar):
-            now = value.get(UNSET)
-            self._others.append(lambda: value.get(UNSET) is now)
-            self._left.append(now)
-        elif isinstance(value, type):
-            self._class(value)
         elif isinstance(value, Iterator) and type(value).__module__ in ("builtins", "itertools"):
             self.why = "the function reaches an iterator, and nothing tells how far that has come"
-        elif isinstance(value, TELLERS):
-            self._attributes.append((value, "__class__", type(value)))
-        elif isinstance(value, Weakly):
-            self._weakly.append(value)
-            self._object(value.of(), value)
-        elif not isinstance(value, (ModuleType, Unwatched)) and not is_hint(value):
+        elif not isinstance(value, _NOTHING) and not is_hint(value):
             self._object(value)
         if isinstance(value, CONTAINERS) and type(value) not in CONTAINERS:
             self._object(value)  # a class of the user's with entries: a NamedTuple, a dict
 
+    def _tensor(self, value: torch.Tensor) -> None:
+        self.tensors[id(value)] = value
+        self._left.append(vars(value))  # attributes of the user's
+
+    def _generator(self, value: torch.Generator) -> None:
+        self.generators.append(value)
+
+    def _dict(self, value: Mapping) -> None:
+        self._entries(value)
+        self._left += value.values()
+
+    def _view(self, value: Any) -> None:
+        self._left.append(value.mapping)
+
+    def _list(self, value: Any) -> None:
+        if not isinstance(value, tuple):
+            self._lists.append((value, tuple(value)))
+        self._left += value
+
+    def _set(self, value: Any) -> None:
+        self._sets.append((value, value.copy()))
+        self._left += value
+
+    def _context(self, value: ContextVar) -> None:
+        now = value.get(UNSET)
+        self._others.append(lambda: value.get(UNSET) is now)
+        self._left.append(now)
+
+    def _teller(self, value: Any) -> None:
+        self._attributes.append((value, "__class__", type(value)))
+
+    def _weak(self, value: Weakly) -> None:
+        self._weakly.append(value)
+        self._object(value.of(), value)
+
     def _entries(self, names: Mapping[Any, Any]) -> None:
         self._dicts.append((names, tuple(names), tuple(names.values())))
 
-    def _wrapped(self, value: Any) -> Iterator[Any]:
+    def _wrapped(self, value: Any) -> None:
+        self._left += self._wraps(value)
+
+    def _wraps(self, value: Any) -> Iterator[Any]:
         """What leads to a function, and what goes with it."""
         if isinstance(value, functools.partial):
             return iter([value.func, value.args, value.keywords])
@@ -357,9 +341,24 @@ class Guards:
             self.why = "the function reaches an array whose numbers may change, too large to watch"
 
 
-def is_hint(value: Any) -> bool:
-    """Whether it is a hint of typing's, of which only the reader makes something."""
-    return type(value).__module__ == "typing"
+# In this order: some of these are others too.
+_LOOKS: tuple[tuple[Any, Callable[[Guards, Any], None]], ...] = (
+    (torch.Tensor, Guards._tensor),
+    (torch.Generator, Guards._generator),
+    ((dict, MappingProxyType), Guards._dict),
+    (VIEWS, Guards._view),
+    ((list, tuple, deque), Guards._list),
+    ((set, frozenset), Guards._set),
+    ((bytearray, memoryview, array.array), Guards._numbers),
+    (FunctionType, Guards._function),
+    (WRAPPERS, Guards._wrapped),
+    (CACHED, Guards._cached),
+    (ContextVar, Guards._context),
+    (type, Guards._class),
+    (TELLERS, Guards._teller),
+    (Weakly, Guards._weak),
+)
+_NOTHING = (ModuleType, Unwatched)  # to be looked at
 
 
 def _answer(question: Callable[[], Any]) -> Any:
@@ -377,27 +376,5 @@ def _has_none(weakly: Weakly, names: frozenset[str]) -> bool:
     return names.isdisjoint(vars(weakly.of()))
 
 
-def leads_to(wanted: set[int], held: Mapping[int, Any]) -> bool:
-    """Whether any of these can be come to from what is held, as far as the collector can tell."""
-    left, seen = [x for x in held.values() if not isinstance(x, Weakly)], set()
-    while left:
-        x = left.pop()
-        if id(x) in wanted or len(seen) > _MOST:
-            return True
-        if id(x) in seen or isinstance(x, (ModuleType, type, torch.Tensor)):
-            continue
-        seen.add(id(x))
-        if isinstance(x, FunctionType):  # its globals lead everywhere
-            found = [x.__closure__, x.__defaults__, x.__kwdefaults__, x.__dict__]
-        else:
-            found = gc.get_referents(x)
-        left += filter(gc.is_tracked, found)
-    return False
-
-
 def _bytes(value: Any) -> bytes:
     return bytes(value) if isinstance(value, bytearray) else value.tobytes()
-
-
-def is_array(value: Any) -> bool:
-    return "numpy" in sys.modules and isinstance(value, sys.modules["numpy"].ndarray)

@@ -45,8 +45,8 @@ from forall._core.remembering import (
     rebinds,
     rebound_of,
 )
-from forall._programs.guards import CACHED, CONTAINERS, TELLERS, VIEWS, is_array
 from forall._programs.imports import Imports
+from forall._programs.things import CACHED, CONTAINERS, TELLERS, VIEWS, is_array
 from forall._torch import trusted
 from forall._torch.names import PLAIN
 
