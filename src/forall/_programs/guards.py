@@ -101,8 +101,9 @@ class Guards:
                 self._held[id(value)] = value
                 self._look(value)
         self._of_objects()
-        if self._asked.asks("__code__"):
-            self._attributes += [(func, "__code__", func.__code__) for func in self._idle]
+        if self._asked.asks("__code__") or self._asked.asks("signature"):
+            for name in ("__code__", "__defaults__", "__kwdefaults__"):
+                self._attributes += [(func, name, getattr(func, name)) for func in self._idle]
         del self._asked, self._states  # with what nothing asks for, which may lead anywhere
 
     def hold(self) -> bool:

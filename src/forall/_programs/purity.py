@@ -126,6 +126,8 @@ class _Reading:
 
     def __init__(self, guards: Guards) -> None:
         self.guards, self.ran = guards, guards.ran
+        self._modules: set[ModuleType] = set()  # that were looked at
+        self._names = frozenset[str]().union(*map(self.ran.names, self.ran.codes()))
 
     def of(self, func: FunctionType) -> str | None:
         home = func.__globals__
@@ -190,8 +192,25 @@ class _Reading:
         """Whether the guards see all of it, or it never changes; functions are read."""
         if isinstance(value, FunctionType) and not is_ours(value):
             return self._is_trusted(value) or self._is_idle(value)
+        if isinstance(value, ModuleType):
+            return self.ran.seen and self._is_certain_module(value)
         what = type(value) if isinstance(value, TELLERS) else value
         return _is_certain(value) or self._is_idle(what)
+
+    def _is_certain_module(self, module: ModuleType) -> bool:
+        """One of a library's, that something holds: any name that is asked for may be asked of it."""
+        if module in self._modules:
+            return True
+        self._modules.add(module)
+        if not is_library(module.__name__):
+            return False
+        found = [(name, vars(module)[name]) for name in self._names & vars(module).keys()]
+        return all(
+            self._is_certain_module(value)
+            if isinstance(value, ModuleType)
+            else self._may_use(value, module, name)
+            for name, value in found
+        )
 
     def _is_trusted(self, value: Any) -> bool:
         if trusted.is_question(value):

@@ -10,8 +10,10 @@ import builtins
 import collections
 import contextlib
 import functools
+import inspect
 import itertools
 import operator
+import sys
 import types
 from typing import Any
 
@@ -57,6 +59,16 @@ _TELLING = """
     initial_seed seed manual_seed get_state set_state get_rng_state set_rng_state __dict__ __code__
     __globals__ __closure__ __subclasses__ f_back gi_frame tb_frame
 """
+_OF_NUMPY = frozenset(
+    """
+    all allclose any arange argmax argmin argsort array array_equal array_split asarray atleast_1d
+    average ceil clip concatenate cumprod cumsum diag diff dot einsum expand_dims eye fix flatnonzero
+    flip full hstack identity indices interp isclose isin isscalar kron linspace logspace max mean
+    median meshgrid min mod moveaxis nan_to_num ndim nonzero ones ones_like outer prod ptp ravel
+    repeat reshape roll round searchsorted shape size sort split squeeze stack std sum take tile
+    trace transpose tril triu unique unravel_index var vstack where zeros zeros_like
+    """.split()
+)
 BUILTINS = frozenset(_BUILTINS.split()) | {
     n for n, e in vars(builtins).items() if isinstance(e, type) and issubclass(e, BaseException)
 }
@@ -129,6 +141,7 @@ _MORE = (
     torch.device,
     torch.Generator,
     torch.func.functional_call,
+    inspect.signature,
     torch.jit.annotate,
     torch.autograd.forward_ad.unpack_dual,
     torch.jit.ignore,
@@ -201,6 +214,8 @@ def is_trusted(value: Any) -> bool:
         return False  # they read names that nobody reads here
     if isinstance(value, type):
         return _is_trusted_class(value)
+    if _is_of_numpy(value):
+        return True
     module = getattr(value, "__module__", None) or ""
     if isinstance(value, (types.BuiltinFunctionType, types.FunctionType)):
         home = getattr(value, "__globals__", {}).get("__name__", module)
@@ -214,14 +229,27 @@ def is_trusted(value: Any) -> bool:
     return isinstance(value, (OpOverload, OpOverloadPacket))
 
 
+def _is_of_numpy(value: Any) -> bool:
+    """Whether it is a function of numpy's that makes numbers of numbers."""
+    numpy = sys.modules.get("numpy")
+    name = getattr(value, "__name__", None)
+    if numpy is None or not isinstance(name, str):
+        return False
+    there = getattr(numpy, name, None)
+    is_numpys = there is value or getattr(there, "__wrapped__", None) is value
+    return is_numpys and (name in _OF_NUMPY or isinstance(value, numpy.ufunc))
+
+
 def _is_trusted_class(kind: type) -> bool:
     module = kind.__module__
     if module in _INERT_MODULES:
         return True
     if module == "builtins":
         return kind.__name__ in BUILTINS
-    if module == "numpy":  # as what an argument may be; no program knows arrays
-        return kind.__name__ == "ndarray"
+    if module == "numpy":  # no program knows arrays, so they only give Python's numbers
+        numpy = sys.modules["numpy"]
+        kinds = (numpy.ndarray, numpy.generic, numpy.ufunc, type(numpy.sum))
+        return issubclass(kind, kinds)
     return module in _MODULES or module.startswith(_CLASSES) or kind in _BASES
 
 

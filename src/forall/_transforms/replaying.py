@@ -146,8 +146,11 @@ class _Place(NamedTuple):
     given: list | None
 
 
-def _place(func: Any, key: Any) -> _Place:
-    """The place of the transforms of ``func`` that are told from others by ``key``."""
+def _place(func: Any, key: Any, own: Calls | None = None) -> _Place:
+    """The place of the transforms of ``func`` that are told from others by ``key``.
+
+    ``own`` are the calls of one such transform, of which nothing else knows.
+    """
     if key is None or not is_on() or dispatch_modes():  # what is recorded is to stay as it is
         return _Place(Calls(), None)
     if type(func) is MethodType and isinstance(func.__self__, Module):
@@ -159,6 +162,8 @@ def _place(func: Any, key: Any) -> _Place:
     how = anew.transform_of(func)
     if how is not None:
         return _Place(_calls(how.calls().further, key, _MOST), None)
+    if not isinstance(func, (FunctionType, Module)):
+        return _Place(own or Calls(), None)
     most = anew.MOST if isinstance(func, Module) else _MOST
     return _Place(_calls(_kept(func), key, most), None)
 
@@ -216,9 +221,7 @@ def _key(value: Any) -> Any:
     raise TypeError
 
 
-def _kept(owner: Any) -> dict[Any, Calls]:
-    if not isinstance(owner, (FunctionType, Module)):
-        return {}
+def _kept(owner: FunctionType | Module) -> dict[Any, Calls]:
     kept = vars(owner).get("__forall_further__")
     if type(kept) is not _Further or kept.of() is not owner:
         kept = vars(owner)["__forall_further__"] = _Further(owner)
@@ -236,17 +239,18 @@ def replaying(func: Callable, *how: Any) -> Callable[[Callable], Callable]:
 
 def _transformed(func: Callable, key: Any, eager: Callable) -> Callable:
     asked = key is not None and is_on() and anew.may_be_anew(func)
-    fixed = None if asked else _place(func, key)
+    own = Calls()
+    fixed = None if asked else _place(func, key, own)
 
     @functools.wraps(func, updated=())
     def transformed(*args: Any, **kwargs: Any) -> Any:
         if not is_on():
             return eager(func, *args, **kwargs)
-        calls, given = fixed or _place(func, key)
+        calls, given = fixed or _place(func, key, own)
         return calls.run(func, given, eager, args, kwargs)
 
     def calls() -> Calls:
-        return (fixed or _place(func, key)).calls
+        return (fixed or _place(func, key, own)).calls
 
     made = vars(transformed)
     made["__forall_transform__"] = anew.Transform(
