@@ -198,7 +198,7 @@ class _Reading:
         return _is_certain(value) or self._is_idle(what)
 
     def _is_certain_module(self, module: ModuleType) -> bool:
-        """One of a library's, that something holds: any name that is asked for may be asked of it."""
+        """One of a library's that something holds: each name that is asked for may be its."""
         if module in self._modules:
             return True
         self._modules.add(module)

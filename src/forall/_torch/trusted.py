@@ -59,16 +59,16 @@ _TELLING = """
     initial_seed seed manual_seed get_state set_state get_rng_state set_rng_state __dict__ __code__
     __globals__ __closure__ __subclasses__ f_back gi_frame tb_frame
 """
-_OF_NUMPY = frozenset(
-    """
+_NUMPYS = """
     all allclose any arange argmax argmin argsort array array_equal array_split asarray atleast_1d
-    average ceil clip concatenate cumprod cumsum diag diff dot einsum expand_dims eye fix flatnonzero
-    flip full hstack identity indices interp isclose isin isscalar kron linspace logspace max mean
-    median meshgrid min mod moveaxis nan_to_num ndim nonzero ones ones_like outer prod ptp ravel
-    repeat reshape roll round searchsorted shape size sort split squeeze stack std sum take tile
-    trace transpose tril triu unique unravel_index var vstack where zeros zeros_like
-    """.split()
-)
+    average ceil clip concatenate cumprod cumsum diag diff dot einsum expand_dims eye fix
+    flatnonzero flip full hstack identity indices interp isclose isin isscalar kron linspace
+    logspace max mean median meshgrid min mod moveaxis nan_to_num ndim nonzero ones ones_like
+    outer prod ptp ravel repeat reshape roll round searchsorted shape size sort split squeeze
+    stack std sum take tile trace transpose tril triu unique unravel_index var vstack where zeros
+    zeros_like
+"""
+_OF_NUMPY = frozenset(_NUMPYS.split())
 BUILTINS = frozenset(_BUILTINS.split()) | {
     n for n, e in vars(builtins).items() if isinstance(e, type) and issubclass(e, BaseException)
 }
