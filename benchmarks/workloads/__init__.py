@@ -14,3 +14,4 @@ from . import parting  # noqa: F401
 from . import fallbacks  # noqa: F401
 from . import convolutions  # noqa: F401
 from . import shared  # noqa: F401
+from . import libraries  # noqa: F401
