@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from forall._torch.names import OpOverload, OpOverloadPacket, function_homes
 
 # Modules of which every function is trusted, and packages whose classes are.
-_MODULES = frozenset({"math", "_operator", "operator", "itertools", "forall"})
+_MODULES = frozenset({"math", "_operator", "operator", "itertools", "_bisect", "forall"})
 # Modules of Python's whose functions do no more than they say, as members of classes too.
 _OF_PYTHON = frozenset(
     {"collections", "enum", "dataclasses", "abc", "typing", "types", "functools", "contextlib"}
@@ -45,6 +45,14 @@ _CLASSES = (
     "abc",
     "collections.abc",
     "numbers",
+)
+_HOMES_OF_FUNCTIONS = (
+    "torch.distributions.",
+    "torch.nn.modules.",
+    "torch.nn.utils.parametriz",
+    "torch.nn.utils.convert_parameters",
+    "torch.nn.utils.stateless",
+    "torch.utils._contextlib",
 )
 
 _BUILTINS = """
@@ -222,8 +230,7 @@ def is_trusted(value: Any) -> bool:
         return (
             home.partition(".")[0] in _MODULES | _OF_PYTHON
             or (home == "builtins" and value.__name__ in BUILTINS)
-            or home == "torch.utils._contextlib"
-            or home.startswith("torch.nn.utils.parametriz")
+            or home.startswith(_HOMES_OF_FUNCTIONS)
             or (value.__name__ == "__new__" and is_trusted_base(getattr(value, "__self__", object)))
         )
     return isinstance(value, (OpOverload, OpOverloadPacket))
