@@ -74,8 +74,8 @@ def doubt(guards: Guards, *, stands_in: bool = False) -> str | None:
     A function that stands in for another does not see what that is bound to anew while it runs, so
     there nothing may rebind names of other functions, or of modules.
     """
-    if guards.why is not None:
-        return guards.why
+    if guards.why is not None or guards.ran.why is not None:
+        return guards.why or guards.ran.why
     reading, ran = _Reading(guards), guards.ran
     reached = [*guards.reached()]
     for value in reached:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from types import FrameType
 
 _GLOBALS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"})
+_STOPS = frozenset({"breakpoint", "set_trace"})
 _NAMED = frozenset(dis.hasname)
 _CONSTANT = frozenset(dis.hasconst)
 
@@ -33,6 +34,7 @@ class Everything:
     """All that a function can come to by name: where nobody has seen what it runs."""
 
     seen = False
+    why: str | None = None
 
     def codes(self) -> Iterable[CodeType]:
         """The code of all functions of the user's that were seen to run."""
@@ -72,6 +74,7 @@ class Ran(Everything):
     seen = True
 
     def __init__(self) -> None:
+        self.why: str | None = None  # it was not seen
         self._offsets: dict[CodeType, set[int]] = {}  # of the user's functions
         self._libraries: set[CodeType] = set()
         self._tracers: dict[int, Callable | None] = {}
@@ -83,7 +86,8 @@ class Ran(Everything):
         try:
             yield
         finally:
-            sys.settrace(None)
+            if sys.gettrace() == self._entered:  # and not a debugger that was called meanwhile
+                sys.settrace(None)
             self._tracers.clear()
             self._met.clear()
 
@@ -92,9 +96,20 @@ class Ran(Everything):
         if tracer == self._entered:
             tracer = self._tracers[id(frame.f_code)] = self._tracer(frame)
             self._met.append(frame.f_code)
+        if not _STOPS.isdisjoint(frame.f_code.co_names):
+            self._leave(frame)
+            return None
         if tracer is not None:
-            frame.f_trace_opcodes, frame.f_trace_lines = True, False
+            frame.f_trace_opcodes = True
         return tracer
+
+    def _leave(self, frame: FrameType | None) -> None:
+        """What runs is stopped for a debugger, which asks the frames for itself."""
+        self.why = "it calls a debugger"
+        sys.settrace(None)
+        while frame is not None:
+            frame.f_trace, frame.f_trace_opcodes = None, False
+            frame = frame.f_back
 
     def _tracer(self, frame: FrameType) -> Callable | None:
         home = frame.f_globals.get("__name__") or ""
@@ -106,7 +121,8 @@ class Ran(Everything):
         add = self._offsets.setdefault(frame.f_code, set()).add
 
         def traced(frame: FrameType, event: str, arg: Any) -> Callable:
-            add(frame.f_lasti)
+            if event == "opcode":
+                add(frame.f_lasti)
             return traced
 
         return traced
@@ -117,6 +133,8 @@ class Ran(Everything):
     def __le__(self, other: Everything) -> bool:
         if not isinstance(other, Ran):
             return True
+        if self.why is not None:
+            return False
         theirs = other._offsets
         return all(code in theirs and ran <= theirs[code] for code, ran in self._offsets.items())
 
