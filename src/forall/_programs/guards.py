@@ -8,11 +8,11 @@ nothing calls, only that it is the same.
 
 from __future__ import annotations
 
-import array
+import abc
+import builtins
 import functools
 import gc
 import logging
-import sys
 from collections import deque
 from collections.abc import Iterator
 from contextvars import ContextVar
@@ -25,10 +25,12 @@ from types import (
     MappingProxyType,
     MemberDescriptorType,
     MethodType,
+    MethodWrapperType,
     ModuleType,
     UnionType,
 )
 from typing import TYPE_CHECKING, Any
+from weakref import ReferenceType
 
 import torch
 from torch.nn.utils import parametrize
@@ -47,9 +49,22 @@ from forall._core.remembering import (
 from forall._programs.holding import Looks, holding, if_any
 from forall._programs.naming import Names
 from forall._programs.ran import EVERYTHING
+from forall._programs.single import (
+    answer,
+    has_none,
+    has_numbers,
+    is_alive,
+    is_array,
+    is_hint,
+    is_in_class,
+    kept,
+    leads_to,
+    may_take,
+    numbers,
+)
 from forall._torch.names import attention_kernels
 from forall._torch.trees import is_registered
-from forall._torch.trusted import is_torchs
+from forall._torch.trusted import is_torchs, is_trusted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -63,6 +78,10 @@ CONTAINERS = (dict, list, tuple, set, frozenset, deque, bytearray)
 TELLERS = (logging.Logger, logging.Handler, logging.LoggerAdapter)  # have no say in results
 CACHED = functools._lru_cache_wrapper
 VIEWS = (type({}.keys()), type({}.values()), type({}.items()))
+_MADE_OF = ("__code__", "__defaults__", "__kwdefaults__", "__dict__")
+_TOLD = (*_MADE_OF, "__name__", "__qualname__", "__doc__", "__module__", "__annotations__")
+_BUILTINS = vars(builtins)
+_MUTABLE = 1 << 9  # of a class: it is no part of a library in C
 _WRAPPERS = (
     MethodType,
     staticmethod,
@@ -70,6 +89,7 @@ _WRAPPERS = (
     functools.partial,
     property,
     BuiltinFunctionType,
+    MethodWrapperType,
 )
 _LEAVES = (
     CodeType,
@@ -104,34 +124,31 @@ class Guards:
         self._dicts: list[tuple[Any, tuple, tuple]] = []
         self._lists: list[tuple[Any, tuple]] = []
         self._answers: dict[Callable[[], Any], Any] = {}
-        self._sets: list[tuple[Any, Any]] = []
-        self._data: list[tuple[Any, bytes]] = []
+        self._data: list[tuple[Any, tuple]] = []
         self._looks = Looks()
         self._holding: Callable[[], bool] | None = None
         self._modules: set[tuple[int, frozenset[str]]] = set()
         self._asked = Names(ran)
         # Of objects of which only some names are asked, and what holds such an object weakly.
         self._states: list[tuple[dict[str, Any], Weakly | None]] = []
-        self._idle: list[FunctionType] = []  # that do not run
+        self._functions: list[FunctionType] = []  # the user's, and those that do not run
+        self._aside: list[Mapping[str, Any]] = []  # of which only what code names is looked at
         self._kinds: dict[int, type] = {}  # of objects, and what these derive from
         self._held: dict[int, Any] = {}  # all that was met: no other takes its identity
         self._weakly: list[Weakly] = []
         self._others: list[Callable[[], bool]] = []
         self._left = [func, *given]  # to be looked at: objects hang in each other without end
+        self._entries(vars(torch.Tensor))  # of which any name may be asked
+        self._look_at_all()
         while self._left and self.why is None:
-            value = self._left.pop()
-            if not isinstance(value, _LEAVES) and id(value) not in self._held:
-                self._held[id(value)] = value
-                self._look(value)
+            self._look_at_all()
         self._of_objects()
-        if self._asked.asks("__code__"):
-            self._attributes += [(func, "__code__", func.__code__) for func in self._idle]
         del self._asked, self._states  # with what nothing asks for, which may lead anywhere
 
     def hold(self) -> bool:
         """Whether everything is as it was."""
         if self._holding is None:
-            sets, data, answers = self._sets, self._data, self._answers.items()
+            data, answers = self._data, self._answers.items()
             self._holding = holding(
                 self._attributes,
                 self._names,
@@ -139,9 +156,8 @@ class Guards:
                 self._dicts,
                 self._lists,
                 self._looks,
-                if_any(sets, lambda: all(known == copy for known, copy in sets))
-                + if_any(data, lambda: all(_bytes(known) == copy for known, copy in data))
-                + if_any(answers, lambda: all(_answer(ask) == known for ask, known in answers))
+                if_any(data, lambda: all(numbers(known) == copy for known, copy in data))
+                + if_any(answers, lambda: all(answer(ask) == known for ask, known in answers))
                 + self._others,
             )
         return self._holding()
@@ -171,13 +187,26 @@ class Guards:
 
     def watch_answer(self, question: Callable[[], Any]) -> None:
         """What torch tells of its state when the function asks."""
-        self._answers[question] = _answer(question)
+        self._answers[question] = answer(question)
         self._holding = None
 
     def watch_attention(self) -> None:
         """The kernels that it may take, of which the program has one."""
-        self._others.append(functools.partial(_may_take, attention_kernels()))
+        self._others.append(functools.partial(may_take, attention_kernels()))
         self._holding = None
+
+    def _look_at_all(self) -> None:
+        while self._left and self.why is None:
+            value = self._left.pop()
+            if id(value) not in self._held and not _is_leaf(value):
+                self._held[id(value)] = value
+                self._look(value)
+        late = [getattr(f, name) for f in self._functions for name in self._told()]
+        late += [x for names in self._aside for n, x in names.items() if self._asked.asks(n)]
+        self._left = [x for x in late if id(x) not in self._held and not _is_leaf(x)]
+
+    def _told(self) -> list[str]:
+        return [name for name in _TOLD if self._asked.asks(name)]
 
     def _look(self, value: Any) -> None:
         if len(self._held) > (_MOST_SEEN if self.ran.seen else _MOST):
@@ -189,18 +218,15 @@ class Guards:
             self.generators.append(value)
         elif isinstance(value, (dict, MappingProxyType)):
             self._entries(value)
-            self._left += value.values()
+            self._left += [*value, *value.values()]
         elif isinstance(value, VIEWS):
             self._left.append(value.mapping)
-        elif isinstance(value, (list, tuple, deque)):
-            if not isinstance(value, tuple):
-                self._lists.append((value, tuple(value)))
+        elif isinstance(value, (list, tuple, deque, set, frozenset)):
+            if not isinstance(value, (tuple, frozenset)):
+                self._lists.append((value, tuple(value)))  # sets have an order too
             self._left += value
-        elif isinstance(value, (set, frozenset)):
-            self._sets.append((value, value.copy()))
-            self._left += value
-        elif isinstance(value, (bytearray, memoryview, array.array)) or is_array(value):
-            self._numbers(value)
+        elif has_numbers(value):
+            self._memory(value)
         elif isinstance(value, FunctionType):
             self._function(value)
         elif isinstance(value, _WRAPPERS):
@@ -210,20 +236,24 @@ class Guards:
         elif isinstance(value, ContextVar):
             now = value.get(UNSET)
             self._others.append(lambda: value.get(UNSET) is now)
-            self._left.append(now)
+            self._left += [now, *gc.get_referents(value)]  # what it gives where nothing is set
+        elif isinstance(value, ReferenceType):
+            self._others.append(functools.partial(is_alive, value, wanted=is_alive(value)))
         elif isinstance(value, type):
             self._class(value)
         elif isinstance(value, Iterator) and type(value).__module__ in ("builtins", "itertools"):
             self.why = "the function reaches an iterator, and nothing tells how far that has come"
         elif isinstance(value, TELLERS):
             self._attributes.append((value, "__class__", type(value)))
+            self._aside.append(vars(value))
+            self._states.append((vars(value), None))
         elif isinstance(value, Weakly):
             self._weakly.append(value)
             self._object(value.of(), value)
         elif not isinstance(value, (ModuleType, Unwatched)) and not is_hint(value):
             self._object(value)
-        if isinstance(value, CONTAINERS) and type(value) not in CONTAINERS:
-            self._object(value)  # a class of the user's with entries: a NamedTuple, a dict
+        if _is_derived(value):
+            self._object(value)  # of a class of the user's with entries: a NamedTuple, a dict
 
     def _entries(self, names: Mapping[Any, Any]) -> None:
         self._dicts.append((names, tuple(names), tuple(names.values())))
@@ -231,9 +261,11 @@ class Guards:
     def _wrapped(self, value: Any) -> Iterator[Any]:
         """What leads to a function, and what goes with it."""
         if isinstance(value, functools.partial):
-            return iter([value.func, value.args, value.keywords])
+            return iter([value.func, value.args, value.keywords, vars(value)])
         if isinstance(value, property):
             return iter([value.fget, value.fset, value.fdel])
+        if isinstance(value, MethodWrapperType):
+            return iter([value.__self__])
         if isinstance(value, BuiltinFunctionType):
             alone = isinstance(value.__self__, ModuleType)
             return chain([] if alone else [value.__self__], self._asked.by(value))
@@ -242,11 +274,13 @@ class Guards:
 
     def _cached(self, func: Any) -> None:
         """A function that keeps what it gave, and gives that while nothing is added or goes."""
-        info = func.cache_info()
-        known = info.misses, info.currsize
-        self._others.append(lambda: (i := func.cache_info()) and (i.misses, i.currsize) == known)
-        aside = (dict, type) if info.maxsize is not None else type  # with a bound, of links
-        self._left += [x for x in gc.get_referents(func) if not isinstance(x, aside)]
+        info, found = func.cache_info(), kept(func)
+        known, held = (info.misses, info.currsize), {*map(id, found)}
+        self._others += [
+            lambda: (i := func.cache_info()) and (i.misses, i.currsize) == known,
+            lambda: {*map(id, kept(func))} == held,  # what it forgot it may have made again
+        ]
+        self._left.append((*found,))
 
     def _function(self, func: FunctionType) -> None:
         if is_torchs(func):
@@ -255,23 +289,27 @@ class Guards:
             # Ours never change, nor what they are bound to.
             self._left += [*map(contents, func.__closure__ or ()), *func.__dict__.values()]
             return
+        self._functions.append(func)
         if not self.ran.holds(func.__code__):
-            self._idle.append(func)
+            if func.__dict__ or not (is_no_users(func) or is_in_class(func)):
+                self._state(func.__dict__)
             return
         self._left += [*self._asked.by(func), *self._asked.in_code(func)]
-        for name in ("__code__", "__defaults__", "__kwdefaults__", "__dict__"):
+        for name in _MADE_OF:
             value = getattr(func, name)
             self._attributes.append((func, name, value))
             self._left.append(value)
         for cell in func.__closure__ or ():
             value = contents(cell)
             self._attributes.append((cell, "cell_contents", value))
-            self._led_to(value, self.ran.names(func.__code__))
+            self._led_to(value, self.ran.written(func.__code__))
         if not is_no_users(func):
             names, given = func.__globals__, vars(func).get("__forall_given__", ())
             wanted = [n for n in self.ran.globals(func.__code__) if n not in given]
-            self._names += [(names, n, UNSET) for n in wanted if n not in names]
-            self._named(names, wanted, self.ran.names(func.__code__))
+            missing = [n for n in wanted if n not in names]
+            self._names += [(names, n, UNSET) for n in missing]
+            self._names += [(_BUILTINS, n, _BUILTINS.get(n, UNSET)) for n in missing]
+            self._named(names, wanted, self.ran.written(func.__code__))
 
     def _named(self, names: dict[str, Any], wanted: Iterable[str], inner: frozenset[str]) -> None:
         """What these names stand for; of a module of the user's, the ``inner`` names in it too."""
@@ -289,6 +327,7 @@ class Guards:
         self._left += self._asked.by(value)
         if not is_library(value.__name__) and (id(value), inner) not in self._modules:
             self._modules.add((id(value), inner))
+            self._missing.append((vars(value), inner - vars(value).keys()))
             self._named(vars(value), inner, inner)
 
     def _class(self, kind: type) -> None:
@@ -303,9 +342,15 @@ class Guards:
             self._names.append((vars(parametrize), "_cache_enabled", 0))
             if parametrize._cache_enabled:
                 self.why = "it is within torch.nn.utils.parametrize.cached()"
-        if is_no_users(kind):
-            return
+        if isinstance(kind, abc.ABCMeta):  # others may be registered as its subclasses
+            self.watch_answer(abc.get_cache_token)
         names = vars(kind)
+        if is_no_users(kind):
+            if kind.__flags__ & _MUTABLE:
+                self._entries(names)
+            if not is_trusted(kind):
+                self._aside.append(names)
+            return
         self._attributes.append((kind, "__mro__", kind.__mro__))
         self._entries(names)
         self._left += self._asked.in_class(kind)
@@ -332,10 +377,14 @@ class Guards:
             if is_registered(kind) or any(map(is_no_users, kind.__mro__[:-1])):
                 self._left.append(state)  # that others may read by any name
             else:
-                self._states.append((state, weakly))
-                self._left += self._asked.in_object(state)
+                self._state(state, weakly)
+
+    def _state(self, state: dict[str, Any], weakly: Weakly | None = None) -> None:
+        self._states.append((state, weakly))
+        self._left += self._asked.in_object(state)
 
     def _of_objects(self) -> None:
+        self._attributes += [(f, n, getattr(f, n)) for f in self._functions for n in self._told()]
         for state, weakly in self._states:
             if self._asked.any:
                 self._entries(state)
@@ -347,57 +396,26 @@ class Guards:
             else:  # the state may hold what leads back to the object, under other names
                 rows = [(weakly, f"of().__dict__[{name!r}]", state[name]) for name in asked]
                 self._attributes += rows
-                self._others.append(functools.partial(_has_none, weakly, missing))
+                self._others.append(functools.partial(has_none, weakly, missing))
 
-    def _numbers(self, value: Any) -> None:
+    def _memory(self, value: Any) -> None:
         """Numbers in memory, of numpy's or of Python's own."""
-        data = _bytes(value)
+        data = numbers(value)
         self._data.append((value, data))
-        if len(data) > _MOST_BYTES or (is_array(value) and value.dtype.hasobject):
+        if len(data[0]) > _MOST_BYTES or (is_array(value) and value.dtype.hasobject):
             self.why = "the function reaches an array whose numbers may change, too large to watch"
 
 
-def is_hint(value: Any) -> bool:
-    """Whether it is a hint of typing's, of which only the reader makes something."""
-    return type(value).__module__ == "typing"
+def _is_leaf(value: Any) -> bool:
+    """Whether a value says all there is to say: one of a class of the user's may have more."""
+    if not isinstance(value, _LEAVES):
+        return False
+    return type(value) in _LEAVES or is_no_users(type(value))
 
 
-def _answer(question: Callable[[], Any]) -> Any:
-    try:
-        return question()
-    except Exception as error:  # noqa: BLE001 - of a torch without such devices
-        return type(error)
-
-
-def _may_take(kernels: tuple) -> bool:
-    return attention_kernels() == kernels
-
-
-def _has_none(weakly: Weakly, names: frozenset[str]) -> bool:
-    return names.isdisjoint(vars(weakly.of()))
-
-
-def leads_to(wanted: set[int], held: Mapping[int, Any]) -> bool:
-    """Whether any of these can be come to from what is held, as far as the collector can tell."""
-    left, seen = [x for x in held.values() if not isinstance(x, Weakly)], set()
-    while left:
-        x = left.pop()
-        if id(x) in wanted or len(seen) > _MOST:
-            return True
-        if id(x) in seen or isinstance(x, (ModuleType, type, torch.Tensor)):
-            continue
-        seen.add(id(x))
-        if isinstance(x, FunctionType):  # its globals lead everywhere
-            found = [x.__closure__, x.__defaults__, x.__kwdefaults__, x.__dict__]
-        else:
-            found = gc.get_referents(x)
-        left += filter(gc.is_tracked, found)
-    return False
-
-
-def _bytes(value: Any) -> bytes:
-    return bytes(value) if isinstance(value, bytearray) else value.tobytes()
-
-
-def is_array(value: Any) -> bool:
-    return "numpy" in sys.modules and isinstance(value, sys.modules["numpy"].ndarray)
+def _is_derived(value: Any) -> bool:
+    """Whether something that is looked at by what it holds may have attributes too."""
+    kind = type(value)
+    if isinstance(value, CONTAINERS):
+        return kind not in CONTAINERS
+    return (isinstance(value, _WRAPPERS) or has_numbers(value)) and not is_no_users(kind)
