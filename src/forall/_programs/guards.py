@@ -12,29 +12,23 @@ import abc
 import builtins
 import functools
 import gc
-import logging
 from collections import deque
 from collections.abc import Iterator
 from contextvars import ContextVar
 from itertools import chain
 from types import (
     BuiltinFunctionType,
-    CodeType,
     FunctionType,
-    GenericAlias,
     MappingProxyType,
     MemberDescriptorType,
-    MethodType,
     MethodWrapperType,
     ModuleType,
-    UnionType,
 )
 from typing import TYPE_CHECKING, Any
 from weakref import ReferenceType
 
 import torch
 from torch.nn.utils import parametrize
-from torch.utils.hooks import RemovableHandle
 
 from forall._core.remembering import (
     UNSET,
@@ -50,13 +44,20 @@ from forall._programs.holding import Looks, holding, if_any
 from forall._programs.naming import Names
 from forall._programs.ran import EVERYTHING
 from forall._programs.single import (
+    CACHED,
+    MUTABLE,
+    TELLERS,
+    VIEWS,
+    WRAPPERS,
     answer,
     has_none,
     has_numbers,
     is_alive,
     is_array,
+    is_derived,
     is_hint,
     is_in_class,
+    is_leaf,
     kept,
     leads_to,
     may_take,
@@ -74,38 +75,9 @@ if TYPE_CHECKING:
 _MOST = 10_000  # things that are watched
 _MOST_SEEN = 50_000  # where it is known what runs, so most are functions that do not
 _MOST_BYTES = 4096  # that are compared with each call
-CONTAINERS = (dict, list, tuple, set, frozenset, deque, bytearray)
-TELLERS = (logging.Logger, logging.Handler, logging.LoggerAdapter)  # have no say in results
-CACHED = functools._lru_cache_wrapper
-VIEWS = (type({}.keys()), type({}.values()), type({}.items()))
 _MADE_OF = ("__code__", "__defaults__", "__kwdefaults__", "__dict__")
 _TOLD = (*_MADE_OF, "__name__", "__qualname__", "__doc__", "__module__", "__annotations__")
 _BUILTINS = vars(builtins)
-_MUTABLE = 1 << 9  # of a class: it is no part of a library in C
-_WRAPPERS = (
-    MethodType,
-    staticmethod,
-    classmethod,
-    functools.partial,
-    property,
-    BuiltinFunctionType,
-    MethodWrapperType,
-)
-_LEAVES = (
-    CodeType,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    type(None),
-    torch.dtype,
-    torch.device,
-    torch.Size,
-    GenericAlias,
-    UnionType,
-    RemovableHandle,  # of hooks, which are looked at where they hang
-)
 
 
 class Guards:
@@ -181,6 +153,13 @@ class Guards:
         self._names.append((names, name, value))
         self._holding = None
 
+    def watch_class(self, kind: type) -> None:
+        """A class of a library's: what it has, if that can change."""
+        for base in kind.__mro__:
+            if base.__flags__ & MUTABLE:
+                self._entries(vars(base))
+        self._holding = None
+
     def watch(self, tensors: Iterable[torch.Tensor]) -> None:
         """These are read by the program: they must stay what they are, but for their numbers."""
         self._looks, self._holding = Looks(tensors), None
@@ -198,12 +177,12 @@ class Guards:
     def _look_at_all(self) -> None:
         while self._left and self.why is None:
             value = self._left.pop()
-            if id(value) not in self._held and not _is_leaf(value):
+            if id(value) not in self._held and not is_leaf(value):
                 self._held[id(value)] = value
                 self._look(value)
         late = [getattr(f, name) for f in self._functions for name in self._told()]
         late += [x for names in self._aside for n, x in names.items() if self._asked.asks(n)]
-        self._left = [x for x in late if id(x) not in self._held and not _is_leaf(x)]
+        self._left = [x for x in late if id(x) not in self._held and not is_leaf(x)]
 
     def _told(self) -> list[str]:
         return [name for name in _TOLD if self._asked.asks(name)]
@@ -229,31 +208,38 @@ class Guards:
             self._memory(value)
         elif isinstance(value, FunctionType):
             self._function(value)
-        elif isinstance(value, _WRAPPERS):
+        elif isinstance(value, WRAPPERS):
             self._left += self._wrapped(value)
         elif isinstance(value, CACHED):
             self._cached(value)
-        elif isinstance(value, ContextVar):
-            now = value.get(UNSET)
-            self._others.append(lambda: value.get(UNSET) is now)
-            self._left += [now, *gc.get_referents(value)]  # what it gives where nothing is set
-        elif isinstance(value, ReferenceType):
-            self._others.append(functools.partial(is_alive, value, wanted=is_alive(value)))
+        elif isinstance(value, (ContextVar, ReferenceType)):
+            self._reference(value)
         elif isinstance(value, type):
             self._class(value)
         elif isinstance(value, Iterator) and type(value).__module__ in ("builtins", "itertools"):
             self.why = "the function reaches an iterator, and nothing tells how far that has come"
         elif isinstance(value, TELLERS):
-            self._attributes.append((value, "__class__", type(value)))
-            self._aside.append(vars(value))
-            self._states.append((vars(value), None))
+            self._teller(value)
         elif isinstance(value, Weakly):
             self._weakly.append(value)
             self._object(value.of(), value)
         elif not isinstance(value, (ModuleType, Unwatched)) and not is_hint(value):
             self._object(value)
-        if _is_derived(value):
+        if is_derived(value):
             self._object(value)  # of a class of the user's with entries: a NamedTuple, a dict
+
+    def _reference(self, value: ContextVar | ReferenceType) -> None:
+        if isinstance(value, ReferenceType):
+            self._others.append(functools.partial(is_alive, value, wanted=is_alive(value)))
+            return
+        now = value.get(UNSET)
+        self._others.append(lambda: value.get(UNSET) is now)
+        self._left += [now, *gc.get_referents(value)]  # what it gives where nothing is set
+
+    def _teller(self, value: Any) -> None:
+        self._attributes.append((value, "__class__", type(value)))
+        self._aside.append(vars(value))
+        self._states.append((vars(value), None))
 
     def _entries(self, names: Mapping[Any, Any]) -> None:
         self._dicts.append((names, tuple(names), tuple(names.values())))
@@ -346,7 +332,7 @@ class Guards:
             self.watch_answer(abc.get_cache_token)
         names = vars(kind)
         if is_no_users(kind):
-            if kind.__flags__ & _MUTABLE:
+            if kind.__flags__ & MUTABLE:
                 self._entries(names)
             if not is_trusted(kind):
                 self._aside.append(names)
@@ -404,18 +390,3 @@ class Guards:
         self._data.append((value, data))
         if len(data[0]) > _MOST_BYTES or (is_array(value) and value.dtype.hasobject):
             self.why = "the function reaches an array whose numbers may change, too large to watch"
-
-
-def _is_leaf(value: Any) -> bool:
-    """Whether a value says all there is to say: one of a class of the user's may have more."""
-    if not isinstance(value, _LEAVES):
-        return False
-    return type(value) in _LEAVES or is_no_users(type(value))
-
-
-def _is_derived(value: Any) -> bool:
-    """Whether something that is looked at by what it holds may have attributes too."""
-    kind = type(value)
-    if isinstance(value, CONTAINERS):
-        return kind not in CONTAINERS
-    return (isinstance(value, _WRAPPERS) or has_numbers(value)) and not is_no_users(kind)

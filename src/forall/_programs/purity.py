@@ -46,9 +46,9 @@ from forall._core.remembering import (
     rebinds,
     rebound_of,
 )
-from forall._programs.guards import CACHED, CONTAINERS, TELLERS, VIEWS, is_array
 from forall._programs.imports import Imports
 from forall._programs.naming import BY_ANY_NAME
+from forall._programs.single import CACHED, CONTAINERS, TELLERS, VIEWS, is_array
 from forall._torch import trusted
 from forall._torch.names import PLAIN
 
@@ -172,6 +172,8 @@ class _Reading:
         value = home[first]
         for i, name in enumerate(way[1:], 1):
             if not isinstance(value, ModuleType):
+                if isinstance(value, type) and is_no_users(value):  # that they may add to
+                    self.guards.watch_class(value)
                 return self._telling(way[i:])
             inside, value = value, getattr(value, name, None)
             if isinstance(value, ModuleType) and name in vars(inside):

@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 import array
+import functools
 import gc
+import logging
 import sys
-from types import FunctionType, ModuleType
+from collections import deque
+from types import (
+    BuiltinFunctionType,
+    CodeType,
+    FunctionType,
+    GenericAlias,
+    MethodType,
+    MethodWrapperType,
+    ModuleType,
+    UnionType,
+)
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from forall._core.remembering import Weakly, is_no_users
 from forall._torch.names import attention_kernels
@@ -18,6 +31,35 @@ if TYPE_CHECKING:
     from weakref import ReferenceType
 
 _MOST = 10_000  # things that are followed
+CONTAINERS = (dict, list, tuple, set, frozenset, deque, bytearray)
+TELLERS = (logging.Logger, logging.Handler, logging.LoggerAdapter)  # have no say in results
+MUTABLE = 1 << 9  # among the flags of a class: it is not one in C
+CACHED = functools._lru_cache_wrapper
+VIEWS = (type({}.keys()), type({}.values()), type({}.items()))
+WRAPPERS = (
+    MethodType,
+    staticmethod,
+    classmethod,
+    functools.partial,
+    property,
+    BuiltinFunctionType,
+    MethodWrapperType,
+)
+LEAVES = (
+    CodeType,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type(None),
+    torch.dtype,
+    torch.device,
+    torch.Size,
+    GenericAlias,
+    UnionType,
+    RemovableHandle,  # of hooks, which are looked at where they hang
+)
 
 
 def is_hint(value: Any) -> bool:
@@ -93,3 +135,18 @@ def is_in_class(func: FunctionType) -> bool:
     """Whether it is written as a method."""
     home = func.__qualname__.rpartition(".")[0]
     return bool(home) and not home.endswith("<locals>")
+
+
+def is_leaf(value: Any) -> bool:
+    """Whether a value says all there is to say: one of a class of the user's may have more."""
+    if not isinstance(value, LEAVES):
+        return False
+    return type(value) in LEAVES or is_no_users(type(value))
+
+
+def is_derived(value: Any) -> bool:
+    """Whether something that is looked at by what it holds may have attributes too."""
+    kind = type(value)
+    if isinstance(value, CONTAINERS):
+        return kind not in CONTAINERS
+    return (isinstance(value, WRAPPERS) or has_numbers(value)) and not is_no_users(kind)
