@@ -285,4 +285,32 @@ t=T();D={t:2.}
 t2=T()
 f: x*D.get(t2,3.)
 > G[0]=2
+
+# hasattr in a comprehension
+class C: pass
+c = C()
+N = ["flag"]
+f: x * sum([3.0 if hasattr(c, n) else 2.0 for n in N])
+> c.flag = 1
+
+# hasattr by another name
+class C: pass
+c = C()
+N = "flag"
+has = hasattr
+f: x * (3.0 if has(c, N) else 2.0)
+> c.flag = 1
+
+# a cache evicts
+G = 2.0
+@functools.lru_cache(2)
+def s(k): return G * k
+f: x * s(1)
+> G = 3.0; s(2); s(3)
+
+# keys that are objects
+class K: w = 2.0
+D = {K(): 1}
+f: x * sum([k.w for k in D])
+> next(iter(D)).w = 3.0
 """

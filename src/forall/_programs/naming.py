@@ -9,7 +9,7 @@ nowhere (getattr, most of what lies outside Python's core and torch), none of th
 
 from __future__ import annotations
 
-from types import BuiltinFunctionType, FunctionType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from forall._core.remembering import in_constant, is_no_users
@@ -83,8 +83,8 @@ class Names:
     def in_code(self, func: FunctionType) -> Iterator[Any]:
         """The waiting ones that a function may ask for."""
         names = self._ran.written(func.__code__)
-        asks = self._ran.instructions(func.__code__)
-        finds = any(_finds_any(name, func.__globals__) for name in names) or has_any(asks)
+        finds = any(_finds_any(name, func.__globals__) for name in names)
+        finds = finds or any(has_any(self._ran.instructions(c)) for c in codes_of(func.__code__))
         if not self.any and finds:
             yield from self._all()
         yield from self._meet(names)
@@ -98,7 +98,7 @@ class Names:
         else:
             # Nobody can read what is not written in Python.
             read = not isinstance(value, BuiltinFunctionType) and not is_no_users(value)
-            certain = read or trusted.is_trusted(value)
+            certain = read or (trusted.is_trusted(value) and value is not hasattr)
             if isinstance(value, FunctionType) and value.__module__ == "dataclasses":
                 certain = False  # asdict, replace: all fields
         if not certain:
@@ -136,6 +136,14 @@ def _is_method(value: Any) -> bool:
 
 def _finds_any(name: str, names: dict[str, Any]) -> bool:
     return name in BY_ANY_NAME or (name in _BUILT_IN and name not in names)
+
+
+def codes_of(code: CodeType) -> Iterator[CodeType]:
+    """A function's code, and that of all that are written inside it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from codes_of(constant)
 
 
 def has_any(instructions: Iterable[dis.Instruction]) -> bool:
