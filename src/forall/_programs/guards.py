@@ -8,7 +8,8 @@ nothing calls, only that it is the same.
 
 from __future__ import annotations
 
-import array
+import abc
+import builtins
 import functools
 import gc
 from collections import deque
@@ -20,9 +21,11 @@ from types import (
     FunctionType,
     MappingProxyType,
     MemberDescriptorType,
+    MethodWrapperType,
     ModuleType,
 )
 from typing import TYPE_CHECKING, Any
+from weakref import ReferenceType
 
 import torch
 from torch.nn.utils import parametrize
@@ -40,29 +43,41 @@ from forall._core.remembering import (
 from forall._programs.holding import Looks, holding, if_any
 from forall._programs.naming import Names
 from forall._programs.ran import EVERYTHING
-from forall._programs.things import (
+from forall._programs.single import (
     CACHED,
-    CONTAINERS,
-    LEAVES,
-    MOST,
+    MUTABLE,
     TELLERS,
     VIEWS,
     WRAPPERS,
+    answer,
+    has_none,
+    has_numbers,
+    is_alive,
     is_array,
+    is_derived,
     is_hint,
+    is_in_class,
+    is_leaf,
+    kept,
     leads_to,
+    may_take,
+    numbers,
 )
 from forall._torch.names import attention_kernels
 from forall._torch.trees import is_registered
-from forall._torch.trusted import is_torchs
+from forall._torch.trusted import is_torchs, is_trusted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from forall._programs.ran import Everything
 
-_MOST_SEEN = 50_000  # things, where it is known what runs, so most are functions that do not
+_MOST = 10_000  # things that are watched
+_MOST_SEEN = 50_000  # where it is known what runs, so most are functions that do not
 _MOST_BYTES = 4096  # that are compared with each call
+_MADE_OF = ("__code__", "__defaults__", "__kwdefaults__", "__dict__")
+_TOLD = (*_MADE_OF, "__name__", "__qualname__", "__doc__", "__module__", "__annotations__")
+_BUILTINS = vars(builtins)
 
 
 class Guards:
@@ -81,35 +96,31 @@ class Guards:
         self._dicts: list[tuple[Any, tuple, tuple]] = []
         self._lists: list[tuple[Any, tuple]] = []
         self._answers: dict[Callable[[], Any], Any] = {}
-        self._sets: list[tuple[Any, Any]] = []
-        self._data: list[tuple[Any, bytes]] = []
+        self._data: list[tuple[Any, tuple]] = []
         self._looks = Looks()
         self._holding: Callable[[], bool] | None = None
         self._modules: set[tuple[int, frozenset[str]]] = set()
         self._asked = Names(ran)
         # Of objects of which only some names are asked, and what holds such an object weakly.
         self._states: list[tuple[dict[str, Any], Weakly | None]] = []
-        self._idle: list[FunctionType] = []  # that do not run
+        self._functions: list[FunctionType] = []  # the user's, and those that do not run
+        self._aside: list[Mapping[str, Any]] = []  # of which only what code names is looked at
         self._kinds: dict[int, type] = {}  # of objects, and what these derive from
         self._held: dict[int, Any] = {}  # all that was met: no other takes its identity
         self._weakly: list[Weakly] = []
         self._others: list[Callable[[], bool]] = []
         self._left = [func, *given]  # to be looked at: objects hang in each other without end
+        self._entries(vars(torch.Tensor))  # of which any name may be asked
+        self._look_at_all()
         while self._left and self.why is None:
-            value = self._left.pop()
-            if not isinstance(value, LEAVES) and id(value) not in self._held:
-                self._held[id(value)] = value
-                self._look(value)
+            self._look_at_all()
         self._of_objects()
-        if self._asked.asks("__code__") or self._asked.asks("signature"):
-            for name in ("__code__", "__defaults__", "__kwdefaults__"):
-                self._attributes += [(func, name, getattr(func, name)) for func in self._idle]
         del self._asked, self._states  # with what nothing asks for, which may lead anywhere
 
     def hold(self) -> bool:
         """Whether everything is as it was."""
         if self._holding is None:
-            sets, data, answers = self._sets, self._data, self._answers.items()
+            data, answers = self._data, self._answers.items()
             self._holding = holding(
                 self._attributes,
                 self._names,
@@ -117,9 +128,8 @@ class Guards:
                 self._dicts,
                 self._lists,
                 self._looks,
-                if_any(sets, lambda: all(known == copy for known, copy in sets))
-                + if_any(data, lambda: all(_bytes(known) == copy for known, copy in data))
-                + if_any(answers, lambda: all(_answer(ask) == known for ask, known in answers))
+                if_any(data, lambda: all(numbers(known) == copy for known, copy in data))
+                + if_any(answers, lambda: all(answer(ask) == known for ask, known in answers))
                 + self._others,
             )
         return self._holding()
@@ -143,82 +153,106 @@ class Guards:
         self._names.append((names, name, value))
         self._holding = None
 
+    def watch_class(self, kind: type) -> None:
+        """A class of a library's: what it has, if that can change."""
+        for base in kind.__mro__:
+            if base.__flags__ & MUTABLE:
+                self._entries(vars(base))
+        self._holding = None
+
     def watch(self, tensors: Iterable[torch.Tensor]) -> None:
         """These are read by the program: they must stay what they are, but for their numbers."""
         self._looks, self._holding = Looks(tensors), None
 
     def watch_answer(self, question: Callable[[], Any]) -> None:
         """What torch tells of its state when the function asks."""
-        self._answers[question] = _answer(question)
+        self._answers[question] = answer(question)
         self._holding = None
 
     def watch_attention(self) -> None:
         """The kernels that it may take, of which the program has one."""
-        self._others.append(functools.partial(_may_take, attention_kernels()))
+        self._others.append(functools.partial(may_take, attention_kernels()))
         self._holding = None
 
+    def _look_at_all(self) -> None:
+        while self._left and self.why is None:
+            value = self._left.pop()
+            if id(value) not in self._held and not is_leaf(value):
+                self._held[id(value)] = value
+                self._look(value)
+        late = [getattr(f, name) for f in self._functions for name in self._told()]
+        late += [x for names in self._aside for n, x in names.items() if self._asked.asks(n)]
+        self._left = [x for x in late if id(x) not in self._held and not is_leaf(x)]
+
+    def _told(self) -> list[str]:
+        whole = self._asked.asks("signature")
+        return [name for name in _TOLD if whole or self._asked.asks(name)]
+
     def _look(self, value: Any) -> None:
-        look = next((look for kinds, look in _LOOKS if isinstance(value, kinds)), None)
-        if len(self._held) > (_MOST_SEEN if self.ran.seen else MOST):
+        if len(self._held) > (_MOST_SEEN if self.ran.seen else _MOST):
             self.why = "the function reaches too much of Python's state to watch"
-        elif look is not None:
-            look(self, value)
-        elif is_array(value):
-            self._numbers(value)
+        elif isinstance(value, torch.Tensor):
+            self.tensors[id(value)] = value
+            self._left.append(vars(value))  # attributes of the user's
+        elif isinstance(value, torch.Generator):
+            self.generators.append(value)
+        elif isinstance(value, (dict, MappingProxyType)):
+            self._entries(value)
+            self._left += [*value, *value.values()]
+        elif isinstance(value, VIEWS):
+            self._left.append(value.mapping)
+        elif isinstance(value, (list, tuple, deque, set, frozenset)):
+            if not isinstance(value, (tuple, frozenset)):
+                self._lists.append((value, tuple(value)))  # sets have an order too
+            self._left += value
+        elif has_numbers(value):
+            self._memory(value)
+        elif isinstance(value, FunctionType):
+            self._function(value)
+        elif isinstance(value, WRAPPERS):
+            self._left += self._wrapped(value)
+        elif isinstance(value, CACHED):
+            self._cached(value)
+        elif isinstance(value, (ContextVar, ReferenceType)):
+            self._reference(value)
+        elif isinstance(value, type):
+            self._class(value)
         elif isinstance(value, Iterator) and type(value).__module__ in ("builtins", "itertools"):
             self.why = "the function reaches an iterator, and nothing tells how far that has come"
-        elif not isinstance(value, _NOTHING) and not is_hint(value):
+        elif isinstance(value, TELLERS):
+            self._teller(value)
+        elif isinstance(value, Weakly):
+            self._weakly.append(value)
+            self._object(value.of(), value)
+        elif not isinstance(value, (ModuleType, Unwatched)) and not is_hint(value):
             self._object(value)
-        if isinstance(value, CONTAINERS) and type(value) not in CONTAINERS:
-            self._object(value)  # a class of the user's with entries: a NamedTuple, a dict
+        if is_derived(value):
+            self._object(value)  # of a class of the user's with entries: a NamedTuple, a dict
 
-    def _tensor(self, value: torch.Tensor) -> None:
-        self.tensors[id(value)] = value
-        self._left.append(vars(value))  # attributes of the user's
-
-    def _generator(self, value: torch.Generator) -> None:
-        self.generators.append(value)
-
-    def _dict(self, value: Mapping) -> None:
-        self._entries(value)
-        self._left += value.values()
-
-    def _view(self, value: Any) -> None:
-        self._left.append(value.mapping)
-
-    def _list(self, value: Any) -> None:
-        if not isinstance(value, tuple):
-            self._lists.append((value, tuple(value)))
-        self._left += value
-
-    def _set(self, value: Any) -> None:
-        self._sets.append((value, value.copy()))
-        self._left += value
-
-    def _context(self, value: ContextVar) -> None:
+    def _reference(self, value: ContextVar | ReferenceType) -> None:
+        if isinstance(value, ReferenceType):
+            self._others.append(functools.partial(is_alive, value, wanted=is_alive(value)))
+            return
         now = value.get(UNSET)
         self._others.append(lambda: value.get(UNSET) is now)
-        self._left.append(now)
+        self._left += [now, *gc.get_referents(value)]  # what it gives where nothing is set
 
     def _teller(self, value: Any) -> None:
         self._attributes.append((value, "__class__", type(value)))
-
-    def _weak(self, value: Weakly) -> None:
-        self._weakly.append(value)
-        self._object(value.of(), value)
+        self._aside.append(vars(value))
+        self._states.append((vars(value), None))
 
     def _entries(self, names: Mapping[Any, Any]) -> None:
         self._dicts.append((names, tuple(names), tuple(names.values())))
 
-    def _wrapped(self, value: Any) -> None:
-        self._left += self._wraps(value)
-
-    def _wraps(self, value: Any) -> Iterator[Any]:
+    def _wrapped(self, value: Any) -> Iterator[Any]:
         """What leads to a function, and what goes with it."""
         if isinstance(value, functools.partial):
-            return iter([value.func, value.args, value.keywords])
+            return iter([value.func, value.args, value.keywords, vars(value)])
         if isinstance(value, property):
             return iter([value.fget, value.fset, value.fdel])
+        if isinstance(value, MethodWrapperType):
+            return iter([value.__self__])
         if isinstance(value, BuiltinFunctionType):
             alone = isinstance(value.__self__, ModuleType)
             return chain([] if alone else [value.__self__], self._asked.by(value))
@@ -227,11 +261,13 @@ class Guards:
 
     def _cached(self, func: Any) -> None:
         """A function that keeps what it gave, and gives that while nothing is added or goes."""
-        info = func.cache_info()
-        known = info.misses, info.currsize
-        self._others.append(lambda: (i := func.cache_info()) and (i.misses, i.currsize) == known)
-        aside = (dict, type) if info.maxsize is not None else type  # with a bound, of links
-        self._left += [x for x in gc.get_referents(func) if not isinstance(x, aside)]
+        info, found = func.cache_info(), kept(func)
+        known, held = (info.misses, info.currsize), {*map(id, found)}
+        self._others += [
+            lambda: (i := func.cache_info()) and (i.misses, i.currsize) == known,
+            lambda: {*map(id, kept(func))} == held,  # what it forgot it may have made again
+        ]
+        self._left.append((*found,))
 
     def _function(self, func: FunctionType) -> None:
         if is_torchs(func):
@@ -240,23 +276,27 @@ class Guards:
             # Ours never change, nor what they are bound to.
             self._left += [*map(contents, func.__closure__ or ()), *func.__dict__.values()]
             return
+        self._functions.append(func)
         if not self.ran.holds(func.__code__):
-            self._idle.append(func)
+            if func.__dict__ or not (is_no_users(func) or is_in_class(func)):
+                self._state(func.__dict__)
             return
         self._left += [*self._asked.by(func), *self._asked.in_code(func)]
-        for name in ("__code__", "__defaults__", "__kwdefaults__", "__dict__"):
+        for name in _MADE_OF:
             value = getattr(func, name)
             self._attributes.append((func, name, value))
             self._left.append(value)
         for cell in func.__closure__ or ():
             value = contents(cell)
             self._attributes.append((cell, "cell_contents", value))
-            self._led_to(value, self.ran.names(func.__code__))
+            self._led_to(value, self.ran.written(func.__code__))
         if not is_no_users(func):
             names, given = func.__globals__, vars(func).get("__forall_given__", ())
             wanted = [n for n in self.ran.globals(func.__code__) if n not in given]
-            self._names += [(names, n, UNSET) for n in wanted if n not in names]
-            self._named(names, wanted, self.ran.names(func.__code__))
+            missing = [n for n in wanted if n not in names]
+            self._names += [(names, n, UNSET) for n in missing]
+            self._names += [(_BUILTINS, n, _BUILTINS.get(n, UNSET)) for n in missing]
+            self._named(names, wanted, self.ran.written(func.__code__))
 
     def _named(self, names: dict[str, Any], wanted: Iterable[str], inner: frozenset[str]) -> None:
         """What these names stand for; of a module of the user's, the ``inner`` names in it too."""
@@ -274,6 +314,7 @@ class Guards:
         self._left += self._asked.by(value)
         if not is_library(value.__name__) and (id(value), inner) not in self._modules:
             self._modules.add((id(value), inner))
+            self._missing.append((vars(value), inner - vars(value).keys()))
             self._named(vars(value), inner, inner)
 
     def _class(self, kind: type) -> None:
@@ -288,9 +329,17 @@ class Guards:
             self._names.append((vars(parametrize), "_cache_enabled", 0))
             if parametrize._cache_enabled:
                 self.why = "it is within torch.nn.utils.parametrize.cached()"
-        if is_no_users(kind):
-            return
+        if isinstance(kind, abc.ABCMeta):  # others may be registered as its subclasses
+            self.watch_answer(abc.get_cache_token)
         names = vars(kind)
+        if is_no_users(kind):
+            if kind.__flags__ & MUTABLE:
+                self._entries(names)
+            if not is_trusted(kind):
+                self._aside.append(names)
+            put = (f for f in names.values() if type(f) is FunctionType and not is_no_users(f))
+            self._left += put  # there by the user
+            return
         self._attributes.append((kind, "__mro__", kind.__mro__))
         self._entries(names)
         self._left += self._asked.in_class(kind)
@@ -317,10 +366,14 @@ class Guards:
             if is_registered(kind) or any(map(is_no_users, kind.__mro__[:-1])):
                 self._left.append(state)  # that others may read by any name
             else:
-                self._states.append((state, weakly))
-                self._left += self._asked.in_object(state)
+                self._state(state, weakly)
+
+    def _state(self, state: dict[str, Any], weakly: Weakly | None = None) -> None:
+        self._states.append((state, weakly))
+        self._left += self._asked.in_object(state)
 
     def _of_objects(self) -> None:
+        self._attributes += [(f, n, getattr(f, n)) for f in self._functions for n in self._told()]
         for state, weakly in self._states:
             if self._asked.any:
                 self._entries(state)
@@ -332,50 +385,11 @@ class Guards:
             else:  # the state may hold what leads back to the object, under other names
                 rows = [(weakly, f"of().__dict__[{name!r}]", state[name]) for name in asked]
                 self._attributes += rows
-                self._others.append(functools.partial(_has_none, weakly, missing))
+                self._others.append(functools.partial(has_none, weakly, missing))
 
-    def _numbers(self, value: Any) -> None:
+    def _memory(self, value: Any) -> None:
         """Numbers in memory, of numpy's or of Python's own."""
-        data = _bytes(value)
+        data = numbers(value)
         self._data.append((value, data))
-        if len(data) > _MOST_BYTES or (is_array(value) and value.dtype.hasobject):
+        if len(data[0]) > _MOST_BYTES or (is_array(value) and value.dtype.hasobject):
             self.why = "the function reaches an array whose numbers may change, too large to watch"
-
-
-# In this order: some of these are others too.
-_LOOKS: tuple[tuple[Any, Callable[[Guards, Any], None]], ...] = (
-    (torch.Tensor, Guards._tensor),
-    (torch.Generator, Guards._generator),
-    ((dict, MappingProxyType), Guards._dict),
-    (VIEWS, Guards._view),
-    ((list, tuple, deque), Guards._list),
-    ((set, frozenset), Guards._set),
-    ((bytearray, memoryview, array.array), Guards._numbers),
-    (FunctionType, Guards._function),
-    (WRAPPERS, Guards._wrapped),
-    (CACHED, Guards._cached),
-    (ContextVar, Guards._context),
-    (type, Guards._class),
-    (TELLERS, Guards._teller),
-    (Weakly, Guards._weak),
-)
-_NOTHING = (ModuleType, Unwatched)  # to be looked at
-
-
-def _answer(question: Callable[[], Any]) -> Any:
-    try:
-        return question()
-    except Exception as error:  # noqa: BLE001 - of a torch without such devices
-        return type(error)
-
-
-def _may_take(kernels: tuple) -> bool:
-    return attention_kernels() == kernels
-
-
-def _has_none(weakly: Weakly, names: frozenset[str]) -> bool:
-    return names.isdisjoint(vars(weakly.of()))
-
-
-def _bytes(value: Any) -> bytes:
-    return bytes(value) if isinstance(value, bytearray) else value.tobytes()

@@ -24,13 +24,16 @@ class Imports:
     def __init__(self, instructions: Iterable[dis.Instruction]) -> None:
         self.modules: dict[str, ModuleType] = {}
         self.taken: list[tuple[ModuleType, str]] = []
+        self.found: list[tuple[str, ModuleType]] = []  # by their full names
         self.why: str | None = None
         others = set()  # variables that hold something else at times
-        constant = wanted = module = found = None
+        constant = level = wanted = module = found = None
         for i in instructions:
             if i.opname == "IMPORT_NAME":
                 wanted = constant
                 module = found = self._module(i.argval, whole=bool(wanted))
+                if level:
+                    self.why = f"uses a module beside its own, {i.argval}"
             elif i.opname == "IMPORT_FROM" and isinstance(module, ModuleType):
                 found = self._taken(module, i.argval)
                 module = module if wanted else found
@@ -44,7 +47,7 @@ class Imports:
                 if isinstance(found, ModuleType):
                     self.why = f"imports {found.__name__}"  # to where it is not looked for
                 module = found = None
-            constant = i.argval
+            level, constant = constant, i.argval
         if not others.isdisjoint(self.modules):
             self.why = f"gives {', '.join(others & self.modules.keys())} other values than a module"
 
@@ -53,10 +56,9 @@ class Imports:
         if there is None or not is_library(name):
             self.why = f"uses import {name}"
             return None
+        self.found.append((name, there))
         return there if whole else sys.modules.get(name.partition(".")[0])
 
     def _taken(self, module: ModuleType, name: str) -> Any:
-        found = getattr(module, name, None)
-        if not isinstance(found, ModuleType):
-            self.taken.append((module, name))
-        return found
+        self.taken.append((module, name))
+        return getattr(module, name, None)

@@ -9,13 +9,14 @@ nowhere (getattr, most of what lies outside Python's core and torch), none of th
 
 from __future__ import annotations
 
-from types import BuiltinFunctionType, FunctionType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from forall._core.remembering import in_constant, is_no_users
 from forall._torch import trusted
 
 if TYPE_CHECKING:
+    import dis
     from collections.abc import Iterable, Iterator
 
     from forall._programs.ran import Everything
@@ -23,9 +24,12 @@ if TYPE_CHECKING:
 # What torch calls of a class without its name being written anywhere.
 _BY_TORCH = frozenset({"forward", "backward", "setup_context", "vmap", "jvp"})
 # What Python calls of a class without a say in what a function gives.
-_ASIDE = frozenset({"__hash__", "__del__", "__reduce__", "__reduce_ex__", "__getstate__"})
+_ASIDE = frozenset({"__hash__", "__reduce__", "__reduce_ex__", "__getstate__"})
 # By these an attribute is found whose name may be any, and by these built-in functions.
-_BY_ANY_NAME = frozenset({"__getattribute__", "__dict__", "__mro__", "mro"})
+BY_ANY_NAME = frozenset(
+    {"__getattribute__", "__dict__", "__dir__", "__mro__", "mro", "format", "format_map"}
+    | {"__reduce__", "__reduce_ex__", "__getstate__"}
+)
 _BUILT_IN = frozenset(
     {"getattr", "setattr", "delattr", "vars", "globals", "locals"}
     | {"eval", "exec", "compile", "__import__", "print"}
@@ -79,7 +83,9 @@ class Names:
     def in_code(self, func: FunctionType) -> Iterator[Any]:
         """The waiting ones that a function may ask for."""
         names = self._ran.written(func.__code__)
-        if not self.any and any(_finds_any(name, func.__globals__) for name in names):
+        finds = any(_finds_any(name, func.__globals__) for name in names)
+        finds = finds or any(has_any(self._ran.instructions(c)) for c in codes_of(func.__code__))
+        if not self.any and finds:
             yield from self._all()
         yield from self._meet(names)
         if not names.isdisjoint(_CLASS):
@@ -92,7 +98,7 @@ class Names:
         else:
             # Nobody can read what is not written in Python.
             read = not isinstance(value, BuiltinFunctionType) and not is_no_users(value)
-            certain = read or trusted.is_trusted(value)
+            certain = read or (trusted.is_trusted(value) and value is not hasattr)
             if isinstance(value, FunctionType) and value.__module__ == "dataclasses":
                 certain = False  # asdict, replace: all fields
         if not certain:
@@ -129,4 +135,27 @@ def _is_method(value: Any) -> bool:
 
 
 def _finds_any(name: str, names: dict[str, Any]) -> bool:
-    return name in _BY_ANY_NAME or (name in _BUILT_IN and name not in names)
+    return name in BY_ANY_NAME or (name in _BUILT_IN and name not in names)
+
+
+def codes_of(code: CodeType) -> Iterator[CodeType]:
+    """A function's code, and that of all that are written inside it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from codes_of(constant)
+
+
+def has_any(instructions: Iterable[dis.Instruction]) -> bool:
+    """Whether code asks `hasattr` for a name that does not stand there as a text."""
+    waits = said = False
+    for i in instructions:
+        if waits and i.opname in ("PRECALL", "CALL"):
+            if not said:
+                return True
+            waits = False
+        elif waits and (said or not i.opname.startswith("LOAD_")) and i.opname != "CACHE":
+            return True
+        said = i.opname == "LOAD_CONST" and isinstance(i.argval, str)
+        waits = waits or (i.opname == "LOAD_GLOBAL" and i.argval == "hasattr")
+    return waits

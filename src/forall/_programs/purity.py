@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import sys
 from contextvars import ContextVar
 from types import (
     BuiltinFunctionType,
@@ -46,7 +47,8 @@ from forall._core.remembering import (
     rebound_of,
 )
 from forall._programs.imports import Imports
-from forall._programs.things import CACHED, CONTAINERS, TELLERS, VIEWS, is_array
+from forall._programs.naming import BY_ANY_NAME
+from forall._programs.single import CACHED, CONTAINERS, TELLERS, VIEWS, is_array
 from forall._torch import trusted
 from forall._torch.names import PLAIN
 
@@ -148,8 +150,12 @@ class _Reading:
         imports = Imports(instructions)
         if imports.why is not None:
             return imports.why
+        for name, module in imports.found:
+            self.guards.watch_name(sys.modules, name, module)
         for inside, name in imports.taken:
-            if not self._may_use(vars(inside).get(name), inside, name):
+            if isinstance(vars(inside).get(name), ModuleType):
+                self.guards.watch_name(vars(inside), name, vars(inside)[name])
+            elif not self._may_use(vars(inside).get(name), inside, name):
                 return f"uses {inside.__name__}.{name}"
         modules = {**modules, **imports.modules}
         for way in _ways(instructions, modules):
@@ -168,8 +174,12 @@ class _Reading:
         value = home[first]
         for i, name in enumerate(way[1:], 1):
             if not isinstance(value, ModuleType):
+                if isinstance(value, type) and is_no_users(value):  # that they may add to
+                    self.guards.watch_class(value)
                 return self._telling(way[i:])
             inside, value = value, getattr(value, name, None)
+            if isinstance(value, ModuleType) and name in vars(inside):
+                self.guards.watch_name(vars(inside), name, value)
             from_library = is_library(inside.__name__) and not isinstance(value, ModuleType)
             if from_library and not self._may_use(value, inside, name):
                 return f"uses {'.'.join(way[: i + 1])}"
@@ -273,6 +283,8 @@ def _is_certain(value: Any) -> bool:
         return True
     if trusted.is_inert(value) or is_array(value):
         return True
+    if isinstance(value, (super, BaseException)):
+        return False  # nobody looks at what they hold
     if value is ReferenceType:  # the class of those that are judged by what they refer to
         return True
     if isinstance(value, (FunctionType, Unwatched, CACHED, ContextVar)):
@@ -287,7 +299,8 @@ def _is_certain(value: Any) -> bool:
     if isinstance(value, BuiltinFunctionType):
         return trusted.is_trusted(value) or type(value.__self__) in CONTAINERS
     if isinstance(value, _METHODS):
-        return trusted.is_trusted_base(getattr(value, "__objclass__", object))
+        known = trusted.is_trusted_base(getattr(value, "__objclass__", object))
+        return known and value.__name__ not in BY_ANY_NAME
     if isinstance(value, ReferenceType):
         return type(value()) in PLAIN  # as torch's recurrent layers have them of their weights
     if trusted.is_trusted(value):

@@ -77,6 +77,7 @@ class Ran(Everything):
         self.why: str | None = None  # it was not seen
         self._offsets: dict[CodeType, set[int]] = {}  # of the user's functions
         self._libraries: set[CodeType] = set()
+        self._idle: set[CodeType] = set()  # what was asked for and had not run
         self._tracers: dict[int, Callable | None] = {}
         self._met: list[CodeType] = []  # so that no other takes their identity
 
@@ -136,6 +137,8 @@ class Ran(Everything):
         if self.why is not None:
             return False
         theirs = other._offsets
+        if not self._libraries.isdisjoint(other._idle):
+            return False
         return all(code in theirs and ran <= theirs[code] for code, ran in self._offsets.items())
 
     def holds(self, code: CodeType) -> bool:
@@ -143,7 +146,10 @@ class Ran(Everything):
 
     def idle(self, thing: Any) -> bool:
         if isinstance(thing, FunctionType):
-            return not self.holds(thing.__code__)
+            if not self.holds(thing.__code__):
+                self._idle.add(thing.__code__)
+                return True
+            return False
         return isinstance(thing, type) and all(map(self._is_idle, thing.__mro__[:-1]))
 
     def _is_idle(self, kind: type) -> bool:

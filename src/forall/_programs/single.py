@@ -1,0 +1,152 @@
+"""What the guards ask of single things: of arrays, caches, hints, and of torch's state."""
+
+from __future__ import annotations
+
+import array
+import functools
+import gc
+import logging
+import sys
+from collections import deque
+from types import (
+    BuiltinFunctionType,
+    CodeType,
+    FunctionType,
+    GenericAlias,
+    MethodType,
+    MethodWrapperType,
+    ModuleType,
+    UnionType,
+)
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from forall._core.remembering import Weakly, is_no_users
+from forall._torch.names import attention_kernels
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from weakref import ReferenceType
+
+_MOST = 10_000  # things that are followed
+CONTAINERS = (dict, list, tuple, set, frozenset, deque, bytearray)
+TELLERS = (logging.Logger, logging.Handler, logging.LoggerAdapter)  # have no say in results
+MUTABLE = 1 << 9  # among the flags of a class: it is not one in C
+CACHED = functools._lru_cache_wrapper
+VIEWS = (type({}.keys()), type({}.values()), type({}.items()))
+WRAPPERS = (
+    MethodType,
+    staticmethod,
+    classmethod,
+    functools.partial,
+    property,
+    BuiltinFunctionType,
+    MethodWrapperType,
+)
+LEAVES = (
+    CodeType,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type(None),
+    torch.dtype,
+    torch.device,
+    torch.Size,
+    GenericAlias,
+    UnionType,
+    RemovableHandle,  # of hooks, which are looked at where they hang
+)
+
+
+def is_hint(value: Any) -> bool:
+    """Whether it is a hint of typing's, of which only the reader makes something."""
+    return type(value).__module__ == "typing"
+
+
+def answer(question: Callable[[], Any]) -> Any:
+    try:
+        return question()
+    except Exception as error:  # noqa: BLE001 - of a torch without such devices
+        return type(error)
+
+
+def may_take(kernels: tuple) -> bool:
+    return attention_kernels() == kernels
+
+
+def has_none(weakly: Weakly, names: frozenset[str]) -> bool:
+    return names.isdisjoint(vars(weakly.of()))
+
+
+def leads_to(wanted: set[int], held: Mapping[int, Any]) -> bool:
+    """Whether any of these can be come to from what is held, as far as the collector can tell."""
+    left, seen = [x for x in held.values() if not isinstance(x, Weakly)], set()
+    while left:
+        x = left.pop()
+        if id(x) in wanted or len(seen) > _MOST:
+            return True
+        if id(x) in seen or isinstance(x, (ModuleType, type, torch.Tensor)):
+            continue
+        seen.add(id(x))
+        if isinstance(x, FunctionType):  # its globals lead everywhere
+            found = [x.__closure__, x.__defaults__, x.__kwdefaults__, x.__dict__]
+        else:
+            found = gc.get_referents(x)
+        left += filter(gc.is_tracked, found)
+    return False
+
+
+def is_array(value: Any) -> bool:
+    return "numpy" in sys.modules and isinstance(value, sys.modules["numpy"].ndarray)
+
+
+def numbers(value: Any) -> tuple:
+    """What is in memory, and how it is read."""
+    if isinstance(value, bytearray):
+        return (bytes(value),)
+    how = (value.shape, value.dtype, value.strides) if is_array(value) else ()
+    return (value.tobytes(), *how)
+
+
+def has_numbers(value: Any) -> bool:
+    return isinstance(value, (bytearray, memoryview, array.array)) or is_array(value)
+
+
+def kept(func: Any) -> list[Any]:
+    """What a cache holds, but for what holds it together: classes of its own, a dict of links."""
+    found = gc.get_referents(func)
+    found = [x for x in found if not (isinstance(x, type) and is_no_users(x))]
+    return [x for x in found if not (type(x) is dict and any(map(_is_link, x.values())))]
+
+
+def _is_link(value: Any) -> bool:
+    return type(value).__name__ == "_lru_list_elem"
+
+
+def is_alive(reference: ReferenceType, *, wanted: bool = True) -> bool:
+    return (reference() is not None) is wanted
+
+
+def is_in_class(func: FunctionType) -> bool:
+    """Whether it is written as a method."""
+    home = func.__qualname__.rpartition(".")[0]
+    return bool(home) and not home.endswith("<locals>")
+
+
+def is_leaf(value: Any) -> bool:
+    """Whether a value says all there is to say: one of a class of the user's may have more."""
+    if not isinstance(value, LEAVES):
+        return False
+    return type(value) in LEAVES or is_no_users(type(value))
+
+
+def is_derived(value: Any) -> bool:
+    """Whether something that is looked at by what it holds may have attributes too."""
+    kind = type(value)
+    if isinstance(value, CONTAINERS):
+        return kind not in CONTAINERS
+    return (isinstance(value, WRAPPERS) or has_numbers(value)) and not is_no_users(kind)

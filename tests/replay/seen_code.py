@@ -1,0 +1,258 @@
+"""Functions that print in a branch which is never taken; what their code leads to is changed later.
+
+A block has a name, the source of a module (``f: y`` is a function f of x that returns y), what is
+run later (>), and what is asked or undone in the end (?).
+"""
+
+TEXT = """
+# tensor method patched
+old=torch.Tensor.sin
+f: x.sin()
+> torch.Tensor.sin=lambda s:s*2
+? setattr(torch.Tensor,'sin',old)
+
+# torch module class patched
+l=nn.ReLU()
+old=nn.ReLU.forward
+f: l(x)
+> nn.ReLU.forward=lambda s,x:x*7
+? setattr(nn.ReLU,'forward',old)
+
+# getattr computed method
+class C:
+ def a1(self,x): return x*2
+ def a2(self,x): return x*3
+c=C();n=1
+f: getattr(c,f'a{n}')(x)
+> n=2
+
+# getattr computed, instance shadows
+class C:
+ def a1(self,x): return x*2
+c=C();n=1
+f: getattr(c,f'a{n}')(x)
+> c.a1=lambda x:x*3
+
+# descriptor
+class D:
+ def __init__(s): s.v=2.
+ def __get__(s,o,t=None): return s.v
+class C: k=D()
+c=C()
+f: x*c.k
+> C.__dict__['k'].v=3.
+
+# __getattr__
+class C:
+ def __init__(s): s.t={'k':2.}
+ def __getattr__(s,n): return s.t[n]
+c=C()
+f: x*c.k
+> c.k=3.
+
+# __class__
+class A: k=2.
+class B: k=3.
+c=A()
+f: x*c.k
+> c.__class__=B
+
+# slots unset
+class A:
+ __slots__=('k',)
+c=A()
+f: x*getattr(c,'k',2.)
+> c.k=3.
+
+# decorator run inside and out
+def deco(h,k):
+ def w(x): return h(x)*k[0]
+ return w
+K=[2.]
+H=deco(torch.neg,K)
+T=[H]
+f: T[0](x)+deco(torch.sin,[1.])(x)
+> K[0]=3.
+
+# mode branch
+class C: training=True
+c=C()
+def f(x):
+ if c.training: return x*2
+ print('x') if NEVER else None
+ return x*3
+> c.training=False
+
+# lazy init
+class C:
+ w=None
+c=C()
+def f(x):
+ if c.w is None:
+  print(end='')
+  c.w=3.
+ return x*c.w
+> c.w=None
+? c.w
+
+# match class
+class P:
+ __match_args__=('k',)
+ def __init__(s,k): s.k=k
+p=P(2)
+def f(x):
+ match p:
+  case P(2): return x*2
+  case P(k=3): return x*3
+  case _: print()
+> p.k=3
+
+# history list
+H=[]
+def f(x):
+ H.append(1)
+ return x*2
+> pass
+? len(H)
+
+# bounded deque history
+H=deque([1],maxlen=1)
+def f(x):
+ H.append(1)
+ return x*2
+> H.clear()
+? len(H)
+
+# ordereddict move
+D=OrderedDict(a=1,b=2)
+def f(x):
+ y=x
+ for v in D.values(): y=y*2+v
+ return y
+> D.move_to_end('a')
+
+# numpy in place
+A=np.ones(2)
+f: x*float(A[0])
+> A[0]=3.
+
+# module hook
+n=nn.ReLU()
+f: n(x)
+> n.register_forward_hook(lambda m,a,o:o*3)
+
+# contextmanager
+S=2.
+@contextlib.contextmanager
+def c():
+ global S
+ o=S;S=S+1
+ try: yield
+ finally: S=o
+def f(x):
+ with c(): return x*S
+> S=3.
+
+# local import shadowed package attribute
+fake=types.ModuleType('torch.fake');fake.k=3.;real=types.ModuleType('torch.fake');real.k=2.
+sys.modules['torch.fake']=real;torch.fake=real
+def f(x):
+ from torch import fake as q
+ return x*q.k
+> torch.fake=fake
+
+# way through a module rebound
+fake=types.ModuleType('torch.fake2');fake.k=3.;real=types.ModuleType('torch.fake2');real.k=2.
+torch.fake2=real
+f: x*torch.fake2.k
+> torch.fake2=fake
+
+# relative import
+import types,importlib.util
+__package__=__name__
+__path__=[]
+ms=types.ModuleType(__name__+".math");ms.SCALE=2.
+sys.modules[__name__+".math"]=ms
+def f(x):
+ from .math import SCALE
+ return x*SCALE
+> ms.SCALE=3.
+
+# exception caught
+E={}
+def f(x):
+ try: return x*E['k']
+ except KeyError: return x*2
+> E['k']=3.
+
+# async
+S=2.
+async def co(x): return x*S
+def f(x):
+ c=co(x)
+ try: c.send(None)
+ except StopIteration as e: return e.value
+> S=3.
+
+# equal codes, other globals
+M=types.ModuleType('m3');Q=types.ModuleType('m4')
+src='S=2.\\ndef h(x): return x*S\\n'
+exec(src,vars(M));exec(src,vars(Q))
+f: M.h(x)+Q.h(x)
+> Q.S=3.
+
+# str subclass dict key
+class S(str): pass
+s=S('a');s.k=2.
+D={s:1}
+f: x*next(iter(D.keys())).k
+> s.k=3.
+
+# property deleter/slots via any
+class C:
+ def __init__(s): s.cfg={'a':2.}
+c=C()
+N='cfg'
+f: x*getattr(c,N)['a']
+> c.cfg['a']=3.
+
+# setattr computed
+class C: pass
+c=C()
+N='cfg'
+def f(x):
+ setattr(c,N,1)
+ return x*2
+> c.cfg=0
+? c.cfg
+
+# logger isEnabledFor
+L=logging.getLogger('advq');L.setLevel(30)
+S=[]
+class H(logging.Handler):
+ def emit(s,r): S.append(1)
+L.addHandler(H())
+def f(x):
+ L.debug('x')
+ return x*2
+> L.setLevel(10)
+? len(S)>0
+
+# warn later
+import warnings
+class C: n=1
+c=C()
+def f(x):
+ if c.n>1: warnings.warn('x')
+ return x*c.n
+> c.n=2;import warnings;warnings.simplefilter('error')
+? warnings.simplefilter('default')
+
+# classmethod
+class V:
+ k=2.
+ @classmethod
+ def m(c,x): return x*c.k
+f: V.m(x)
+> V.k=3.
+"""

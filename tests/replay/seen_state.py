@@ -1,0 +1,316 @@
+"""Functions that print in a branch which is never taken; what of Python's state is changed later.
+
+A block has a name, the source of a module (``f: y`` is a function f of x that returns y), what is
+run later (>), and what is asked or undone in the end (?).
+"""
+
+TEXT = """
+# control
+S=2.
+f: x*S
+> S=3.
+
+# lru clear and refill
+G=2.
+@functools.lru_cache
+def s(k): return G*k
+f: x*s(1)
+> G=3.;s.cache_clear();s(1)
+
+# lru gives a dict
+@functools.lru_cache
+def s(): return {'a':2.}
+f: x*s()['a']
+> s()['a']=3.
+
+# lru attribute
+@functools.lru_cache
+def s(): return 2.
+s.k=2.
+f: x*s.k
+> s.k=3.
+
+# lru cache_info hits
+@functools.lru_cache
+def s(): return 2.
+def f(x):
+ s()
+ return x*s.cache_info().hits
+> pass
+
+# lru gives a dict with side effect
+@functools.lru_cache
+def s(): return {'a':[]}
+def f(x):
+ s()['a'].append(1)
+ return x
+> pass
+? len(s()['a'])
+
+# ContextVar default list
+V=contextvars.ContextVar('v',default=[2.])
+f: x*V.get()[0]
+> V.get()[0]=3.
+
+# hasattr by name
+class C: pass
+c=C()
+N='flag'
+f: x*(3. if hasattr(c,N) else 2.)
+> c.flag=1
+
+# str.format
+class C: pass
+c=C();c.flag=2
+f: x*int('{0.flag}'.format(c))
+> c.flag=3
+
+# weakref that dies
+W=torch.ones(2);R=weakref.ref(W)
+f: x*(3. if R() is None else 2.)
+> del W
+
+# logger level
+L=logging.getLogger('adv1');L.setLevel(20)
+def f(x):
+ if NEVER: L.info('x')
+ return x*L.level
+> L.setLevel(10)
+
+# logger counter
+L=logging.getLogger('adv2');L.n=0
+def f(x):
+ L.n=L.n+1
+ return x*2
+> pass
+? L.n
+
+# library class attribute
+string.Template.adv=2.
+f: x*string.Template.adv
+> string.Template.adv=3.
+
+# torch class attribute
+nn.Linear.adv=2.
+l=nn.Linear(1,1)
+f: x*nn.Linear.adv
+> nn.Linear.adv=3.
+
+# torch class attribute by object
+nn.Linear.adv=2.
+l=nn.Linear(1,1)
+f: x*l.adv
+> nn.Linear.adv=3.
+
+# idle function's attribute
+def h(): pass
+h.s=2.
+f: x*h.s
+> h.s=3.
+
+# idle function's attribute missing
+def h(): pass
+f: x*getattr(h,'s',2.)
+> h.s=3.
+
+# idle function's counter
+def h(): pass
+h.n=0
+def f(x):
+ h.n+=1
+ return x*2
+> pass
+? h.n
+
+# idle function's defaults
+def h(k=2.): pass
+f: x*h.__defaults__[0]
+> h.__defaults__=(3.,)
+
+# own doc
+def f(x):
+ return x*len(f.__doc__)
+f.__doc__="ab"
+> f.__doc__="abc"
+
+# annotations
+def h(a:2.): pass
+f: x*h.__annotations__['a']
+> h.__annotations__['a']=3.
+
+# user module getattr text
+M=types.ModuleType('m');M.flag=2.
+f: x*getattr(M,'flag')
+> M.flag=3.
+
+# user module getattr text missing
+M=types.ModuleType('m')
+f: x*getattr(M,'flag',2.)
+> M.flag=3.
+
+# user module try
+M=types.ModuleType('m')
+def f(x):
+ try: return x*M.flag
+ except AttributeError: return x*2.
+> M.flag=3.
+
+# user module setattr text
+M=types.ModuleType('m');M.n=0
+def f(x):
+ setattr(M,'n',1)
+ return x*2
+> M.n=0
+? M.n
+
+# uncaptured requires_grad
+W=torch.ones(2)
+f: x*(3. if W.requires_grad else 2.)
+> W.requires_grad_()
+
+# uncaptured shape
+W=torch.ones(2)
+f: x*W.shape[0]
+> W.data=torch.ones(3)
+
+# numpy shape
+A=np.ones((2,3))
+f: x*A.shape[0]
+> A.shape=(3,2)
+
+# numpy subclass attr
+class N(np.ndarray): pass
+A=np.ones((2,3)).view(N);A.k=2.
+f: x*A.k
+> A.k=3.
+
+# set order
+S={0,8}
+def f(x):
+ y=x
+ for v in S: y=y*2+v
+ return y
+> S.clear();S.add(8);S.add(0)
+
+# exception args
+E=ValueError(2.)
+f: x*E.args[0]
+> E.args=(3.,)
+
+# defaultdict factory
+D=defaultdict(float)
+f: x+D.default_factory()
+> D.default_factory=lambda:3.
+
+# partial attribute
+P=functools.partial(torch.sin);P.s=2.
+f: x*P.s
+> P.s=3.
+
+# abc register
+class B(abc.ABC): pass
+class C: pass
+c=C()
+f: x*(3. if isinstance(c,B) else 2.)
+> B.register(C)
+
+# abc library register
+class C: pass
+c=C()
+f: x*(3. if isinstance(c,Sequence) else 2.)
+> Sequence.register(C)
+
+# float with attribute
+class S(float): pass
+s=S(1);s.k=2.
+f: x*s.k
+> s.k=3.
+
+# str enum property static
+T={'a':2.}
+class M(str,enum.Enum):
+ A='a'
+ @property
+ def k(self): return T[self.value]
+m=M.A
+f: x*m.k
+> T['a']=3.
+
+# method wrapper
+L=[1,2]
+N=L.__len__
+f: x*N()
+> L.append(1)
+
+# reduce
+class C: pass
+c=C();c.flag=2.
+N='flag'
+f: x*c.__reduce_ex__(2)[2][N]
+> c.flag=3.
+
+# getstate
+class C: pass
+c=C();c.flag=2.
+N='flag'
+f: x*c.__getstate__()[N]
+> c.flag=3.
+
+# dir
+class C: pass
+c=C();c.flag=2.
+N='flag'
+f: x*len([n for n in c.__dir__() if n[0]!='_'])
+> c.fleg=3.
+
+# builtins patched
+L=[1,2]
+f: x*sum(L)
+> old=builtins.sum;builtins.sum=lambda l:9.
+? setattr(builtins,'sum',old)
+
+# sys.modules patched
+def f(x):
+ import math
+ return x*math.pi
+> fake=types.ModuleType('math');fake.pi=3.;sys.modules['math']=fake
+? sys.modules.__setitem__('math',math)
+
+# hash
+G=[1]
+class T:
+ def __hash__(self): return G[0]
+ def __eq__(self,o): return True
+t=T();D={t:2.}
+t2=T()
+f: x*D.get(t2,3.)
+> G[0]=2
+
+# hasattr in a comprehension
+class C: pass
+c = C()
+N = ["flag"]
+f: x * sum([3.0 if hasattr(c, n) else 2.0 for n in N])
+> c.flag = 1
+
+# hasattr by another name
+class C: pass
+c = C()
+N = "flag"
+has = hasattr
+f: x * (3.0 if has(c, N) else 2.0)
+> c.flag = 1
+
+# a cache evicts
+G = 2.0
+@functools.lru_cache(2)
+def s(k): return G * k
+f: x * s(1)
+> G = 3.0; s(2); s(3)
+
+# keys that are objects
+class K: w = 2.0
+D = {K(): 1}
+f: x * sum([k.w for k in D])
+> next(iter(D)).w = 3.0
+"""
