@@ -335,10 +335,9 @@ class Guards:
         if is_no_users(kind):
             if kind.__flags__ & MUTABLE:
                 self._entries(names)
-            if not is_trusted(kind):
-                self._aside.append(names)
-            put = (f for f in names.values() if type(f) is FunctionType and not is_no_users(f))
-            self._left += put  # there by the user
+            known = is_trusted(kind)
+            put = ((n, f) for n, f in names.items() if type(f) is FunctionType)
+            self._aside.append({n: f for n, f in put if not is_no_users(f)} if known else names)
             return
         self._attributes.append((kind, "__mro__", kind.__mro__))
         self._entries(names)

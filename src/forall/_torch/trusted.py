@@ -240,9 +240,9 @@ def is_trusted(value: Any) -> bool:
 def _is_of_numpy(value: Any) -> bool:
     """Whether it is a function of numpy's that makes numbers of numbers."""
     numpy = sys.modules.get("numpy")
-    name = getattr(value, "__name__", None)
-    if numpy is None or not isinstance(name, str):
+    if numpy is None or not (isinstance(value, types.FunctionType) or type(value).__module__ == "numpy"):
         return False
+    name = getattr(value, "__name__", "")
     there = getattr(numpy, name, None)
     is_numpys = there is value or getattr(there, "__wrapped__", None) is value
     return is_numpys and (name in _OF_NUMPY or isinstance(value, numpy.ufunc))
