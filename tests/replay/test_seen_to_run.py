@@ -43,7 +43,6 @@ NOT_REPLAYED = {
     "numpy subclass attr",
     "exception args",
     "del with a side effect",
-    "relative import",
     "hash",
     "user module setattr text",
     "history list",

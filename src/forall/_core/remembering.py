@@ -207,7 +207,9 @@ def _kind(of: type) -> type:
     return kind
 
 
-_LIBRARIES = frozenset({"builtins", "torch", "numpy", "forall", "functools", "math"})
+_LIBRARIES = frozenset(
+    {"builtins", "torch", "numpy", "forall", "functools", "math", "typing_extensions"}
+)
 
 
 def is_a_library(thing: Any) -> bool:

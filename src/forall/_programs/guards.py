@@ -12,16 +12,14 @@ import abc
 import builtins
 import functools
 import gc
+import os
 from collections import deque
 from collections.abc import Iterator
 from contextvars import ContextVar
-from itertools import chain
 from types import (
-    BuiltinFunctionType,
     FunctionType,
     MappingProxyType,
     MemberDescriptorType,
-    MethodWrapperType,
     ModuleType,
 )
 from typing import TYPE_CHECKING, Any
@@ -41,6 +39,7 @@ from forall._core.remembering import (
     is_ours,
 )
 from forall._programs.holding import Looks, holding, if_any
+from forall._programs.imports import Imports
 from forall._programs.naming import Names
 from forall._programs.ran import EVERYTHING
 from forall._programs.single import (
@@ -58,10 +57,13 @@ from forall._programs.single import (
     is_hint,
     is_in_class,
     is_leaf,
+    is_of_environment,
+    keeping,
     kept,
     leads_to,
     may_take,
     numbers,
+    wrapped,
 )
 from forall._torch.names import attention_kernels
 from forall._torch.trees import is_registered
@@ -185,49 +187,45 @@ class Guards:
         self._left = [x for x in late if id(x) not in self._held and not is_leaf(x)]
 
     def _told(self) -> list[str]:
-        whole = self._asked.asks("signature")
-        return [name for name in _TOLD if whole or self._asked.asks(name)]
+        made_of = _MADE_OF if self._asked.asks("signature") else ()
+        return [name for name in _TOLD if name in made_of or self._asked.asks(name)]
 
     def _look(self, value: Any) -> None:
+        look = next((look for kinds, look in _LOOKS if isinstance(value, kinds)), None)
         if len(self._held) > (_MOST_SEEN if self.ran.seen else _MOST):
             self.why = "the function reaches too much of Python's state to watch"
-        elif isinstance(value, torch.Tensor):
-            self.tensors[id(value)] = value
-            self._left.append(vars(value))  # attributes of the user's
-        elif isinstance(value, torch.Generator):
-            self.generators.append(value)
-        elif isinstance(value, (dict, MappingProxyType)):
-            self._entries(value)
-            self._left += [*value, *value.values()]
-        elif isinstance(value, VIEWS):
-            self._left.append(value.mapping)
-        elif isinstance(value, (list, tuple, deque, set, frozenset)):
-            if not isinstance(value, (tuple, frozenset)):
-                self._lists.append((value, tuple(value)))  # sets have an order too
-            self._left += value
+        elif is_of_environment(value):
+            self._entries(os.environ._data)
         elif has_numbers(value):
             self._memory(value)
-        elif isinstance(value, FunctionType):
-            self._function(value)
-        elif isinstance(value, WRAPPERS):
-            self._left += self._wrapped(value)
-        elif isinstance(value, CACHED):
-            self._cached(value)
-        elif isinstance(value, (ContextVar, ReferenceType)):
-            self._reference(value)
-        elif isinstance(value, type):
-            self._class(value)
+        elif look is not None:
+            look(self, value)
         elif isinstance(value, Iterator) and type(value).__module__ in ("builtins", "itertools"):
             self.why = "the function reaches an iterator, and nothing tells how far that has come"
-        elif isinstance(value, TELLERS):
-            self._teller(value)
-        elif isinstance(value, Weakly):
-            self._weakly.append(value)
-            self._object(value.of(), value)
         elif not isinstance(value, (ModuleType, Unwatched)) and not is_hint(value):
             self._object(value)
         if is_derived(value):
             self._object(value)  # of a class of the user's with entries: a NamedTuple, a dict
+
+    def _tensor(self, value: torch.Tensor) -> None:
+        self.tensors[id(value)] = value
+        self._left.append(vars(value))  # attributes of the user's
+
+    def _mapping(self, value: Mapping) -> None:
+        self._entries(value)
+        self._left += [*value, *value.values()]
+
+    def _several(self, value: Any) -> None:
+        if not isinstance(value, (tuple, frozenset)):
+            self._lists.append((value, tuple(value)))  # sets have an order too
+        self._left += value
+
+    def _wrapper(self, value: Any) -> None:
+        self._left += wrapped(value, self._asked)
+
+    def _weak(self, value: Weakly) -> None:
+        self._weakly.append(value)
+        self._object(value.of(), value)
 
     def _reference(self, value: ContextVar | ReferenceType) -> None:
         if isinstance(value, ReferenceType):
@@ -245,29 +243,9 @@ class Guards:
     def _entries(self, names: Mapping[Any, Any]) -> None:
         self._dicts.append((names, tuple(names), tuple(names.values())))
 
-    def _wrapped(self, value: Any) -> Iterator[Any]:
-        """What leads to a function, and what goes with it."""
-        if isinstance(value, functools.partial):
-            return iter([value.func, value.args, value.keywords, vars(value)])
-        if isinstance(value, property):
-            return iter([value.fget, value.fset, value.fdel])
-        if isinstance(value, MethodWrapperType):
-            return iter([value.__self__])
-        if isinstance(value, BuiltinFunctionType):
-            alone = isinstance(value.__self__, ModuleType)
-            return chain([] if alone else [value.__self__], self._asked.by(value))
-        more = self._asked.by_class() if type(value) is classmethod else ()
-        return chain([value.__func__, getattr(value, "__self__", None)], more)
-
     def _cached(self, func: Any) -> None:
-        """A function that keeps what it gave, and gives that while nothing is added or goes."""
-        info, found = func.cache_info(), kept(func)
-        known, held = (info.misses, info.currsize), {*map(id, found)}
-        self._others += [
-            lambda: (i := func.cache_info()) and (i.misses, i.currsize) == known,
-            lambda: {*map(id, kept(func))} == held,  # what it forgot it may have made again
-        ]
-        self._left.append((*found,))
+        self._others.append(keeping(func))
+        self._left.append((*kept(func),))
 
     def _function(self, func: FunctionType) -> None:
         if is_torchs(func):
@@ -297,6 +275,17 @@ class Guards:
             self._names += [(names, n, UNSET) for n in missing]
             self._names += [(_BUILTINS, n, _BUILTINS.get(n, UNSET)) for n in missing]
             self._named(names, wanted, self.ran.written(func.__code__))
+            self._imported(func)
+
+    def _imported(self, func: FunctionType) -> None:
+        """What it imports while it runs, of modules of the user's."""
+        for code in self.ran.inner(func.__code__):
+            imports = Imports(self.ran.instructions(code), func.__globals__, libraries=False)
+            for module in imports.modules.values():
+                self._led_to(module, self.ran.written(code))
+            for inside, name in imports.taken:
+                if not is_library(inside.__name__):
+                    self._named(vars(inside), [name], self.ran.written(code))
 
     def _named(self, names: dict[str, Any], wanted: Iterable[str], inner: frozenset[str]) -> None:
         """What these names stand for; of a module of the user's, the ``inner`` names in it too."""
@@ -392,3 +381,20 @@ class Guards:
         self._data.append((value, data))
         if len(data[0]) > _MOST_BYTES or (is_array(value) and value.dtype.hasobject):
             self.why = "the function reaches an array whose numbers may change, too large to watch"
+
+
+# In this order: some are others too.
+_LOOKS: tuple[tuple[Any, Callable[[Guards, Any], None]], ...] = (
+    (torch.Tensor, Guards._tensor),
+    (torch.Generator, lambda guards, value: guards.generators.append(value)),
+    ((dict, MappingProxyType), Guards._mapping),
+    (VIEWS, lambda guards, value: guards._left.append(value.mapping)),
+    ((list, tuple, deque, set, frozenset), Guards._several),
+    (FunctionType, Guards._function),
+    (WRAPPERS, Guards._wrapper),
+    (CACHED, Guards._cached),
+    ((ContextVar, ReferenceType), Guards._reference),
+    (type, Guards._class),
+    (TELLERS, Guards._teller),
+    (Weakly, Guards._weak),
+)

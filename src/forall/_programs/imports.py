@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from importlib.util import resolve_name
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -18,10 +19,14 @@ _BETWEEN = frozenset({"SWAP", "POP_TOP"})  # of `import a.b as c`, and behind wh
 class Imports:
     """Those of a function's instructions; ``why`` tells what of them is not certain.
 
-    ``modules`` are those that its variables hold, and ``taken`` what it takes out of modules.
+    ``modules`` are those that its variables hold, and ``taken`` what it takes out of modules. With
+    ``libraries`` no others are certain: nobody looks at what modules of the user's hold.
     """
 
-    def __init__(self, instructions: Iterable[dis.Instruction]) -> None:
+    def __init__(
+        self, instructions: Iterable[dis.Instruction], home: dict[str, Any], *, libraries: bool
+    ) -> None:
+        self._package, self._libraries = home.get("__package__") or "", libraries
         self.modules: dict[str, ModuleType] = {}
         self.taken: list[tuple[ModuleType, str]] = []
         self.found: list[tuple[str, ModuleType]] = []  # by their full names
@@ -31,9 +36,8 @@ class Imports:
         for i in instructions:
             if i.opname == "IMPORT_NAME":
                 wanted = constant
-                module = found = self._module(i.argval, whole=bool(wanted))
-                if level:
-                    self.why = f"uses a module beside its own, {i.argval}"
+                name = self._absolute(i.argval, level)
+                module = found = self._module(name, whole=bool(wanted or level))
             elif i.opname == "IMPORT_FROM" and isinstance(module, ModuleType):
                 found = self._taken(module, i.argval)
                 module = module if wanted else found
@@ -51,9 +55,12 @@ class Imports:
         if not others.isdisjoint(self.modules):
             self.why = f"gives {', '.join(others & self.modules.keys())} other values than a module"
 
+    def _absolute(self, name: str, level: Any) -> str:
+        return resolve_name("." * level + name, self._package) if level and self._package else name
+
     def _module(self, name: str, *, whole: bool) -> Any:
         there = sys.modules.get(name)
-        if there is None or not is_library(name):
+        if there is None or (self._libraries and not is_library(name)):
             self.why = f"uses import {name}"
             return None
         self.found.append((name, there))

@@ -47,6 +47,7 @@ class Names:
         self._ran = ran
         self.any = False  # whether it can ask by each
         self._met = {*_BY_TORCH}
+        self._written: set[str] = set()
         self._waiting: dict[str, list[Any]] = {}
 
     def in_class(self, kind: type) -> Iterator[Any]:
@@ -73,8 +74,8 @@ class Names:
             yield from self._found(name, value)
 
     def asks(self, name: str) -> bool:
-        """Whether this name is one by which a call asks."""
-        return name in self._met
+        """Whether this name stands in code that a call can run."""
+        return name in self._written
 
     def asked(self, state: dict[str, Any]) -> tuple[list[str], frozenset[str]]:
         """The names of an object's attributes that can be asked for, and those that it has not."""
@@ -87,6 +88,7 @@ class Names:
         finds = finds or any(has_any(self._ran.instructions(c)) for c in codes_of(func.__code__))
         if not self.any and finds:
             yield from self._all()
+        self._written |= names
         yield from self._meet(names)
         if not names.isdisjoint(_CLASS):
             yield from self.by_class()

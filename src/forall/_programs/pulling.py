@@ -84,15 +84,19 @@ def pulled_back(
     cotangents = [torch.ones_like(ends[i]) for i in live]
     numbers = [recorder.named(c) for c in cotangents]
     first = len(recorder.nodes)
-    with seen_by(recorder):
-        found = torch.autograd.grad(
-            [ends[i] for i in live],
-            [t for _, t in wanted],
-            cotangents,
-            retain_graph=True,
-            create_graph=asked.graph,
-            allow_unused=True,
-        )
+    try:
+        with seen_by(recorder):
+            found = torch.autograd.grad(
+                [ends[i] for i in live],
+                [t for _, t in wanted],
+                cotangents,
+                retain_graph=True,
+                create_graph=asked.graph,
+                allow_unused=True,
+            )
+    except RuntimeError as error:  # as who pulls back for themselves would meet
+        recorder.fails(f"its results cannot be pulled back: {str(error).splitlines()[0]}")
+        return None
     gradients = [None if g is None else recorder.result(g) for g in found]
     if recorder.why is not None:
         return None

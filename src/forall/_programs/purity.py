@@ -48,7 +48,7 @@ from forall._core.remembering import (
 )
 from forall._programs.imports import Imports
 from forall._programs.naming import BY_ANY_NAME
-from forall._programs.single import CACHED, CONTAINERS, TELLERS, VIEWS, is_array
+from forall._programs.single import CACHED, CONTAINERS, TELLERS, VIEWS, is_array, is_of_environment
 from forall._torch import trusted
 from forall._torch.names import PLAIN
 
@@ -147,15 +147,16 @@ class _Reading:
         self, code: CodeType, home: dict[str, Any], modules: dict[str, ModuleType]
     ) -> str | None:
         instructions = [i for i in self.ran.instructions(code) if i.opname not in _SKIPPED]
-        imports = Imports(instructions)
+        imports = Imports(instructions, home, libraries=not self.ran.seen)
         if imports.why is not None:
             return imports.why
         for name, module in imports.found:
             self.guards.watch_name(sys.modules, name, module)
         for inside, name in imports.taken:
-            if isinstance(vars(inside).get(name), ModuleType):
-                self.guards.watch_name(vars(inside), name, vars(inside)[name])
-            elif not self._may_use(vars(inside).get(name), inside, name):
+            value = vars(inside).get(name)
+            if isinstance(value, ModuleType) or not is_library(inside.__name__):
+                self.guards.watch_name(vars(inside), name, value)
+            elif not self._may_use(value, inside, name):
                 return f"uses {inside.__name__}.{name}"
         modules = {**modules, **imports.modules}
         for way in _ways(instructions, modules):
@@ -202,6 +203,8 @@ class _Reading:
         """Whether the guards see all of it, or it never changes; functions are read."""
         if isinstance(value, FunctionType) and not is_ours(value):
             return self._is_trusted(value) or self._is_idle(value)
+        if is_of_environment(value):
+            return True
         if isinstance(value, ModuleType):
             return self.ran.seen and self._is_certain_module(value)
         what = type(value) if isinstance(value, TELLERS) else value

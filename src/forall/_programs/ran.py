@@ -40,6 +40,10 @@ class Everything:
         """The code of all functions of the user's that were seen to run."""
         return ()
 
+    def inner(self, code: CodeType) -> Iterable[CodeType]:
+        """A function's code and that of all written inside it, of what was seen to run."""
+        return ()
+
     def holds(self, code: CodeType) -> bool:
         """Whether this ran."""
         return True
@@ -168,12 +172,16 @@ class Ran(Everything):
                     yield i
                 extended = False
 
+    def inner(self, code: CodeType) -> Iterator[CodeType]:
+        if code in self._offsets:
+            yield code
+            for constant in code.co_consts:
+                if isinstance(constant, CodeType):
+                    yield from self.inner(constant)
+
     def _all(self, code: CodeType) -> Iterator[dis.Instruction]:
-        """Those of a function, and of all that are written inside it."""
-        yield from self.instructions(code)
-        for constant in code.co_consts:
-            if isinstance(constant, CodeType):
-                yield from self._all(constant)
+        for inner in self.inner(code):
+            yield from self.instructions(inner)
 
     def globals(self, code: CodeType) -> Iterable[str]:
         return dict.fromkeys(i.argval for i in self._all(code) if i.opname in _GLOBALS)

@@ -31,11 +31,13 @@ from forall._torch.unchanged import writes_into
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from forall._programs.program import Value
     from forall._programs.recording import Recording
     from forall._programs.replayed import Recorded
 
 _MOST = 16  # kinds of calls that are kept, the last used ones
 _MOST_BYTES = 2**24  # of constants that a program keeps
+_SEEN = ("cpu", "meta")
 _SIGHTS = 3  # of what calls run: the first may set things up
 _LOSSES = 8  # recordings that may be for nothing
 _WORTH = 32  # replayed calls, which make up for one more
@@ -160,7 +162,9 @@ class Replays(Unwatched):
         before = ambient()
         made = self._recorded(call, due.asked, guards)
         if made is None:
-            return call.instead()
+            result = call.instead()
+            self._lose(True, "it fails where it is recorded, and not as it is")
+            return result
         recorded, why = made.recorded, made.why
         if recorded is not None:
             if ambient() != before:
@@ -169,7 +173,7 @@ class Replays(Unwatched):
                 why = "it writes into a tensor from outside"
             elif sum(c.nbytes for c in recorded.program.constants.values()) > _MOST_BYTES:
                 why = "its program would keep too much in memory"
-            elif guards.ran.seen and any(v.layout.device != _CPU for v in recorded.program.values):
+            elif guards.ran.seen and not all(map(_is_seen, recorded.program.values)):
                 why = self.unseen
         if recorded is None or why is not None:
             self.known[call.kind] = due if made.moved else why
@@ -213,12 +217,15 @@ class Replays(Unwatched):
 
 
 _NEW: Any = object()
-_CPU = torch.device("cpu")
 
 
 def _are_seen(values: Iterable[Any]) -> bool:
+    return all(x.device.type in _SEEN for x in values if isinstance(x, torch.Tensor))
+
+
+def _is_seen(value: Value) -> bool:
     """Whether what runs can be seen: a backward pass on other devices has threads of its own."""
-    return all(x.device == _CPU for x in values if isinstance(x, torch.Tensor))
+    return value.layout.device.type in _SEEN
 
 
 class _Call(NamedTuple):

@@ -6,8 +6,10 @@ import array
 import functools
 import gc
 import logging
+import os
 import sys
 from collections import deque
+from itertools import chain
 from types import (
     BuiltinFunctionType,
     CodeType,
@@ -27,8 +29,10 @@ from forall._core.remembering import Weakly, is_no_users
 from forall._torch.names import attention_kernels
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from weakref import ReferenceType
+
+    from forall._programs.naming import Names
 
 _MOST = 10_000  # things that are followed
 CONTAINERS = (dict, list, tuple, set, frozenset, deque, bytearray)
@@ -65,6 +69,11 @@ LEAVES = (
 def is_hint(value: Any) -> bool:
     """Whether it is a hint of typing's, of which only the reader makes something."""
     return type(value).__module__ == "typing"
+
+
+def is_of_environment(value: Any) -> bool:
+    """Whether it gives the environment's variables, which are watched."""
+    return value is os.environ or value is os.getenv
 
 
 def answer(question: Callable[[], Any]) -> Any:
@@ -123,6 +132,18 @@ def kept(func: Any) -> list[Any]:
     return [x for x in found if not (type(x) is dict and any(map(_is_link, x.values())))]
 
 
+def keeping(func: Any) -> Callable[[], bool]:
+    """Whether a cache keeps what it keeps now: then it gives that, and calls nothing."""
+    info, held = func.cache_info(), {*map(id, kept(func))}
+
+    def same() -> bool:
+        now = func.cache_info()  # what it has forgotten it may have made again
+        counts = (now.misses, now.currsize) == (info.misses, info.currsize)
+        return counts and {*map(id, kept(func))} == held
+
+    return same
+
+
 def _is_link(value: Any) -> bool:
     return type(value).__name__ == "_lru_list_elem"
 
@@ -150,3 +171,18 @@ def is_derived(value: Any) -> bool:
     if isinstance(value, CONTAINERS):
         return kind not in CONTAINERS
     return (isinstance(value, WRAPPERS) or has_numbers(value)) and not is_no_users(kind)
+
+
+def wrapped(value: Any, asked: Names) -> Iterator[Any]:
+    """What a thing that leads to a function leads to, and what goes with that."""
+    if isinstance(value, functools.partial):
+        return iter([value.func, value.args, value.keywords, vars(value)])
+    if isinstance(value, property):
+        return iter([value.fget, value.fset, value.fdel])
+    if isinstance(value, MethodWrapperType):
+        return iter([value.__self__])
+    if isinstance(value, BuiltinFunctionType):
+        alone = isinstance(value.__self__, ModuleType)
+        return chain([] if alone else [value.__self__], asked.by(value))
+    more = asked.by_class() if type(value) is classmethod else ()
+    return chain([value.__func__, getattr(value, "__self__", None)], more)

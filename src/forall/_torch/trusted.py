@@ -53,6 +53,7 @@ _HOMES_OF_FUNCTIONS = (
     "torch.nn.utils.convert_parameters",
     "torch.nn.utils.stateless",
     "torch.utils._contextlib",
+    "torch._dynamo.",  # of what is not to be compiled
 )
 
 _BUILTINS = """
@@ -148,6 +149,9 @@ _MORE = (
     torch.Tensor,
     torch.Size,
     torch.device,
+    torch.dtype,
+    torch.layout,
+    torch.memory_format,
     torch.Generator,
     torch.func.functional_call,
     inspect.signature,
@@ -240,7 +244,8 @@ def is_trusted(value: Any) -> bool:
 def _is_of_numpy(value: Any) -> bool:
     """Whether it is a function of numpy's that makes numbers of numbers."""
     numpy = sys.modules.get("numpy")
-    if numpy is None or not (isinstance(value, types.FunctionType) or type(value).__module__ == "numpy"):
+    kind = type(value)
+    if numpy is None or not (kind is types.FunctionType or kind.__module__ == "numpy"):
         return False
     name = getattr(value, "__name__", "")
     there = getattr(numpy, name, None)
