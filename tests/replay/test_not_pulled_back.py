@@ -1,6 +1,5 @@
 """Calls whose results require grad, of what torch cannot differentiate once more."""
 
-import pytest
 import torch
 from torch.nn import functional as F
 
@@ -8,7 +7,6 @@ import forall
 from oracle import same
 
 
-@pytest.mark.counted
 def test_a_call_that_cannot_be_pulled_back_tells_why(at_once):
     weight = torch.randn(4, 4, requires_grad=True)
 
