@@ -1,0 +1,181 @@
+"""Code as libraries have it is replayed, and what it asks for is watched."""
+
+import contextvars
+import functools
+import logging
+import os
+import sys
+import time
+import types
+import warnings
+
+import numpy as np
+import pytest
+import torch
+
+import forall
+from oracle import same
+
+logger = logging.getLogger(__name__)
+SCALES = types.ModuleType("scales_of_a_test")
+SCALES.factor = 2.0
+LEVEL = contextvars.ContextVar("level", default=1.0)
+pytestmark = pytest.mark.usefixtures("at_once")
+
+
+class Settings:
+    factor = 3.0
+    verbose = False
+
+
+class Backend:
+    """Holds a module, as those do that choose one."""
+
+    def __init__(self, library, clock=None):
+        self.library, self.clock = library, clock
+
+
+@functools.lru_cache
+def table(n):
+    return [float(n)]
+
+
+class Layer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.settings = Settings()
+        self.weight = torch.nn.Parameter(torch.randn(3))
+
+    def forward(self, x):
+        if getattr(self.settings, "verbose", False):
+            logger.warning("told")
+            print(x)
+        if torch.jit.is_scripting() or torch.compiler.is_compiling():
+            warnings.warn("compiled", stacklevel=2)
+        return (x * self.weight * getattr(self.settings, "factor")).sum()  # noqa: B009
+
+
+def imports(x):
+    import torch.nn.functional as F
+    from scales_of_a_test import factor
+
+    return F.relu(x).sum() * factor
+
+
+def of_environment(x):
+    if x.ndim > 3:
+        print(x)
+    return x.sum() * float(os.environ.get("FORALL_TEST_FACTOR", "2"))
+
+
+def in_context(x):
+    if x.ndim > 3:
+        print(x)
+    return x.sum() * LEVEL.get()
+
+
+def of_cache(x):
+    if x.ndim > 3:
+        print(x)
+    return x.sum() * table(2)[0]
+
+
+def by_backend(backend, x):
+    if x.ndim > 3:
+        print(x)
+    return backend.library.sin(x).sum() * float(np.prod(x.shape))
+
+
+def told(transformed):
+    return vars(transformed)["__forall_told__"]()
+
+
+def replayed(transformed, x, wanted, calls=9):
+    for _ in range(calls):
+        assert same(transformed(x), wanted(x))
+    return "calls so far" in told(transformed)
+
+
+def test_a_layer_with_settings_and_messages():
+    layer, x = Layer(), torch.randn(3)
+    slope = forall.grad(layer)
+
+    def wanted(x):
+        return layer.weight.detach() * layer.settings.factor * torch.ones_like(x)
+
+    assert replayed(slope, x, lambda x: wanted(x).requires_grad_())
+    layer.settings.factor = 5.0
+    assert torch.equal(slope(x).detach(), wanted(x))
+
+
+def test_what_is_imported_inside(monkeypatch):
+    monkeypatch.setitem(sys.modules, "scales_of_a_test", SCALES)
+    x = torch.randn(3).abs()
+    slope = forall.grad(imports)
+    assert replayed(slope, x, lambda x: torch.full_like(x, SCALES.factor))
+    monkeypatch.setattr(SCALES, "factor", 7.0)
+    assert torch.equal(slope(x), torch.full((3,), 7.0))
+
+
+def test_the_environment(monkeypatch):
+    x, slope = torch.randn(3), forall.grad(of_environment)
+    assert replayed(slope, x, lambda x: torch.full_like(x, 2.0))
+    monkeypatch.setenv("FORALL_TEST_FACTOR", "4")
+    assert torch.equal(slope(x), torch.full((3,), 4.0))
+
+
+def test_a_context_variable():
+    x, slope = torch.randn(3), forall.grad(in_context)
+    assert replayed(slope, x, torch.ones_like)
+    token = LEVEL.set(6.0)
+    try:
+        assert torch.equal(slope(x), torch.full((3,), 6.0))
+    finally:
+        LEVEL.reset(token)
+    assert torch.equal(slope(x), torch.ones(3))
+
+
+def test_what_a_cache_keeps():
+    x, slope = torch.randn(3), forall.grad(of_cache)
+    assert replayed(slope, x, lambda x: torch.full_like(x, 2.0))
+    table(2)[0] = 9.0
+    assert torch.equal(slope(x), torch.full((3,), 9.0))
+    table.cache_clear()
+    assert torch.equal(slope(x), torch.full((3,), 2.0))
+
+
+def test_a_partial_that_is_transformed_once_and_a_module_that_an_object_holds():
+    x, backend = torch.randn(4, 3), Backend(torch)
+    slopes = forall.vmap(forall.grad(functools.partial(by_backend, backend)))
+    assert replayed(slopes, x, lambda x: 3 * x.cos())
+    backend.library = types.SimpleNamespace(sin=torch.exp)
+    assert torch.allclose(slopes(x), 3 * x.exp())
+
+
+def test_a_module_that_does_not_do_the_same_with_each_call():
+    ticks = Backend(torch, time)
+
+    def f(x):
+        if x.ndim > 3:
+            print(x)
+        return x.sum() * 0 + ticks.clock.perf_counter_ns() % 1_000_003
+
+    slope, x = forall.grad_and_value(f), torch.randn(3)
+    values = {slope(x)[1].item() for _ in range(9)}
+    assert len(values) == 9
+    assert told(slope).startswith("no: ")
+
+
+def test_a_debugger_is_left_alone(monkeypatch):
+    stops = []
+    monkeypatch.setattr(sys, "breakpointhook", lambda: stops.append(sys.gettrace()))
+
+    def f(x):
+        breakpoint()  # noqa: T100
+        return x.sum()
+
+    slope = forall.grad(f)
+    for _ in range(9):
+        slope(torch.randn(3))
+    assert stops == [None] * 9
+    assert sys.gettrace() is None
