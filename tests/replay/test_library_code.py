@@ -57,7 +57,7 @@ class Layer(torch.nn.Module):
 
 def imports(x):
     import torch.nn.functional as F
-    from scales_of_a_test import factor
+    from scales_of_a_test import factor  # pyright: ignore[reportMissingImports]
 
     return F.relu(x).sum() * factor
 
