@@ -9,7 +9,7 @@ NOTE [whose history is whose]
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -84,24 +84,31 @@ def pulled_back(
     cotangents = [torch.ones_like(ends[i]) for i in live]
     numbers = [recorder.named(c) for c in cotangents]
     first = len(recorder.nodes)
-    try:
-        with seen_by(recorder):
-            found = torch.autograd.grad(
-                [ends[i] for i in live],
-                [t for _, t in wanted],
-                cotangents,
-                retain_graph=True,
-                create_graph=asked.graph,
-                allow_unused=True,
-            )
-    except RuntimeError as error:  # as who pulls back for themselves would meet
-        recorder.fails(f"its results cannot be pulled back: {str(error).splitlines()[0]}")
-        return None
+    with seen_by(recorder):
+        found = _pulled(
+            recorder, [ends[i] for i in live], [t for _, t in wanted], cotangents, asked
+        )
     gradients = [None if g is None else recorder.result(g) for g in found]
     if recorder.why is not None:
         return None
     nodes, numbered = recorder.nodes[first:], [n for n, _ in wanted]
     return Pullback(nodes, places, live, asked.graph, numbers, numbered, gradients)
+
+
+def _pulled(
+    recorder: Recorder,
+    ends: Sequence[Tensor],
+    wanted: Sequence[Tensor],
+    cotangents: Sequence[Tensor],
+    asked: Pass,
+) -> Sequence[Tensor | None]:
+    graph = asked.graph
+    how: dict[str, Any] = {"retain_graph": True, "create_graph": graph, "allow_unused": True}
+    try:
+        return torch.autograd.grad(ends, wanted, cotangents, **how)
+    except RuntimeError as error:  # as who pulls back for themselves would meet
+        recorder.fails(f"its results cannot be pulled back: {str(error).splitlines()[0]}")
+        return ()
 
 
 def _judge(
