@@ -11,6 +11,7 @@ from torch import nn
 
 import forall
 from forall import grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
+from forall._programs.ran import Ran
 
 D = torch.float64
 X = torch.linspace(0.1, 1, 12, dtype=D).reshape(3, 4)
@@ -168,3 +169,11 @@ def test_norms():
 
     norms = forall.per_example_grad_norm(loss, in_dims=(None, 0))
     assert left_by(lambda: norms(params, X)) == []
+
+
+def test_calls_that_are_watched():
+    def call():
+        with Ran().watching():
+            vmap(grad(lambda x: plain(x).sum()))(X)
+
+    assert left_by(call) == []

@@ -101,9 +101,9 @@ class Ran(Everything):
         if tracer == self._entered:
             tracer = self._tracers[id(frame.f_code)] = self._tracer(frame)
             self._met.append(frame.f_code)
-        if not _STOPS.isdisjoint(frame.f_code.co_names):
-            self._leave(frame)
-            return None
+            if not _STOPS.isdisjoint(frame.f_code.co_names):
+                self._leave(frame)
+                return None
         if tracer is not None:
             frame.f_trace_opcodes = True
         return tracer
@@ -118,19 +118,11 @@ class Ran(Everything):
 
     def _tracer(self, frame: FrameType) -> Callable | None:
         home = frame.f_globals.get("__name__") or ""
-        if remembering.is_none_by_name(home) or home.startswith(
-            "namedtuple_"
-        ):  # as Python makes it
+        made = home.startswith("namedtuple_")  # by Python, in a module of its own
+        if made or remembering.is_none_by_name(home):
             self._libraries.add(frame.f_code)
             return None
-        add = self._offsets.setdefault(frame.f_code, set()).add
-
-        def traced(frame: FrameType, event: str, arg: Any) -> Callable:
-            if event == "opcode":
-                add(frame.f_lasti)
-            return traced
-
-        return traced
+        return _Noting(self._offsets.setdefault(frame.f_code, set()))
 
     def codes(self) -> Iterable[CodeType]:
         return self._offsets
@@ -193,6 +185,20 @@ class Ran(Everything):
         constants = [i.argval for i in self._all(code) if i.opcode in _CONSTANT]
         texts = [remembering.in_constant(c) for c in constants if not isinstance(c, CodeType)]
         return self.names(code).union(*texts)
+
+
+class _Noting:
+    """Where a frame is; an object, as a function that returns itself would be a ring."""
+
+    __slots__ = ("offsets",)
+
+    def __init__(self, offsets: set[int]) -> None:
+        self.offsets = offsets
+
+    def __call__(self, frame: FrameType, event: str, arg: Any) -> _Noting:
+        if event == "opcode":
+            self.offsets.add(frame.f_lasti)
+        return self
 
 
 EVERYTHING = Everything()
