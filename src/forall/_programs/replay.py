@@ -81,7 +81,7 @@ class Replays(Unwatched):
         if type(recorded) is str:
             return instead()
         if recorded is _NEW or not recorded.stands(tensors):
-            self._seen(kind, recorded)
+            self._missed(kind, recorded)
             return instead()
         if recorded is self.newest:
             recorded.served(outline, leaves, tensors)
@@ -100,7 +100,7 @@ class Replays(Unwatched):
             self.leads_back()
         return doubt(guards, stands_in=self.stands_in)
 
-    def _seen(self, kind: Any, before: Recorded) -> None:
+    def _missed(self, kind: Any, before: Recorded) -> None:
         """Record the next call of this kind, unless one that was recorded says better not."""
         self.newest = None
         if type(before) is Differentiated and before.is_in_vain():
