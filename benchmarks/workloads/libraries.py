@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from registry import Contestants, contest, workload
-from workloads.per_example import per_example_gradients
+from workloads.per_example import of_two_layers, per_example_gradients
 
 logger = logging.getLogger(__name__)
 
@@ -64,23 +64,13 @@ def library_style(device: torch.device) -> Contestants:
     model = Layer(settings).to(device)
     inputs = torch.randn(64, settings.width, device=device)
     labels = torch.randint(settings.classes, (64,), device=device)
-    weight1, bias1, weight2, bias2 = (value.detach() for value in model.parameters())
     factor = scale(settings.width)
 
-    def handwritten():
-        first = F.linear(inputs, weight1, bias1).requires_grad_()
-        hidden = F.gelu(first * factor, approximate="tanh")
-        second = F.linear(hidden, weight2, bias2)
-        loss = F.cross_entropy(second, labels, reduction="sum")
-        grad1, grad2 = torch.autograd.grad(loss, (first, second))
-        return {
-            "enter.weight": torch.bmm(grad1.unsqueeze(2), inputs.unsqueeze(1)),
-            "enter.bias": grad1,
-            "leave.weight": torch.bmm(grad2.unsqueeze(2), hidden.detach().unsqueeze(1)),
-            "leave.bias": grad2,
-        }
+    def activation(x):
+        return F.gelu(x * factor, approximate="tanh")
 
-    return contest(lambda api: per_example_gradients(api, model, inputs, labels), handwritten)
+    by_hand = of_two_layers(model, activation, inputs, labels)
+    return contest(lambda api: per_example_gradients(api, model, inputs, labels), by_hand)
 
 
 @workload("experts", "per-example gradients of a layer of 8 experts (`grouped_mm`), 16 x 32 tokens")

@@ -35,6 +35,25 @@ def by_jax(jax, logits, model: nn.Module, inputs: torch.Tensor, labels: torch.Te
     return gradients, (dict(model.named_parameters()), inputs, labels)
 
 
+def of_two_layers(model: nn.Module, activation, inputs: torch.Tensor, labels: torch.Tensor):
+    """The gradients by hand, of a network whose parameters are those of two linear layers."""
+    names = [name for name, _ in model.named_parameters()]
+    weight1, bias1, weight2, bias2 = (value.detach() for value in model.parameters())
+
+    def handwritten():
+        # Starting the graph behind the first layer spares the gradients of the shared weights.
+        first = F.linear(inputs, weight1, bias1).requires_grad_()
+        hidden = activation(first)
+        second = F.linear(hidden, weight2, bias2)
+        loss = F.cross_entropy(second, labels, reduction="sum")
+        grad1, grad2 = torch.autograd.grad(loss, (first, second))
+        of_weight1 = torch.bmm(grad1.unsqueeze(2), inputs.unsqueeze(1))
+        of_weight2 = torch.bmm(grad2.unsqueeze(2), hidden.detach().unsqueeze(1))
+        return dict(zip(names, (of_weight1, grad1, of_weight2, grad2), strict=True))
+
+    return handwritten
+
+
 def perceptron(
     device: torch.device, examples: int, width: int = 784, hidden_units: int = 128
 ) -> Contestants:
@@ -43,25 +62,10 @@ def perceptron(
     ).to(device)
     inputs = torch.randn(examples, width, device=device)
     labels = torch.randint(10, (examples,), device=device)
-    weight1, bias1, weight2, bias2 = (value.detach() for value in model.parameters())
-
-    def handwritten():
-        # Starting the graph behind the first layer spares the gradients of the shared weights.
-        first = F.linear(inputs, weight1, bias1).requires_grad_()
-        hidden = F.relu(first)
-        second = F.linear(hidden, weight2, bias2)
-        loss = F.cross_entropy(second, labels, reduction="sum")
-        grad1, grad2 = torch.autograd.grad(loss, (first, second))
-        return {
-            "0.weight": torch.bmm(grad1.unsqueeze(2), inputs.unsqueeze(1)),
-            "0.bias": grad1,
-            "2.weight": torch.bmm(grad2.unsqueeze(2), hidden.detach().unsqueeze(1)),
-            "2.bias": grad2,
-        }
 
     return contest(
         lambda api: per_example_gradients(api, model, inputs, labels),
-        handwritten,
+        of_two_layers(model, F.relu, inputs, labels),
         by_jax=lambda jax: by_jax(jax, perceptron_by_jax(jax), model, inputs, labels),
         by_opacus=(model, lambda m: F.cross_entropy(m(inputs), labels, reduction="sum")),
     )

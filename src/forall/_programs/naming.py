@@ -84,14 +84,18 @@ class Names:
     def in_code(self, func: FunctionType) -> Iterator[Any]:
         """The waiting ones that a function may ask for."""
         names = self._ran.written(func.__code__)
-        finds = any(_finds_any(name, func.__globals__) for name in names)
-        finds = finds or any(has_any(self._ran.instructions(c)) for c in codes_of(func.__code__))
-        if not self.any and finds:
+        if not self.any and self._finds_any(func, names):
             yield from self._all()
         self._written |= names
         yield from self._meet(names)
         if not names.isdisjoint(_CLASS):
             yield from self.by_class()
+
+    def _finds_any(self, func: FunctionType, names: frozenset[str]) -> bool:
+        if any(_finds_any(name, func.__globals__) for name in names):
+            return True
+        codes = codes_of(func.__code__) if "hasattr" in names else ()
+        return any(has_any(self._ran.instructions(code)) for code in codes)
 
     def by(self, value: Any) -> Iterator[Any]:
         """The waiting ones that something of a library's may ask for."""

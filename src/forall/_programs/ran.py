@@ -52,10 +52,6 @@ class Everything:
         """Whether a function or class of a library's has had no part in it."""
         return False
 
-    def __le__(self, other: Everything) -> bool:
-        """Whether another ran all of this too, of the user's functions."""
-        return not other.seen
-
     def instructions(self, code: CodeType) -> Iterable[dis.Instruction]:
         return dis.get_instructions(code)
 
@@ -128,6 +124,7 @@ class Ran(Everything):
         return self._offsets
 
     def __le__(self, other: Everything) -> bool:
+        """Whether another ran all of this too, of the user's functions."""
         if not isinstance(other, Ran):
             return True
         if self.why is not None:

@@ -12,13 +12,10 @@ from collections import deque
 from itertools import chain
 from types import (
     BuiltinFunctionType,
-    CodeType,
     FunctionType,
-    GenericAlias,
     MethodType,
     MethodWrapperType,
     ModuleType,
-    UnionType,
 )
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from forall._core.remembering import Weakly, is_no_users
 from forall._torch.names import attention_kernels
+from forall._torch.trusted import WORDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -49,21 +47,7 @@ WRAPPERS = (
     BuiltinFunctionType,
     MethodWrapperType,
 )
-LEAVES = (
-    CodeType,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    type(None),
-    torch.dtype,
-    torch.device,
-    torch.Size,
-    GenericAlias,
-    UnionType,
-    RemovableHandle,  # of hooks, which are looked at where they hang
-)
+LEAVES = (*WORDS, RemovableHandle)  # hooks are looked at where they hang
 
 
 def is_hint(value: Any) -> bool:

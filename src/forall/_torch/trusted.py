@@ -176,29 +176,33 @@ _FUNCTIONS = frozenset(map(id, [*filter(callable, _FOUND), *_MORE]))  # none of 
 _QUESTIONS = frozenset(map(id, QUESTIONS))
 
 
-# Of these classes a value says all there is to say, or has nothing that changes.
-_INERT = (
+# Of these classes a value says all there is to say.
+WORDS = (
     int,
     float,
     complex,
     str,
     bytes,
     type(None),
+    torch.dtype,
+    torch.device,
+    torch.Size,
+    types.CodeType,
+    types.GenericAlias,
+    types.UnionType,
+)
+# Of these too, or it has nothing that changes.
+_INERT = (
+    *WORDS,
     type(...),
     type(NotImplemented),
     range,
     slice,
-    torch.dtype,
-    torch.device,
     torch.layout,
     torch.memory_format,
-    torch.Size,
     torch.Generator,
-    types.CodeType,
     types.GetSetDescriptorType,
     types.MemberDescriptorType,
-    types.GenericAlias,
-    types.UnionType,
     type(torch.LongTensor),  # what these make comes from nowhere that a recorder knows
 )
 _INERT_MODULES = frozenset({"typing", "dataclasses", "_abc", "enum", "_collections"})

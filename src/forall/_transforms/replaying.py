@@ -239,7 +239,7 @@ def replaying(func: Callable, *how: Any) -> Callable[[Callable], Callable]:
 
 def _transformed(func: Callable, key: Any, eager: Callable) -> Callable:
     asked = key is not None and is_on() and anew.may_be_anew(func)
-    own = Calls()
+    own = None if isinstance(func, (FunctionType, Module)) else Calls()
     fixed = None if asked else _place(func, key, own)
 
     @functools.wraps(func, updated=())
