@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forall._batching.families import Stack, by_front
+from forall._batching.pieces import by_pieces, comes_apart
 from forall._batching.table import register
 from forall._torch.names import PLAIN
 
@@ -102,6 +103,14 @@ def _value(a: Stack | Tensor) -> Tensor:
     return a.v if isinstance(a, Stack) else a
 
 
+def _made(x: Tensor, w: Tensor, how: Sequence[Any]) -> float:
+    """About how many entries come of each of the images (N, *): edges are left out."""
+    stride, transposed, groups = how[0], how[3], how[5]
+    steps = prod(_of_rank(stride, x.dim() - 2))
+    here, there = w.shape[1] * groups, w.shape[0]
+    return prod(x.shape[1:]) * (here / there * steps if transposed else there / here / steps)
+
+
 def _shape(a: Stack | Tensor) -> Sequence[int]:
     """Of one example."""
     return a.v.shape[1:] if isinstance(a, Stack) else a.shape
@@ -120,7 +129,12 @@ def convolution(size, x, w, bias, *how):
     else:
         p = place(size, groups, transposed=geometry[3])
         x, w = p.x(_value(x)), p.w(_value(w))
-        y = p.y_back(torch.convolution(x, w, within, *geometry, p.groups))
+
+        def convolved(v: Tensor) -> Tensor:
+            return torch.convolution(v, w, within, *geometry, p.groups)
+
+        in_pieces = place is Images and comes_apart(x, w)
+        y = p.y_back(by_pieces(convolved, x, _made(x, w, how)) if in_pieces else convolved(x))
     if bias is not None and _shape(bias) != y.shape[2:3]:  # here it would be broadcast
         raise RuntimeError(f"a bias of shape {tuple(_shape(bias))} for {y.shape[2]} filters")
     if bias is None or within is not None:
@@ -153,10 +167,17 @@ def _convolution_backward(size, g, x, w, _bias_sizes, *how):
 def _pulled(place, g, x, w, which, how):
     """The derivative in x (0) or w (1), of which only the shape matters."""
     p = place(len(g), how[5], transposed=how[3])
-    out = aten.convolution_backward.default(
-        p.y(g), p.x(x), p.w(w), None, *how[:5], p.groups, [which == 0, which == 1, False]
-    )[which]
-    return p.w_back(out) if which else p.x_back(out)
+    x, w = p.x(x), p.w(w)
+
+    def pulled(g):
+        given = (g, x if which else x[: len(g)], w, None, *how[:5], p.groups)
+        return aten.convolution_backward.default(*given, [which == 0, which == 1, False])[which]
+
+    if which:
+        return p.w_back(pulled(p.y(g)))
+    g = p.y(g)
+    in_pieces = place is Images and comes_apart(g, w)
+    return p.x_back(by_pieces(pulled, g, prod(x.shape[1:])) if in_pieces else pulled(g))
 
 
 # --- filters of one place -------------------------------------------------------------------------
