@@ -20,9 +20,9 @@ test: $(VENV)/.installed
 replayed: $(VENV)/.installed
 	FORALL_REPLAY=check OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n auto --dist worksteal
 
-# All tests, each transformed call made by jit too, and compared: an hour on one core.
+# All tests, each transformed call made by jit too, and compared: an hour on one core. FORALL_TESTS=fastmath: with fastmath.
 jitted: $(VENV)/.installed
-	FORALL_TESTS=jit OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n auto --dist worksteal
+	FORALL_TESTS=$(or $(FORALL_TESTS),jit) OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n auto --dist worksteal
 
 # What calls leave behind, in a quarter of an hour or more.
 leaks: $(VENV)/.installed

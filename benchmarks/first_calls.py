@@ -53,7 +53,7 @@ class Clock:
         self.synchronise = synchroniser(device)
         self.ours, self.theirs, _ = contestants.programs
         self.replayed = contestants.replayed
-        self.made = contestants.anew
+        self.made, self.jit = contestants.anew, contestants.jit
         self.often = repetitions_for(self.theirs, target, self.synchronise)
 
     def once(self, program: Program) -> float:
@@ -61,7 +61,7 @@ class Clock:
 
     def round(self) -> Round:
         theirs = seconds(self.theirs, self.often, self.synchronise) / self.often
-        recorded = until_recorded(forall.jit(self.made(forall)), self.once)
+        recorded = until_recorded(self.jit(self.made(forall)), self.once)
         self.first(replayed=False)  # meets the caches that recording left
         first = {False: 0.0, True: 0.0}
         for on in (False, True, True, False):
@@ -123,7 +123,7 @@ def noted() -> Iterator[list]:
 
 def measured(name: str, contestants: Contestants, rounds: int, device: torch.device) -> Row:
     clock = Clock(contestants, device, 0.005)
-    jitted = forall.jit(contestants.anew(forall))
+    jitted = contestants.jit(contestants.anew(forall))
     tries = len(until_recorded(jitted, clock.once))
     operators = sum(kind.operators for kind in jitted.kinds())
     with settled():

@@ -70,7 +70,7 @@ def recorded(contestants: Contestants, device: torch.device) -> float:
 
     with settled():
         costs = [
-            sum(until_recorded(forall.jit(contestants.anew(forall)), once))
+            sum(until_recorded(contestants.jit(contestants.anew(forall)), once))
             for _ in range(COMPILED_ROUNDS)
         ]
     return statistics.median(costs)

@@ -33,6 +33,7 @@ class Contestants:
         times: by how much the measurement of each is multiplied: a loop over a sample of the
             examples stands for the loop over all of them.
         jitted: the first one under `forall.jit`, None where that cannot record it.
+        fastmath: whether that may take sums and products in another order.
         replayed: the first one with `forall.config.replay`, None where nothing of it is replayed.
         transformed: what `contest` was given: each call makes a program that was never called.
         by_jax: `by_jax(jax)` gives the same as a function for `jax.jit`, and its arguments as
@@ -44,6 +45,7 @@ class Contestants:
     check: Callable[[Any, Any], None]
     times: tuple[float, float, float] = (1.0, 1.0, 1.0)
     jitted: Program | None = None
+    fastmath: bool = False
     replayed: Program | None = None
     transformed: Callable[[Any], Program] | None = None
     by_jax: Callable[[Any], tuple[Callable, tuple]] | None = None
@@ -54,6 +56,9 @@ class Contestants:
         """Each program, and by how much its measurement is multiplied."""
         more = [(program, self.times[0]) for program in (self.jitted, self.replayed)]
         return [*zip(self.programs, self.times, strict=True), *more]
+
+    def jit(self, program: Program) -> Any:
+        return forall.jit(program, fastmath=self.fastmath)
 
     def anew(self, api: Any) -> Program:
         """A program that was never called."""
@@ -142,24 +147,24 @@ def contest(
     handwritten: Program,
     *,
     tolerance: float = 1e-4,
-    **by_peers: Any,
+    **more: Any,
 ) -> Contestants:
     """Give `transformed` to both libraries, so that they run the same source text.
 
-    `transformed(api)` returns the program written with `api.vmap`, `api.grad` and so on. The same
-    by other libraries goes into `Contestants` as it is.
+    `transformed(api)` returns the program written with `api.vmap`, `api.grad` and so on. What
+    else there is goes into `Contestants` as it is: the same by other libraries.
     """
 
     def check(actual: Any, expected: Any) -> None:
         assert_agree(actual, expected, tolerance)
 
     programs = (transformed(forall), transformed(torch.func), handwritten)
-    return Contestants(programs, check, transformed=transformed, **by_peers)
+    return Contestants(programs, check, transformed=transformed, **more)
 
 
 def with_jit(contestants: Contestants) -> Contestants:
     """The same, and beside them the first one recorded, where that goes without a warning."""
-    recorded = forall.jit(contestants.programs[0])
+    recorded = contestants.jit(contestants.programs[0])
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         for _ in range(2):

@@ -4,6 +4,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -48,6 +49,11 @@ SERIES = (
         "`vmap(hessian)` of a 16-32-1 perceptron at N points",
         BATCHES,
         hessians.at_points,
+    ),
+    Series(
+        "the same with `jit(fastmath=True)`",
+        BATCHES,
+        partial(hessians.at_points, fastmath=True),
     ),
     Series(
         f"`vmap` over 50 pointwise operations, {BATCH} examples of shape (N,)",

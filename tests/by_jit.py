@@ -1,5 +1,7 @@
 """Tests with each transformed call made by `jit` too: `FORALL_TESTS=jit`, see `make jitted`.
 
+`FORALL_TESTS=fastmath` is the same by ``jit(fastmath=True)``.
+
 A call of a kind that is met for the first time is recorded, and its program is run on the same
 arguments; a later one is replayed, and then made as it is. What is written into is put back in
 between, and so are the random numbers. Results, what is left in the arguments and in what is
@@ -11,6 +13,7 @@ What it records although the function does more than `jit` can see is told by th
 
 from __future__ import annotations
 
+import os
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -33,6 +36,7 @@ from forall._torch import generators, trees
 from forall._torch.memory import has_memory
 from forall._torch.names import has_global_hooks, version
 
+FASTMATH = os.environ.get("FORALL_TESTS") == "fastmath"
 COUNT: Counter[str] = Counter()
 REASONS: Counter[str] = Counter()
 
@@ -84,7 +88,7 @@ class ByJit(Replays):
 
     def __init__(self, run: Any, leads_back: Any = None, *, stands_in: bool = False) -> None:
         super().__init__(run, leads_back, stands_in=stands_in)
-        self.kinds = Quiet(run, Statics(run, None, None), function)
+        self.kinds = Quiet(run, Statics(run, None, None), write=function, fastmath=FASTMATH)
 
     @not_the_users
     def run(self, args: tuple, kwargs: dict, instead: Any) -> Any:

@@ -2,7 +2,8 @@
 
 Every other one has torch's interpreter run its programs from the first, however short they are.
 
-With FORALL_TESTS=jit all of them make each transformed call by `jit` too, see `by_jit`.
+With FORALL_TESTS=jit, or fastmath, all of them make each transformed call by `jit` too, see
+`by_jit`.
 """
 
 import gc
@@ -18,7 +19,7 @@ from forall._programs import interpreted, replay
 
 REPLAY = forall.config.replay
 ONE_IN = 16  # tests whose replayed calls are compared with the calls themselves
-BY_JIT = os.environ.get("FORALL_TESTS") == "jit"
+BY_JIT = os.environ.get("FORALL_TESTS") in ("jit", "fastmath")
 ASIDE = {"replay", "jit", "test_not_replayed.py"}  # that test the recording itself
 
 

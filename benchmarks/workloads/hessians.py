@@ -23,8 +23,22 @@ def batched_hessian_by_einsum(device: torch.device) -> Contestants:
     return at_points(device, 64, by_einsum=True)
 
 
+@workload(
+    "batched-hessian-fastmath",
+    "`batched-hessian` with `jit(fastmath=True)`",
+    limits={(JIT, 2): 0.6},
+)
+def batched_hessian_by_fastmath(device: torch.device) -> Contestants:
+    return at_points(device, 64, fastmath=True)
+
+
 def at_points(
-    device: torch.device, examples: int, hidden_units: int = 32, *, by_einsum: bool = False
+    device: torch.device,
+    examples: int,
+    hidden_units: int = 32,
+    *,
+    by_einsum: bool = False,
+    fastmath: bool = False,
 ) -> Contestants:
     first = torch.randn(hidden_units, 16, device=device) / 4
     bias = torch.randn(hidden_units, device=device)
@@ -55,7 +69,7 @@ def at_points(
         hessians = jax.vmap(jax.hessian(function), (0, None, None, None))
         return hessians, (points, first, bias, second)
 
-    return contest(transformed, handwritten, by_jax=by_jax)
+    return contest(transformed, handwritten, by_jax=by_jax, fastmath=fastmath)
 
 
 class Regression:

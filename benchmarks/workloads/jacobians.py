@@ -48,7 +48,7 @@ def jacrev(device: torch.device) -> Contestants:
 
 
 @workload("jacfwd", "`jacfwd` of the same perceptron", limits={(JIT, 2): 1.2})
-def jacfwd(device: torch.device) -> Contestants:
+def jacfwd(device: torch.device, *, fastmath: bool = False) -> Contestants:
     function = Perceptron(device)
     x = torch.randn(WIDTH, device=device)
 
@@ -60,7 +60,16 @@ def jacfwd(device: torch.device) -> Contestants:
         f, given = function.by_jax(jax, x)
         return jax.jacfwd(f), given
 
-    return contest(transformed, lambda: function.jacobian(x), by_jax=by_jax)
+    return contest(transformed, lambda: function.jacobian(x), by_jax=by_jax, fastmath=fastmath)
+
+
+@workload(
+    "jacfwd-fastmath",
+    "the same with `jit(fastmath=True)`",
+    limits={(JIT, 2): 1.2},
+)
+def jacfwd_fastmath(device: torch.device) -> Contestants:
+    return jacfwd(device, fastmath=True)
 
 
 @workload("jacrev-gelu", "`jacrev` of a 64-1024-64 perceptron with GELU (by tanh) at one point")

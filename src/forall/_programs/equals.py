@@ -67,12 +67,12 @@ def copies(program: Program, back: Collection[Node] = ()) -> None:
         readers[its] += readers[mine] - 1
         if mine in leaves:
             leaves.add(its)
-        _joined(program, mine, its)
+        joined(program, mine, its)
     program.nodes[:] = kept
     program.outputs[:] = [other.get(n, n) for n in program.outputs]
 
 
-def _joined(program: Program, mine: int, its: int) -> None:
+def joined(program: Program, mine: int, its: int) -> None:
     """What shared memory with one root shares it with another."""
     program.values[:] = [v._replace(root=its) if v.root == mine else v for v in program.values]
 
@@ -115,7 +115,7 @@ def twins(program: Program, back: Collection[Node] = ()) -> None:
         for n, m in zip(made, twin.makes(), strict=True):
             other[n] = m
             if values[n].root == n:
-                _joined(program, n, values[m].root)
+                joined(program, n, values[m].root)
     program.nodes[:] = kept
 
 

@@ -38,9 +38,9 @@ class AsItIs(NamedTuple):
 class Kinds(Unwatched):
     """The kinds of calls that were recorded of one function."""
 
-    def __init__(self, func: Callable, statics: Statics, write: Callable) -> None:
+    def __init__(self, func: Callable, statics: Statics, **how: Any) -> None:
         self.func = func
-        self.write = write
+        self.how = how  # its programs are made: ``write``, ``fastmath``
         self.boxed = statics.boxed if statics else None
         self.known: OrderedDict[Any, Recorded | AsItIs] = OrderedDict()
         self.newest: Recorded | None = None
@@ -119,7 +119,7 @@ class Kinds(Unwatched):
         before = self.known.get(kind)
         asked = (before.asked if type(before) is Differentiated else None) or FIRST
         spec = trees.flatten(given)[1]
-        made = record(self.func, leaves, spec, given=given, write=self.write, asked=asked)
+        made = record(self.func, leaves, spec, given=given, asked=asked, **self.how)
         if made.moved and kind not in self.settling:
             # A cache, a mask kept on a module, a wrapper that torch makes late: set up once. Who
             # changes something with each call is found out by the next one.

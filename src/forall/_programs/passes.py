@@ -15,13 +15,12 @@ import torch
 from forall._programs.cheaper import in_place, numbers
 from forall._programs.equals import MOST, copies, twins
 from forall._programs.program import Node, with_refs
+from forall._programs.reordered import biased, reordered
 from forall._programs.views import views
 from forall._torch.dispatch import without_history
 from forall._torch.schema import facts
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
-
     from forall._programs.program import Program
 
 aten = torch.ops.aten
@@ -38,16 +37,22 @@ _UNFILLED = {
 }
 
 
-def clean(program: Program, back: Collection[Node] = ()) -> Program:
+def clean(program: Program, back: list[Node] | None = None, *, fastmath: bool = False) -> Program:
     """All passes, in the order in which they make work for each other.
 
-    ``back`` are the operators of a pull-back, which is run later than the others.
+    ``back`` are the operators of a pull-back, which is run later than the others: ``fastmath`` puts
+    others in their place, and adds these.
     """
+    back = [] if back is None else back
     constants(program)
     dead(program)
     views(program)
     copies(program, back)
     twins(program, back)
+    if fastmath:
+        reordered(program, back)
+        biased(program, back)
+        constants(program)
     views(program)
     dead(program)
     numbers(program)

@@ -139,13 +139,15 @@ def entangled(program: Program) -> str | None:
     return None
 
 
-def cleaned(program: Program, back: Pullback, kept: Collection[int]) -> Pullback:
+def cleaned(
+    program: Program, back: Pullback, kept: Collection[int], *, fastmath: bool = False
+) -> Pullback:
     """Clean both halves as one, which hold on to all that gradients are wanted of, and ``kept``."""
     captured = dict(program.captured)
     results = len(program.outputs)
     program.inputs += back.cotangents
     program.outputs += [n for n in back.gradients if n is not None]
-    clean(program, back.nodes)
+    clean(program, back.nodes, fastmath=fastmath)
     found = iter(program.outputs[results:])
     del program.outputs[results:]
     del program.inputs[len(program.inputs) - len(back.cotangents) :]

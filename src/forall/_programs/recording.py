@@ -98,6 +98,7 @@ class FirstCall:
     before: Before
     write: Callable = function
     certain: bool = False
+    fastmath: bool = False
     asked: Pass = FIRST
 
     def record(self, given: tuple[tuple, dict] | None) -> Recording:
@@ -136,18 +137,17 @@ class FirstCall:
         program = recorder.program(ends if views is None else views.numbers)
         if program is None:
             return Recording(result, None, recorder.why, moved)
-        results = Results.of(found, tree)
+        how = guards, Results.of(found, tree), tensors, self.write
         if back is None and views is not None:
             return Recording(result, None, SHARED)
         if back is None:
-            made = Recorded(clean(program), guards, results, tensors, self.write)
+            made = Recorded(clean(program, fastmath=self.fastmath), *how)
         elif (why := entangled(program)) is not None:
             return Recording(result, None, why)
         else:
-            back = cleaned(program, back, () if views is None else views.given)
-            made = Differentiated(
-                program, guards, results, tensors, self.write, back, self._again(views), views
-            )
+            kept = () if views is None else views.given
+            back = cleaned(program, back, kept, fastmath=self.fastmath)
+            made = Differentiated(program, *how, back, self._again(views), views)
         guards.watch(program.captured.values())
         if recorder.attends:
             guards.watch_attention()

@@ -48,7 +48,7 @@ _VIEWS = frozenset(
 
 
 @cache
-def _only_views(op: Any) -> bool:
+def only_views(op: Any) -> bool:
     return op.namespace == "aten" and op.overloadpacket.__name__ in _VIEWS and not facts(op).mutates
 
 
@@ -62,7 +62,7 @@ def views(program: Program) -> None:
         node.replaced(other)
         n = node.outs
         cut = node.op is torch.ops.aten.detach.default and n in program.outputs
-        if cut or not _only_views(node.op) or not isinstance(n, int):
+        if cut or not only_views(node.op) or not isinstance(n, int):
             bases.update(m for m in node.makes() if program.values[m].root == m)
             continue
         first = node.args[0].n
