@@ -653,6 +653,72 @@ def a_branch_that_is_ever_another(jit):
 
 
 @case
+def a_whole_number(jit):
+    f = jit(lambda x, batch: x.new_zeros(int(batch.max()) + 1).index_add(0, batch, x))
+    return lambda i: f(xs(i), torch.tensor([0, 1, 1 if i < 3 else 2]))
+
+
+@case
+def a_whole_number_asked_for_its_truth(jit):
+    f = jit(lambda x, n: x * 2 if n else x - 1)
+    return lambda i: f(xs(i), torch.tensor(i // 2))
+
+
+@case
+def a_whole_number_of_all_examples(jit):
+    f = jit(vmap(lambda x, n: x.narrow(0, 0, n.item()).sin(), in_dims=(0, None)))
+    return lambda i: f(xs(i, 4, 3), torch.tensor(2 if i < 3 else 3))
+
+
+@unrecorded
+def a_whole_number_that_is_ever_another(jit):
+    f = jit(lambda x, i: x * i.item())
+    return lambda i: [f(xs(i), torch.tensor(4 * i + k)) for k in range(4)]
+
+
+@case
+def a_mask_that_is_captured(jit):
+    mask = torch.tensor([True, False, True])
+    f = jit(vmap(grad(lambda x: (x[mask].sin() * mask.nonzero()[0]).sum())))
+
+    def call(i):
+        if i == 3:
+            mask.logical_not_()
+        return f(xs(i, 4, 3))
+
+    return call
+
+
+@case
+def what_a_mask_picks(jit):
+    def f(x, edges):
+        edges = edges[:, edges[0] != edges[1]]
+        return x.index_add(0, edges[1], x[edges[0]]), edges.masked_select(edges < 2)
+
+    g = jit(f)
+    edges = torch.tensor([[0, 1, 2, 2, 0], [1, 1, 0, 1, 2]])
+    return lambda i: g(xs(i), edges if i < 3 else edges.flip(1)[:, i - 3 : i])
+
+
+@case
+def what_is_there_once(jit):
+    f = jit(lambda x, n: x.index_select(0, n.unique()).cumsum(0))
+    return lambda i: f(xs(i), torch.tensor([0, 2, 0 if i < 4 else 1]))
+
+
+@case
+def picked_with_a_derivative_outside(jit):
+    f = jit(lambda x, mask: x[mask].sin() * 2)
+
+    def call(i):
+        x = xs(i).requires_grad_()
+        out = f(x, torch.tensor([True, i < 3, True]))
+        return out.detach(), *torch.autograd.grad(out.sum(), x)
+
+    return call
+
+
+@case
 def a_branch_that_is_another_from_some_call_on(jit):
     f = jit(grad(lambda x: (x * 2 if (x > 0).all() else x.exp()).sum()))
     return lambda i: f(xs(i).abs() * (1 if i < 3 else -1))
@@ -1008,10 +1074,59 @@ def a_generator_of_pythons(jit):
     return lambda i: g(xs(i))
 
 
-@unrecorded
+@case
 def shapes_that_depend_on_numbers(jit):
     f = jit(lambda x: x[x > 0].sum() + x.nonzero().sum())
     return lambda i: f(xs(i))
+
+
+@unrecorded
+def numbers_of_tensors_made_into_another(jit):
+    f = jit(lambda x, n: x * torch.tensor([n[0], n[1], 1]) + x.new_tensor([[n[2]]]))
+    return lambda i: f(xs(i), xs(i + 9))
+
+
+@unrecorded
+def numbers_of_a_captured_tensor_made_into_another(jit):
+    held = torch.tensor([1.0, 2.0, 3.0])
+    f = jit(grad(lambda x: (x * torch.as_tensor([held[0], held[2], 1.0])).sum()))
+
+    def call(i):
+        held.add_(i)
+        return f(xs(i))
+
+    return call
+
+
+@unrecorded
+def numbers_of_tensors_made_into_another_by_a_class(jit):
+    f = jit(lambda x, n: x * torch.Tensor([n[0], n[1], 1]))
+    return lambda i: f(xs(i), xs(i + 9))
+
+
+@case
+def lists_of_numbers_beside_tensors(jit):
+    f = jit(lambda x, n: x[[0, 2]] * torch.tensor([2.0, 3.0]) + x[n, [1, 0]].sum())
+    return lambda i: f(xs(i, 3, 2), torch.tensor([i % 2, 0]))
+
+
+@unrecorded
+def split_where_a_tensor_says(jit):
+    f = jit(lambda x, places: torch.tensor_split(x, places)[0].sum())
+    return lambda i: f(xs(i), torch.tensor([1 + i // 3, 3]))
+
+
+@unrecorded
+def packed_as_lengths_say(jit):
+    torch.manual_seed(0)
+    layer = torch.nn.LSTM(2, 3).requires_grad_(False)
+
+    def f(x, lengths):
+        packed = torch.nn.utils.rnn.pack_padded_sequence(x, lengths)
+        return layer(packed)[1][0], x.new_zeros(packed.data.shape[0])
+
+    g = jit(f)
+    return lambda i: g(xs(i, 4, 3, 2), torch.tensor([4, 2 + i // 3, 1]))
 
 
 @unrecorded

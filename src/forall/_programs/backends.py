@@ -19,6 +19,7 @@ from torch import fx
 
 from forall._core.errors import Call, columns, slow
 from forall._programs.program import Layout, Node, Piece, Ref
+from forall._programs.recorder import ASSERTED
 from forall._programs.writing import function
 from forall._torch import compilers
 from forall._torch.memory import storage_of
@@ -65,7 +66,8 @@ def _written(
     results: Sequence[int],
 ) -> Callable:
     """As `writing.function`, with pieces that are compiled."""
-    stretches = [(fits, [*part]) for fits, part in groupby(nodes, key=_fits)]
+    asserted = {n for node in nodes if node.op in ASSERTED for n in node.reads()}
+    stretches = [(fits, [*part]) for fits, part in groupby(nodes, key=partial(_fits, asserted))]
     lines: list[Node] = []
     later = {*results}
     for fits, part in reversed(stretches):
@@ -75,9 +77,11 @@ def _written(
     return function(program, lines, given, results)
 
 
-def _fits(node: Node) -> bool:
+def _fits(asserted: Collection[int], node: Node) -> bool:
     if node.outs is None and not node.writes():
         return False  # it is there to raise, and a compiler leaves it out
+    if facts(node.op).dynamic and any(n in asserted for n in node.makes()):
+        return False  # its numbers say of what shape the result is
     return not facts(node.op).seeded and _is_plain((node.args, node.kwargs))
 
 

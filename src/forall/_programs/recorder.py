@@ -14,7 +14,9 @@ NOTE [answers]
     Most of what Python asks is a yes or no that is the same each time: whether arguments are valid,
     whether all is finite. A program makes the same test and asserts the answer. Where that is
     another one it fails, having changed nothing that is seen from outside, and the function is
-    called. On other devices than the CPU a failed assertion would end the process.
+    called. On other devices than the CPU a failed assertion would end the process. A whole number
+    is such an answer too: how many nodes a graph has; and so is the shape of what is picked by a
+    mask, which the program makes and asserts.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from forall._core.ended import dispatched
 from forall._programs.draws import Draws
 from forall._programs.program import Layout, Node, Program, Ref, Value
 from forall._torch import trees
-from forall._torch.dispatch import functions_off, in_torch_func
+from forall._torch.dispatch import functions_are_off, functions_off, in_torch_func
 from forall._torch.lazy import is_zeros, with_lazy_bits
 from forall._torch.memory import has_memory, storage_of
 from forall._torch.names import DispatchMode, StorageWeakRef
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 _INDEX = aten.index.Tensor
+_INDEXING = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
 _FRESH = (aten.lift_fresh.default, aten.lift_fresh_copy.default)
 
 _SEED = "it sets the state of a random generator"
@@ -63,9 +66,14 @@ _UNFIT = {
     )
 }
 
-# What tells Python a number. A yes or no is the program's, see NOTE [answers].
+# What tells Python a number. A yes or no, or a whole one, is the program's, see NOTE [answers].
 _READS = {aten._local_scalar_dense.default, aten.item.default, aten.is_nonzero.default}
-_NOT, ASSERTED = aten.logical_not.default, aten._assert_async.default
+_NOT, _HOLDS, _SHAPED = (
+    aten.logical_not.default,
+    aten._assert_async.default,
+    aten._assert_tensor_metadata.default,
+)
+ASSERTED = frozenset({_HOLDS, _SHAPED})
 
 # Operators that give a tensor another shape in place, and the view that each comes down to.
 _AS_VIEWS = {
@@ -111,6 +119,7 @@ class Recorder(DispatchMode):
         self.makes_hooks = False  # that run in a backward pass
         self.tells = False  # of a tensor more than a kind of calls says
         self.attends = False  # by a kernel that torch chooses as the user allows
+        self.given: Any = None  # the arguments of the call of the user's that is under way
         self._numbers: dict[int, int] = {}  # of each tensor's identity, as long as it lives
         self._tensors: list[weakref.ref] = []
         # The numbers of those that lie in a storage, for as long as it is there.
@@ -135,7 +144,9 @@ class Recorder(DispatchMode):
         if in_torch_func():  # its wrappers have no memory, and their values are not ours to take
             self.fails(TORCHS)
             return func(*args, **kwargs)
-        if func in _READS and self._hears and args[0].dtype is torch.bool and args[0].is_cpu:
+        if func in _FRESH and not functions_are_off() and _holds_tensors(self.given):
+            self.fails("the numbers of tensors are read to make another")
+        if func in _READS and self._hears and _is_whole(args[0]):
             return self._answer(func, args[0])
         with functions_off():  # a backward pass has them on, and what we ask is not the user's
             node = self._met(func, args, kwargs)
@@ -152,7 +163,15 @@ class Recorder(DispatchMode):
             # Else another name for what there was. What gives nothing is there to raise.
             if out is None or len(self.values) > before or node.writes():
                 self.nodes.append(node)
+            if _looks(func, args):
+                self._shaped(out)
         return out
+
+    def _shaped(self, out: Any) -> None:
+        with functions_off():
+            for t in trees.leaves(out):
+                if isinstance(t, torch.Tensor):
+                    self.__torch_dispatch__(_SHAPED, (), (t, [*t.shape]))
 
     @contextmanager
     def hearing(self) -> Iterator[None]:
@@ -163,12 +182,14 @@ class Recorder(DispatchMode):
         finally:
             self._hears = False
 
-    def _answer(self, func: Any, t: Any) -> bool:
+    def _answer(self, func: Any, t: Any) -> Any:
         answer = func(t)
         with functions_off():
-            if not answer:
+            if t.dtype is not torch.bool:
+                t = self.__torch_dispatch__(aten.eq.Scalar, (), (t, aten.item.default(t)))
+            elif not answer:
                 t = self.__torch_dispatch__(_NOT, (), (t,))
-            self.__torch_dispatch__(ASSERTED, (), (t,))
+            self.__torch_dispatch__(_HOLDS, (), (t,))
         return answer
 
     def fails(self, why: str) -> None:
@@ -270,7 +291,7 @@ class Recorder(DispatchMode):
 
     def _met(self, func: Any, args: tuple, kwargs: dict) -> Node | None:
         fact = facts(func)
-        looks = fact.dynamic and not (func is _INDEX and not _has_mask(args[1]))
+        looks = _looks(func, args) and not self._hears
         changes = torch.Tag.inplace_view in func.tags
         if changes and not self.is_from_outside(args[0]):
             func = _AS_VIEWS.get(func, func)  # the tensor goes on as a view of what it was
@@ -329,6 +350,31 @@ class Recorder(DispatchMode):
             held, numbers = StorageWeakRef(t.untyped_storage()), []
         self._in_memory[place] = held, [*numbers, n]
         return n
+
+
+def _looks(func: Any, args: tuple) -> bool:
+    """Whether numbers say of what shape the result is."""
+    return facts(func).dynamic and not (func is _INDEX and not _has_mask(args[1]))
+
+
+def _holds_tensors(given: Any) -> bool:
+    """Whether numbers may be read of tensors in a list, which torch does unseen.
+
+    ``torch.Tensor([...])`` is no call that is seen. A tuple of tensors is an index.
+    """
+    if given is None:
+        return True
+    func, args, kwargs = given
+    rows = [a for a in (*args, *kwargs.values()) if isinstance(a, (list, tuple))]
+    if func in _INDEXING:
+        rows = [
+            [b for b in row if isinstance(b, list)] if type(row) is tuple else row for row in rows
+        ]
+    return any(isinstance(x, torch.Tensor) for x in trees.leaves(rows))
+
+
+def _is_whole(t: torch.Tensor) -> bool:
+    return t.is_cpu and not (t.is_floating_point() or t.is_complex())
 
 
 def _has_mask(indices: Any) -> bool:

@@ -46,7 +46,7 @@ class Recorded:
         self.results = results
         self.captured = [*program.captured.values()]
         self.given = [*program.inputs, *program.captured]
-        self.asks = any(node.op is ASSERTED for node in program.nodes)
+        self.asks = any(node.op in ASSERTED for node in program.nodes)
         self.failed = False  # to give the answers that were recorded
         self.draws = any(facts(node.op).seeded for node in program.nodes)
         self.run = self._compiled()

@@ -115,6 +115,22 @@ _ATTENTION = {
 }
 
 
+# Kernels that read where to cut from a tensor's memory, and go on with views, or other shapes.
+_READING = {
+    "tensor_split",
+    "_pack_padded_sequence",
+    "_pad_packed_sequence",
+    "lstm",
+    "gru",
+    "rnn_tanh",
+    "rnn_relu",
+}
+
+
+def _is_of_places(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and not (x.is_floating_point() or x.is_complex())
+
+
 class Watch(TorchFunctionMode):
     """Sees the calls that no operator tells of."""
 
@@ -135,5 +151,12 @@ class Watch(TorchFunctionMode):
         self.recorder.tells |= func in TELLS
         self.recorder.makes_leaves |= changes
         self.recorder.makes_hooks |= func in _HOOKS
-        self.recorder.attends |= getattr(func, "__name__", "") in _ATTENTION
-        return func(*args, **(kwargs or {}))
+        name = getattr(func, "__name__", "")
+        self.recorder.attends |= name in _ATTENTION
+        if name in _READING and any(map(_is_of_places, trees.leaves((args, kwargs)))):
+            self.recorder.fails(f"{name} reads numbers of which no operator tells")
+        before, self.recorder.given = self.recorder.given, (func, args, kwargs or {})
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            self.recorder.given = before
