@@ -1,7 +1,10 @@
 """Code as libraries have it is replayed, and what it asks for is watched."""
 
+import collections
 import contextvars
+import ctypes
 import functools
+import inspect
 import logging
 import os
 import sys
@@ -55,6 +58,53 @@ class Layer(torch.nn.Module):
         return (x * self.weight * getattr(self.settings, "factor")).sum()  # noqa: B009
 
 
+class Marked(torch.Tensor):
+    """A class of tensors as libraries have them: most calls only ask whether something is one."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
+    handled = {torch.Tensor.view: "view"}  # noqa: RUF012
+
+    @staticmethod
+    def __new__(cls, x, log):
+        log.append(1)
+        return x.as_subclass(cls)
+
+    def told(self):
+        print(self)
+
+
+class Definition(ctypes.Structure):
+    """Of a function in C."""
+
+    _fields_ = (
+        ("name", ctypes.c_char_p),
+        ("function", ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.py_object, ctypes.py_object)),
+        ("flags", ctypes.c_int),
+        ("doc", ctypes.c_char_p),
+    )
+
+
+DEFINED = Definition(b"same", Definition._fields_[1][1](lambda _, x: x), 8, None)
+_NEW = ctypes.pythonapi.PyCFunction_NewEx
+_NEW.argtypes = [ctypes.POINTER(Definition), ctypes.py_object, ctypes.py_object]
+_NEW.restype = ctypes.py_object
+EXTENSION = _NEW(DEFINED, None, sys)
+
+Spec = collections.namedtuple("Spec", "names default")  # noqa: PYI024
+
+
+class Inspector(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.spec = inspect.getfullargspec(table.__wrapped__)
+        self.own = Spec(("x",), 2.0)
+
+    def forward(self, x):
+        if isinstance(x, Marked):
+            x.told()
+        return x.sum() * len(self.spec.args) * self.own.default
+
+
 def imports(x):
     import torch.nn.functional as F
     from scales_of_a_test import factor  # pyright: ignore[reportMissingImports]
@@ -106,6 +156,37 @@ def test_a_layer_with_settings_and_messages():
     assert replayed(slope, x, lambda x: wanted(x).requires_grad_())
     layer.settings.factor = 5.0
     assert torch.equal(slope(x).detach(), wanted(x))
+
+
+def test_classes_of_tensors_and_named_tuples_of_libraries():
+    layer, x = Inspector(), torch.randn(4, 3)
+    f = forall.vmap(forall.grad(layer))
+    for i in range(12):
+        if i == 8:
+            layer.own = Spec(("x",), 3.0)
+        if i == 10:
+            layer.spec = layer.spec._replace(args=["n", "m"])
+        assert same(f(x), torch.full((4, 3), (1 + (i > 9)) * (2.0 + (i > 7))))
+    assert "calls so far" in told(f)
+
+
+def test_a_class_of_tensors_that_is_made():
+    log = []
+
+    def f(x):
+        return Marked(x * 2, log).sum().as_subclass(torch.Tensor)
+
+    g, x = forall.vmap(f), torch.randn(4, 3)
+    for _ in range(8):
+        assert same(g(x), (x * 2).sum(1))
+    assert len(log) == 8
+
+
+def test_a_function_of_an_extension_whose_module_is_no_name():
+    f = forall.vmap(lambda x: x.sin() if EXTENSION else x)
+    x = torch.randn(4, 3)
+    for _ in range(8):
+        assert same(f(x), x.sin())
 
 
 def test_what_is_imported_inside(monkeypatch):

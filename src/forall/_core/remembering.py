@@ -225,7 +225,8 @@ def is_no_users(thing: Any) -> bool:
         return all(is_none_by_name(kind.__module__ or "") for kind in thing.__mro__)
     # functools.wraps gives a function the name of another
     name = home_of(thing) if isinstance(thing, FunctionType) else thing.__module__
-    return is_none_by_name(name or "")
+    # An extension may have put its module there, not the name.
+    return isinstance(name, str) and is_none_by_name(name)
 
 
 def is_none_by_name(module: str) -> bool:

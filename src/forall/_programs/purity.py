@@ -208,7 +208,7 @@ class _Reading:
         if isinstance(value, ModuleType):
             return self.ran.seen and self._is_certain_module(value)
         what = type(value) if isinstance(value, TELLERS) else value
-        return _is_certain(value) or self._is_idle(what)
+        return _is_certain(value) or self._is_idle(what) or self._is_never_made(value)
 
     def _is_certain_module(self, module: ModuleType) -> bool:
         """One of a library's that something holds: each name that is asked for may be its."""
@@ -229,6 +229,10 @@ class _Reading:
         if trusted.is_question(value):
             self.guards.watch_answer(value)
         return trusted.is_trusted(value)
+
+    def _is_never_made(self, value: Any) -> bool:
+        """Whether it is a class of tensors, only asked for whether something is of it."""
+        return isinstance(value, type) and issubclass(value, torch.Tensor) and self.ran.idle(value)
 
     def _is_idle(self, value: Any) -> bool:
         return self.ran.idle(value) and is_no_users(value)
@@ -303,7 +307,7 @@ def _is_certain(value: Any) -> bool:
         return trusted.is_trusted(value) or type(value.__self__) in CONTAINERS
     if isinstance(value, _METHODS):
         known = trusted.is_trusted_base(getattr(value, "__objclass__", object))
-        return known and value.__name__ not in BY_ANY_NAME
+        return known and value.__name__ not in BY_ANY_NAME | trusted.TELLING
     if isinstance(value, ReferenceType):
         return type(value()) in PLAIN  # as torch's recurrent layers have them of their weights
     if trusted.is_trusted(value):

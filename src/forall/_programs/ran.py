@@ -15,10 +15,12 @@ from __future__ import annotations
 import dis
 import sys
 from contextlib import contextmanager
+from itertools import takewhile
 from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any
 
 from forall._core import remembering
+from forall._torch.names import PLAIN
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -143,7 +145,10 @@ class Ran(Everything):
                 self._idle.add(thing.__code__)
                 return True
             return False
-        return isinstance(thing, type) and all(map(self._is_idle, thing.__mro__[:-1]))
+        if not isinstance(thing, type):
+            return False
+        bases = takewhile(lambda kind: kind not in PLAIN, thing.__mro__[:-1])
+        return all(map(self._is_idle, bases))
 
     def _is_idle(self, kind: type) -> bool:
         """Of a class in Python; what one in C does is not seen."""

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
-from forall._torch.names import OpOverload, OpOverloadPacket, function_homes
+from forall._torch.names import OpOverload, OpOverloadPacket, function_homes, functions_pass
 
 # Modules of which every function is trusted, and packages whose classes are.
 _MODULES = frozenset({"math", "_operator", "operator", "itertools", "_bisect", "forall"})
@@ -124,6 +124,7 @@ QUESTIONS = frozenset(
 _HOMES = (*function_homes[:-1], F, torch.functional, torch.linalg, torch.fft, torch.special)
 _UNFIT = ("__", "set_", "_cufft_set", "from_file")
 _MORE = (
+    functions_pass,
     checkpoint,
     torch.autograd.grad,
     functional.jacobian,
@@ -233,7 +234,8 @@ def is_trusted(value: Any) -> bool:
         return _is_trusted_class(value)
     if _is_of_numpy(value):
         return True
-    module = getattr(value, "__module__", None) or ""
+    module = getattr(value, "__module__", None)
+    module = module if isinstance(module, str) else ""  # an extension may have put anything there
     if isinstance(value, (types.BuiltinFunctionType, types.FunctionType)):
         home = getattr(value, "__globals__", {}).get("__name__", module)
         return (
@@ -267,13 +269,14 @@ def _is_trusted_class(kind: type) -> bool:
         numpy = sys.modules["numpy"]
         kinds = (numpy.ndarray, numpy.generic, numpy.ufunc, type(numpy.sum))
         return issubclass(kind, kinds)
-    return module in _MODULES or module.startswith(_CLASSES) or kind in _BASES
+    return (
+        module in _MODULES or module.startswith(_CLASSES) or kind in _BASES or _is_namedtuple(kind)
+    )
 
 
 _BASES = frozenset(
     {
-        object,
-        torch.Tensor,
+        *torch.Tensor.__mro__,
         torch.nn.Module,
         torch.nn.Parameter,
         *torch.autograd.Function.__mro__,
@@ -295,4 +298,14 @@ def is_trusted_base(kind: type) -> bool:
         or kind.__module__ in ("typing", "enum", "abc")
         or kind.__module__.startswith(_CLASSES)
         or (kind.__module__ == "builtins" and kind.__name__ in BUILTINS)
+        or _is_namedtuple(kind)
     )
+
+
+def _is_namedtuple(kind: type) -> bool:
+    """Whether `collections.namedtuple` wrote all that it has."""
+    if kind.__bases__ != (tuple,) or "_fields" not in vars(kind):
+        return False
+    functions = (getattr(f, "__func__", f) for f in vars(kind).values())
+    homes = [f.__globals__["__name__"] for f in functions if isinstance(f, types.FunctionType)]
+    return all(home == "collections" or home.startswith("namedtuple_") for home in homes)
