@@ -1,11 +1,6 @@
 """Composable function transforms for PyTorch."""
 
-from torch.func import (
-    functional_call,
-    functionalize,
-    rearrange,
-    replace_all_batch_norm_modules_,
-)
+from torch.func import functionalize, rearrange, replace_all_batch_norm_modules_
 
 from forall._core.loading import without_collector as _without_collector
 
@@ -30,7 +25,7 @@ with _without_collector():
     from forall._transforms.jit import jit
     from forall._transforms.jvp import jvp
     from forall._transforms.linearize import linearize
-    from forall._transforms.modules import stack_module_state
+    from forall._transforms.modules import functional_call, stack_module_state
     from forall._transforms.norms import per_example_grad_norm
     from forall._transforms.second import hessian_diag, hvp, laplacian
     from forall._transforms.shorter import jacobian

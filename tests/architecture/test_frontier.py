@@ -46,7 +46,6 @@ def test_torchs_own_transforms_are_called_by_the_frontier_alone(path):
         used -= {
             f"torch.func.{name}"
             for name in (
-                "functional_call",
                 "functionalize",
                 "rearrange",
                 "replace_all_batch_norm_modules_",

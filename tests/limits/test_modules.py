@@ -9,8 +9,9 @@ from torch import nn
 from torch.func import functional_call, stack_module_state
 from torch.nn.utils import parametrizations, parametrize
 
+import forall
 from forall import grad, hessian, jacfwd, jacrev, jvp, vmap
-from oracle import difference, loop
+from oracle import difference, loop, same
 
 D = torch.float64
 
@@ -435,3 +436,55 @@ def test_a_copy_is_one_thing_wherever_it_is_met():
     xs = numbers(3, 2)
     assert not difference(vmap(f)(xs), torch.stack([f(x) for x in xs]))
     assert torch.equal(scale, torch.tensor([2.0, 3.0], dtype=D))
+
+
+class Twice(torch.nn.Module):
+    """A submodule that has two names, with a part and a buffer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+        self.again = torch.nn.ModuleList([self.first])
+
+    def forward(self, x):
+        return self.again[0](self.first(x))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_submodule_with_two_names_has_its_own_parameters_again(fails):
+    module, x = Twice(), torch.randn(4, 2)
+    own = module.state_dict(keep_vars=True)
+    given = {name: value.detach() * 2 for name, value in module.named_parameters()}
+    plain = copy.deepcopy(module)
+    with torch.no_grad():
+        for p in plain.parameters():
+            p.mul_(2)
+
+    def loss(p, x):
+        out = forall.functional_call(module, p, (x,)).square().sum()
+        if fails:
+            raise KeyError("after the call")
+        return out
+
+    if fails:
+        with pytest.raises(KeyError):
+            grad(loss)(given, x)
+    else:
+        ours = grad(loss)(given, x)
+        plain(x).square().sum().backward()
+        assert same(ours, {name: p.grad for name, p in plain.named_parameters()})
+    after = module.state_dict(keep_vars=True)
+    assert all(after[name] is value for name, value in own.items())
+
+
+def test_a_recurrent_layer_keeps_none_of_the_weights_it_was_given():
+    layer, x = nn.LSTM(2, 3), torch.randn(4, 5, 2)
+    own = dict(layer.named_parameters())
+    given = {name: p.detach() * 2 for name, p in own.items()}
+
+    def loss(p, x):
+        return forall.functional_call(layer, p, (x,))[0].sum()
+
+    ours = vmap(grad(loss), in_dims=(None, 0))(given, x)
+    assert same(ours, loop(grad(loss), in_dims=(None, 0))(given, x))
+    assert all(w is p for w, p in zip(layer._flat_weights, own.values(), strict=True))

@@ -1,4 +1,4 @@
-"""`stack_module_state`: the parameters and buffers of many modules as stacks."""
+"""Modules as functions of their parameters and buffers, which may be stacks of many modules'."""
 
 from __future__ import annotations
 
@@ -11,6 +11,77 @@ from forall._torch import handover
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+
+def functional_call(
+    module: torch.nn.Module,
+    parameter_and_buffer_dicts: dict[str, torch.Tensor] | Sequence[dict[str, torch.Tensor]],
+    args: Any = None,
+    kwargs: dict[str, Any] | None = None,
+    *,
+    tie_weights: bool = True,
+    strict: bool = False,
+) -> Any:
+    """``module(*args, **kwargs)`` with these parameters and buffers in the place of its own.
+
+    Afterwards the module has its own again, also those of a submodule that stands in two places:
+    there torch.func leaves what it was given. What the module writes into its buffers (running
+    statistics) is written into those given; one that it replaces is replaced in the dict.
+
+    Cost: that of the call, and a look at each submodule.
+
+    Args:
+        module: any module but a scripted one.
+        parameter_and_buffer_dicts: tensors by name, or several dicts of them without a common name.
+            What has no name here stays the module's own.
+        args: a tuple of arguments, or the only one.
+        kwargs: arguments by name.
+        tie_weights: a parameter with two names, of which one is given, is replaced under both.
+        strict: raise where a name is missing, or is none of the module's.
+
+    Raises:
+        ValueError: for what is no dict, for a name in two dicts, and for two values of one tied
+            parameter.
+        RuntimeError: for scripted modules, and where ``strict`` finds other names.
+
+    Source: torch.func.
+
+    Example:
+        >>> model = torch.nn.Linear(2, 1)
+        >>> given = {"weight": torch.ones(1, 2), "bias": torch.zeros(1)}
+        >>> functional_call(model, given, torch.tensor([1.0, 2.0]))
+        tensor([3.])
+    """
+    own = [] if torch.compiler.is_compiling() else _left_by_torch(module)
+    given = module, parameter_and_buffer_dicts, args, kwargs
+    try:
+        return handover.call("functional_call", *given, tie_weights=tie_weights, strict=strict)
+    finally:
+        for slots, tensors in own:
+            slots.update(tensors)
+
+
+def _left_by_torch(module: torch.nn.Module) -> list[tuple[dict, dict]]:
+    """Where torch leaves what it was given, and what is there now.
+
+    Submodules that have more than one name, and recurrent ones, which keep a list of their weights.
+    """
+    seen: set[torch.nn.Module] = set()
+    twice: dict[torch.nn.Module, None] = {}
+    left = [module]
+    while left:
+        m = left.pop()
+        if m in seen:
+            twice.update(dict.fromkeys(m.modules()))
+        else:
+            seen.add(m)
+            left += [child for child in m._modules.values() if child is not None]
+    own = [(slots, {**slots}) for m in twice for slots in (m._parameters, m._buffers)]
+    lists = [vars(m) for m in seen if isinstance(m, torch.nn.RNNBase)]
+    return own + [(slots, {n: slots[n] for n in _LISTS if n in slots}) for slots in lists]
+
+
+_LISTS = ("_flat_weights", "_flat_weight_refs")  # of a recurrent layer's weights
 
 
 def stack_module_state(
