@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from forall._programs.program import Layout, Node, Ref
+from forall._programs.views import only_views
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -87,7 +88,7 @@ class Product:
         """Add the factors of a value; ``alone`` where nobody else asks for it."""
         node, values = self.makers.of.get(n), self.program.values
         alone = alone and self.makers.readers[n] == 1
-        if node is not None and self.makers.views(node):
+        if node is not None and self.makers.is_view(node):
             m = node.args[0].n
             before = self._before(values[n].layout, values[m].layout, dims)
             if before is not None:
@@ -220,7 +221,7 @@ def _summed(node: Node, rank: int) -> tuple[Sequence, ...]:
 class Makers:
     """Who makes each value of a program, and how many read it."""
 
-    def __init__(self, program: Program, views: Any) -> None:
+    def __init__(self, program: Program) -> None:
         given = {*program.inputs, *program.captured, *program.constants}
         self.of: dict[int, Node] = {}
         for node in program.nodes:  # the first: others give what there was another name
@@ -232,5 +233,7 @@ class Makers:
                 self.readers[n] += 1
         for n in program.outputs:
             self.readers[n] += 2
-        roots = [v.root for v in program.values]
-        self.views = lambda node: views(node.op) and roots[node.args[0].n] == roots[node.outs]
+        self._roots = [v.root for v in program.values]
+
+    def is_view(self, node: Node) -> bool:
+        return only_views(node.op) and self._roots[node.args[0].n] == self._roots[node.outs]

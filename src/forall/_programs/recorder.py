@@ -146,7 +146,7 @@ class Recorder(DispatchMode):
             return func(*args, **kwargs)
         if func in _FRESH and not functions_are_off() and _holds_tensors(self.given):
             self.fails("the numbers of tensors are read to make another")
-        if func in _READS and self._hears and _is_whole(args[0]):
+        if func in _READS and self._hears and is_whole(args[0]):
             return self._answer(func, args[0])
         with functions_off():  # a backward pass has them on, and what we ask is not the user's
             node = self._met(func, args, kwargs)
@@ -373,7 +373,8 @@ def _holds_tensors(given: Any) -> bool:
     return any(isinstance(x, torch.Tensor) for x in trees.leaves(rows))
 
 
-def _is_whole(t: torch.Tensor) -> bool:
+def is_whole(t: torch.Tensor) -> bool:
+    """Whether its numbers are whole ones, which the CPU may read."""
     return t.is_cpu and not (t.is_floating_point() or t.is_complex())
 
 

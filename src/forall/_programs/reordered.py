@@ -16,7 +16,6 @@ import torch
 from forall._programs.equals import joined
 from forall._programs.factors import CONTRACTIONS, SUMS, Factor, Makers, Product
 from forall._programs.program import Layout, Node, Ref, Value, with_refs
-from forall._programs.views import only_views
 from forall._torch.dispatch import without_history
 from forall._torch.memory import storage_of
 
@@ -36,7 +35,7 @@ _CALL, _ENTRY, _COPIED, _PAIR, _MATRIX = 1000, 0.25, 0.7, 0.03, 300
 def reordered(program: Program, back: list[Node]) -> None:
     """Take the factors of each product of matrices in the order that costs least."""
     second = set(map(id, back))
-    makers = Makers(program, only_views)
+    makers = Makers(program)
     for node in reversed(program.nodes[:]):  # what stands before a product may be a factor of it
         if not _is_summed(program, node):
             continue
@@ -48,7 +47,7 @@ def reordered(program: Program, back: list[Node]) -> None:
         better = _best(program, product, program.values[node.outs].layout)
         if better is not None:
             _replace(program, node, better, back if id(node) in second else None)
-            makers = Makers(program, only_views)
+            makers = Makers(program)
 
 
 def _is_summed(program: Program, node: Node) -> bool:
@@ -251,7 +250,7 @@ _ADDING = {
 def biased(program: Program, back: list[Node]) -> None:
     """A sum with a product of matrices is one operator."""
     second, written = set(map(id, back)), program.written()
-    makers = Makers(program, only_views)
+    makers = Makers(program)
     roots, layouts = [v.root for v in program.values], [v.layout for v in program.values]
     for node in program.nodes:
         if node.op is not aten.add.Tensor or node.kwargs:

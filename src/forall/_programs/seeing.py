@@ -10,7 +10,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from forall._core.levels import outside, stack
-from forall._programs.recorder import TORCHS
+from forall._programs.recorder import TORCHS, is_whole
 from forall._torch import trees
 from forall._torch.dispatch import aside, functions_off, in_torch_func, no_dispatch
 from forall._torch.trusted import TELLS
@@ -127,10 +127,6 @@ _READING = {
 }
 
 
-def _is_of_places(x: Any) -> bool:
-    return isinstance(x, torch.Tensor) and not (x.is_floating_point() or x.is_complex())
-
-
 class Watch(TorchFunctionMode):
     """Sees the calls that no operator tells of."""
 
@@ -153,7 +149,8 @@ class Watch(TorchFunctionMode):
         self.recorder.makes_hooks |= func in _HOOKS
         name = getattr(func, "__name__", "")
         self.recorder.attends |= name in _ATTENTION
-        if name in _READING and any(map(_is_of_places, trees.leaves((args, kwargs)))):
+        given = trees.leaves((args, kwargs)) if name in _READING else []
+        if any(isinstance(x, torch.Tensor) and is_whole(x) for x in given):
             self.recorder.fails(f"{name} reads numbers of which no operator tells")
         before, self.recorder.given = self.recorder.given, (func, args, kwargs or {})
         try:
