@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 import weakref
 from contextlib import contextmanager, nullcontext
 
@@ -126,6 +127,37 @@ def test_a_kind_that_is_not_recorded_says_why():
     assert "looks at numbers" in kind.why
     assert str(kind) == f"<lambda>(float32[2]): not recorded: {kind.why}"
     assert f.cache_info() == (0, 2, 64, 1)
+
+
+MUCH = [[i] for i in range(60_000)]
+SCALE = [2.0]
+
+
+def test_where_too_much_is_named_what_runs_is_watched():
+    @jit
+    def f(x):
+        return MUCH if x is None else x * SCALE[0]
+
+    for _ in range(4):
+        assert f(X).equal(2 * X)
+    assert f.cache_info() == (2, 2, 64, 1)
+    SCALE[0] = 3.0
+    try:
+        for _ in range(4):
+            assert f(X).equal(3 * X)
+    finally:
+        SCALE[0] = 2.0
+    assert f.cache_info().hits > 2
+
+
+def test_where_what_runs_is_too_much_it_runs_as_it_is():
+    f = jit(lambda x: x * len(MUCH))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        assert all(f(X).equal(X * len(MUCH)) for _ in range(5))
+    assert [w.category for w in told] == [PerformanceWarning]
+    (kind,) = f.kinds()
+    assert "too much" in str(kind.why)
 
 
 def test_an_argument_that_fits_no_program_says_why():

@@ -255,4 +255,33 @@ class V:
  def m(c,x): return x*c.k
 f: V.m(x)
 > V.k=3.
+
+# held library by a text
+h=types.SimpleNamespace(np=np)
+f: x*getattr(h.np,'random').rand()
+> np.random.seed(5)
+
+# held library by any name
+h=types.SimpleNamespace(np=np,name='random')
+f: x*getattr(h.np,h.name).rand()
+> np.random.seed(5)
+
+# held library by its dict
+h=types.SimpleNamespace(np=np)
+f: x*h.np.__dict__['random'].rand()
+> np.random.seed(5)
+
+# held library by attributes
+h=types.SimpleNamespace(t=torch,name='k',k=2.)
+def f(x):
+ return h.t.sin(x)*getattr(h,'k',None)*len(inspect.__name__)
+import inspect
+> h.k=3.
+
+# a kernel of attention
+from torch.nn.attention import SDPBackend, sdpa_kernel
+K=[2.]
+def f(x):
+ with sdpa_kernel(SDPBackend.MATH): return F.scaled_dot_product_attention(*[x[None,None]*K[0]]*3)
+> K[0]=3.
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import linecache
 import os
 import sys
@@ -13,6 +14,7 @@ import torch
 
 import forall
 from forall import vmap
+from forall._programs.naming import asked_by_text
 from oracle import same
 from replay import seen_code, seen_state
 
@@ -44,9 +46,11 @@ NOT_REPLAYED = {
     "exception args",
     "del with a side effect",
     "hash",
-    "user module setattr text",
     "history list",
     "logger isEnabledFor",
+    "held library by a text",
+    "held library by any name",
+    "held library by its dict",
 }
 
 
@@ -163,3 +167,30 @@ def test_jumps_and_names_behind_extended_arguments():
     assert same(f(x), x + 2 * 299.5)
     m.G298 = True
     assert same(f(x), x + 2 * 299.5 + 298 * 298.5)
+
+
+ASKING = {
+    "getattr(x, 'a')": ({"a"}, False),
+    "getattr(x.y.z, 'a', None)": ({"a"}, False),
+    "hasattr(glob, 'a') and getattr(glob, 'b', y)": ({"a", "b"}, False),
+    "setattr(x, 'a', y)": ({"a"}, False),
+    "x.getattr('a')": (set(), False),
+    "getattr(x, y)": (set(), True),
+    "getattr(x, 1)": (set(), True),
+    "getattr(x, y, 'a')": (set(), True),
+    "getattr(f('a'), y)": (set(), True),
+    "getattr(f(x, 'a'), y)": (set(), True),
+    "getattr(f('a', 'b'), y)": (set(), True),
+    "getattr(x.f('a', 'b'), y)": (set(), True),
+    "getattr(x.f(y, 'a'), y)": (set(), True),
+    "getattr(x['a'], y)": (set(), True),
+    "getattr(*x, 'a')": (set(), True),
+    "map(getattr, x, y)": (set(), True),
+    "getattr(x, 'a') + getattr(x, y)": ({"a"}, True),
+}
+
+
+@pytest.mark.parametrize("text", ASKING)
+def test_names_that_are_asked_for_in_a_text(text):
+    code = eval(f"lambda x, y, f: {text}").__code__  # noqa: S307
+    assert asked_by_text(dis.get_instructions(code)) == ASKING[text]

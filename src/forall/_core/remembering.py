@@ -209,6 +209,7 @@ def _kind(of: type) -> type:
 
 _LIBRARIES = frozenset(
     {"builtins", "torch", "numpy", "forall", "functools", "math", "typing_extensions"}
+    | {"pybind11_builtins"}  # what classes of torch's derive from
 )
 
 

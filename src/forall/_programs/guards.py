@@ -74,8 +74,7 @@ if TYPE_CHECKING:
 
     from forall._programs.ran import Everything
 
-_MOST = 10_000  # things that are watched
-_MOST_SEEN = 50_000  # where it is known what runs, so most are functions that do not
+TOO_MUCH = "the function reaches too much of Python's state to watch"
 _MOST_BYTES = 4096  # that are compared with each call
 _MADE_OF = ("__code__", "__defaults__", "__kwdefaults__", "__dict__")
 _TOLD = (*_MADE_OF, "__name__", "__qualname__", "__doc__", "__module__", "__annotations__")
@@ -192,8 +191,8 @@ class Guards:
 
     def _look(self, value: Any) -> None:
         look = next((look for kinds, look in _LOOKS if isinstance(value, kinds)), None)
-        if len(self._held) > (_MOST_SEEN if self.ran.seen else _MOST):
-            self.why = "the function reaches too much of Python's state to watch"
+        if len(self._held) > self.ran.most:
+            self.why = TOO_MUCH
         elif is_of_environment(value):
             self._entries(os.environ._data)
         elif has_numbers(value):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -11,9 +12,11 @@ import torch
 from forall._core.errors import Call, name_of, slow
 from forall._core.remembering import Unwatched
 from forall._programs.differentiated import Differentiated
+from forall._programs.guards import TOO_MUCH
 from forall._programs.listing import CacheInfo, Kind, listed, unlisted, words
 from forall._programs.pulling import FIRST
-from forall._programs.recording import record
+from forall._programs.ran import EVERYTHING, Everything, Ran
+from forall._programs.recording import guarding, record
 from forall._programs.replayed import MISSED, Recorded
 from forall._programs.signature import Unfit, is_free, kind_of
 from forall._torch import trees
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
     from forall._programs.statics import Statics
 
 _MOST = 64  # kinds of calls that are kept, the last used ones
+_SIGHTS = 3  # of what calls run, before one may be recorded
 _TIMES = 4  # that one is recorded whose numbers answer otherwise
 
 
@@ -44,7 +48,8 @@ class Kinds(Unwatched):
         self.boxed = statics.boxed if statics else None
         self.known: OrderedDict[Any, Recorded | AsItIs] = OrderedDict()
         self.newest: Recorded | None = None
-        self.settling: set[Any] = set()  # whose first call changed what the function can reach
+        # Of kinds that are not settled: the calls so far, and what the last was seen to run.
+        self.settling: dict[Any, tuple[int, Everything]] = {}
         self.hits = self.misses = 0
 
     def clear(self) -> None:
@@ -119,17 +124,26 @@ class Kinds(Unwatched):
         before = self.known.get(kind)
         asked = (before.asked if type(before) is Differentiated else None) or FIRST
         spec = trees.flatten(given)[1]
-        made = record(self.func, leaves, spec, given=given, asked=asked, **self.how)
-        if made.moved and kind not in self.settling:
-            # A cache, a mask kept on a module, a wrapper that torch makes late: set up once. Who
-            # changes something with each call is found out by the next one.
+        count, ran = self.settling.pop(kind, (0, EVERYTHING))
+        with ran.reading():
+            guards = guarding(self.func, leaves, ran)
+        watches = (ran.seen or guards.why == TOO_MUCH) and sys.gettrace() is None
+        seen = Ran() if watches else EVERYTHING
+        with seen.watching():
+            made = record(self.func, leaves, spec, guards, given=given, asked=asked, **self.how)
+        # A cache, a mask kept on a module, a wrapper that torch makes late: set up once. Who
+        # changes something with each call is found out by the next one. Where all that it names
+        # is too much to watch, what it was seen to run names less.
+        unsettled = made.moved or (watches and not (ran.seen and seen <= ran))
+        if unsettled and count < (_SIGHTS if watches else 1):
             if len(self.settling) == _MOST:
                 self.settling.clear()
-            self.settling.add(kind)
+            self.settling[kind] = count + 1, seen
             return made.result
-        self.settling.discard(kind)
         if made.recorded is None:
             self._as_it_is(kind, given, made.why or "")
+        elif not ran.saw(made.recorded.program.values):
+            self._as_it_is(kind, given, TOO_MUCH)
         elif made.recorded.asks and made.recorded.writes_outside():  # half done where it fails
             self._as_it_is(
                 kind, given, "it asks for numbers, and writes into a tensor from outside"

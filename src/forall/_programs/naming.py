@@ -9,6 +9,7 @@ nowhere (getattr, most of what lies outside Python's core and torch), none of th
 
 from __future__ import annotations
 
+from itertools import dropwhile, islice
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -31,9 +32,15 @@ BY_ANY_NAME = frozenset(
     | {"__reduce__", "__reduce_ex__", "__getstate__"}
 )
 _BUILT_IN = frozenset(
-    {"getattr", "setattr", "delattr", "vars", "globals", "locals"}
-    | {"eval", "exec", "compile", "__import__", "print"}
+    {"vars", "globals", "locals", "eval", "exec", "compile", "__import__", "print"}
 )
+# By these too, but where the name stands there as a text.
+BY_TEXT = frozenset({"getattr", "hasattr", "setattr", "delattr"})
+GLOBALS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"})
+SKIPPED = frozenset(
+    {"CACHE", "PUSH_NULL", "PRECALL", "EXTENDED_ARG", "COPY_FREE_VARS", "RESUME", "NOP"}
+)
+_ONE = frozenset({"LOAD_FAST", "LOAD_FAST_BORROW", "LOAD_DEREF", "LOAD_CONST", *GLOBALS})
 _MODULES_BY_ANY_NAME = frozenset({"builtins", "numpy"})
 # What makes an object of a class: where somebody has the class, or asks an object for it.
 _MAKERS = frozenset({"__init__", "__new__", "__post_init__"})
@@ -94,8 +101,8 @@ class Names:
     def _finds_any(self, func: FunctionType, names: frozenset[str]) -> bool:
         if any(_finds_any(name, func.__globals__) for name in names):
             return True
-        codes = codes_of(func.__code__) if "hasattr" in names else ()
-        return any(has_any(self._ran.instructions(code)) for code in codes)
+        codes = () if names.isdisjoint(BY_TEXT) else codes_of(func.__code__)
+        return any(asked_by_text(self._ran.instructions(code))[1] for code in codes)
 
     def by(self, value: Any) -> Iterator[Any]:
         """The waiting ones that something of a library's may ask for."""
@@ -152,16 +159,32 @@ def codes_of(code: CodeType) -> Iterator[CodeType]:
             yield from codes_of(constant)
 
 
-def has_any(instructions: Iterable[dis.Instruction]) -> bool:
-    """Whether code asks `hasattr` for a name that does not stand there as a text."""
-    waits = said = False
-    for i in instructions:
-        if waits and i.opname in ("PRECALL", "CALL"):
-            if not said:
-                return True
-            waits = False
-        elif waits and (said or not i.opname.startswith("LOAD_")) and i.opname != "CACHE":
-            return True
-        said = i.opname == "LOAD_CONST" and isinstance(i.argval, str)
-        waits = waits or (i.opname == "LOAD_GLOBAL" and i.argval == "hasattr")
-    return waits
+def asked_by_text(instructions: Iterable[dis.Instruction]) -> tuple[set[str], bool]:
+    """The names for which code asks `BY_TEXT` in a text, and whether it may ask for others.
+
+    Certain is a call with a variable, a global or an attribute of these, a text, and perhaps one
+    thing to fall back on: ``getattr(x.y, "z", None)``.
+    """
+    left = [i for i in instructions if i.opname not in SKIPPED]
+    found, others = set(), False
+    for n, i in enumerate(left, 1):
+        if i.opname in GLOBALS and i.argval in BY_TEXT:
+            text = _text(left[n : n + 1], dropwhile(_is_attribute, left[n + 1 :]))
+            others = others or text is None
+            found.add(text)
+    return found - {None}, others
+
+
+def _text(of: list[dis.Instruction], rest: Iterator[dis.Instruction]) -> str | None:
+    """What stands behind the first argument of a call, where the call is certain."""
+    text, *ends = [*islice(rest, 3), None, None, None][:3]
+    fallback = ends[0] is not None and ends[0].opname in _ONE
+    call = ends[fallback]
+    if not of or of[0].opname not in _ONE or text is None or call is None:
+        return None
+    fits = text.opname == "LOAD_CONST" and call.opname == "CALL" and call.arg == 2 + fallback
+    return text.argval if fits and type(text.argval) is str else None
+
+
+def _is_attribute(i: dis.Instruction) -> bool:
+    return i.opname == "LOAD_ATTR"

@@ -47,7 +47,7 @@ from forall._core.remembering import (
     rebound_of,
 )
 from forall._programs.imports import Imports
-from forall._programs.naming import BY_ANY_NAME
+from forall._programs.naming import BY_ANY_NAME, BY_TEXT, GLOBALS, SKIPPED, asked_by_text
 from forall._programs.single import CACHED, CONTAINERS, TELLERS, VIEWS, is_array, is_of_environment
 from forall._torch import trusted
 from forall._torch.names import PLAIN
@@ -60,14 +60,11 @@ if TYPE_CHECKING:
 
 _WRAPPERS = (MappingProxyType, MethodType, staticmethod, classmethod, property, functools.partial)
 _METHODS = (MethodDescriptorType, WrapperDescriptorType, MethodWrapperType)
-_SKIPPED = frozenset(
-    {"CACHE", "PUSH_NULL", "PRECALL", "EXTENDED_ARG", "COPY_FREE_VARS", "RESUME", "NOP"}
-)
 _ATTRIBUTES = frozenset({"LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"})
-_GLOBALS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"})
+_NAMED = _ATTRIBUTES | {"STORE_ATTR", "DELETE_ATTR", "IMPORT_FROM"}  # of whatever it may be
+_ANY = frozenset({"__dict__", "__dir__", "__getattribute__"})  # what has all that a module has
 _LOCALS = ("LOAD_FAST", "LOAD_DEREF")
 _WATCHED = frozenset({"__code__", "__dict__"})  # where they are asked for
-_BY_TEXT = frozenset({"getattr", "hasattr"})
 
 
 def doubt(guards: Guards, *, stands_in: bool = False) -> str | None:
@@ -129,7 +126,13 @@ class _Reading:
     def __init__(self, guards: Guards) -> None:
         self.guards, self.ran = guards, guards.ran
         self._modules: set[ModuleType] = set()  # that were looked at
-        self._names = frozenset[str]().union(*map(self.ran.names, self.ran.codes()))
+        # Of the attributes of who knows what:
+        self._names, self._by_any = set[str](), False
+        for code in self.ran.codes():
+            instructions = self.ran.instructions(code)
+            names, by_others = asked_by_text(instructions)
+            self._names |= names.union(i.argval for i in instructions if i.opname in _NAMED)
+            self._by_any = self._by_any or by_others or not _ANY.isdisjoint(self._names)
 
     def of(self, func: FunctionType) -> str | None:
         home = func.__globals__
@@ -146,7 +149,7 @@ class _Reading:
     def _code(
         self, code: CodeType, home: dict[str, Any], modules: dict[str, ModuleType]
     ) -> str | None:
-        instructions = [i for i in self.ran.instructions(code) if i.opname not in _SKIPPED]
+        instructions = [i for i in self.ran.instructions(code) if i.opname not in SKIPPED]
         imports = Imports(instructions, home, libraries=not self.ran.seen)
         if imports.why is not None:
             return imports.why
@@ -215,7 +218,7 @@ class _Reading:
         if module in self._modules:
             return True
         self._modules.add(module)
-        if not is_library(module.__name__):
+        if self._by_any or not is_library(module.__name__):
             return False
         found = [(name, vars(module)[name]) for name in self._names & vars(module).keys()]
         return all(
@@ -256,10 +259,10 @@ def _ways(instructions: Iterable[dis.Instruction], modules: Collection[str]) -> 
             named = False
             continue
         if way:
-            named = way[0] in _BY_TEXT and len(way) == 1
+            named = way[0] in BY_TEXT and len(way) == 1
             yield way
             way = []
-        if i.opname in _GLOBALS or (i.opname.startswith(_LOCALS) and _last(i) in modules):
+        if i.opname in GLOBALS or (i.opname.startswith(_LOCALS) and _last(i) in modules):
             way = [_last(i)]
         elif i.opname in _ATTRIBUTES:
             yield ["", i.argval]
@@ -316,6 +319,8 @@ def _is_certain(value: Any) -> bool:
 
 
 def _named(value: Any) -> str:
+    if isinstance(value, ModuleType):
+        return f"the module {value.__name__}"
     name = getattr(value, "__qualname__", None)
     if name is None:
         return f"an object of class {type(value).__module__}.{type(value).__qualname__}"

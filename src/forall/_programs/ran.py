@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dis
 import sys
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import takewhile
 from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
     from types import FrameType
 
+    from forall._programs.program import Value
+
+SEEN = ("cpu", "meta")  # devices: a backward pass on others has threads of its own
 _GLOBALS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"})
 _STOPS = frozenset({"breakpoint", "set_trace"})
 _NAMED = frozenset(dis.hasname)
@@ -37,6 +40,25 @@ class Everything:
 
     seen = False
     why: str | None = None
+
+    def __init__(self, most: int = 10_000) -> None:
+        self.most = most  # things that are watched
+
+    def watching(self) -> AbstractContextManager:
+        """While this, it is seen what runs."""
+        return nullcontext()
+
+    def saw(self, values: Iterable[Value]) -> bool:
+        """Whether what made these was seen, if anything was."""
+        return True
+
+    def reading(self) -> AbstractContextManager:
+        """While this, what is read is kept: it is asked for again and again, and is much."""
+        return nullcontext()
+
+    def __le__(self, other: Everything) -> bool:
+        """Whether another ran all of this too, of the user's functions."""
+        return not other.seen
 
     def codes(self) -> Iterable[CodeType]:
         """The code of all functions of the user's that were seen to run."""
@@ -76,12 +98,14 @@ class Ran(Everything):
     seen = True
 
     def __init__(self) -> None:
+        super().__init__(most=50_000)  # of which most are functions that do not run
         self.why: str | None = None  # it was not seen
         self._offsets: dict[CodeType, set[int]] = {}  # of the user's functions
         self._libraries: set[CodeType] = set()
         self._idle: set[CodeType] = set()  # what was asked for and had not run
         self._tracers: dict[int, Callable | None] = {}
         self._met: list[CodeType] = []  # so that no other takes their identity
+        self._read: dict[CodeType, list[dis.Instruction]] = {}
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -126,7 +150,6 @@ class Ran(Everything):
         return self._offsets
 
     def __le__(self, other: Everything) -> bool:
-        """Whether another ran all of this too, of the user's functions."""
         if not isinstance(other, Ran):
             return True
         if self.why is not None:
@@ -156,9 +179,24 @@ class Ran(Everything):
         functions = [f for f in members if isinstance(f, FunctionType)]
         return bool(functions) and all(map(self.idle, functions))
 
-    def instructions(self, code: CodeType) -> Iterator[dis.Instruction]:
+    def saw(self, values: Iterable[Value]) -> bool:
+        return all(value.layout.device.type in SEEN for value in values)
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            self._read.clear()
+
+    def instructions(self, code: CodeType) -> Iterable[dis.Instruction]:
+        if code not in self._read:
+            self._read[code] = [*self._those_that_ran(code)]
+        return self._read[code]
+
+    def _those_that_ran(self, code: CodeType) -> Iterator[dis.Instruction]:
         ran, extended = self._offsets.get(code, ()), False
-        for i in dis.get_instructions(code):
+        for i in dis.get_instructions(code) if ran else ():
             if i.opname == "EXTENDED_ARG":
                 extended = extended or i.offset in ran
             else:

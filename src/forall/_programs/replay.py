@@ -19,7 +19,7 @@ from forall._programs.differentiated import Differentiated
 from forall._programs.guards import Guards
 from forall._programs.pulling import FIRST, Pass
 from forall._programs.purity import doubt
-from forall._programs.ran import EVERYTHING, Everything, Ran
+from forall._programs.ran import EVERYTHING, SEEN, Everything, Ran
 from forall._programs.recording import Before, guarding, record
 from forall._programs.replayed import MISSED
 from forall._programs.signature import Unfit, ambient, is_free, kind_of
@@ -31,13 +31,12 @@ from forall._torch.unchanged import writes_into
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from forall._programs.program import Value
     from forall._programs.recording import Recording
     from forall._programs.replayed import Recorded
 
 _MOST = 16  # kinds of calls that are kept, the last used ones
 _MOST_BYTES = 2**24  # of constants that a program keeps
-_SEEN = ("cpu", "meta")
+_GLANCE = Everything(most=1000)  # where the next call may be seen: more costs more than it does
 _SIGHTS = 3  # of what calls run: the first may set things up
 _LOSSES = 8  # recordings that may be for nothing
 _WORTH = 32  # replayed calls, which make up for one more
@@ -129,8 +128,10 @@ class Replays(Unwatched):
         due = self.known.get(call.kind)
         due = due if type(due) is _Due else _Due()
         if due.ran.seen or self.unseen is None:
-            guards = guarding(self.eager, call.leaves, due.ran)
-            why = self._doubt(guards)
+            glance = due.ran if due.ran.seen or not _are_seen(call.leaves) else _GLANCE
+            with glance.reading():
+                guards = guarding(self.eager, call.leaves, glance)
+                why = self._doubt(guards)
             if why is None:
                 return self._watched(call, due, guards)
             if due.sights >= _SIGHTS or not _are_seen((*call.leaves, *guards.tensors.values())):
@@ -173,7 +174,7 @@ class Replays(Unwatched):
                 why = "it writes into a tensor from outside"
             elif sum(c.nbytes for c in recorded.program.constants.values()) > _MOST_BYTES:
                 why = "its program would keep too much in memory"
-            elif guards.ran.seen and not all(map(_is_seen, recorded.program.values)):
+            elif not guards.ran.saw(recorded.program.values):
                 why = self.unseen
         if recorded is None or why is not None:
             self.known[call.kind] = due if made.moved else why
@@ -220,12 +221,7 @@ _NEW: Any = object()
 
 
 def _are_seen(values: Iterable[Any]) -> bool:
-    return all(x.device.type in _SEEN for x in values if isinstance(x, torch.Tensor))
-
-
-def _is_seen(value: Value) -> bool:
-    """Whether what runs can be seen: a backward pass on other devices has threads of its own."""
-    return value.layout.device.type in _SEEN
+    return all(x.device.type in SEEN for x in values if isinstance(x, torch.Tensor))
 
 
 class _Call(NamedTuple):

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch.autograd import functional
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
@@ -145,6 +146,8 @@ _MORE = (
     torch.enable_grad,
     torch.set_grad_enabled,
     torch.autocast,
+    sdpa_kernel,
+    SDPBackend,
     torch.finfo,
     torch.iinfo,
     torch.Tensor,
@@ -202,6 +205,7 @@ _INERT = (
     torch.layout,
     torch.memory_format,
     torch.Generator,
+    SDPBackend,
     types.GetSetDescriptorType,
     types.MemberDescriptorType,
     type(torch.LongTensor),  # what these make comes from nowhere that a recorder knows
