@@ -2107,4 +2107,127 @@ def zeros_without_memory(jit):
     return lambda i: f(torch.tensor([1.0, float("inf"), float(i)]))
 
 
+# --- what a captured tensor is, asked by who reads none of its numbers ----------------------------
+
+
+@case
+def whether_a_captured_tensor_requires_grad(jit):
+    w = torch.ones(2)
+    f = jit(lambda x: x * 2 if w.requires_grad else x * 3)
+
+    def call(i):
+        w.requires_grad_(i > 3)
+        return f(xs(i))
+
+    return call
+
+
+@case
+def whether_what_is_made_of_it_requires_grad(jit):
+    w = torch.ones(2)
+    f = jit(lambda x: x * 2 if (w * 2).requires_grad else x * 3)
+
+    def call(i):
+        with torch.set_grad_enabled(i % 2 == 0):
+            w.requires_grad_(i > 3)
+            return f(xs(i))
+
+    return call
+
+
+@case
+def the_layout_of_a_captured_tensor(jit):
+    w = torch.ones(2, 3)
+    f = jit(lambda x: x * w.shape[0] + w.element_size())
+
+    def call(i):
+        if i > 3:
+            w.data = [torch.ones(4, 3), torch.ones(4, 3).double()][i % 2]
+        return f(xs(i))
+
+    return call
+
+
+@case
+def the_shape_of_a_captured_sparse_tensor(jit):
+    w = torch.eye(3, 2).to_sparse()
+    f = jit(lambda x: x * w.shape[0])
+
+    def call(i):
+        w.sparse_resize_((max(i, 3), 2), 2, 0)
+        return f(xs(i))
+
+    return call
+
+
+@case
+def the_class_of_a_captured_tensor(jit):
+    class Own(torch.Tensor):
+        pass
+
+    w = torch.ones(2)
+    f = jit(lambda x: x * 2 if type(w) is torch.Tensor else x * 3)
+
+    def call(i):
+        if i > 3:
+            w.__class__ = Own
+        return f(xs(i))
+
+    return call
+
+
+@unrecorded
+def the_gradient_of_a_captured_tensor(jit):
+    w = torch.ones(2)
+    f = jit(lambda x: x * 2 if w.grad is None else x * 3)
+
+    def call(i):
+        w.grad = w * 2 if i > 3 else None
+        return f(xs(i))
+
+    return call
+
+
+@unrecorded
+def how_often_an_argument_was_written_to(jit):
+    f = jit(lambda x: x * x._version)
+
+    def call(i):
+        x = xs(i)
+        for _ in range(i):
+            x.add_(1)
+        return f(x)
+
+    return call
+
+
+@unrecorded
+def whether_an_argument_is_a_leaf(jit):
+    f = jit(lambda x: x.detach() * 2 if x.is_leaf else x.detach() * 3)
+
+    def call(i):
+        x = xs(i).requires_grad_()
+        return f(x if i < 4 else x * 1)
+
+    return call
+
+
+@unrecorded
+def numbers_of_a_list_that_torch_writes_unseen(jit):
+    targets = torch.tensor([[1, 2], [2, 3]])
+
+    def loss(x):
+        return F.ctc_loss(x, targets, (5, 4), target_lengths=(2, 1), reduction="mean")
+
+    f = jit(grad(loss))
+
+    def call(i):
+        x = xs(i, 5, 2, 4).log_softmax(-1)
+        others = [torch.full((2,), 7.0 + n) for n in range(9)]  # in the memory that it had
+        del others
+        return f(x)
+
+    return call
+
+
 random.seed(0)

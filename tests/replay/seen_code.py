@@ -284,4 +284,52 @@ K=[2.]
 def f(x):
  with sdpa_kernel(SDPBackend.MATH): return F.scaled_dot_product_attention(*[x[None,None]*K[0]]*3)
 > K[0]=3.
+
+# tuple that gives nothing
+class T(tuple):
+ def __len__(s): raise NotImplementedError
+ def __iter__(s): raise NotImplementedError
+t=T((2.,))
+f: x*t[0]
+> t=T((3.,))
+
+# list that counts who asks
+N=[]
+class L(list):
+ def __iter__(s): N.append(1); return list.__iter__(s)
+ def __len__(s): N.append(1); return list.__len__(s)
+l=L([2.])
+f: x*l[0]
+> l[0]=3.
+? len(N)
+
+# dict that counts who asks
+N=[]
+class D(dict):
+ def __iter__(s): N.append(1); return dict.__iter__(s)
+ def __len__(s): N.append(1); return dict.__len__(s)
+ def values(s): N.append(1); return dict.values(s)
+ def get(s,k): N.append(1); return dict.get(s,k)
+d=D(a=2.)
+f: x*d['a']
+> d['a']=3.
+? len(N)
+
+# ordered dict of a class, moved
+class D(OrderedDict): pass
+D=D(a=1,b=2)
+def f(x):
+ y=x
+ for v in D.values(): y=y*2+v
+ return y
+> D.move_to_end('a')
+
+# object that has no class
+class P:
+ k=2.
+ @property
+ def __class__(s): raise RuntimeError('outside')
+p=P()
+f: x*p.k
+> P.k=3.
 """

@@ -48,6 +48,7 @@ NOT_REPLAYED = {
     "hash",
     "history list",
     "logger isEnabledFor",
+    "object that has no class",
     "held library by a text",
     "held library by any name",
     "held library by its dict",

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from forall._core.bare import Bare, bare
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from weakref import ref
@@ -103,7 +105,7 @@ class Remembered:
         if kind is FunctionType:
             if depth:
                 self._function(value, depth - 1)
-        elif isinstance(value, type):
+        elif issubclass(kind, type):
             self._class(value)
         elif _KINDS.get(kind) is not _PLAIN:
             self._take(value, 1)
@@ -123,24 +125,26 @@ class Remembered:
         if kind is _PLAIN:
             return
         if kind is tuple:
-            self._all(value, depth)
+            self._all(bare(value), depth)
         elif kind is torch.Generator:
             self.generators.append((value, value.get_state()))
         elif kind is object:
             if depth:
                 self._object(value, depth - 1)
-        elif id(value) not in self.copies and len(value) <= self.left:
-            self.left -= len(value)
-            self.copies[id(value)] = (value, value.copy())
-            if kind is not bytearray:
-                self._all(value.values() if kind is dict else value, depth)
+        elif id(value) not in self.copies:
+            held = bare(value)
+            if len(held) <= self.left:
+                self.left -= len(held)
+                self.copies[id(value)] = (held, held.copy())
+                if kind is not bytearray:
+                    self._all(held.values() if kind is dict else held, depth)
 
     def _all(self, values: Iterable[Any], depth: int) -> None:
         for value in values:
             kind = _KINDS.get(type(value))
             if kind is _PLAIN or (kind is object and not depth):  # as most are; a call is dear
                 continue
-            if kind in _EMPTIED and not value:  # as most that a module has
+            if type(value) in _EMPTIED and not value:  # as most that a module has
                 self.copies[id(value)] = (value, ())
             else:
                 self._take(value, depth)
@@ -169,7 +173,9 @@ class Remembered:
         for kind, state in self.classes:
             _restore_class(kind, state)
         for container, copy in self.copies.values():
-            if isinstance(container, (list, bytearray)):
+            if isinstance(container, Bare):
+                container.become(copy)
+            elif isinstance(container, (list, bytearray)):
                 container[:] = copy
             else:
                 container.clear()
@@ -180,10 +186,10 @@ def _same(one: Any, other: Any) -> bool:
     """Whether two containers of one kind hold the very same things, in the same order."""
     if not one or not other:
         return len(one) == len(other)
-    if isinstance(one, dict):
+    if isinstance(other, dict):
         one, other = [*one, *one.values()], [*other, *other.values()]
-    if isinstance(one, set):
-        return len(one) == len(other) and one <= other
+    if isinstance(other, set):
+        return len(one) == len(other) and other.issuperset(one)
     return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
 
 

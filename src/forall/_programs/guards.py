@@ -28,6 +28,7 @@ from weakref import ReferenceType
 import torch
 from torch.nn.utils import parametrize
 
+from forall._core.bare import bare
 from forall._core.remembering import (
     UNSET,
     Unwatched,
@@ -65,7 +66,7 @@ from forall._programs.single import (
     numbers,
     wrapped,
 )
-from forall._torch.names import attention_kernels
+from forall._torch.names import PLAIN, attention_kernels
 from forall._torch.trees import is_registered
 from forall._torch.trusted import is_torchs, is_trusted
 
@@ -139,12 +140,6 @@ class Guards:
         """All that was met, but for modules that code names."""
         return [*self._held.values(), *self._kinds.values()]
 
-    def homes(self) -> list[dict[str, Any]]:
-        """The globals of the functions that run."""
-        functions = (f for f in self._held.values() if isinstance(f, FunctionType))
-        found = {id(f.__globals__): f.__globals__ for f in functions if self.ran.holds(f.__code__)}
-        return [*found.values()]
-
     def leads_back(self) -> bool:
         """Whether what is held here may hold an object that is to be held weakly."""
         return bool(self._weakly) and leads_to({id(w.of()) for w in self._weakly}, self._held)
@@ -162,8 +157,9 @@ class Guards:
         self._holding = None
 
     def watch(self, tensors: Iterable[torch.Tensor]) -> None:
-        """These are read by the program: they must stay what they are, but for their numbers."""
-        self._looks, self._holding = Looks(tensors), None
+        """These are read by the program, and all may be asked what they are: so they stay."""
+        known = {id(t): t for t in (*self.tensors.values(), *tensors) if type(t) in PLAIN}
+        self._looks, self._holding = Looks(known.values()), None
 
     def watch_answer(self, question: Callable[[], Any]) -> None:
         """What torch tells of its state when the function asks."""
@@ -178,9 +174,12 @@ class Guards:
     def _look_at_all(self) -> None:
         while self._left and self.why is None:
             value = self._left.pop()
-            if id(value) not in self._held and not is_leaf(value):
-                self._held[id(value)] = value
-                self._look(value)
+            try:
+                if id(value) not in self._held and not is_leaf(value):
+                    self._held[id(value)] = value
+                    self._look(value)
+            except Exception as error:  # noqa: BLE001 - of the user's own `__class__`, `__dict__`
+                self.why = f"an object that it reaches raises {type(error).__name__} when looked at"
         late = [getattr(f, name) for f in self._functions for name in self._told()]
         late += [x for names in self._aside for n, x in names.items() if self._asked.asks(n)]
         self._left = [x for x in late if id(x) not in self._held and not is_leaf(x)]
@@ -212,10 +211,11 @@ class Guards:
 
     def _mapping(self, value: Mapping) -> None:
         self._entries(value)
-        self._left += [*value, *value.values()]
+        self._left += [*bare(value), *bare(value).values()]
 
     def _several(self, value: Any) -> None:
-        if not isinstance(value, (tuple, frozenset)):
+        value, kind = bare(value), type(value)
+        if not issubclass(kind, (tuple, frozenset)):
             self._lists.append((value, tuple(value)))  # sets have an order too
         self._left += value
 
@@ -240,6 +240,7 @@ class Guards:
         self._states.append((vars(value), None))
 
     def _entries(self, names: Mapping[Any, Any]) -> None:
+        names = bare(names)
         self._dicts.append((names, tuple(names), tuple(names.values())))
 
     def _cached(self, func: Any) -> None:

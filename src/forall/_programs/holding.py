@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forall._core.remembering import UNSET
+from forall._torch.memory import has_memory
 from forall._torch.unchanged import alike, beneath, writes_into
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def holding(
             return (same() or (unwritten() and slowly())) and (
                 not rest or all(check() for check in rest)
             )
-        except (AttributeError, KeyError, ValueError):  # it has none now, or a cell is empty
+        except Exception:  # noqa: BLE001 - it has none now, a cell is empty, or the user's raises
             return False
 
     return holds
@@ -69,7 +70,8 @@ class Looks:
 
 
 def _look(t: torch.Tensor) -> tuple:
-    return t.shape, t.dtype, t.device, t.requires_grad, t.stride()
+    strides = t.stride() if has_memory(t) else t.layout
+    return type(t), t.shape, t.dtype, t.device, t.requires_grad, strides
 
 
 def if_any(there: Any, check: Callable[[], bool]) -> list[Callable[[], bool]]:

@@ -16,6 +16,7 @@ from forall._programs.cheaper import in_place, numbers
 from forall._programs.equals import MOST, copies, twins
 from forall._programs.program import Node, with_refs
 from forall._programs.reordered import biased, reordered
+from forall._programs.unfilled import UNFILLED
 from forall._programs.views import views
 from forall._torch.dispatch import without_history
 from forall._torch.schema import facts
@@ -30,11 +31,6 @@ _OF_LAYOUT = {
     for name in ["zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"]
 }
 _POWER = aten.pow.Tensor_Scalar
-_UNFILLED = {
-    getattr(getattr(aten, name), o)
-    for name in ["empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"]
-    for o in getattr(aten, name).overloads()
-}
 
 
 def clean(program: Program, back: list[Node] | None = None, *, fastmath: bool = False) -> Program:
@@ -97,7 +93,7 @@ def _constant(program: Program) -> list[Node]:
 
 
 def _is_constant(program: Program, node: Node, varying: set[int]) -> bool:
-    if facts(node.op).seeded or node.op in _UNFILLED:
+    if facts(node.op).seeded or node.op in UNFILLED:
         return False
     of_layout = node.op in _OF_LAYOUT or (node.op is _POWER and node.args[1:] == (0,))  # ones
     if varying and not of_layout:

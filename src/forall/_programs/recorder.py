@@ -30,6 +30,7 @@ import torch
 from forall._core.ended import dispatched
 from forall._programs.draws import Draws
 from forall._programs.program import Layout, Node, Program, Ref, Value
+from forall._programs.unfilled import are_given
 from forall._torch import trees
 from forall._torch.dispatch import functions_are_off, functions_off, in_torch_func
 from forall._torch.lazy import is_zeros, with_lazy_bits
@@ -249,6 +250,9 @@ class Recorder(DispatchMode):
         if self._draws.stray():
             self.fails(_SEED)
         numbers = [t if isinstance(t, int) else self.result(t) for t in outputs]
+        found = [n for n in numbers if n is not None]
+        if self.why is None and are_given(self.nodes, self.values, found):
+            self.fails("memory is written where no operator tells")
         if self.why is not None:
             return None
         return Program(
@@ -257,7 +261,7 @@ class Recorder(DispatchMode):
             captured=self.captured,
             constants=self.constants,
             nodes=self.nodes,
-            outputs=[n for n in numbers if n is not None],
+            outputs=found,
         )
 
     def named(self, t: torch.Tensor) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -148,7 +149,7 @@ class Replays(Unwatched):
         """Make a call and its program, which has to be of what was seen to run before."""
         if not due.ran.seen:
             return self._record(call, due, guards)
-        ran, homes = Ran(), guards.homes() if self.stands_in else []
+        ran, homes = Ran(), _homes(guards) if self.stands_in else []
         written = [*map(writes_into, homes)]
         with ran.watching():
             result = self._record(call, due, guards)
@@ -218,6 +219,13 @@ class Replays(Unwatched):
 
 
 _NEW: Any = object()
+
+
+def _homes(guards: Guards) -> list[dict[str, Any]]:
+    """The globals of the functions that run."""
+    functions = (f for f in guards.reached() if isinstance(f, FunctionType))
+    running = (f.__globals__ for f in functions if guards.ran.holds(f.__code__))
+    return [*{id(home): home for home in running}.values()]
 
 
 def _are_seen(values: Iterable[Any]) -> bool:

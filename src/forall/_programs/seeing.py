@@ -138,6 +138,8 @@ class Watch(TorchFunctionMode):
         changes = func in _CHANGES
         if in_torch_func():
             self.recorder.fails(TORCHS)
+        elif func in TELLS and self.recorder.is_from_outside(args[0]):
+            self.recorder.fails("it asks for what tells of a tensor more than its kind")
         elif func in _UNSEEN or (changes and self.recorder.is_from_outside(args[0])):
             self.recorder.fails(f"{getattr(func, '__name__', func)} is seen by no operator")
         elif "numpy" in sys.modules:

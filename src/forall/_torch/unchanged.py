@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from forall._torch.memory import has_memory
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
@@ -28,8 +30,8 @@ def alike(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
 
     That is class, shape, strides, dtype, device and whether they require grad.
     """
-    if not torch.is_grad_enabled():
-        return None  # it would take none to require grad
+    if not torch.is_grad_enabled() or not all(map(has_memory, tensors)):
+        return None  # it would take none to require grad, and all to have strides
     sizes, strides = (
         [[*of(t)] for t in tensors] for of in (torch.Tensor.size, torch.Tensor.stride)
     )

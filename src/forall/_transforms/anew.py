@@ -267,7 +267,8 @@ def _holds_tensors(x: Any) -> bool:
 
 def _is_named(x: Any) -> bool:
     """Whether it is a NamedTuple with nothing but its entries."""
-    return isinstance(x, tuple) and hasattr(type(x), "_fields") and not hasattr(x, "__dict__")
+    kind = type(x)
+    return issubclass(kind, tuple) and hasattr(kind, "_fields") and not kind.__dictoffset__
 
 
 def is_an_object(x: Any) -> bool:
