@@ -65,7 +65,7 @@ class Angry:
         raise NotImplementedError
 
     __len__ = __iter__ = __bool__ = __eq__ = copy = clear = extend = update = _raise
-    __hash__ = None
+    __hash__ = None  # pyright: ignore[reportAssignmentType]
 
 
 class AngryList(Angry, list):

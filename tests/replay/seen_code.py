@@ -332,4 +332,81 @@ class P:
 p=P()
 f: x*p.k
 > P.k=3.
+
+# metaclass of its own
+class M(type):
+ k=2.
+ def __call__(s,*a):
+  r=type.__call__(s,*a)
+  r.k=s.k
+  return r
+class C(metaclass=M):
+ def __init__(s,x): s.x=x
+f: C(x).x*C(x).k
+> M.k=3.
+
+# metaclass with another call
+class M(type):
+ def __call__(s,*a): return type.__call__(s,*a)
+class C(metaclass=M):
+ def __init__(s,x): s.x=x
+f: C(x).x*2
+> M.__call__=lambda s,*a: types.SimpleNamespace(x=3*a[0])
+
+# class of another class
+class M(type):
+ def k(s): return 2.
+class W(type):
+ def k(s): return 3.
+class C(metaclass=M): pass
+f: x*C.k()
+> C.__class__=W
+
+# signature
+import inspect
+S=inspect.signature(lambda a,b=2.: 0)
+f: x*len(S.parameters)*S.parameters['b'].default
+> S=inspect.signature(lambda b=3.: 0)
+
+# default in a signature
+import inspect
+S=inspect.signature(lambda b=[2.]: 0)
+f: x*S.parameters['b'].default[0]
+> S.parameters['b'].default[0]=3.
+
+# typed dict
+class D(typing.TypedDict):
+ k: float
+d=D(k=2.)
+f: x*d['k']+len(D(k=1.))
+> d['k']=3.
+
+# within a context manager
+K=[2.]
+@contextlib.contextmanager
+def within(k): yield
+@within(1)
+def s(x): return x*K[0]
+f: s(x)
+> K[0]=3.
+
+# context manager that counts
+N=[]
+@contextlib.contextmanager
+def within(k):
+ N.append(k)
+ yield
+@within(1)
+def s(x): return x*2
+f: s(x)
+> N.clear()
+? len(N)
+
+# partial of its own class
+K=[2.]
+class P(functools.partial):
+ def __call__(s,x): return K[0]*functools.partial.__call__(s,x)
+p=P(torch.mul,torch.tensor(2.))
+f: p(x)
+> K[0]=3.
 """

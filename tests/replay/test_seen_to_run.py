@@ -49,6 +49,7 @@ NOT_REPLAYED = {
     "history list",
     "logger isEnabledFor",
     "object that has no class",
+    "context manager that counts",
     "held library by a text",
     "held library by any name",
     "held library by its dict",

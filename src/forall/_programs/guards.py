@@ -219,9 +219,6 @@ class Guards:
             self._lists.append((value, tuple(value)))  # sets have an order too
         self._left += value
 
-    def _wrapper(self, value: Any) -> None:
-        self._left += wrapped(value, self._asked)
-
     def _weak(self, value: Weakly) -> None:
         self._weakly.append(value)
         self._object(value.of(), value)
@@ -307,6 +304,9 @@ class Guards:
             self._named(vars(value), inner, inner)
 
     def _class(self, kind: type) -> None:
+        if not is_no_users(type(kind)):  # what is done with a class is done by its class
+            self._attributes.append((kind, "__class__", type(kind)))
+            self._left.append(type(kind))
         self._left += [*self._asked.makers(kind), *self._asked.by(kind)]
         self._kind(kind)
 
@@ -391,7 +391,7 @@ _LOOKS: tuple[tuple[Any, Callable[[Guards, Any], None]], ...] = (
     (VIEWS, lambda guards, value: guards._left.append(value.mapping)),
     ((list, tuple, deque, set, frozenset), Guards._several),
     (FunctionType, Guards._function),
-    (WRAPPERS, Guards._wrapper),
+    (WRAPPERS, lambda guards, value: guards._left.extend(wrapped(value, guards._asked))),
     (CACHED, Guards._cached),
     ((ContextVar, ReferenceType), Guards._reference),
     (type, Guards._class),

@@ -18,6 +18,7 @@ from __future__ import annotations
 import dis
 import functools
 import sys
+from contextlib import _GeneratorContextManager
 from contextvars import ContextVar
 from types import (
     BuiltinFunctionType,
@@ -58,7 +59,10 @@ if TYPE_CHECKING:
     from forall._programs.guards import Guards
     from forall._programs.ran import Everything
 
-_WRAPPERS = (MappingProxyType, MethodType, staticmethod, classmethod, property, functools.partial)
+_WRAPPERS = frozenset(
+    {MappingProxyType, MethodType, staticmethod, classmethod, property, functools.partial}
+    | {_GeneratorContextManager}
+)
 _METHODS = (MethodDescriptorType, WrapperDescriptorType, MethodWrapperType)
 _ATTRIBUTES = frozenset({"LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"})
 _NAMED = _ATTRIBUTES | {"STORE_ATTR", "DELETE_ATTR", "IMPORT_FROM"}  # of whatever it may be
@@ -305,7 +309,7 @@ def _is_certain(value: Any) -> bool:
         if is_no_users(value):
             return trusted.is_trusted(value)
         bases = [b for b in (*kind.__mro__, *value.__mro__) if is_no_users(b)]
-        return is_no_users(kind) and all(b is type or trusted.is_trusted_base(b) for b in bases)
+        return all(b is type or trusted.is_trusted_base(b) for b in bases)
     if isinstance(value, BuiltinFunctionType):
         return trusted.is_trusted(value) or type(value.__self__) in CONTAINERS
     if isinstance(value, _METHODS):

@@ -141,7 +141,8 @@ class Watch(TorchFunctionMode):
         elif func in TELLS and self.recorder.is_from_outside(args[0]):
             self.recorder.fails("it asks for what tells of a tensor more than its kind")
         elif func in _UNSEEN or (changes and self.recorder.is_from_outside(args[0])):
-            self.recorder.fails(f"{getattr(func, '__name__', func)} is seen by no operator")
+            named = getattr(func, "__self__", func)  # an attribute's, for what reads or sets it
+            self.recorder.fails(f"{getattr(named, '__name__', func)} is seen by no operator")
         elif "numpy" in sys.modules:
             arrays = sys.modules["numpy"].ndarray
             if any(isinstance(a, arrays) for a in trees.leaves((args, kwargs))):

@@ -9,6 +9,7 @@ import logging
 import os
 import sys
 from collections import deque
+from contextlib import _GeneratorContextManager
 from itertools import chain
 from types import (
     BuiltinFunctionType,
@@ -46,6 +47,7 @@ WRAPPERS = (
     property,
     BuiltinFunctionType,
     MethodWrapperType,
+    _GeneratorContextManager,
 )
 LEAVES = (*WORDS, RemovableHandle)  # hooks are looked at where they hang
 
@@ -161,6 +163,8 @@ def wrapped(value: Any, asked: Names) -> Iterator[Any]:
     """What a thing that leads to a function leads to, and what goes with that."""
     if isinstance(value, functools.partial):
         return iter([value.func, value.args, value.keywords, vars(value)])
+    if isinstance(value, _GeneratorContextManager):  # of which each call makes another
+        return iter([value.func, value.args, value.kwds])
     if isinstance(value, property):
         return iter([value.fget, value.fset, value.fdel])
     if isinstance(value, MethodWrapperType):

@@ -97,6 +97,7 @@ QUESTIONS = frozenset(
     {
         torch.jit.is_scripting,
         torch.jit.is_tracing,
+        torch._C._get_tracing_state,
         torch.compiler.is_compiling,
         torch.compiler.is_dynamo_compiling,
         torch.compiler.is_exporting,
@@ -286,11 +287,16 @@ _BASES = frozenset(
         *torch.autograd.Function.__mro__,
         types.SimpleNamespace,
         contextlib.nullcontext,
+        functools.partial,
         itertools.chain,
         collections.OrderedDict,
         collections.defaultdict,
         collections.deque,
         collections.Counter,
+        inspect.Signature,
+        inspect.Parameter,
+        inspect.Parameter.empty,
+        inspect.BoundArguments,
     }
 )
 
@@ -299,7 +305,7 @@ def is_trusted_base(kind: type) -> bool:
     """Whether a class of the user's may derive from this one of a library."""
     return (
         kind in _BASES
-        or kind.__module__ in ("typing", "enum", "abc")
+        or kind.__module__ in ("typing", "typing_extensions", "enum", "abc")
         or kind.__module__.startswith(_CLASSES)
         or (kind.__module__ == "builtins" and kind.__name__ in BUILTINS)
         or _is_namedtuple(kind)

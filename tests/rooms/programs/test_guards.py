@@ -234,7 +234,8 @@ ASKED = {  # always: what == compares, and what a pattern may match
     "where it is made by another": (lambda x: point.clone(), "log"),
     "where it is asked whether it is there": (lambda x: hasattr(point, "none"), "none"),
     "where nobody can tell": (lambda x: vars(point), "log none shift"),
-    "by getattr": (lambda x: getattr(point, "fir" + "st"), "log none shift"),
+    "by getattr": (lambda x: getattr(point, str(x)), "log none shift"),
+    "by getattr and a text": (lambda x: getattr(point, "none", None), "none"),
     "by its fields": (lambda x: dataclasses.asdict(point), "log none shift"),
     "not at all": (lambda x: point, ""),
 }
