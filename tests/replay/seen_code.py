@@ -409,4 +409,39 @@ class P(functools.partial):
 p=P(torch.mul,torch.tensor(2.))
 f: p(x)
 > K[0]=3.
+
+# graph module
+from torch import fx
+class M(nn.Module):
+ def __init__(s):
+  super().__init__()
+  s.l=nn.Linear(1,1)
+  s.l.weight.data.fill_(2.);s.l.bias.data.fill_(1.)
+  s.requires_grad_(False)
+ def forward(s,x): return s.l(x.unsqueeze(0)).squeeze().cos()
+m=fx.symbolic_trace(M())
+f: m(x)
+> m.l.bias=nn.Parameter(torch.tensor([2.]),False)
+
+# graph module made anew
+from torch import fx
+m=fx.symbolic_trace(nn.Tanh())
+class Other(nn.Module):
+ def forward(s,x): return x.cos()
+f: m(x)
+> m.graph=fx.symbolic_trace(Other()).graph
+
+# assertion
+K=[2.]
+def f(x):
+ torch._assert(K[0]<4,'too much')
+ return x*K[0]
+> K[0]=5.
+
+# not to be compiled
+K=[2.]
+@torch.compiler.disable
+def s(x): return x*K[0]
+f: s(x)
+> K[0]=3.
 """

@@ -226,9 +226,12 @@ def is_a_library(thing: Any) -> bool:
 def is_no_users(thing: Any) -> bool:
     """Whether a class or function is a library's or Python's own: then it is what it is.
 
-    A class that a library derives from one of the user's is the user's.
+    A class that a library derives from one of the user's is the user's, as is one that `torch.fx`
+    makes for a graph of the user's: its ``forward`` is what they wrote.
     """
     if isinstance(thing, type):
+        if thing.__qualname__.endswith("GraphModuleImpl"):
+            return False
         return all(is_none_by_name(kind.__module__ or "") for kind in thing.__mro__)
     # functools.wraps gives a function the name of another
     name = home_of(thing) if isinstance(thing, FunctionType) else thing.__module__

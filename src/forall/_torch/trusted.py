@@ -40,6 +40,8 @@ _CLASSES = (
     "torch.distributions.",
     "torch.autograd.function",
     "torch.autograd.grad_mode",
+    "torch.fx.",
+    "torch._dynamo.eval_frame",
     "torch._subclasses.fake_tensor",
     "forall.",
     "enum",
@@ -54,6 +56,7 @@ _HOMES_OF_FUNCTIONS = (
     "torch.nn.utils.convert_parameters",
     "torch.nn.utils.stateless",
     "torch.utils._contextlib",
+    "torch.fx.graph_module",
     "torch._dynamo.",  # of what is not to be compiled
 )
 
@@ -136,6 +139,7 @@ _MORE = (
     functional.hvp,
     functional.vhp,
     torch.tensor,
+    torch._assert,
     torch.as_tensor,
     torch.is_tensor,
     torch.is_floating_point,
@@ -207,6 +211,7 @@ _INERT = (
     torch.memory_format,
     torch.Generator,
     SDPBackend,
+    torch.fx.Graph,  # of which a module's forward was made, which is looked at
     types.GetSetDescriptorType,
     types.MemberDescriptorType,
     type(torch.LongTensor),  # what these make comes from nowhere that a recorder knows
