@@ -25,6 +25,7 @@ Index
     prints repeat        a first run that examples part in is undone, but not what it printed
     jit prints once      jit skips Python: what it prints, draws or counts besides happens once
     jit and the clock    Python's own random numbers and the time are read once, when recorded
+    jit and settings     what the function asks of torch's settings is read once, but for modes
 """
 
 import random
@@ -189,6 +190,17 @@ def test_jit_prints_once(capsys):
 def test_jit_and_the_clock():
     g = jit(lambda x: x + random.random() + time.perf_counter())
     assert g(X).equal(g(X))
+
+
+def test_jit_and_settings():
+    f = jit(lambda x: x * torch.get_num_threads())
+    before, wanted = torch.get_num_threads(), f(X)
+    try:
+        torch.set_num_threads(before + 1)
+        assert f(X).equal(wanted)  # modes (no_grad, autocast, default dtype) are part of the kind
+        assert vmap(lambda x: x * torch.get_num_threads())(X).equal((before + 1) * X)
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_the_index_names_every_test():

@@ -2230,4 +2230,27 @@ def numbers_of_a_list_that_torch_writes_unseen(jit):
     return call
 
 
+@case
+def whether_an_argument_is_a_parameter(jit):
+    f = jit(lambda x: x.detach() * (2 if isinstance(x, nn.Parameter) else 3))
+
+    def call(i):
+        x = xs(i).requires_grad_()
+        return f(nn.Parameter(x) if i < 4 else x)
+
+    return call
+
+
+@case
+def whether_an_argument_is_one_of_inference_mode(jit):
+    f = jit(lambda x: x * (2 if x.is_inference() else 3))
+
+    def call(i):
+        with torch.inference_mode(i > 3):
+            x = xs(i)
+        return f(x)
+
+    return call
+
+
 random.seed(0)

@@ -48,6 +48,7 @@ def of_leaf(x: Any) -> Any:
         if x.layout is not torch.strided or x.is_quantized or x.is_nested:
             raise Unfit(f"an argument of layout {'nested' if x.is_nested else x.layout}")
         return (
+            type(x),
             _attributes(x),
             x.shape,
             x.stride(),
@@ -57,6 +58,7 @@ def of_leaf(x: Any) -> Any:
             x.storage_offset(),
             x.is_conj(),
             x.is_neg(),
+            x.is_inference(),
         )
     if isinstance(x, torch.Tensor):
         raise Unfit(f"an argument of class {type(x).__name__}")

@@ -68,7 +68,7 @@ _BUILTINS = """
 """
 _TELLING = """
     _version grad grad_fn is_leaf retains_grad output_nr data_ptr const_data_ptr _base _is_view
-    _cdata _use_count is_shared is_pinned
+    _cdata _use_count is_shared is_pinned _backward_hooks _post_accumulate_grad_hooks
     initial_seed seed manual_seed get_state set_state get_rng_state set_rng_state __dict__ __code__
     __globals__ __closure__ __subclasses__ f_back f_globals f_locals gi_frame cr_frame ag_frame
     tb_frame cache_info
