@@ -11,6 +11,7 @@ import functools
 import math
 import random
 import types
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -2249,6 +2250,22 @@ def whether_an_argument_is_one_of_inference_mode(jit):
         with torch.inference_mode(i > 3):
             x = xs(i)
         return f(x)
+
+    return call
+
+
+@case
+def attributes_of_what_is_held_weakly(jit):
+    class Held:
+        factor = 2.0
+
+    held = Held()
+    known = weakref.WeakValueDictionary(a=held)
+    f = jit(lambda x: x * known["a"].factor)
+
+    def call(i):
+        held.factor = 2.0 + i // 3
+        return f(xs(i))
 
     return call
 

@@ -226,6 +226,7 @@ class Guards:
     def _reference(self, value: ContextVar | ReferenceType) -> None:
         if isinstance(value, ReferenceType):
             self._others.append(functools.partial(is_alive, value, wanted=is_alive(value)))
+            self._left += [Weakly(value)] if type(value()) not in (type(None), *PLAIN) else []
             return
         now = value.get(UNSET)
         self._others.append(lambda: value.get(UNSET) is now)
@@ -371,8 +372,7 @@ class Guards:
                 self._names += [(state, name, state[name]) for name in asked]
                 self._missing.append((state, missing))
             else:  # the state may hold what leads back to the object, under other names
-                rows = [(weakly, f"of().__dict__[{name!r}]", state[name]) for name in asked]
-                self._attributes += rows
+                self._attributes += [(weakly, f"of().__dict__[{n!r}]", state[n]) for n in asked]
                 self._others.append(functools.partial(has_none, weakly, missing))
 
     def _memory(self, value: Any) -> None:
