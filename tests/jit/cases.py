@@ -2214,6 +2214,25 @@ def whether_an_argument_is_a_leaf(jit):
 
 
 @unrecorded
+def what_memory_held_written_into_a_captured_tensor(jit):
+    lengths = torch.zeros(2)
+
+    def loss(x):
+        return F.ctc_loss(x, torch.tensor([[1, 2], [2, 3]]), (5, 4), (2, 1), reduction="mean")
+
+    def f(x):
+        lengths.copy_(loss(x))
+        return x * 2
+
+    f = jit(f)
+
+    def call(i):
+        return f(xs(i, 5, 2, 4).log_softmax(-1)), lengths.clone()
+
+    return call
+
+
+@unrecorded
 def numbers_of_a_list_that_torch_writes_unseen(jit):
     targets = torch.tensor([[1, 2], [2, 3]])
 

@@ -444,4 +444,18 @@ K=[2.]
 def s(x): return x*K[0]
 f: s(x)
 > K[0]=3.
+
+# held library asked whether
+h=types.SimpleNamespace(t=torch)
+f: x*3 if hasattr(h.t,'forall_never') else x*2
+> torch.forall_never=1
+? delattr(torch,'forall_never')
+
+# held library set anew
+h=types.SimpleNamespace(t=torch)
+def f(x):
+ h.t.forall_set=7
+ return x*2
+> torch.forall_set=-1
+? (torch.forall_set,delattr(torch,'forall_set'))[0]
 """

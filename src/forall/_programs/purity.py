@@ -38,6 +38,7 @@ import torch
 
 from forall._core.remembering import (
     SETTERS,
+    UNSET,
     Unwatched,
     contents,
     is_library,
@@ -66,6 +67,7 @@ _WRAPPERS = frozenset(
 _METHODS = (MethodDescriptorType, WrapperDescriptorType, MethodWrapperType)
 _ATTRIBUTES = frozenset({"LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"})
 _NAMED = _ATTRIBUTES | {"STORE_ATTR", "DELETE_ATTR", "IMPORT_FROM"}  # of whatever it may be
+_ASKERS = BY_TEXT - SETTERS
 _ANY = frozenset({"__dict__", "__dir__", "__getattribute__"})  # what has all that a module has
 _LOCALS = ("LOAD_FAST", "LOAD_DEREF")
 _WATCHED = frozenset({"__code__", "__dict__"})  # where they are asked for
@@ -224,6 +226,8 @@ class _Reading:
         self._modules.add(module)
         if self._by_any or not is_library(module.__name__):
             return False
+        for name in self._names - vars(module).keys():
+            self.guards.watch_name(vars(module), name, UNSET)
         found = [(name, vars(module)[name]) for name in self._names & vars(module).keys()]
         return all(
             self._is_certain_module(value)
@@ -263,7 +267,7 @@ def _ways(instructions: Iterable[dis.Instruction], modules: Collection[str]) -> 
             named = False
             continue
         if way:
-            named = way[0] in BY_TEXT and len(way) == 1
+            named = way[0] in _ASKERS and len(way) == 1
             yield way
             way = []
         if i.opname in GLOBALS or (i.opname.startswith(_LOCALS) and _last(i) in modules):

@@ -251,7 +251,8 @@ class Recorder(DispatchMode):
             self.fails(_SEED)
         numbers = [t if isinstance(t, int) else self.result(t) for t in outputs]
         found = [n for n in numbers if n is not None]
-        if self.why is None and are_given(self.nodes, self.values, found):
+        seen = (*found, *self.inputs, *self.captured)
+        if self.why is None and are_given(self.nodes, self.values, seen):
             self.fails("memory is written where no operator tells")
         if self.why is not None:
             return None

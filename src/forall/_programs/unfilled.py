@@ -14,7 +14,7 @@ from forall._programs.program import refs
 from forall._torch.schema import facts
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from forall._programs.program import Node, Value
 
@@ -43,8 +43,8 @@ _FILLS = _overloads(
 )
 
 
-def are_given(nodes: Sequence[Node], values: Sequence[Value], results: Sequence[int]) -> bool:
-    """Whether what such memory held has a part in results.
+def are_given(nodes: Sequence[Node], values: Sequence[Value], seen: Iterable[int]) -> bool:
+    """Whether what such memory held has a part in what is seen: in these values, or an assertion.
 
     What is copied of it (an example's place in a buffer of all) and then written over has none.
     """
@@ -58,8 +58,10 @@ def are_given(nodes: Sequence[Node], values: Sequence[Value], results: Sequence[
             written = {roots[n] for n in node.writes()}
             unfilled -= written if _fills(node) else set()
             if any(roots[n] in unfilled for n in _read(node)):
+                if not made and not written:
+                    return True
                 unfilled |= made | written
-    return not unfilled.isdisjoint(roots[n] for n in results)
+    return not unfilled.isdisjoint(roots[n] for n in seen)
 
 
 def _read(node: Node) -> Iterator[int]:
