@@ -6,6 +6,7 @@ Each answers yes only where nothing has changed; a no says nothing.
 from __future__ import annotations
 
 import gc
+from operator import attrgetter
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from forall._torch.memory import has_memory
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+_needs = attrgetter("requires_grad")
 # A number that is another one after each write into a dict.
 writes_into = torch._C._dynamo.guards.dict_version
 
@@ -30,14 +32,18 @@ def alike(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
 
     That is class, shape, strides, dtype, device and whether they require grad.
     """
-    if not torch.is_grad_enabled() or not all(map(has_memory, tensors)):
-        return None  # it would take none to require grad, and all to have strides
+    if not all(map(has_memory, tensors)):
+        return None  # it asks each for its strides
     sizes, strides = (
         [[*of(t)] for t in tensors] for of in (torch.Tensor.size, torch.Tensor.stride)
     )
-    return torch._C._dynamo.guards.TensorGuards(
+    look = torch._C._dynamo.guards.TensorGuards(
         *tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides
     ).check
+    if torch.is_grad_enabled():
+        return look
+    needs = [*map(_needs, tensors)]  # under `no_grad` it takes none to require grad
+    return lambda *others: look(*others) and [*map(_needs, others)] == needs
 
 
 def state() -> Callable[[], bool]:
