@@ -2117,8 +2117,9 @@ def whether_a_captured_tensor_requires_grad(jit):
     f = jit(lambda x: x * 2 if w.requires_grad else x * 3)
 
     def call(i):
-        w.requires_grad_(i > 3)
-        return f(xs(i))
+        w.requires_grad_(i > 2)
+        with torch.set_grad_enabled(i % 2 == 0):
+            return f(xs(i))
 
     return call
 
