@@ -15,7 +15,7 @@ from forall._programs.differentiated import Differentiated
 from forall._programs.guards import TOO_MUCH
 from forall._programs.listing import CacheInfo, Kind, listed, unlisted, words
 from forall._programs.pulling import FIRST
-from forall._programs.ran import EVERYTHING, Everything, Ran
+from forall._programs.ran import EVERYTHING, SIGHTS, Everything, Ran
 from forall._programs.recording import guarding, record
 from forall._programs.replayed import MISSED, Recorded
 from forall._programs.signature import Unfit, is_free, kind_of
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from forall._programs.statics import Statics
 
 _MOST = 64  # kinds of calls that are kept, the last used ones
-_SIGHTS = 3  # of what calls run, before one may be recorded
 _TIMES = 4  # that one is recorded whose numbers answer otherwise
 
 
@@ -135,7 +134,7 @@ class Kinds(Unwatched):
         # changes something with each call is found out by the next one. Where all that it names
         # is too much to watch, what it was seen to run names less.
         unsettled = made.moved or (watches and not (ran.seen and seen <= ran))
-        if unsettled and count < (_SIGHTS if watches else 1):
+        if unsettled and count < (SIGHTS if watches else 1):
             if len(self.settling) == _MOST:
                 self.settling.clear()
             self.settling[kind] = count + 1, seen

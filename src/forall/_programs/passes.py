@@ -16,7 +16,7 @@ from forall._programs.cheaper import in_place, numbers
 from forall._programs.equals import MOST, copies, twins
 from forall._programs.program import Node, with_refs
 from forall._programs.reordered import biased, reordered
-from forall._programs.unfilled import UNFILLED
+from forall._programs.unfilled import OF_LAYOUT, UNFILLED
 from forall._programs.views import views
 from forall._torch.dispatch import without_history
 from forall._torch.schema import facts
@@ -25,11 +25,6 @@ if TYPE_CHECKING:
     from forall._programs.program import Program
 
 aten = torch.ops.aten
-# What these return depends on the layout of their argument, and on none of its numbers.
-_OF_LAYOUT = {
-    getattr(aten, name).default
-    for name in ["zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"]
-}
 _POWER = aten.pow.Tensor_Scalar
 
 
@@ -95,7 +90,7 @@ def _constant(program: Program) -> list[Node]:
 def _is_constant(program: Program, node: Node, varying: set[int]) -> bool:
     if facts(node.op).seeded or node.op in UNFILLED:
         return False
-    of_layout = node.op in _OF_LAYOUT or (node.op is _POWER and node.args[1:] == (0,))  # ones
+    of_layout = node.op in OF_LAYOUT or (node.op is _POWER and node.args[1:] == (0,))  # ones
     if varying and not of_layout:
         return False
     return all(prod(program.values[n].layout.shape) <= MOST for n in node.makes())

@@ -16,9 +16,7 @@ numbers, files, the screen, a tensor's version.
 from __future__ import annotations
 
 import dis
-import functools
 import sys
-from contextlib import _GeneratorContextManager
 from contextvars import ContextVar
 from types import (
     BuiltinFunctionType,
@@ -26,7 +24,6 @@ from types import (
     FunctionType,
     MappingProxyType,
     MethodDescriptorType,
-    MethodType,
     MethodWrapperType,
     ModuleType,
     WrapperDescriptorType,
@@ -50,7 +47,15 @@ from forall._core.remembering import (
 )
 from forall._programs.imports import Imports
 from forall._programs.naming import BY_ANY_NAME, BY_TEXT, GLOBALS, SKIPPED, asked_by_text
-from forall._programs.single import CACHED, CONTAINERS, TELLERS, VIEWS, is_array, is_of_environment
+from forall._programs.single import (
+    CACHED,
+    CONTAINERS,
+    TELLERS,
+    VIEWS,
+    WRAPPERS,
+    is_array,
+    is_of_environment,
+)
 from forall._torch import trusted
 from forall._torch.names import PLAIN
 
@@ -60,10 +65,7 @@ if TYPE_CHECKING:
     from forall._programs.guards import Guards
     from forall._programs.ran import Everything
 
-_WRAPPERS = frozenset(
-    {MappingProxyType, MethodType, staticmethod, classmethod, property, functools.partial}
-    | {_GeneratorContextManager}
-)
+_WRAPPERS = {MappingProxyType, *WRAPPERS} - {BuiltinFunctionType, MethodWrapperType}
 _METHODS = (MethodDescriptorType, WrapperDescriptorType, MethodWrapperType)
 _ATTRIBUTES = frozenset({"LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"})
 _NAMED = _ATTRIBUTES | {"STORE_ATTR", "DELETE_ATTR", "IMPORT_FROM"}  # of whatever it may be

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from forall._programs.program import Value
 
+SIGHTS = 3  # of what calls run, before one may be recorded: the first may set things up
 SEEN = ("cpu", "meta")  # devices: a backward pass on others has threads of its own
 _GLOBALS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"})
 _STOPS = frozenset({"breakpoint", "set_trace"})

@@ -49,6 +49,7 @@ _FRESH = (aten.lift_fresh.default, aten.lift_fresh_copy.default)
 
 _SEED = "it sets the state of a random generator"
 TORCHS = "a transform of torch.func's runs in it"
+TELLING = "it asks for what tells of a tensor more than its kind"
 _LEFT = "it takes a derivative in inference mode, or leaves that mode otherwise"
 
 # Operators that tell Python about numbers, or change what a tensor is, without a tag that says so.

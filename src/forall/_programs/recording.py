@@ -24,7 +24,7 @@ from forall._programs.pulling import (
     pulled_back,
 )
 from forall._programs.ran import EVERYTHING, Everything
-from forall._programs.recorder import Recorder
+from forall._programs.recorder import TELLING, Recorder
 from forall._programs.replayed import Recorded, Results
 from forall._programs.seeing import Watch, seen_by
 from forall._programs.statics import unboxed
@@ -130,7 +130,7 @@ class FirstCall:
         if moved:
             recorder.fails("it changes Python's state: a list, an attribute, a global")
         if guards.ran.seen and recorder.tells:  # by a name that is written nowhere
-            recorder.fails("it asks for what tells of a tensor more than its kind")
+            recorder.fails(TELLING)
         views = opened(recorder, ends) if _have_history(ends) else None
         ends = ends if views is None else views.ends
         back = pulled_back(recorder, tensors, ends, self.asked, certain=self.certain)

@@ -20,7 +20,7 @@ from forall._programs.differentiated import Differentiated
 from forall._programs.guards import Guards
 from forall._programs.pulling import FIRST, Pass
 from forall._programs.purity import doubt
-from forall._programs.ran import EVERYTHING, SEEN, Everything, Ran
+from forall._programs.ran import EVERYTHING, SEEN, SIGHTS, Everything, Ran
 from forall._programs.recording import Before, guarding, record
 from forall._programs.replayed import MISSED
 from forall._programs.signature import Unfit, ambient, is_free, kind_of
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 _MOST = 16  # kinds of calls that are kept, the last used ones
 _MOST_BYTES = 2**24  # of constants that a program keeps
 _GLANCE = Everything(most=1000)  # where the next call may be seen: more costs more than it does
-_SIGHTS = 3  # of what calls run: the first may set things up
 _LOSSES = 8  # recordings that may be for nothing
 _WORTH = 32  # replayed calls, which make up for one more
 
@@ -135,7 +134,7 @@ class Replays(Unwatched):
                 why = self._doubt(guards)
             if why is None:
                 return self._watched(call, due, guards)
-            if due.sights >= _SIGHTS or not _are_seen((*call.leaves, *guards.tensors.values())):
+            if due.sights >= SIGHTS or not _are_seen((*call.leaves, *guards.tensors.values())):
                 self.why = why
                 self._forget()
                 return call.instead()

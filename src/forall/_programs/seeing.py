@@ -10,7 +10,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from forall._core.levels import outside, stack
-from forall._programs.recorder import TORCHS, is_whole
+from forall._programs.recorder import TELLING, TORCHS, is_whole
 from forall._torch import trees
 from forall._torch.dispatch import aside, functions_off, in_torch_func, no_dispatch
 from forall._torch.trusted import TELLS
@@ -139,7 +139,7 @@ class Watch(TorchFunctionMode):
         if in_torch_func():
             self.recorder.fails(TORCHS)
         elif func in TELLS and self.recorder.is_from_outside(args[0]):
-            self.recorder.fails("it asks for what tells of a tensor more than its kind")
+            self.recorder.fails(TELLING)
         elif func in _UNSEEN or (changes and self.recorder.is_from_outside(args[0])):
             named = getattr(func, "__self__", func)  # an attribute's, for what reads or sets it
             self.recorder.fails(f"{getattr(named, '__name__', func)} is seen by no operator")

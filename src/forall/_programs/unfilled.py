@@ -27,12 +27,11 @@ def _overloads(names: str) -> frozenset:
 
 
 UNFILLED = _overloads("empty empty_like new_empty empty_strided new_empty_strided")
-# They ask what a tensor is, and not for its numbers.
-_OF_LAYOUT = UNFILLED | _overloads(
-    """
-    zeros_like ones_like full_like rand_like randn_like randint_like new_zeros new_ones new_full
-    _assert_tensor_metadata
-    """
+# What these return depends on the layout of their argument, and on none of its numbers.
+OF_LAYOUT = _overloads("zeros_like ones_like full_like new_zeros new_ones new_full")
+# These too ask what a tensor is, and not for its numbers.
+_ASK = (
+    UNFILLED | OF_LAYOUT | _overloads("rand_like randn_like randint_like _assert_tensor_metadata")
 )
 # They write into memory, in whole or in part, whatever it held. Those that draw do too.
 _FILLS = _overloads(
@@ -54,7 +53,7 @@ def are_given(nodes: Sequence[Node], values: Sequence[Value], seen: Iterable[int
         made = {roots[n] for n in node.makes()}
         if node.op in UNFILLED:
             unfilled |= {n for n in made if 0 not in values[n].layout.shape}
-        elif unfilled and node.op not in _OF_LAYOUT:
+        elif unfilled and node.op not in _ASK:
             written = {roots[n] for n in node.writes()}
             unfilled -= written if _fills(node) else set()
             if any(roots[n] in unfilled for n in _read(node)):
