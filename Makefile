@@ -61,6 +61,7 @@ RECORDED ?= 5000
 fuzz: $(VENV)/.installed
 	FORALL_PROGRAMS=$(PROGRAMS) FORALL_SEED=$$(date +%s) $(RUN) -m pytest -q tests/limits/test_random_programs.py
 	FORALL_PROGRAMS=$(RECORDED) FORALL_SEED=$$(date +%s) $(RUN) -m pytest -q tests/jit/test_random_programs.py
+	FORALL_PROGRAMS=$(RECORDED) FORALL_SEED=$$(date +%s) $(RUN) -m pytest -q tests/replay/test_random_code.py
 
 format: $(VENV)/.installed
 	$(VENV)/bin/ruff format .

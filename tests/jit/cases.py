@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import collections
 import functools
+import importlib
+import inspect
 import math
 import random
+import sys
 import types
 import weakref
 from types import SimpleNamespace
@@ -2288,6 +2291,174 @@ def attributes_of_what_is_held_weakly(jit):
         return f(xs(i))
 
     return call
+
+
+# --- modules, by other ways than their names ------------------------------------------------------
+
+
+def settings(**names: Any) -> Any:
+    module = types.ModuleType("own_settings")
+    vars(module).update(names)
+    return module
+
+
+def by_a_module(i, module, f):
+    module.factor = 2.0 + i // 3
+    return f(xs(i))
+
+
+def scaled(x, module):
+    return x * module.factor
+
+
+@case
+def a_module_that_an_object_holds(jit):
+    home = SimpleNamespace(settings=settings(factor=1.0))
+    f = jit(lambda x: x * home.settings.factor)
+    return lambda i: by_a_module(i, home.settings, f)
+
+
+@case
+def a_module_that_is_handed_on(jit):
+    f = jit(lambda x: scaled(x, MODULE))
+    return lambda i: by_a_module(i, MODULE, f)
+
+
+@case
+def a_module_that_a_function_gives(jit):
+    def given():
+        return MODULE
+
+    f = jit(lambda x: x * given().factor)
+    return lambda i: by_a_module(i, MODULE, f)
+
+
+@case
+def a_module_asked_by_any_name(jit):
+    name = "fac" + "tor"
+    f = jit(lambda x: x * getattr([MODULE][0], name))
+    return lambda i: by_a_module(i, MODULE, f)
+
+
+@case
+def a_module_in_a_module(jit):
+    outer = settings(inner=settings(factor=1.0))
+    f = jit(lambda x: scaled(x, outer.inner))
+    return lambda i: by_a_module(i, outer.inner, f)
+
+
+@case
+def a_module_that_finds_its_names(jit):
+    found = {"factor": 1.0}
+    module = settings(__getattr__=lambda name: found[name])
+    f = jit(lambda x: x * module.factor)
+
+    def call(i):
+        found["factor"] = 2.0 + i // 3
+        return f(xs(i))
+
+    return call
+
+
+@case
+def a_module_of_another_class(jit):
+    class Own(types.ModuleType):
+        @property
+        def factor(self):
+            return self.under + 1.0
+
+    module = settings(factor=1.0)
+    f = jit(lambda x: x * module.factor)
+
+    def call(i):
+        module.under = i // 4
+        if i == 2:
+            del module.factor
+            module.__class__ = Own
+        return f(xs(i))
+
+    return call
+
+
+@case
+def a_module_imported_inside(jit):
+    def f(x):
+        import jit.cases as own  # noqa: PLW0406
+
+        return x * own.SCALE
+
+    f = jit(f)
+
+    def call(i):
+        set_global("SCALE", 2.0 + i // 3)
+        return f(xs(i))
+
+    return call
+
+
+def by_ways_of_its_own(function):
+    """A case of a function, in a module of its own, that finds `SCALE` in another way than that."""
+
+    def made(jit):
+        home = settings(sys=sys, inspect=inspect, importlib=importlib, given=lambda: 0)
+        home.given = types.FunctionType(home.given.__code__, vars(home))
+        f = jit(types.FunctionType(function.__code__, vars(home)))
+
+        def call(i):
+            sys.modules["own_settings"] = home
+            home.SCALE = 2.0 + i // 3
+            return f(xs(i))
+
+        return call
+
+    made.__name__ = function.__name__
+    return case(made)
+
+
+@by_ways_of_its_own
+def its_own_globals(x):
+    return x * globals()["SCALE"]
+
+
+@by_ways_of_its_own
+def the_globals_of_another(x):
+    return x * given.__globals__["SCALE"]  # noqa: F821  # pyright: ignore[reportUndefinedVariable]
+
+
+@by_ways_of_its_own
+def the_globals_of_a_frame(x):
+    return x * inspect.currentframe().f_globals["SCALE"]
+
+
+@by_ways_of_its_own
+def what_is_evaluated(x):
+    return x * eval("SCALE * 2")  # noqa: S307
+
+
+@by_ways_of_its_own
+def the_table_of_modules(x):
+    return x * sys.modules[__name__].SCALE
+
+
+@case
+def a_module_that_is_replaced(jit):
+    def f(x):
+        import own_settings  # pyright: ignore[reportMissingImports]
+
+        return x * own_settings.factor
+
+    f = jit(f)
+
+    def call(i):
+        sys.modules["own_settings"] = settings(factor=2.0 + i // 3)
+        return f(xs(i))
+
+    return call
+
+
+@by_ways_of_its_own
+def a_module_imported_by_name(x):
+    return x * importlib.import_module("own_settings").SCALE
 
 
 random.seed(0)

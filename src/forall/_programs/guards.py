@@ -13,6 +13,7 @@ import builtins
 import functools
 import gc
 import os
+import sys
 from collections import deque
 from collections.abc import Iterator
 from contextvars import ContextVar
@@ -39,8 +40,8 @@ from forall._core.remembering import (
     is_no_users,
     is_ours,
 )
-from forall._programs.holding import Looks, holding, if_any
-from forall._programs.imports import Imports
+from forall._programs.imports import imported
+from forall._programs.namespaces import asked_for, in_hand, is_users
 from forall._programs.naming import Names
 from forall._programs.ran import EVERYTHING
 from forall._programs.single import (
@@ -49,11 +50,9 @@ from forall._programs.single import (
     TELLERS,
     VIEWS,
     WRAPPERS,
-    answer,
     has_none,
     has_numbers,
     is_alive,
-    is_array,
     is_derived,
     is_hint,
     is_in_class,
@@ -62,11 +61,10 @@ from forall._programs.single import (
     keeping,
     kept,
     leads_to,
-    may_take,
-    numbers,
     wrapped,
 )
-from forall._torch.names import PLAIN, attention_kernels
+from forall._programs.watched import Watched
+from forall._torch.names import PLAIN
 from forall._torch.trees import is_registered
 from forall._torch.trusted import is_torchs, is_trusted
 
@@ -76,31 +74,21 @@ if TYPE_CHECKING:
     from forall._programs.ran import Everything
 
 TOO_MUCH = "the function reaches too much of Python's state to watch"
-_MOST_BYTES = 4096  # that are compared with each call
 _MADE_OF = ("__code__", "__defaults__", "__kwdefaults__", "__dict__")
 _TOLD = (*_MADE_OF, "__name__", "__qualname__", "__doc__", "__module__", "__annotations__")
 _BUILTINS = vars(builtins)
+_OF_MODULES = frozenset({"__getattr__"})  # that Python asks for by itself
 
 
-class Guards:
+class Guards(Watched):
     """The state that a function can be seen to reach, as it is now."""
 
     def __init__(
         self, func: Callable, given: Iterable[Any] = (), ran: Everything = EVERYTHING
     ) -> None:
+        super().__init__()
         self.ran = ran
-        self.tensors: dict[int, torch.Tensor] = {}
         self.generators: list[torch.Generator] = []
-        self.why: str | None = None  # what of it cannot be watched
-        self._attributes: list[tuple[Any, str, Any]] = []
-        self._names: list[tuple[dict[str, Any], str, Any]] = []
-        self._missing: list[tuple[dict[str, Any], frozenset[str]]] = []
-        self._dicts: list[tuple[Any, tuple, tuple]] = []
-        self._lists: list[tuple[Any, tuple]] = []
-        self._answers: dict[Callable[[], Any], Any] = {}
-        self._data: list[tuple[Any, tuple]] = []
-        self._looks = Looks()
-        self._holding: Callable[[], bool] | None = None
         self._modules: set[tuple[int, frozenset[str]]] = set()
         self._asked = Names(ran)
         # Of objects of which only some names are asked, and what holds such an object weakly.
@@ -108,9 +96,9 @@ class Guards:
         self._functions: list[FunctionType] = []  # the user's, and those that do not run
         self._aside: list[Mapping[str, Any]] = []  # of which only what code names is looked at
         self._kinds: dict[int, type] = {}  # of objects, and what these derive from
-        self._held: dict[int, Any] = {}  # all that was met: no other takes its identity
+        # All that was met: no other takes its identity. Of all modules, code names what it asks.
+        self._held: dict[int, Any] = {id(sys.modules): sys.modules}
         self._weakly: list[Weakly] = []
-        self._others: list[Callable[[], bool]] = []
         self._left = [func, *given]  # to be looked at: objects hang in each other without end
         self._entries(vars(torch.Tensor))  # of which any name may be asked
         self._look_at_all()
@@ -119,23 +107,6 @@ class Guards:
         self._of_objects()
         del self._asked, self._states  # with what nothing asks for, which may lead anywhere
 
-    def hold(self) -> bool:
-        """Whether everything is as it was."""
-        if self._holding is None:
-            data, answers = self._data, self._answers.items()
-            self._holding = holding(
-                self._attributes,
-                self._names,
-                self._missing,
-                self._dicts,
-                self._lists,
-                self._looks,
-                if_any(data, lambda: all(numbers(known) == copy for known, copy in data))
-                + if_any(answers, lambda: all(answer(ask) == known for ask, known in answers))
-                + self._others,
-            )
-        return self._holding()
-
     def reached(self) -> Iterable[Any]:
         """All that was met, but for modules that code names."""
         return [*self._held.values(), *self._kinds.values()]
@@ -143,33 +114,6 @@ class Guards:
     def leads_back(self) -> bool:
         """Whether what is held here may hold an object that is to be held weakly."""
         return bool(self._weakly) and leads_to({id(w.of()) for w in self._weakly}, self._held)
-
-    def watch_name(self, names: dict[str, Any], name: str, value: Any) -> None:
-        """What a module of a library's has under a name, beyond what is watched otherwise."""
-        self._names.append((names, name, value))
-        self._holding = None
-
-    def watch_class(self, kind: type) -> None:
-        """A class of a library's: what it has, if that can change."""
-        for base in kind.__mro__:
-            if base.__flags__ & MUTABLE:
-                self._entries(vars(base))
-        self._holding = None
-
-    def watch(self, tensors: Iterable[torch.Tensor]) -> None:
-        """These are read by the program, and all may be asked what they are: so they stay."""
-        known = {id(t): t for t in (*self.tensors.values(), *tensors) if type(t) in PLAIN}
-        self._looks, self._holding = Looks(known.values()), None
-
-    def watch_answer(self, question: Callable[[], Any]) -> None:
-        """What torch tells of its state when the function asks."""
-        self._answers[question] = answer(question)
-        self._holding = None
-
-    def watch_attention(self) -> None:
-        """The kernels that it may take, of which the program has one."""
-        self._others.append(functools.partial(may_take, attention_kernels()))
-        self._holding = None
 
     def _look_at_all(self) -> None:
         while self._left and self.why is None:
@@ -200,7 +144,7 @@ class Guards:
             look(self, value)
         elif isinstance(value, Iterator) and type(value).__module__ in ("builtins", "itertools"):
             self.why = "the function reaches an iterator, and nothing tells how far that has come"
-        elif not isinstance(value, (ModuleType, Unwatched)) and not is_hint(value):
+        elif not isinstance(value, Unwatched) and not is_hint(value):
             self._object(value)
         if is_derived(value):
             self._object(value)  # of a class of the user's with entries: a NamedTuple, a dict
@@ -237,10 +181,6 @@ class Guards:
         self._aside.append(vars(value))
         self._states.append((vars(value), None))
 
-    def _entries(self, names: Mapping[Any, Any]) -> None:
-        names = bare(names)
-        self._dicts.append((names, tuple(names), tuple(names.values())))
-
     def _cached(self, func: Any) -> None:
         self._others.append(keeping(func))
         self._left.append((*kept(func),))
@@ -257,6 +197,7 @@ class Guards:
             if func.__dict__ or not (is_no_users(func) or is_in_class(func)):
                 self._state(func.__dict__)
             return
+        written = self.ran.written(func.__code__) | _OF_MODULES
         self._left += [*self._asked.by(func), *self._asked.in_code(func)]
         for name in _MADE_OF:
             value = getattr(func, name)
@@ -265,25 +206,25 @@ class Guards:
         for cell in func.__closure__ or ():
             value = contents(cell)
             self._attributes.append((cell, "cell_contents", value))
-            self._led_to(value, self.ran.written(func.__code__))
+            self._led_to(value, written)
         if not is_no_users(func):
             names, given = func.__globals__, vars(func).get("__forall_given__", ())
             wanted = [n for n in self.ran.globals(func.__code__) if n not in given]
             missing = [n for n in wanted if n not in names]
             self._names += [(names, n, UNSET) for n in missing]
             self._names += [(_BUILTINS, n, _BUILTINS.get(n, UNSET)) for n in missing]
-            self._named(names, wanted, self.ran.written(func.__code__))
-            self._imported(func)
-
-    def _imported(self, func: FunctionType) -> None:
-        """What it imports while it runs, of modules of the user's."""
-        for code in self.ran.inner(func.__code__):
-            imports = Imports(self.ran.instructions(code), func.__globals__, libraries=False)
-            for module in imports.modules.values():
-                self._led_to(module, self.ran.written(code))
-            for inside, name in imports.taken:
-                if not is_library(inside.__name__):
-                    self._named(vars(inside), [name], self.ran.written(code))
+            self._named(names, wanted, written)
+            self._left += in_hand(func, self.ran)
+            for name, home in asked_for(func, self.ran):
+                self._names.append((sys.modules, name, sys.modules.get(name, UNSET)))
+                self._namespace(home)
+            for found, inner in imported(func, self.ran):
+                self._names += [(sys.modules, name, module) for name, module in found.found]
+                for module in found.modules.values():
+                    self._led_to(module, inner)
+                for inside, name in found.taken:
+                    if not is_library(inside.__name__):
+                        self._named(vars(inside), [name], inner)
 
     def _named(self, names: dict[str, Any], wanted: Iterable[str], inner: frozenset[str]) -> None:
         """What these names stand for; of a module of the user's, the ``inner`` names in it too."""
@@ -299,10 +240,27 @@ class Guards:
             self._left.append(value)
             return
         self._left += self._asked.by(value)
+        if type(value) is not ModuleType:  # then its class has a say too
+            self._left.append(value)
         if not is_library(value.__name__) and (id(value), inner) not in self._modules:
             self._modules.add((id(value), inner))
+            self._attributes.append((value, "__class__", type(value)))
             self._missing.append((vars(value), inner - vars(value).keys()))
             self._named(vars(value), inner, inner)
+
+    def _module(self, module: ModuleType) -> None:
+        if is_users(module):
+            self._attributes.append((module, "__class__", type(module)))
+            self._kind(type(module))
+            self._namespace(vars(module))
+
+    def _namespace(self, names: dict[str, Any]) -> None:
+        """A module's, that code may have from anywhere: then it may ask for what it names."""
+        if id(names) not in self._held:
+            self._held[id(names)] = names
+            own = {n: x for n, x in names.items() if n == "__getattr__" or n[:2] != "__"}
+            self._states.append((names, None))
+            self._left += self._asked.in_object(own)
 
     def _class(self, kind: type) -> None:
         if not is_no_users(type(kind)):  # what is done with a class is done by its class
@@ -375,13 +333,6 @@ class Guards:
                 self._attributes += [(weakly, f"of().__dict__[{n!r}]", state[n]) for n in asked]
                 self._others.append(functools.partial(has_none, weakly, missing))
 
-    def _memory(self, value: Any) -> None:
-        """Numbers in memory, of numpy's or of Python's own."""
-        data = numbers(value)
-        self._data.append((value, data))
-        if len(data[0]) > _MOST_BYTES or (is_array(value) and value.dtype.hasobject):
-            self.why = "the function reaches an array whose numbers may change, too large to watch"
-
 
 # In this order: some are others too.
 _LOOKS: tuple[tuple[Any, Callable[[Guards, Any], None]], ...] = (
@@ -395,6 +346,7 @@ _LOOKS: tuple[tuple[Any, Callable[[Guards, Any], None]], ...] = (
     (CACHED, Guards._cached),
     ((ContextVar, ReferenceType), Guards._reference),
     (type, Guards._class),
+    (ModuleType, Guards._module),
     (TELLERS, Guards._teller),
     (Weakly, Guards._weak),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import sys
 from importlib.util import resolve_name
 from types import ModuleType
@@ -10,10 +11,21 @@ from typing import TYPE_CHECKING, Any
 from forall._core.remembering import is_library
 
 if TYPE_CHECKING:
-    import dis
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
+    from types import FunctionType
 
+    from forall._programs.ran import Everything
+
+_IMPORT = dis.opmap["IMPORT_NAME"]
 _BETWEEN = frozenset({"SWAP", "POP_TOP"})  # of `import a.b as c`, and behind what is taken
+
+
+def imported(func: FunctionType, ran: Everything) -> Iterator[tuple[Imports, frozenset[str]]]:
+    """What the code of a function imports, and of what is written inside it, with all its names."""
+    for code in ran.inner(func.__code__):
+        if _IMPORT in code.co_code[::2]:
+            found = Imports(ran.instructions(code), func.__globals__, libraries=False)
+            yield found, ran.written(code)
 
 
 class Imports:

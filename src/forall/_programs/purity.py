@@ -15,7 +15,6 @@ numbers, files, the screen, a tensor's version.
 
 from __future__ import annotations
 
-import dis
 import sys
 from contextvars import ContextVar
 from types import (
@@ -46,7 +45,8 @@ from forall._core.remembering import (
     rebound_of,
 )
 from forall._programs.imports import Imports
-from forall._programs.naming import BY_ANY_NAME, BY_TEXT, GLOBALS, SKIPPED, asked_by_text
+from forall._programs.namespaces import ATTRIBUTES, is_users, ways
+from forall._programs.naming import BY_ANY_NAME, SKIPPED, asked_by_text
 from forall._programs.single import (
     CACHED,
     CONTAINERS,
@@ -60,18 +60,15 @@ from forall._torch import trusted
 from forall._torch.names import PLAIN
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator
+    from collections.abc import Iterable, Iterator
 
     from forall._programs.guards import Guards
     from forall._programs.ran import Everything
 
 _WRAPPERS = {MappingProxyType, *WRAPPERS} - {BuiltinFunctionType, MethodWrapperType}
 _METHODS = (MethodDescriptorType, WrapperDescriptorType, MethodWrapperType)
-_ATTRIBUTES = frozenset({"LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"})
-_NAMED = _ATTRIBUTES | {"STORE_ATTR", "DELETE_ATTR", "IMPORT_FROM"}  # of whatever it may be
-_ASKERS = BY_TEXT - SETTERS
+_NAMED = ATTRIBUTES | {"STORE_ATTR", "DELETE_ATTR", "IMPORT_FROM"}  # of whatever it may be
 _ANY = frozenset({"__dict__", "__dir__", "__getattribute__"})  # what has all that a module has
-_LOCALS = ("LOAD_FAST", "LOAD_DEREF")
 _WATCHED = frozenset({"__code__", "__dict__"})  # where they are asked for
 
 
@@ -170,7 +167,7 @@ class _Reading:
             elif not self._may_use(value, inside, name):
                 return f"uses {inside.__name__}.{name}"
         modules = {**modules, **imports.modules}
-        for way in _ways(instructions, modules):
+        for way in ways(instructions, modules):
             why = self._way(way, modules if way[0] in modules else home)
             if why is not None:
                 return why
@@ -195,7 +192,9 @@ class _Reading:
             from_library = is_library(inside.__name__) and not isinstance(value, ModuleType)
             if from_library and not self._may_use(value, inside, name):
                 return f"uses {'.'.join(way[: i + 1])}"
-        return f"names the module {value.__name__}" if isinstance(value, ModuleType) else None
+        if isinstance(value, ModuleType) and not is_users(value):
+            return f"names the module {value.__name__}"
+        return None
 
     def _telling(self, names: Iterable[str]) -> str | None:
         telling = trusted.TELLING - _WATCHED if self.ran.seen else trusted.TELLING
@@ -217,16 +216,16 @@ class _Reading:
         if is_of_environment(value):
             return True
         if isinstance(value, ModuleType):
-            return self.ran.seen and self._is_certain_module(value)
+            return self._is_certain_module(value)
         what = type(value) if isinstance(value, TELLERS) else value
         return _is_certain(value) or self._is_idle(what) or self._is_never_made(value)
 
     def _is_certain_module(self, module: ModuleType) -> bool:
-        """One of a library's that something holds: each name that is asked for may be its."""
-        if module in self._modules:
+        """One that something holds. Of a library's, each name that is asked for may be its."""
+        if is_users(module) or module in self._modules:
             return True
         self._modules.add(module)
-        if self._by_any or not is_library(module.__name__):
+        if not self.ran.seen or self._by_any or not is_library(module.__name__):
             return False
         for name in self._names - vars(module).keys():
             self.guards.watch_name(vars(module), name, UNSET)
@@ -249,40 +248,6 @@ class _Reading:
 
     def _is_idle(self, value: Any) -> bool:
         return self.ran.idle(value) and is_no_users(value)
-
-
-def _ways(instructions: Iterable[dis.Instruction], modules: Collection[str]) -> Iterator[list[str]]:
-    """The names that code goes along: from a global or a module that the closure has onwards.
-
-    ["", name] is an attribute of something else.
-    """
-    way: list[str] = []
-    named = False  # whether a function is called that takes the next name from a text
-    for i in instructions:
-        if way and way[0] and i.opname in _ATTRIBUTES:
-            way.append(i.argval)
-            continue
-        if named and i.opname == "LOAD_CONST" and isinstance(i.argval, str):
-            way = [*(way or [""]), i.argval]
-            continue
-        if way and named and i.opname == "CALL":
-            named = False
-            continue
-        if way:
-            named = way[0] in _ASKERS and len(way) == 1
-            yield way
-            way = []
-        if i.opname in GLOBALS or (i.opname.startswith(_LOCALS) and _last(i) in modules):
-            way = [_last(i)]
-        elif i.opname in _ATTRIBUTES:
-            yield ["", i.argval]
-    if way:
-        yield way
-
-
-def _last(i: dis.Instruction) -> Any:
-    """The name that is read, or the last where one instruction reads some."""
-    return i.argval[-1] if isinstance(i.argval, tuple) else i.argval
 
 
 def _codes(

@@ -20,6 +20,7 @@ from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any
 
 from forall._core import remembering
+from forall._programs.naming import codes_of
 from forall._torch.names import PLAIN
 
 if TYPE_CHECKING:
@@ -66,8 +67,8 @@ class Everything:
         return ()
 
     def inner(self, code: CodeType) -> Iterable[CodeType]:
-        """A function's code and that of all written inside it, of what was seen to run."""
-        return ()
+        """A function's code and that of all written inside it."""
+        return codes_of(code)
 
     def holds(self, code: CodeType) -> bool:
         """Whether this ran."""

@@ -1,0 +1,96 @@
+"""By which ways code comes to a module's names: those of its own, or of one that it has in hand."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+from forall._core.remembering import SETTERS, contents, home_of, is_none_by_name
+from forall._programs.naming import BY_TEXT, GLOBALS, SKIPPED
+
+if TYPE_CHECKING:
+    import dis
+    from collections.abc import Collection, Iterable, Iterator
+    from types import FunctionType
+
+    from forall._programs.ran import Everything
+
+ATTRIBUTES = frozenset({"LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"})
+_ASKERS = BY_TEXT - SETTERS
+_LOCALS = ("LOAD_FAST", "LOAD_DEREF")
+# By these functions and attributes code has the names of its module, or of one named in a text.
+_FUNCTIONS = frozenset({"globals", "eval", "exec", "__import__", "import_module"})
+_OF_OTHERS = frozenset({"__globals__", "f_globals", "import_module"})
+_MODULES = frozenset({"sys", "modules"})  # and by these together
+
+
+def is_users(value: Any) -> TypeGuard[ModuleType]:
+    """Whether it is a module, and one of the user's."""
+    return isinstance(value, ModuleType) and not is_none_by_name(value.__name__)
+
+
+def asked_for(func: FunctionType, ran: Everything) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The names of modules that a function has all together, not by a name of theirs."""
+    names = ran.names(func.__code__)
+    asked = not _FUNCTIONS.isdisjoint(names) and not _FUNCTIONS.isdisjoint(
+        ran.globals(func.__code__)
+    )
+    if not asked and _OF_OTHERS.isdisjoint(names) and not names >= _MODULES:
+        return
+    yield home_of(func), func.__globals__
+    texts = [c for code in ran.inner(func.__code__) for c in code.co_consts if isinstance(c, str)]
+    found = [(text, sys.modules.get(text)) for text in texts]
+    yield from ((text, vars(module)) for text, module in found if is_users(module))
+
+
+def in_hand(func: FunctionType, ran: Everything) -> Iterator[ModuleType]:
+    """The user's modules that a function names to do with them what no name of theirs tells."""
+    cells = zip(func.__code__.co_freevars, func.__closure__ or (), strict=True)
+    found = {name: contents(cell) for name, cell in cells}
+    named = {name: func.__globals__.get(name) for name in ran.globals(func.__code__)}
+    if not any(map(is_users, (*found.values(), *named.values()))):
+        return
+    modules = {name: value for name, value in found.items() if isinstance(value, ModuleType)}
+    for code in ran.inner(func.__code__):
+        instructions = (i for i in ran.instructions(code) if i.opname not in SKIPPED)
+        for first, *names in ways(instructions, modules):
+            value = modules.get(first, named.get(first))
+            for name in names:
+                value = vars(value).get(name) if isinstance(value, ModuleType) else None
+            if is_users(value):
+                yield value
+
+
+def ways(instructions: Iterable[dis.Instruction], modules: Collection[str]) -> Iterator[list[str]]:
+    """The names that code goes along: from a global or a module that the closure has onwards.
+
+    ["", name] is an attribute of something else.
+    """
+    way: list[str] = []
+    named = False  # whether a function is called that takes the next name from a text
+    for i in instructions:
+        if way and way[0] and i.opname in ATTRIBUTES:
+            way.append(i.argval)
+            continue
+        if named and i.opname == "LOAD_CONST" and isinstance(i.argval, str):
+            way = [*(way or [""]), i.argval]
+            continue
+        if way and named and i.opname == "CALL":
+            named = False
+            continue
+        if way:
+            named = way[0] in _ASKERS and len(way) == 1
+            yield way
+            way = []
+        if i.opname in GLOBALS or (i.opname.startswith(_LOCALS) and _last(i) in modules):
+            way = [_last(i)]
+        elif i.opname in ATTRIBUTES:
+            yield ["", i.argval]
+    if way:
+        yield way
+
+
+def _last(i: dis.Instruction) -> Any:
+    """The name that is read, or the last where one instruction reads some."""
+    return i.argval[-1] if isinstance(i.argval, tuple) else i.argval
