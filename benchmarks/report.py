@@ -1,10 +1,12 @@
 """Turning measurements into a table of ratios."""
 
+import contextlib
 import math
 import os
 import platform
 import statistics
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 import torch
 
@@ -30,10 +32,20 @@ def quartiles(values: list[float]) -> str:
     return f"{number(low)} to {number(high)}"
 
 
+def _make() -> str:
+    """Whose CPUs these are, where the system tells: kernels differ by that."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == "model name":
+                return f" ({value.strip()})"
+    return ""
+
+
 def header(device: torch.device, rounds: int) -> list[str]:
     lines = [
         f"- torch {torch.__version__}, Python {platform.python_version()}",
-        f"- {os.cpu_count()} CPUs, {torch.get_num_threads()} threads used by torch",
+        f"- {os.cpu_count()} CPUs{_make()}, {torch.get_num_threads()} threads used by torch",
         f"- device: {device.type}",
         f"- {rounds} rounds (peak memory: {min(rounds, MEMORY_ROUNDS)}), all contestants in each",
     ]
