@@ -451,6 +451,118 @@ f: x*3 if hasattr(h.t,'forall_never') else x*2
 > torch.forall_never=1
 ? delattr(torch,'forall_never')
 
+# cached property
+class C:
+ def __init__(s): s.u=2.
+ @functools.cached_property
+ def k(s): return s.u
+c=C()
+f: x*c.k
+> del c.k;c.u=3.
+
+# cached property of what is made inside
+U=[2.]
+class C:
+ @functools.cached_property
+ def k(s): return U[0]
+f: x*C().k
+> U[0]=3.
+
+# cached property's function
+class C:
+ @functools.cached_property
+ def k(s): return 2.
+f: x*C().k
+> C.__dict__['k'].func=lambda s:3.
+
+# cached property that is set
+class C:
+ @functools.cached_property
+ def k(s): return 2.
+c=C()
+f: x*c.k
+> c.k=3.
+
+# cached property that counts
+class C:
+ n=0
+ @functools.cached_property
+ def k(s):
+  C.n+=1
+  return 2.
+f: x*C().k
+> pass
+? C.n
+
+# module in an object
+h=types.SimpleNamespace(m=types.ModuleType('own'));h.m.k=2.
+f: x*h.m.k
+> h.m.k=3.
+
+# module in an object by text
+h=types.SimpleNamespace(m=types.ModuleType('own'));h.m.k=2.
+f: x*getattr(h.m,'k',4.)
+> del h.m.k
+
+# module handed on
+M=types.ModuleType('own');M.k=2.
+def g(m,x): return x*m.k
+f: g(M,x)
+> M.k=3.
+
+# module imported inside and handed on
+M=types.ModuleType('own_seen');M.k=2.;sys.modules['own_seen']=M
+def g(m,x): return x*m.k
+def f(x):
+ import own_seen as o
+ return g(o,x)
+> M.k=3.
+
+# module imported inside and replaced
+M=types.ModuleType('own_seen');M.k=2.;sys.modules['own_seen']=M
+def f(x):
+ import own_seen
+ return x*own_seen.k
+> M=types.ModuleType('own_seen');M.k=3.;sys.modules['own_seen']=M
+
+# module taken inside from another
+O=types.ModuleType('own_seen');O.m=types.ModuleType('own_seen.m');O.m.k=2.;sys.modules['own_seen']=O
+def g(m,x): return x*m.k
+def f(x):
+ from own_seen import m
+ return g(m,x)
+> O.m.k=3.
+
+# module that finds names
+T={'k':2.}
+M=types.ModuleType('own');M.__getattr__=lambda n: T[n]
+f: x*M.k
+> T['k']=3.
+
+# module that finds names from now on
+M=types.ModuleType('own')
+f: x*getattr(M,'k',2.)
+> M.__getattr__=lambda n: 3.
+
+# module's class
+class P(types.ModuleType):
+ @property
+ def k(s): return 3.
+M=types.ModuleType('own');M.k=2.
+f: x*M.k
+> del M.k;M.__class__=P
+
+# module's function writes
+M=types.ModuleType('own');M.n=[0]
+def g(m):
+ m.n[0]+=1
+h=types.SimpleNamespace(m=M)
+def f(x):
+ g(h.m)
+ return x*2
+> M.n[0]=0
+? M.n[0]
+
 # held library set anew
 h=types.SimpleNamespace(t=torch)
 def f(x):

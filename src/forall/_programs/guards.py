@@ -181,6 +181,11 @@ class Guards(Watched):
         self._aside.append(vars(value))
         self._states.append((vars(value), None))
 
+    def _wrapper(self, value: Any) -> None:
+        if isinstance(value, functools.cached_property):  # the others are as they were made
+            self._attributes.append((value, "func", value.func))
+        self._left += wrapped(value, self._asked)
+
     def _cached(self, func: Any) -> None:
         self._others.append(keeping(func))
         self._left.append((*kept(func),))
@@ -251,8 +256,9 @@ class Guards(Watched):
     def _module(self, module: ModuleType) -> None:
         if is_users(module):
             self._attributes.append((module, "__class__", type(module)))
-            self._kind(type(module))
             self._namespace(vars(module))
+            if type(module) is not ModuleType:
+                self._kind(type(module))
 
     def _namespace(self, names: dict[str, Any]) -> None:
         """A module's, that code may have from anywhere: then it may ask for what it names."""
@@ -342,7 +348,7 @@ _LOOKS: tuple[tuple[Any, Callable[[Guards, Any], None]], ...] = (
     (VIEWS, lambda guards, value: guards._left.append(value.mapping)),
     ((list, tuple, deque, set, frozenset), Guards._several),
     (FunctionType, Guards._function),
-    (WRAPPERS, lambda guards, value: guards._left.extend(wrapped(value, guards._asked))),
+    (WRAPPERS, Guards._wrapper),
     (CACHED, Guards._cached),
     ((ContextVar, ReferenceType), Guards._reference),
     (type, Guards._class),

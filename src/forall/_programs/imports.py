@@ -12,7 +12,7 @@ from forall._core.remembering import is_library
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
-    from types import FunctionType
+    from types import CodeType, FunctionType
 
     from forall._programs.ran import Everything
 
@@ -23,9 +23,13 @@ _BETWEEN = frozenset({"SWAP", "POP_TOP"})  # of `import a.b as c`, and behind wh
 def imported(func: FunctionType, ran: Everything) -> Iterator[tuple[Imports, frozenset[str]]]:
     """What the code of a function imports, and of what is written inside it, with all its names."""
     for code in ran.inner(func.__code__):
-        if _IMPORT in code.co_code[::2]:
+        if imports_any(code):
             found = Imports(ran.instructions(code), func.__globals__, libraries=False)
             yield found, ran.written(code)
+
+
+def imports_any(code: CodeType) -> bool:
+    return _IMPORT in code.co_code[::2]
 
 
 class Imports:

@@ -7,6 +7,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from forall._core.remembering import SETTERS, contents, home_of, is_none_by_name
+from forall._programs.imports import Imports, imports_any
 from forall._programs.naming import BY_TEXT, GLOBALS, SKIPPED
 
 if TYPE_CHECKING:
@@ -46,20 +47,21 @@ def asked_for(func: FunctionType, ran: Everything) -> Iterator[tuple[str, dict[s
 
 def in_hand(func: FunctionType, ran: Everything) -> Iterator[ModuleType]:
     """The user's modules that a function names to do with them what no name of theirs tells."""
+    home = func.__globals__
     cells = zip(func.__code__.co_freevars, func.__closure__ or (), strict=True)
-    found = {name: contents(cell) for name, cell in cells}
-    named = {name: func.__globals__.get(name) for name in ran.globals(func.__code__)}
-    if not any(map(is_users, (*found.values(), *named.values()))):
-        return
-    modules = {name: value for name, value in found.items() if isinstance(value, ModuleType)}
+    held = {n: contents(c) for n, c in cells if isinstance(contents(c), ModuleType)}
+    named = {n: home[n] for n in ran.globals(func.__code__) if n in home}
+    some = any(map(is_users, (*held.values(), *named.values())))
     for code in ran.inner(func.__code__):
-        instructions = (i for i in ran.instructions(code) if i.opname not in SKIPPED)
-        for first, *names in ways(instructions, modules):
-            value = modules.get(first, named.get(first))
-            for name in names:
-                value = vars(value).get(name) if isinstance(value, ModuleType) else None
-            if is_users(value):
-                yield value
+        if some or imports_any(code):
+            instructions = [i for i in ran.instructions(code) if i.opname not in SKIPPED]
+            modules = {**held, **Imports(instructions, home, libraries=False).modules}
+            for first, *names in ways(instructions, modules):
+                value = modules.get(first, named.get(first))
+                for name in names:
+                    value = vars(value).get(name) if isinstance(value, ModuleType) else None
+                if is_users(value):
+                    yield value
 
 
 def ways(instructions: Iterable[dis.Instruction], modules: Collection[str]) -> Iterator[list[str]]:

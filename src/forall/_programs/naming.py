@@ -9,6 +9,7 @@ nowhere (getattr, most of what lies outside Python's core and torch), none of th
 
 from __future__ import annotations
 
+from functools import cached_property
 from itertools import dropwhile, islice
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
@@ -142,7 +143,7 @@ class Names:
 
 
 def _is_method(value: Any) -> bool:
-    if isinstance(value, property):
+    if isinstance(value, (property, cached_property)):
         return True
     return isinstance(getattr(value, "__func__", value), FunctionType)
 

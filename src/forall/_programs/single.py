@@ -45,6 +45,7 @@ WRAPPERS = (
     classmethod,
     functools.partial,
     property,
+    functools.cached_property,
     BuiltinFunctionType,
     MethodWrapperType,
     _GeneratorContextManager,
@@ -167,6 +168,8 @@ def wrapped(value: Any, asked: Names) -> Iterator[Any]:
         return iter([value.func, value.args, value.kwds])
     if isinstance(value, property):
         return iter([value.fget, value.fset, value.fdel])
+    if isinstance(value, functools.cached_property):  # what it has found is in the object
+        return iter([value.func])
     if isinstance(value, MethodWrapperType):
         return iter([value.__self__])
     if isinstance(value, BuiltinFunctionType):

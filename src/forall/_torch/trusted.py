@@ -291,6 +291,7 @@ _BASES = frozenset(
         torch.nn.Parameter,
         *torch.autograd.Function.__mro__,
         types.SimpleNamespace,
+        types.ModuleType,
         contextlib.nullcontext,
         functools.partial,
         itertools.chain,
