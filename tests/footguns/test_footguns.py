@@ -23,6 +23,7 @@ Index
     no example           the function runs once, on a stand-in
     what is identical    a number of each example is not Python's True, whatever it is for each
     prints repeat        a first run that examples part in is undone, but not what it printed
+    the type             of a value inside vmap is forall's; x.__class__ and isinstance say Tensor
     jit prints once      jit skips Python: what it prints, draws or counts besides happens once
     jit and the clock    Python's own random numbers and the time are read once, when recorded
     jit and settings     what the function asks of torch's settings is read once, but for modes
@@ -175,6 +176,18 @@ def test_prints_repeat(capsys):
     first = capsys.readouterr().out.count("once")
     vmap(f)(X)  # converted at once from now on
     assert (first, capsys.readouterr().out.count("once")) == (2, 1)
+
+
+def test_the_type():
+    asked = []
+
+    def f(x):
+        asked.extend([isinstance(x, torch.Tensor), x.__class__ is torch.Tensor])
+        asked.append(type(x) is torch.Tensor)  # which is of Python's own making, and asks nobody
+        return x
+
+    vmap(f)(X)
+    assert asked == [True, True, False]
 
 
 def test_jit_prints_once(capsys):

@@ -2435,6 +2435,14 @@ def what_is_evaluated(x):
     return x * eval("SCALE * 2")  # noqa: S307
 
 
+@case
+def a_module_in_what_is_evaluated(jit):
+    own = settings(factor=1.0)
+    code = (lambda x: x * eval("own.factor * 2")).__code__  # noqa: S307
+    f = jit(types.FunctionType(code, {"own": own}))
+    return lambda i: by_a_module(i, own, f)
+
+
 @by_ways_of_its_own
 def the_table_of_modules(x):
     return x * sys.modules[__name__].SCALE

@@ -75,7 +75,7 @@ class Unmade(Batched):
         own = vars(self)
         for name in _UNMADE:
             del own[name]
-        self.__class__ = Batched
+        _set_class(self, Batched)
         own.update(value=value, axis=axis, family=made.family, chain=made.chain)
         if made.family is not None:
             made.family.add(self)
@@ -96,6 +96,7 @@ class Unmade(Batched):
             )
 
 
+_set_class = vars(object)["__class__"].__set__  # wrappers show another class than theirs
 _UNMADE = ("make_it", "add_up", "counts", "held", "peels", "depth", "parts")
 
 

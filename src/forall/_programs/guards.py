@@ -265,8 +265,10 @@ class Guards(Watched):
         if id(names) not in self._held:
             self._held[id(names)] = names
             own = {n: x for n, x in names.items() if n == "__getattr__" or n[:2] != "__"}
+            modules = {n: x for n, x in own.items() if isinstance(x, ModuleType)}
             self._states.append((names, None))
-            self._left += self._asked.in_object(own)
+            self._aside.append(modules)  # which lead everywhere
+            self._left += self._asked.in_object({n: own[n] for n in own.keys() - modules})
 
     def _class(self, kind: type) -> None:
         if not is_no_users(type(kind)):  # what is done with a class is done by its class

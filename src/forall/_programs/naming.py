@@ -9,6 +9,7 @@ nowhere (getattr, most of what lies outside Python's core and torch), none of th
 
 from __future__ import annotations
 
+import re
 from functools import cached_property
 from itertools import dropwhile, islice
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
@@ -35,6 +36,8 @@ BY_ANY_NAME = frozenset(
 _BUILT_IN = frozenset(
     {"vars", "globals", "locals", "eval", "exec", "compile", "__import__", "print"}
 )
+_EVALUATING = frozenset({"eval", "exec"})
+_WORD = re.compile(r"[^\W\d]\w*")
 # By these too, but where the name stands there as a text.
 BY_TEXT = frozenset({"getattr", "hasattr", "setattr", "delattr"})
 GLOBALS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"})
@@ -92,6 +95,9 @@ class Names:
     def in_code(self, func: FunctionType) -> Iterator[Any]:
         """The waiting ones that a function may ask for."""
         names = self._ran.written(func.__code__)
+        if not names.isdisjoint(_EVALUATING):
+            texts = [c for code in codes_of(func.__code__) for c in code.co_consts]
+            names = names.union(*(_WORD.findall(text) for text in texts if isinstance(text, str)))
         if not self.any and self._finds_any(func, names):
             yield from self._all()
         self._written |= names

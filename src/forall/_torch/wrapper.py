@@ -49,6 +49,8 @@ kinds = _Kinds()
 class Wrapper(torch.Tensor):
     """A tensor without storage of its own that belongs to a level."""
 
+    # What who asks is told, unless they ask `type`.
+    __class__ = torch.Tensor  # pyright: ignore[reportAssignmentType]
     level: Any
     value: torch.Tensor
     shows_lazy_bits = False  # that its value is yet to be conjugated, or to be negated

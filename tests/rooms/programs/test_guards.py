@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections import OrderedDict
+from types import FunctionType
 
 import numpy as np
 import pytest
@@ -187,7 +188,11 @@ FOUND = {
     "by __dict__": lambda x: Model.__dict__["by_" + "scale"](model, x),
     "by operator": lambda x: operator.methodcaller("by_" + "scale", x)(model),
     "by a library": lambda x: np.vectorize(lambda m: m)([]) if x is None else x,
-    "by eval": lambda x: eval("model.by_" + "scale")(x),  # noqa: S307
+    # Who evaluates a text may ask for all that its module has: here that is little.
+    "by eval": FunctionType(
+        (lambda x: eval("model.by_" + "scale")(x)).__code__,  # noqa: S307
+        {"model": model},
+    ),
 }
 
 
