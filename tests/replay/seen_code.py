@@ -563,6 +563,42 @@ def f(x):
 > M.n[0]=0
 ? M.n[0]
 
+# function in TorchScript
+@torch.jit.script
+def s(x, k: float):
+ y = x
+ for i in range(2):
+  y = y.sin() * k
+ return y if x.dim() == 1 else -y
+K=[2.]
+f: s(x,K[0])
+> K[0]=3.
+
+# function in TorchScript replaced
+@torch.jit.script
+def s(x): return x.sin()
+@torch.jit.script
+def t(x): return x.cos()
+f: s(x)
+> s=t
+
+# function in TorchScript that tests
+@torch.jit.script
+def s(x, k: float):
+ if bool((x > k).any()): return x.sin()
+ return x.cos()
+K=[20.]
+f: s(x,K[0])
+> K[0]=-3.
+
+# function in TorchScript that prints
+@torch.jit.script
+def s(x):
+ if x.dim() > 2: print("x")
+ return x.sin()
+f: s(x)
+> pass
+
 # held library set anew
 h=types.SimpleNamespace(t=torch)
 def f(x):

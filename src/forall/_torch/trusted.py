@@ -15,7 +15,7 @@ import itertools
 import operator
 import sys
 import types
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd import functional
@@ -25,6 +25,9 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from forall._torch.names import OpOverload, OpOverloadPacket, function_homes, functions_pass
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 # Modules of which every function is trusted, and packages whose classes are.
 _MODULES = frozenset({"math", "_operator", "operator", "itertools", "_bisect", "forall"})
@@ -234,10 +237,37 @@ def is_torchs(value: Any) -> bool:
     return id(value) in _FUNCTIONS
 
 
+# What a function in TorchScript may be made of, besides operators: it has no state of its own.
+_SCRIPTED = """
+    Constant If Loop ListConstruct ListUnpack TupleConstruct TupleUnpack TupleIndex TupleSlice
+    DictConstruct NumToTensor Uninitialized RaiseException unchecked_cast dtype device layout
+    min max abs range enumerate zip is_cuda unchecked_unwrap_optional annotate isinstance
+"""
+_OF_SCRIPTS = frozenset(f"prim::{name}" for name in _SCRIPTED.split())
+_NOT_OF_SCRIPTS = frozenset(f"aten::{name}" for name in TELLING | {"warn", "set_grad_enabled"})
+
+
+def _is_plain_script(function: torch.jit.ScriptFunction) -> bool:
+    """Whether it does nothing but call operators, which are seen as those of Python are."""
+    return all(
+        kind in _OF_SCRIPTS or (kind.startswith("aten::") and kind not in _NOT_OF_SCRIPTS)
+        for kind in _kinds(function.inlined_graph)
+    )
+
+
+def _kinds(block: Any) -> Iterator[str]:
+    for node in block.nodes():
+        yield node.kind()
+        for inner in node.blocks():
+            yield from _kinds(inner)
+
+
 def is_trusted(value: Any) -> bool:
     """Whether a value of a library may be used: called, if it can be."""
     if is_torchs(value) or is_inert(value):
         return True
+    if isinstance(value, torch.jit.ScriptFunction):
+        return _is_plain_script(value)
     if value is operator.attrgetter or value is operator.methodcaller:
         return False  # they read names that nobody reads here
     if isinstance(value, type):
@@ -271,7 +301,7 @@ def _is_of_numpy(value: Any) -> bool:
 
 def _is_trusted_class(kind: type) -> bool:
     module = kind.__module__
-    if module in _INERT_MODULES:
+    if module in _INERT_MODULES or kind is torch.jit.ScriptFunction:  # each of which is looked at
         return True
     if module == "builtins":
         return kind.__name__ in BUILTINS
