@@ -563,6 +563,21 @@ def f(x):
 > M.n[0]=0
 ? M.n[0]
 
+# pattern
+P=re.compile('a(.)');T=['a2']
+f: x*float(P.match(T[0])[1])
+> T[0]='a3'
+
+# pattern replaced
+P=re.compile('a(.)')
+f: x*float(P.match('a23').group(1))
+> P=re.compile('a.(.)')
+
+# pattern found by text
+T=['a2'];G=[lambda m: '2']
+f: x*float(re.sub('a',G[0],T[0]))
+> G[0]=lambda m: '3'
+
 # function in TorchScript
 @torch.jit.script
 def s(x, k: float):

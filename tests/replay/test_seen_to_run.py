@@ -21,8 +21,8 @@ from replay import seen_code, seen_state
 pytestmark = pytest.mark.usefixtures("at_once")
 
 PRELUDE = """
-import abc, builtins, contextlib, contextvars, enum, functools, logging, math, string, sys, types
-import typing, weakref
+import abc, builtins, contextlib, contextvars, enum, functools, logging, math, re, string, sys
+import types, typing, weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Sequence
 import numpy as np, torch

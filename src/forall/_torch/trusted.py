@@ -13,6 +13,7 @@ import functools
 import inspect
 import itertools
 import operator
+import re
 import sys
 import types
 from typing import TYPE_CHECKING, Any
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 # Modules of which every function is trusted, and packages whose classes are.
-_MODULES = frozenset({"math", "_operator", "operator", "itertools", "_bisect", "forall"})
+_MODULES = frozenset({"math", "_operator", "operator", "itertools", "_bisect", "re", "forall"})
 # Modules of Python's whose functions do no more than they say, as members of classes too.
 _OF_PYTHON = frozenset(
     {"collections", "enum", "dataclasses", "abc", "typing", "types", "functools", "contextlib"}
@@ -329,6 +330,8 @@ _BASES = frozenset(
         collections.defaultdict,
         collections.deque,
         collections.Counter,
+        re.Pattern,
+        re.Match,
         inspect.Signature,
         inspect.Parameter,
         inspect.Parameter.empty,
