@@ -15,6 +15,7 @@ from forall._core.places import Place
 from forall._core.remembering import Remembered
 from forall._lanes import aliases, items, straightly
 from forall._lanes.heap import CONTAINERS, Unsplittable, slot_of
+from forall._lanes.libraries import is_library, is_others
 from forall._lanes.merging import merge
 from forall._lanes.report import Report
 from forall._lanes.seen import Function
@@ -68,12 +69,6 @@ LOOKS = frozenset(
         "select",
     ]
 )
-# Functions of libraries that only hand on to the user's: converted like the user's own
-_HANDS_ON = {
-    ("torch/utils/_contextlib.py", "decorate_context"),
-    ("torch/nn/modules/container.py", "forward"),
-    ("contextlib.py", "inner"),
-}
 OPAQUE = object()
 # Whose methods in C change nothing
 _CONSTANT = (
@@ -81,6 +76,7 @@ _CONSTANT = (
     re.Pattern, re.Match, types.FunctionType,
 )  # fmt: skip
 _plans: dict[types.CodeType, Any] = {}
+_deep_plans: dict[types.CodeType, Any] = {}  # of functions of other libraries
 _of_torch_alone: set[Any] = set()  # functions of torch's that mean nothing else here
 
 
@@ -89,6 +85,8 @@ def call(f: Any, /, *args: Any, **kwargs: Any) -> Any:
     kind = type(f)
     if kind is types.FunctionType:
         plan = _plans.get(f.__code__) or _plan(f)
+        if plan is OPAQUE:
+            plan = _others(f)
         if plan is OPAQUE:
             return opaque(f, args, kwargs)
         if plan.straight is not None:
@@ -147,23 +145,42 @@ def within_scope(g: Callable, args: tuple, kwargs: dict) -> Any:
 
 def _plan(f: types.FunctionType) -> Any:
     """How this function is run: its converted template, or OPAQUE."""
-    plan: Any = OPAQUE
-    if not is_library(f.__code__.co_filename, f.__code__.co_name):
-        plan = template(f)
-        if isinstance(plan, Refused):
-            if thread.report is not None:
-                tell(f, plan)
-            plan = OPAQUE
-        elif thread.report is not None:
-            code = f.__code__
-            thread.report.converted[code] = Function(f.__name__, Place.of(code).near())
+    users = not is_library(f.__code__) and not is_others(f.__code__)
+    plan = _made_plan(f) if users else OPAQUE
     _plans[f.__code__] = plan
+    return plan
+
+
+def _others(f: types.FunctionType) -> Any:
+    """How one is run that is not the user's."""
+    if not is_others(f.__code__):
+        return OPAQUE
+    thread.met_others = True
+    if not thread.deeply:
+        return OPAQUE
+    plan = _deep_plans.get(f.__code__)
+    if plan is None:
+        plan = _deep_plans[f.__code__] = _made_plan(f)
+    return plan
+
+
+def _made_plan(f: types.FunctionType) -> Any:
+    plan = template(f)
+    if isinstance(plan, Refused):
+        if thread.report is not None:
+            tell(f, plan)
+        return OPAQUE
+    if thread.report is not None:
+        code = f.__code__
+        thread.report.converted[code] = Function(f.__name__, Place.of(code).near())
     return plan
 
 
 def plan_of(f: types.FunctionType) -> Any:
     """The converted template of a function; None where it is run as it is."""
     plan = _plans.get(f.__code__) or _plan(f)
+    if plan is OPAQUE:
+        plan = _others(f)
     return None if plan is OPAQUE else plan
 
 
@@ -179,29 +196,11 @@ def reported(report: Report) -> Iterator[None]:
     """Collect in the body what becomes of each function."""
     was, thread.report = thread.report, report
     _plans.clear()  # each is told of when it is made
+    _deep_plans.clear()
     try:
         yield
     finally:
         thread.report = was
-
-
-@functools.cache
-def is_library(filename: str, name: str) -> bool:
-    """Whether a function is not the user's."""
-    if filename.startswith("<frozen"):
-        return True
-    for ending, known in _HANDS_ON:
-        if name == known and filename.endswith(ending):
-            return False
-    return filename.startswith(_libraries())
-
-
-@functools.cache
-def _libraries() -> tuple[str, ...]:
-    import sysconfig  # four milliseconds of `import forall`
-
-    found = (sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
-    return (*{*found, __file__.rsplit("/_lanes/", 1)[0]},)
 
 
 def _made(cls: Any, args: tuple, kwargs: dict) -> Any:
@@ -211,7 +210,7 @@ def _made(cls: Any, args: tuple, kwargs: dict) -> Any:
         isinstance(init, types.FunctionType)
         and type(cls).__call__ is type.__call__
         and cls.__new__ is object.__new__
-        and not is_library(init.__code__.co_filename, init.__code__.co_name)
+        and not is_library(init.__code__)
     ):
         made = object.__new__(cls)
         call(init, made, *args, **kwargs)
@@ -346,7 +345,7 @@ def _is_used_up(values: tuple) -> bool:
 def _state(f: Any, args: tuple, kwargs: dict) -> Remembered | None:
     """What else a call may change: asked where lanes are apart, or may part in the user's code."""
     code = getattr(getattr(f, "__func__", f), "__code__", None)
-    if not thread.parted and (code is None or is_library(code.co_filename, code.co_name)):
+    if not thread.parted and (code is None or is_library(code)):
         return None
     given: list[Any] = []
     for a in (*args, *kwargs.values()):
@@ -386,7 +385,7 @@ def converted(f: Callable) -> Callable:
     """A function that runs f converted: for those who call what they are given."""
     if getattr(f, "__forall_converts__", None) is not None:
         return f
-    if isinstance(f, types.FunctionType) and is_library(f.__code__.co_filename, f.__code__.co_name):
+    if isinstance(f, types.FunctionType) and is_library(f.__code__):
         return f
 
     @functools.wraps(f)

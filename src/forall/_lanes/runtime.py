@@ -7,9 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 from forall._lanes import builtin as _builtin
-from forall._lanes.calls import call, converted, is_library, tell
+from forall._lanes.calls import call, converted, tell
 from forall._lanes.frame import Frame
 from forall._lanes.heap import Mixed, Unsplittable
+from forall._lanes.libraries import is_library
 from forall._lanes.merging import UNDEFINED, merge, settled
 from forall._lanes.report import Report
 from forall._lanes.state import converted_run, thread
@@ -44,9 +45,7 @@ def convert(f: Callable, *, strict: bool = False) -> Callable | Refused:
     With ``strict`` nothing that differs without being a tensor may outlive the call, neither in its
     result nor in an object: `Unsplittable`.
     """
-    if isinstance(f, types.FunctionType) and not is_library(
-        f.__code__.co_filename, f.__code__.co_name
-    ):
+    if isinstance(f, types.FunctionType) and not is_library(f.__code__):
         found = template(f)
         if isinstance(found, Refused):
             if thread.report is not None:

@@ -29,6 +29,8 @@ class Thread(threading.local):
         self.report: Report | None = None
         self.failed: Any = None  # who ran when an error was raised that has not ended the run
         self.runs = 0  # how many functions run converted, one inside another
+        self.deeply = False  # whether those of other libraries run converted too
+        self.met_others = False  # whether one of them was called that ran as it is
         self.loosened: dict[Any, Slot] = {}  # places where what varies was left
 
     def go(self, world: Any) -> None:

@@ -18,7 +18,7 @@ import torch
 from forall._batching.merging import Undefined, is_partial
 from forall._batching.worlds import Apart
 from forall._core.parting import Parted
-from forall._lanes import Refused, convert, is_running
+from forall._lanes import Refused, convert, deeply, is_running, thread
 from forall._lanes.heap import Unsplittable
 from forall._lanes.varying import Varying
 from forall._torch import trees
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from forall._transforms.vmap import Mapping
 
 _PARTED: WeakSet[CodeType] = WeakSet()
+_DEEPLY: WeakSet[CodeType] = WeakSet()  # and where libraries had to be converted besides
 # What converted code raises where it cannot hold examples apart.
 UNABLE = (Apart, Undefined, Unsplittable)
 
@@ -50,16 +51,31 @@ def run(call: Mapping) -> tuple[list, Any]:
                 _PARTED.add(code)
     else:
         groups = [[*range(call.entering.size)]]
-    function = convert(call.func, strict=True) if call.entering.size > 1 else None
-    if function is not None and not isinstance(function, Refused):
-        try:
-            whole = _whole(function, call.func)
-            return _once(call._replace(func=whole, options=Converted(call.options)), "converted")
-        except Groups:
-            groups = [[*range(call.entering.size)]]
-    elif known:
-        return _as_it_is(call)
+    if call.entering.size == 1:
+        return _as_it_is(call) if known else _in_groups(call, groups)
+    for deep in (True,) if code in _DEEPLY else (False, True):
+        with deeply(deep):
+            function = convert(call.func, strict=True)
+            if isinstance(function, Refused):
+                if known:
+                    return _as_it_is(call)
+            else:
+                try:
+                    result = _converted(call, function)
+                except Groups:
+                    groups = [[*range(call.entering.size)]]
+                else:
+                    if deep and code is not None:
+                        _DEEPLY.add(code)
+                    return result
+            if not thread.met_others:
+                break
     return _in_groups(call, groups)
+
+
+def _converted(call: Mapping, function: Callable) -> tuple[list, Any]:
+    whole = _whole(function, call.func)
+    return _once(call._replace(func=whole, options=Converted(call.options)), "converted")
 
 
 def _as_it_is(call: Mapping) -> tuple[list, Any]:
