@@ -244,14 +244,9 @@ class Pair:
         self.second = second
 
 
-@pytest.fixture(scope="module", autouse=True)
-def pairs_are_trees():
-    pytree.register_pytree_node(
-        Pair,
-        lambda p: ([p.first, p.second], None),
-        lambda children, _: Pair(*children),
-        serialized_type_name="tests.laws.Pair",
-    )
+pytree.register_pytree_node(
+    Pair, lambda p: ([p.first, p.second], None), lambda children, _: Pair(*children)
+)
 
 
 def weighted(tree):
