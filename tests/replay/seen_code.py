@@ -578,6 +578,12 @@ T=['a2'];G=[lambda m: '2']
 f: x*float(re.sub('a',G[0],T[0]))
 > G[0]=lambda m: '3'
 
+# number of numpy's
+class C: pass
+c=C();c.k=np.int64(2);c.a=np.arange(3)
+f: x*int(c.k)*float(c.a[1])
+> c.k=np.int64(3)
+
 # function in TorchScript
 @torch.jit.script
 def s(x, k: float):

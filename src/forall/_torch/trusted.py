@@ -225,7 +225,9 @@ _INERT_MODULES = frozenset({"typing", "dataclasses", "_abc", "enum", "_collectio
 
 def is_inert(value: Any) -> bool:
     kind = type(value)
-    return isinstance(value, _INERT) or kind.__module__ in _INERT_MODULES
+    if isinstance(value, _INERT) or kind.__module__ in _INERT_MODULES:
+        return True
+    return kind.__module__ == "numpy" and issubclass(kind, sys.modules["numpy"].generic)
 
 
 def is_question(value: Any) -> bool:
