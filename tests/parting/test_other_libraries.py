@@ -1,6 +1,7 @@
 """A library whose examples part where it cannot be run again for each group on the spot."""
 
 import importlib
+import sys
 
 import pytest
 import torch
@@ -44,12 +45,13 @@ def solve(tmp_path, monkeypatch):
     (tmp_path / "installed_solver").mkdir()
     (tmp_path / "installed_solver" / "__init__.py").write_text(SOLVER)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "installed_solver", raising=False)  # it is written anew
     monkeypatch.setattr(libraries, "_installed", lambda: (str(tmp_path),))
-    known = libraries._libraries()
-    monkeypatch.setattr(libraries, "_libraries", lambda: (*known, str(tmp_path)))
-    libraries._is_library.cache_clear()
-    yield importlib.import_module("installed_solver").solve
-    libraries._is_library.cache_clear()
+    libraries._whose.cache_clear()
+    found = importlib.import_module("installed_solver").solve
+    assert libraries.whose(found.__code__) is libraries.OTHERS
+    yield found
+    libraries._whose.cache_clear()
 
 
 def by_loop(f, *stacks):
@@ -97,3 +99,9 @@ def test_an_error_in_it_is_the_loops(solve):
 
     with pytest.raises(RuntimeError, match="invalid for input of size 2"):
         vmap(f)(torch.ones(3, 2), torch.tensor([0.4, 1.0, 2.0]))
+
+
+@pytest.mark.parametrize("package", ["forall", "torch", "numpy"])
+def test_what_is_never_converted_wherever_it_is_installed(package):
+    for home in libraries._installed():
+        assert libraries._whose(f"{home}/{package}/inside.py", "f") is libraries.NEVER

@@ -6,6 +6,7 @@ What a function goes by is found in its code and in what that leads to; here the
 
 from __future__ import annotations
 
+import functools
 import linecache
 import sys
 import warnings
@@ -19,8 +20,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import forall
 from forall import grad, jit, vmap
+from jit.test_random_programs import replay
 from limits.test_random_programs import many, outcome
 from oracle import same
 from replay.random_code import PRELUDE, Change, Code
@@ -81,11 +82,8 @@ def history(code: Code, transform: str, way: Callable, calls: int) -> tuple[list
 
 def plainly(f: Callable) -> tuple[Callable, Callable[[], bool]]:
     def called(x: torch.Tensor) -> Any:
-        forall.config.replay = False
-        try:
+        with replay(on=False):
             return f(x)
-        finally:
-            forall.config.replay = True
 
     return called, lambda: False
 
@@ -109,7 +107,7 @@ def alike(one: Any, other: Any) -> bool:
 def test_each_call_is_the_function_s(way, programs, calls):
     count: Counter[str] = Counter()
 
-    @(lambda test: many(test, programs))
+    @functools.partial(many, programs=programs)
     @given(codes, st.sampled_from([*TRANSFORMS]))
     def each(code: Code, transform: str) -> None:
         if way is jitted and code.own is not None:  # jit is told that there is nothing of the kind

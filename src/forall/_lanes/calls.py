@@ -15,7 +15,7 @@ from forall._core.places import Place
 from forall._core.remembering import Remembered
 from forall._lanes import aliases, items, straightly
 from forall._lanes.heap import CONTAINERS, Unsplittable, slot_of
-from forall._lanes.libraries import is_library, is_others
+from forall._lanes.libraries import OTHERS, USERS, is_library, whose
 from forall._lanes.merging import merge
 from forall._lanes.report import Report
 from forall._lanes.seen import Function
@@ -85,7 +85,7 @@ def call(f: Any, /, *args: Any, **kwargs: Any) -> Any:
     kind = type(f)
     if kind is types.FunctionType:
         plan = _plans.get(f.__code__) or _plan(f)
-        if plan is OPAQUE:
+        if plan is OTHERS:
             plan = _others(f)
         if plan is OPAQUE:
             return opaque(f, args, kwargs)
@@ -144,17 +144,15 @@ def within_scope(g: Callable, args: tuple, kwargs: dict) -> Any:
 
 
 def _plan(f: types.FunctionType) -> Any:
-    """How this function is run: its converted template, or OPAQUE."""
-    users = not is_library(f.__code__) and not is_others(f.__code__)
-    plan = _made_plan(f) if users else OPAQUE
+    """How this function is run: its converted template, OPAQUE, or OTHERS, where it depends."""
+    kind = whose(f.__code__)
+    plan = _made_plan(f) if kind is USERS else OTHERS if kind is OTHERS else OPAQUE
     _plans[f.__code__] = plan
     return plan
 
 
 def _others(f: types.FunctionType) -> Any:
-    """How one is run that is not the user's."""
-    if not is_others(f.__code__):
-        return OPAQUE
+    """How one of another library is run now."""
     thread.met_others = True
     if not thread.deeply:
         return OPAQUE
@@ -179,7 +177,7 @@ def _made_plan(f: types.FunctionType) -> Any:
 def plan_of(f: types.FunctionType) -> Any:
     """The converted template of a function; None where it is run as it is."""
     plan = _plans.get(f.__code__) or _plan(f)
-    if plan is OPAQUE:
+    if plan is OTHERS:
         plan = _others(f)
     return None if plan is OPAQUE else plan
 

@@ -25,32 +25,35 @@ _HANDS_ON = {
 }
 # Of those that pip installs, these are never converted: what they do is told operator by operator,
 # or is no work on tensors.
-_NEVER = ("torch", "numpy", "scipy", "jax", "sympy", "pandas", "matplotlib", "networkx", "_pytest")
+_NEVER = frozenset(
+    {"torch", "numpy", "scipy", "jax", "sympy", "pandas", "matplotlib", "networkx", "_pytest"}
+    | {"forall"}
+)
+USERS, OTHERS, NEVER = "the user's", "another library's", "never converted"
 
 
 def is_library(code: CodeType) -> bool:
-    """Whether a function is not the user's."""
-    return _is_library(code.co_filename, code.co_name, thread.deeply)
+    """Whether a function is to run as it is."""
+    kind = whose(code)
+    return kind is NEVER or (kind is OTHERS and not thread.deeply)
 
 
-def is_others(code: CodeType) -> bool:
-    """Whether a function is of a library that may be converted where need be."""
-    return _is_library(code.co_filename, code.co_name, deeply=False) and not _is_library(
-        code.co_filename, code.co_name, deeply=True
-    )
+def whose(code: CodeType) -> str:
+    """Whose function it is: one of `OTHERS` may be converted where need be."""
+    return _whose(code.co_filename, code.co_name)
 
 
 @functools.cache
-def _is_library(filename: str, name: str, deeply: bool) -> bool:
+def _whose(filename: str, name: str) -> str:
     if filename.startswith("<frozen"):
-        return True
-    for ending, known in _HANDS_ON:
-        if name == known and filename.endswith(ending):
-            return False
-    if deeply and filename.startswith(_installed()):
-        rest = filename.removeprefix(next(p for p in _installed() if filename.startswith(p)))
-        return rest.lstrip("/\\").replace("\\", "/").partition("/")[0] in _NEVER
-    return filename.startswith(_libraries())
+        return NEVER
+    if any(name == known and filename.endswith(ending) for ending, known in _HANDS_ON):
+        return USERS
+    for home in _installed():
+        if filename.startswith(home):
+            package = filename.removeprefix(home).replace("\\", "/").lstrip("/").partition("/")[0]
+            return NEVER if package in _NEVER else OTHERS
+    return NEVER if filename.startswith(_libraries()) else USERS
 
 
 @functools.cache
@@ -58,7 +61,7 @@ def _libraries() -> tuple[str, ...]:
     import sysconfig  # four milliseconds of `import forall`
 
     found = (sysconfig.get_path(name) for name in ("stdlib", "platstdlib"))
-    return (*{*found, *_installed(), __file__.rsplit("/_lanes/", 1)[0]},)
+    return (*{*found, __file__.rsplit("/_lanes/", 1)[0]},)
 
 
 @functools.cache

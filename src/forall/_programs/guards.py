@@ -219,17 +219,23 @@ class Guards(Watched):
             self._names += [(names, n, UNSET) for n in missing]
             self._names += [(_BUILTINS, n, _BUILTINS.get(n, UNSET)) for n in missing]
             self._named(names, wanted, written)
-            self._left += in_hand(func, self.ran)
-            for name, home in asked_for(func, self.ran):
-                self._names.append((sys.modules, name, sys.modules.get(name, UNSET)))
-                self._namespace(home)
-            for found, inner in imported(func, self.ran):
-                self._names += [(sys.modules, name, module) for name, module in found.found]
-                for module in found.modules.values():
-                    self._led_to(module, inner)
-                for inside, name in found.taken:
-                    if not is_library(inside.__name__):
-                        self._named(vars(inside), [name], inner)
+            self._of_modules(func)
+
+    def _of_modules(self, func: FunctionType) -> None:
+        """What it has of modules of the user's, but for names of those that it names."""
+        imports = imported(func, self.ran)
+        self._left += in_hand(func, self.ran, imports)
+        for name, home in asked_for(func, self.ran):
+            self._names.append((sys.modules, name, sys.modules.get(name, UNSET)))
+            self._namespace(home)
+        for code, found in imports.items():
+            inner = self.ran.written(code)
+            self._names += [(sys.modules, name, module) for name, module in found.found]
+            for module in found.modules.values():
+                self._led_to(module, inner)
+            for inside, name in found.taken:
+                if not is_library(inside.__name__):
+                    self._named(vars(inside), [name], inner)
 
     def _named(self, names: dict[str, Any], wanted: Iterable[str], inner: frozenset[str]) -> None:
         """What these names stand for; of a module of the user's, the ``inner`` names in it too."""

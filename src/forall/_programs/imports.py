@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from forall._core.remembering import is_library
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable
     from types import CodeType, FunctionType
 
     from forall._programs.ran import Everything
@@ -20,16 +20,13 @@ _IMPORT = dis.opmap["IMPORT_NAME"]
 _BETWEEN = frozenset({"SWAP", "POP_TOP"})  # of `import a.b as c`, and behind what is taken
 
 
-def imported(func: FunctionType, ran: Everything) -> Iterator[tuple[Imports, frozenset[str]]]:
-    """What the code of a function imports, and of what is written inside it, with all its names."""
-    for code in ran.inner(func.__code__):
-        if imports_any(code):
-            found = Imports(ran.instructions(code), func.__globals__, libraries=False)
-            yield found, ran.written(code)
-
-
-def imports_any(code: CodeType) -> bool:
-    return _IMPORT in code.co_code[::2]
+def imported(func: FunctionType, ran: Everything) -> dict[CodeType, Imports]:
+    """What the code of a function imports, and what is written inside it, where any does."""
+    return {
+        code: Imports(ran.instructions(code), func.__globals__, libraries=False)
+        for code in ran.inner(func.__code__)
+        if _IMPORT in code.co_code[::2]
+    }
 
 
 class Imports:

@@ -7,14 +7,14 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from forall._core.remembering import SETTERS, contents, home_of, is_none_by_name
-from forall._programs.imports import Imports, imports_any
 from forall._programs.naming import BY_TEXT, GLOBALS, SKIPPED
 
 if TYPE_CHECKING:
     import dis
-    from collections.abc import Collection, Iterable, Iterator
-    from types import FunctionType
+    from collections.abc import Collection, Iterable, Iterator, Mapping
+    from types import CodeType, FunctionType
 
+    from forall._programs.imports import Imports
     from forall._programs.ran import Everything
 
 ATTRIBUTES = frozenset({"LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"})
@@ -45,7 +45,9 @@ def asked_for(func: FunctionType, ran: Everything) -> Iterator[tuple[str, dict[s
     yield from ((text, vars(module)) for text, module in found if is_users(module))
 
 
-def in_hand(func: FunctionType, ran: Everything) -> Iterator[ModuleType]:
+def in_hand(
+    func: FunctionType, ran: Everything, imports: Mapping[CodeType, Imports]
+) -> Iterator[ModuleType]:
     """The user's modules that a function names to do with them what no name of theirs tells."""
     home = func.__globals__
     cells = zip(func.__code__.co_freevars, func.__closure__ or (), strict=True)
@@ -53,9 +55,9 @@ def in_hand(func: FunctionType, ran: Everything) -> Iterator[ModuleType]:
     named = {n: home[n] for n in ran.globals(func.__code__) if n in home}
     some = any(map(is_users, (*held.values(), *named.values())))
     for code in ran.inner(func.__code__):
-        if some or imports_any(code):
+        if some or code in imports:
             instructions = [i for i in ran.instructions(code) if i.opname not in SKIPPED]
-            modules = {**held, **Imports(instructions, home, libraries=False).modules}
+            modules = {**held, **imports[code].modules} if code in imports else held
             for first, *names in ways(instructions, modules):
                 value = modules.get(first, named.get(first))
                 for name in names:

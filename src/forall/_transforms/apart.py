@@ -59,17 +59,17 @@ def run(call: Mapping) -> tuple[list, Any]:
             if isinstance(function, Refused):
                 if known:
                     return _as_it_is(call)
-            else:
-                try:
-                    result = _converted(call, function)
-                except Groups:
-                    groups = [[*range(call.entering.size)]]
-                else:
-                    if deep and code is not None:
-                        _DEEPLY.add(code)
-                    return result
-            if not thread.met_others:
                 break
+            try:
+                result = _converted(call, function)
+            except Groups:
+                groups = [[*range(call.entering.size)]]
+                if not thread.met_others:
+                    break
+            else:
+                if deep and code is not None:
+                    _DEEPLY.add(code)
+                return result
     return _in_groups(call, groups)
 
 
