@@ -69,3 +69,39 @@ def test_a_shared_tensor_takes_the_size_that_all_examples_have():
     x = torch.zeros(2, 2)
     forall.vmap(lambda y: x.resize_as_(y).sum())(draw(3, 3))
     assert x.shape == (3,)
+
+
+def onto_itself(q):
+    q[1] = q[1].reshape(1, 2)
+
+
+def added_to_itself(q):
+    q[1].add_(q[1].reshape(1, 2))
+
+
+def a_slice_onto_itself(q):
+    q[1:2] = q[1].t().reshape(1, 1, 2)
+
+
+def at_most_itself(q):
+    q[1].clamp_(max=q[1].t().reshape(1, 2))
+
+
+@pytest.mark.parametrize("many", [1, 3])
+@pytest.mark.parametrize("chunk_size", [None, 1])
+@pytest.mark.parametrize(
+    "write", [onto_itself, added_to_itself, a_slice_onto_itself, at_most_itself]
+)
+def test_what_is_written_is_a_view_of_the_same_memory(write, chunk_size, many):
+    """A stack of one example has an axis more, which may have another stride in each view."""
+
+    def f(x):
+        q = torch.zeros(3, 1, 2, dtype=D)
+        q[0], q[1] = x, 2 * x
+        write(q)
+        return q
+
+    x = draw(many, 1, 2)
+    for axis in (0, 1):
+        found = forall.vmap(f, axis, chunk_size=chunk_size)(x.movedim(0, axis).contiguous())
+        assert difference(found, torch.stack([f(one) for one in x])) is None

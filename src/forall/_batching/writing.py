@@ -94,14 +94,30 @@ def _named(targets: list) -> Any:
 def write(level: Any, func: Any, target: Any, data: Tensor) -> None:
     """target.copy_(data) for every example, one level down."""
     view_of = writable(level, func, target, [data])
-    rank = view_of.dim() - 1
-    if is_mapped(data, level):
-        v = front(data)
-        if v.dim() - 1 < rank:
-            v = v.reshape(v.shape[0], *(1,) * (rank - v.dim() + 1), *v.shape[1:])
-    else:
-        v = lower(data, level)
-    view_of.copy_(v)
+    to, align = _aligned(level, view_of)
+    to.copy_(align(data))
+
+
+def _aligned(level: Any, stack: Tensor) -> tuple[Tensor, Any]:
+    """What is written to, and how what it is computed from broadcasts to it, example by example.
+
+    One example is written as itself: as a stack of one, its memory can have other strides in a
+    view of the same, and torch refuses to write to a tensor from one that it overlaps in part.
+    """
+    if stack.shape[0] == 1:
+        return stack.select(
+            0, 0
+        ), lambda a: front(a).select(0, 0) if is_mapped(a, level) else lower(a, level)
+    rank = stack.dim() - 1
+
+    def align(a: Tensor) -> Tensor:
+        if not is_mapped(a, level):
+            return lower(a, level)
+        v = front(a)
+        missing = rank - v.dim() + 1
+        return v.reshape(v.shape[0], *(1,) * missing, *v.shape[1:]) if missing > 0 else v
+
+    return stack, align
 
 
 def writable(level: Any, func: Any, target: Any, data: list) -> Tensor:
@@ -144,21 +160,17 @@ def _note_write(target: Batched) -> None:
 def pointwise_in_place(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     """x.op_(y, ..): the examples of the others broadcast to x's."""
     target = args[0]
-    stack = writable(level, func, target, list(args[1:]))
-    rank = stack.dim() - 1
+    to, align = _aligned(level, writable(level, func, target, list(args[1:])))
     common = common_dtype([a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)], level)
 
-    def align(a: Any) -> Any:
+    def operand(a: Any) -> Any:
         if not isinstance(a, Tensor):
             return a
-        if not is_mapped(a, level):
-            return lower(a, level)
-        v = front(a)
-        if v.dim() - 1 < rank:
-            v = v.reshape(v.shape[0], *(1,) * (rank - v.dim() + 1), *v.shape[1:])
-        return v if common is None or v.dtype in (common, torch.bool) else v.to(common)
+        v = align(a)
+        plain = common is None or not is_mapped(a, level) or v.dtype in (common, torch.bool)
+        return v if plain else v.to(common)
 
-    func(stack, *map(align, args[1:]), **{k: align(a) for k, a in kwargs.items()})
+    func(to, *map(operand, args[1:]), **{k: operand(a) for k, a in kwargs.items()})
     return target
 
 
