@@ -313,4 +313,52 @@ class K: w = 2.0
 D = {K(): 1}
 f: x * sum([k.w for k in D])
 > next(iter(D)).w = 3.0
+
+# vars of an object
+class C: pass
+c = C()
+c.k = 2.0
+f: x * sum(v for v in vars(c).values() if isinstance(v, float))
+> c.other = 3.0
+
+# vars of an object, written to
+class C: pass
+c = C()
+c.k = 2.0
+f: x * vars(c)["k"]
+> vars(c)["k"] = 3.0
+
+# vars of a class
+class C: k = 2.0
+f: x * vars(C)["k"]
+> C.k = 3.0
+
+# vars of what has none
+class C:
+    __slots__ = ("k",)
+c = C()
+def f(x):
+ try: return x * vars(c)["k"]
+ except TypeError: return x * 2
+> C.__dict__
+
+# vars by another name
+class C: pass
+c = C()
+c.k = 2.0
+see = vars
+f: x * see(c)["k"]
+> c.k = 3.0
+
+# vars of a library's module
+f: x * vars(math)["pi"]
+> math.pi = 3.0
+? setattr(math, "pi", 3.141592653589793)
+
+# defaults of numpy's functions
+class C: k = [2, 3]
+c = C()
+def other(): return np.sum(c.k), np.prod(c.k), np.count_nonzero(c.k)
+f: x * (c.k[0] if not np.count_nonzero(c.k) else 1.0 + len(c.k) + int(np.prod(c.k)))
+> c.k = [4]
 """

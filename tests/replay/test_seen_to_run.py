@@ -56,6 +56,8 @@ NOT_REPLAYED = {
     "cached property that counts",
     "function in TorchScript that prints",
     "module's function writes",
+    "vars by another name",
+    "vars of a library's module",
 }
 
 

@@ -32,7 +32,9 @@ def binding(program: Program, node: Node) -> tuple[Callable, tuple, dict]:
 
 def _candidates(node: Node) -> Iterator[tuple[Callable, tuple, dict]]:
     name = node.op.overloadpacket.__name__
-    for home in function_homes:
+    # A method takes tensors for less than a function does, and lists for more.
+    alone = all(type(a) is Ref for a in node.args)
+    for home in reversed(function_homes) if alone else function_homes:
         func = getattr(home, name, None)
         if callable(func):
             yield func, node.args, node.kwargs

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forall._programs.program import Layout, Node, Ref, Value
+from forall._programs.views import only_views
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -56,6 +57,19 @@ def _constant(program: Program, t: torch.Tensor) -> int:
     program.values.append(Value(Layout.of(t), n))
     program.constants[n] = t
     return n
+
+
+def turned(program: Program) -> None:
+    """A view of a matrix with its dims the other way round is `t`, which is told nothing else."""
+    for node in program.nodes:
+        if not only_views(node.op) or not isinstance(node.outs, int):
+            continue
+        a, b = (program.values[n] for n in (node.args[0].n, node.outs))
+        here, there = a.layout, b.layout
+        if len(there.shape) == 2 and a.root == b.root and here.dtype == there.dtype:
+            back = there._replace(shape=there.shape[::-1], strides=there.strides[::-1])
+            if here == back:
+                node.op, node.args, node.kwargs = aten.t.default, node.args[:1], {}
 
 
 # Each entry from what lies in its place, by one kernel whether the result is new memory or the

@@ -82,6 +82,7 @@ class Differentiated(Recorded):
         self.live = [i in back.live for i in back.moved]
         self.constant = {*range(len(self.outputs))} - {*self.moves}
         super().__init__(program, guards, results, tensors, write)
+        self._is_plain = False
         self.open = None if views is None else views.run
         self._viewed = _picked([self.given.index(n) for n in views.given] if views else ())
 
@@ -102,10 +103,10 @@ class Differentiated(Recorded):
         self.backward = self.write(self.program, last, [*saved, *self.back.cotangents], found)
         return self.write(self.program, first, self.given, [*self.outputs, *fresh])
 
-    def stands(self, tensors: Sequence[Tensor]) -> bool:
+    def is_current(self, tensors: Sequence[Tensor]) -> bool:
         if self.asked is not None or (self.certain and self.is_in_vain()):
             return False
-        return super().stands(tensors)
+        return super().is_current(tensors)
 
     def is_in_vain(self) -> bool:
         """Whether what is recorded of the backward pass is hardly ever of use."""

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 Dims = list[list[int]]  # of a value, the atoms of each
+Halves = tuple[list["Factor"], list["Factor"]]
 
 # The dims of what is multiplied, and of the result: b(atch), r(ow), k (summed over), c(olumn).
 CONTRACTIONS = {
@@ -39,6 +40,8 @@ _SLOPES = {
     aten.threshold_backward.default,
     aten.div.Tensor,
 }
+# Of these a product with the slope of one has each bit: that is what they compute.
+OF_ONE = {aten.tanh_backward.default}
 _COPIES = {
     aten.clone.default: 1,
     aten.contiguous.default: 1,
@@ -69,12 +72,15 @@ class Product:
         dims: dict[Any, list[int]] = {}
         for names, shape in zip(given, shapes, strict=True):
             dims |= {d: self._atom(size) for d, size in zip(names, shape, strict=True)}
+        ends = []
         for names, n in zip(given, node.reads(), strict=True):
             self._expand(n, [dims[d] for d in names], alone=True)
+            ends.append(len(self.factors))
         self.out, self.summed = (
             [a for d in ds for a in self.whole(dims[d])] for ds in (out, summed)
         )
         self.factors = [f._replace(dims=[*map(self.whole, f.dims)]) for f in self.factors]
+        self.halves: Halves = self.factors[: ends[0]], self.factors[ends[0] :]  # of the operands
 
     def _atom(self, size: int) -> list[int]:
         self.sizes.append(size)
@@ -234,6 +240,18 @@ class Makers:
         for n in program.outputs:
             self.readers[n] += 2
         self._roots = [v.root for v in program.values]
+
+    def chain(self, product: Product) -> list[Node]:
+        """The operators that a product stands for, views among them, in their order."""
+        factors = {f.value.n for f in product.factors if type(f.value) is Ref}
+        found: list[Node] = []
+        left = [product.nodes[0]]
+        while left:
+            node = left.pop()
+            found = [other for other in found if other is not node]  # before all that ask for it
+            found.append(node)
+            left += [self.of[n] for n in node.reads() if n not in factors and n in self.of]
+        return found[::-1]
 
     def is_view(self, node: Node) -> bool:
         return only_views(node.op) and self._roots[node.args[0].n] == self._roots[node.outs]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from itertools import chain, repeat, starmap
 from operator import is_, methodcaller
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -17,7 +17,38 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
 _SIZED = (dict, OrderedDict)  # that are true where they hold anything
+_FEW = 4  # entries of a list, each of which is asked for by itself
 _values = methodcaller("values")
+
+
+class Tests(NamedTuple):
+    """Tests as text, and what they name. Written out, each costs what it does and no call more."""
+
+    texts: list[str]
+    given: dict[str, Any]
+
+    def __add__(self, other: Tests) -> Tests:
+        if any(
+            other.given[name] is not self.given[name] for name in self.given & other.given.keys()
+        ):
+            raise ValueError("two things have one name")
+        return Tests(self.texts + other.texts, self.given | other.given)
+
+    def written_out(self, arguments: str = "") -> Callable[..., bool]:
+        """A function that makes all of them; where one raises, it says no."""
+        tests = " and ".join(self.texts) or True
+        source = f"def holds({arguments}):\n try: return {tests}\n except Exception: return False"
+        names = {**self.given, "__name__": __name__}
+        exec(source, names)  # noqa: S102 - our own text
+        return names["holds"]
+
+
+class Holding(NamedTuple):
+    """Whether things hold what they held."""
+
+    at_once: Tests  # a yes is sure, a no says nothing
+    quickly: Callable[[], bool]  # these, written out
+    certainly: Callable[[], bool]
 
 
 def holding(
@@ -28,33 +59,29 @@ def holding(
     lists: Iterable[tuple[Any, tuple]],
     looks: Looks,
     others: Iterable[Callable[[], bool]] = (),
-) -> Callable[[], bool]:
-    """A function that tells whether all of these hold what they held, compared by identity."""
-    attributes, dicts = [*attributes], [*dicts]
+) -> Holding:
+    """What tells whether all of these hold what they held, compared by identity."""
+    attributes, dicts, lists = [*attributes], [*dicts], [*lists]
     empty = [row[0] for row in dicts if not row[1] and type(row[0]) in _SIZED]
     dicts = [row for row in dicts if row[1] or type(row[0]) not in _SIZED]
     counted, counts, unwritten = _of_dicts([*names], [*missing], dicts)
-    rows = [row for row in attributes if row[2] is not UNSET]
-    same, slowly = (
-        _of_attributes(rows, empty, counted, counts, looks.tensors, check)
-        for check in (looks.at_once or looks.exactly, looks.exactly)
+    rest = _of_attributes([row for row in attributes if row[2] is not UNSET], empty)
+    rest += _of_short([row for row in lists if _is_short(*row)])
+    rest += _of_calls(
+        [
+            *_of_unset([row[:2] for row in attributes if row[2] is UNSET]),
+            *_of_lists(*_columns([row for row in lists if not _is_short(*row)], 2)),
+            *_of_entries(*_columns([r for r in dicts if type(beneath(r[0])) is not dict], 3)),
+            *others,
+        ]
     )
-    rest = [
-        *_of_unset([row[:2] for row in attributes if row[2] is UNSET]),
-        *_of_lists(*_columns(lists, 2)),
-        *_of_entries(*_columns([r for r in dicts if type(beneath(r[0])) is not dict], 3)),
-        *others,
-    ]
-
-    def holds() -> bool:
-        try:
-            return (same() or (unwritten() and slowly())) and (
-                not rest or all(check() for check in rest)
-            )
-        except Exception:  # noqa: BLE001 - it has none now, a cell is empty, or the user's raises
-            return False
-
-    return holds
+    at_once = rest + _of_tensors(looks.tensors, looks.at_once or looks.exactly)
+    if counted:
+        given = {"of": writes_into, "map": map, "counted": counted, "counts": counts}
+        at_once += Tests(["[*map(of, counted)] == counts"], given)
+    certainly = Tests(["unwritten()"], {"unwritten": unwritten}) + rest
+    certainly += _of_tensors(looks.tensors, looks.exactly)
+    return Holding(at_once, at_once.written_out(), certainly.written_out())
 
 
 class Looks:
@@ -78,30 +105,34 @@ def if_any(there: Any, check: Callable[[], bool]) -> list[Callable[[], bool]]:
     return [check] if there else []
 
 
-def written_out(tests: Iterable[str], given: dict[str, Any], arguments: str = "") -> Callable:
-    """One line of Python for all tests: each costs what it does, and nothing is called for it."""
-    given["__name__"] = __name__
-    return eval(f"lambda {arguments}: {' and '.join(tests) or True}", given)  # noqa: S307 - ours
+def _is_short(entries: Any, known: tuple) -> bool:
+    return type(entries) is list and len(known) <= _FEW
 
 
-def _of_attributes(
-    rows: Sequence[tuple[Any, str, Any]],
-    empty: Sequence[Any],
-    counted: Sequence[dict],
-    counts: list[int],
-    tensors: Sequence[torch.Tensor],
-    look: Callable[..., bool],
-) -> Callable[[], bool]:
+def _of_attributes(rows: Sequence[tuple[Any, str, Any]], empty: Sequence[Any]) -> Tests:
     given = {f"a{i}": thing for i, (thing, _, _) in enumerate(rows)}
     given |= {f"v{i}": value for i, (_, _, value) in enumerate(rows)}
     given |= {f"e{i}": d for i, d in enumerate(empty)}
-    given |= {"of": writes_into, "counted": counted, "counts": counts, "map": map}
-    given |= {"look": look, "tensors": tensors}
     tests = [f"a{i}.{name} is v{i}" for i, (_, name, _) in enumerate(rows)]
-    tests += [f"not e{i}" for i, _ in enumerate(empty)]
-    tests += ["[*map(of, counted)] == counts"] if counted else []
-    tests += ["look(*tensors)"] if tensors else []
-    return written_out(tests, given)
+    return Tests(tests + [f"not e{i}" for i, _ in enumerate(empty)], given)
+
+
+def _of_tensors(tensors: Sequence[torch.Tensor], look: Callable[..., bool]) -> Tests:
+    return Tests(["look(*held)"] if tensors else [], {"look": look, "held": tensors})
+
+
+def _of_short(lists: Sequence[tuple[list, tuple]]) -> Tests:
+    tests, given = [], {}
+    for i, (entries, known) in enumerate(lists):
+        given |= {f"l{i}": entries} | {f"l{i}_{k}": x for k, x in enumerate(known)}
+        tests += [f"len(l{i}) == {len(known)}"] if known else [f"not l{i}"]
+        tests += [f"l{i}[{k}] is l{i}_{k}" for k, _ in enumerate(known)]
+    return Tests(tests, given)
+
+
+def _of_calls(checks: Sequence[Callable[[], bool]]) -> Tests:
+    given = {f"o{i}": check for i, check in enumerate(checks)}
+    return Tests([f"{name}()" for name in given], given)
 
 
 def _of_dicts(

@@ -179,6 +179,8 @@ def asked_by_text(instructions: Iterable[dis.Instruction]) -> tuple[set[str], bo
             text = _text(left[n : n + 1], dropwhile(_is_attribute, left[n + 1 :]))
             others = others or text is None
             found.add(text)
+        elif i.opname in GLOBALS and i.argval in _BUILT_IN:
+            others = True
     return found - {None}, others
 
 

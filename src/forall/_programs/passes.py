@@ -1,8 +1,9 @@
-"""What a program can do without. Every pass keeps each bit of each result.
+"""What a program can do without. Every pass keeps each bit of each result, but for ``fastmath``.
 
 NOTE [what passes may not do]
-    They look at layouts, and at which memory is shared; never at numbers. ``x + 0``, ``1 * x`` and
-    ``zeros @ x`` stay: they promote dtypes, clear the sign of a zero, and turn inf into nan.
+    They look at layouts, and at which memory is shared; never at a program's numbers. ``x + 0``,
+    ``1 * x`` and ``zeros @ x`` stay: they promote dtypes, clear the sign of a zero, and turn inf
+    into nan.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from forall._programs.cheaper import in_place, numbers
+from forall._programs.cheaper import in_place, numbers, turned
 from forall._programs.equals import MOST, copies, twins
 from forall._programs.program import Node, with_refs
 from forall._programs.reordered import biased, reordered
@@ -40,13 +41,13 @@ def clean(program: Program, back: list[Node] | None = None, *, fastmath: bool = 
     views(program)
     copies(program, back)
     twins(program, back)
-    if fastmath:
-        reordered(program, back)
-        biased(program, back)
-        constants(program)
+    reordered(program, back, fastmath=fastmath)
+    biased(program, back, fastmath=fastmath)
+    constants(program)
     views(program)
     dead(program)
     numbers(program)
+    turned(program)
     in_place(program, back)
     return program
 

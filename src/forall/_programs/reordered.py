@@ -1,9 +1,13 @@
-"""Passes of ``jit(fastmath=True)``: products in the order that costs least, and sums within them.
+"""Passes: products of matrices in the order that costs least, and sums within them.
 
 NOTE [what fastmath may do]
-    It takes sums and products for what they are on paper, so results differ from eager's in
-    rounding, and where a product in between is too large or too small for its dtype, in more.
-    Shapes, dtypes and layouts of results are those of eager.
+    ``jit(fastmath=True)`` takes sums and products for what they are on paper, so results differ
+    from eager's in rounding, and where a product in between is too large or too small for its
+    dtype, in more. Shapes, dtypes and layouts of results are those of eager.
+
+    Without it each operand of a product is made of what it was made of, and only lies otherwise;
+    and that is taken, as is a sum within a product, where it is found to give the same bits
+    (`tried`).
 """
 
 from __future__ import annotations
@@ -14,8 +18,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forall._programs.equals import joined
-from forall._programs.factors import CONTRACTIONS, SUMS, Factor, Makers, Product
+from forall._programs.factors import CONTRACTIONS, OF_ONE, SUMS, Factor, Halves, Makers, Product
 from forall._programs.program import Layout, Node, Ref, Value, with_refs
+from forall._programs.tried import can_be_tried, same_bits
+from forall._programs.unfilled import OF_LAYOUT
 from forall._torch.dispatch import without_history
 from forall._torch.memory import storage_of
 
@@ -32,21 +38,21 @@ _GAIN = 0.85  # of the cost, from which on another order is taken
 _CALL, _ENTRY, _COPIED, _PAIR, _MATRIX = 1000, 0.25, 0.7, 0.03, 300
 
 
-def reordered(program: Program, back: list[Node]) -> None:
+def reordered(program: Program, back: list[Node], *, fastmath: bool) -> None:
     """Take the factors of each product of matrices in the order that costs least."""
     second = set(map(id, back))
     makers = Makers(program)
     for node in reversed(program.nodes[:]):  # what stands before a product may be a factor of it
-        if not _is_summed(program, node):
+        if not _is_summed(program, node) or (node.op in SUMS and not fastmath):
             continue
         product = Product(program, node, makers)
         if len(product.nodes) == 1 or len(product.factors) > _MOST:
             continue
         if len({id(n) in second for n in product.nodes}) > 1 or _is_written(program, product):
             continue
-        better = _best(program, product, program.values[node.outs].layout)
-        if better is not None:
-            _replace(program, node, better, back if id(node) in second else None)
+        found = _best(program, product) if fastmath else _exact(program, product, makers)
+        if found is not None:
+            _replace(program, node, found, back if id(node) in second else None)
             makers = Makers(program)
 
 
@@ -78,28 +84,29 @@ def _replace(program: Program, node: Node, better: Scratch, back: list[Node] | N
     program.outputs[:] = [new if n == old else n for n in program.outputs]
 
 
-def _best(program: Program, product: Product, wanted: Layout) -> Scratch | None:
+def _best(program: Program, product: Product) -> Scratch | None:
     """The cheapest order, if it is worth it."""
-    best, least = None, _GAIN * sum(_cost(program.values, node) for node in product.nodes)
-    for left, right in _halves(product):
-        scratch = Scratch(program, product)
-        with without_history(), torch.no_grad():
-            fits = scratch.contract(left, right, wanted)
-        if not fits:
-            continue
-        cost = sum(_cost(scratch.all, node) for node in scratch.nodes)
-        if cost < least:
-            best, least = scratch, cost
-    return best
+    tried = (Scratch.of(program, product, halves) for halves in _halves(product))
+    return min(filter(None, tried), key=Scratch.cost, default=None)
 
 
-def _halves(product: Product) -> Iterator[tuple[list[Factor], list[Factor]]]:
+def _exact(program: Program, product: Product, makers: Makers) -> Scratch | None:
+    """The same operands made of tensors that lie otherwise, if that is worth it."""
+    old = makers.chain(product)
+    if not can_be_tried(program.values, old):
+        return None
+    for slopes in (False, True):
+        found = Scratch.of(program, product, product.halves, "cpu", slopes=slopes)
+        if found is not None and same_bits(found.all, old, found.nodes):
+            return found
+    return None
+
+
+def _halves(product: Product) -> Iterator[Halves]:
     """All ways to have a product of some factors on the left, and of the others on the right.
 
     Those that go along the same dims stay together; those that go along none join the smaller half.
     """
-    if not {*product.out} <= _atoms(product.factors):
-        return  # along one of its dims the result is the same
     alike: dict[frozenset[int], list[Factor]] = {}
     for f in product.factors:
         alike.setdefault(frozenset(_atoms([f])), []).append(f)
@@ -109,8 +116,7 @@ def _halves(product: Product) -> Iterator[tuple[list[Factor], list[Factor]]]:
         for i, several in enumerate(alike.values()):
             halves[mask >> i & 1].extend(several)
         min(halves, key=lambda half: prod(product.sizes[a] for a in _atoms(half))).extend(loose)
-        if all({*product.summed} <= _atoms(half) and _begins(half) for half in halves):
-            yield halves
+        yield halves
 
 
 def _atoms(factors: Iterable[Factor]) -> set[int]:
@@ -135,8 +141,8 @@ def _cost(values: Sequence[Value], node: Node) -> float:
     if node.op in CONTRACTIONS:
         x = values[next(node.reads())].layout.shape
         return _CALL + made * x[-1] * _PAIR + (x[0] * _MATRIX if len(x) == 3 else 0)
-    if values[node.outs].root != node.outs:
-        return 0  # a view
+    if values[node.outs].root != node.outs or node.op in OF_LAYOUT:
+        return 0  # a view, or made once
     if node.op in SUMS:
         made = prod(values[next(node.reads())].layout.shape)
     is_copy = node.op in (aten.clone.default, aten.t_copy.default, aten.reshape.default)
@@ -144,21 +150,46 @@ def _cost(values: Sequence[Value], node: Node) -> float:
 
 
 class Scratch:
-    """Operators that a program may take in, and the values that they make."""
+    """Operators that a program may take in, and the values that they make.
 
-    def __init__(self, program: Program, product: Product) -> None:
+    Where these lie torch tells, on a ``device``: on that for tensors without memory nothing is
+    computed, but the first call of a process waits for imports of a second. With ``slopes`` those
+    of one are computed, and multiplied with.
+    """
+
+    def __init__(
+        self, program: Program, product: Product, device: str = "meta", *, slopes: bool = False
+    ) -> None:
         self.product = product
+        self.device = device
+        self.slopes = slopes
         self.all = [*program.values]
         self.first = len(self.all)
         self.nodes: list[Node] = []
         self.result = -1
+
+    @classmethod
+    def of(cls, program: Program, product: Product, halves: Halves, *how, **more) -> Scratch | None:
+        """A product of halves in the place of one, if it costs less and lies as that does."""
+        if not {*product.out} <= _atoms(product.factors):
+            return None  # along one of its dims the result is the same
+        if not all({*product.summed} <= _atoms(half) and _begins(half) for half in halves):
+            return None
+        made = cls(program, product, *how, **more)
+        with without_history(), torch.no_grad():
+            fits = made.contract(*halves, program.values[product.nodes[0].outs].layout)
+        before = sum(_cost(program.values, node) for node in product.nodes)
+        return made if fits and made.cost() < _GAIN * before else None
+
+    def cost(self) -> float:
+        return sum(_cost(self.all, node) for node in self.nodes)
 
     @property
     def values(self) -> list[Value]:
         return self.all[self.first :]
 
     def do(self, op: Any, *args: Any) -> int:
-        """One more operator; where its result lies torch tells, of tensors without memory."""
+        """One more operator."""
         given = with_refs(args, self._stand_in)
         made = op(*given)
         n, x = len(self.all), args[0].n
@@ -172,7 +203,7 @@ class Scratch:
 
     def _stand_in(self, r: Ref) -> torch.Tensor:
         shape, strides, _, dtype, *_ = self.all[r.n].layout
-        return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+        return torch.empty_strided(shape, strides, dtype=dtype, device=self.device)
 
     def contract(self, left: Sequence[Factor], right: Sequence[Factor], wanted: Layout) -> bool:
         """The product of two halves, summed; False where it would lie otherwise."""
@@ -205,13 +236,20 @@ class Scratch:
         n = self._arranged(ordered[0], order)
         for f in ordered[1:]:
             y = Ref(self._arranged(f, order)) if f.dims else f.value
-            n = self.do(f.op, Ref(n), y, *f.rest)
+            n = self._taken_in(n, f, y)
         rows, deep = (prod(sizes[a] for a in atoms) for atoms in (free, k))
         batch = [prod(sizes[a] for a in both)] if both else []
         if inner:
             return self._shaped(n, [*batch, rows, deep])
         n = self._shaped(n, [*batch, deep, rows])
         return self.do(aten.transpose.int, Ref(n), -2, -1)
+
+    def _taken_in(self, n: int, f: Factor, y: Any) -> int:
+        if not (self.slopes and f.op in OF_ONE):
+            return self.do(f.op, Ref(n), y, *f.rest)
+        one = self.do(aten.ones_like.default, y)
+        slope = self.do(f.op, Ref(one), y, *f.rest)
+        return self.do(aten.mul.Tensor, Ref(n), Ref(slope))
 
     def _has_inside(self, f: Factor, k: list[int]) -> bool:
         """Whether a factor lies with what is summed over inside."""
@@ -247,7 +285,7 @@ _ADDING = {
 }
 
 
-def biased(program: Program, back: list[Node]) -> None:
+def biased(program: Program, back: list[Node], *, fastmath: bool) -> None:
     """A sum with a product of matrices is one operator."""
     second, written = set(map(id, back)), program.written()
     makers = Makers(program)
@@ -268,5 +306,7 @@ def biased(program: Program, back: list[Node]) -> None:
                 continue
             if not written.isdisjoint(roots[n] for n in product.reads()):
                 continue
-            node.op, node.args = _ADDING[product.op], (bias, *product.args)
-            break
+            both = Node(_ADDING[product.op], (bias, *product.args), {}, node.outs)
+            if fastmath or same_bits(program.values, [product, node], [both]):
+                node.op, node.args = both.op, both.args
+                break

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from forall._programs.recorder import ASSERTED
-from forall._programs.signature import like
+from forall._programs.signature import FREE, like
 from forall._programs.writing import function
 from forall._torch import generators, trees
 from forall._torch.memory import has_memory, storage_of
@@ -23,6 +23,11 @@ if TYPE_CHECKING:
 
 
 MISSED: Any = object()
+_CALL = "outline, leaves, tensors"
+
+
+def _never(*_: Any) -> bool:
+    return False
 
 
 class Recorded:
@@ -56,23 +61,33 @@ class Recorded:
         self._known = [*guards.tensors.values()]
         self._met = self._meetings(tensors)
         self._meet = bool(self._met) or self.writes_outside()
-        self._like: Callable[..., bool] | None = None
+        self._is_plain = not (self.asks or self._meet)
+        self._like = self._glance = _never
 
     def serves(self, outline: Any, leaves: Sequence[Any], tensors: Sequence[Tensor]) -> bool:
-        """Whether it is certain, at a glance, that this is the program of a call."""
-        known = self._like
-        return known is not None and known(outline, leaves, tensors) and self.stands(tensors)
+        """Whether it is certain, at a glance, that this is the program of a call.
+
+        Of tensors alone it is not yet known that they are given to a call that stands alone.
+        """
+        return (
+            self._glance(outline, leaves, tensors)
+            or (self._like(outline, leaves, tensors) and self.guards.hold())
+        ) and (self._is_plain or self.is_current(tensors))
 
     def served(self, outline: Any, leaves: Sequence[Any], tensors: Sequence[Tensor]) -> None:
         """Remember what calls look like that come one after the other."""
-        if self._like is None:
-            self._like = like(outline, leaves, tensors)
+        if self._like is _never and (tests := like(outline, leaves, tensors)) is not None:
+            tests = FREE + tests if type(outline) is int else tests
+            self._like = tests.written_out(_CALL)
+            self._glance = (tests + self.guards.at_once()).written_out(_CALL)
 
     def stands(self, tensors: Sequence[Tensor]) -> bool:
         """Whether a call with these arguments is the one that was recorded."""
-        if self.failed or not self.guards.hold():
-            return False
-        return not self._meet or self._meetings(tensors) == self._met
+        return self.is_current(tensors) and self.guards.hold()
+
+    def is_current(self, tensors: Sequence[Tensor]) -> bool:
+        """The same, where the guards are known to hold."""
+        return not self.failed and (not self._meet or self._meetings(tensors) == self._met)
 
     def _meetings(self, tensors: Sequence[Tensor]) -> list[list[tuple[int, int]]]:
         """Who shares memory with something that the function captures, and from where on."""

@@ -14,10 +14,11 @@ from torch import (
     is_grad_enabled,
     is_inference_mode_enabled,
 )
+from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
 from forall._core.levels import stack
-from forall._programs.holding import written_out
+from forall._programs.holding import Tests
 from forall._programs.statics import Static
 from forall._torch.dispatch import (
     autocast_state,
@@ -31,7 +32,7 @@ from forall._torch.names import PLAIN, hooks_on_saved
 from forall._torch.unchanged import alike, state
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
 _place = attrgetter("_cdata")
 _own = attrgetter("__dict__")
@@ -81,18 +82,31 @@ def _attributes(x: torch.Tensor) -> tuple:
     return tuple((name, type(v), repr(v)) for name, v in x.__dict__.items())
 
 
-def is_free() -> bool:
-    """Whether a call stands alone: no part of what records it, or of what takes it apart."""
-    return not (
-        stack.top is not None
-        or dispatch_modes()
-        or function_modes()
-        or users_tangents()
-        or in_torch_func()
-        or is_dynamo_compiling()
-        or is_anomaly_enabled()  # errors that no program raises
-        or hooks_on_saved()  # the user's, who are told of each tensor that is saved
-    )
+# Whether a call stands alone: no part of what records it, or of what takes it apart.
+FREE = Tests(
+    [
+        "stack.top is None",
+        "not dispatch_modes()",
+        "not function_modes()",
+        "(forward_ad._current_level < 0 or not users_tangents())",
+        "not in_torch_func()",
+        "not is_dynamo_compiling()",
+        "not is_anomaly_enabled()",  # errors that no program raises
+        "not hooks_on_saved()",  # the user's, who are told of each tensor that is saved
+    ],
+    {
+        "stack": stack,
+        "dispatch_modes": dispatch_modes,
+        "function_modes": function_modes,
+        "forward_ad": forward_ad,
+        "users_tangents": users_tangents,
+        "in_torch_func": in_torch_func,
+        "is_dynamo_compiling": is_dynamo_compiling,
+        "is_anomaly_enabled": is_anomaly_enabled,
+        "hooks_on_saved": hooks_on_saved,
+    },
+)
+is_free = FREE.written_out()
 
 
 def ambient() -> tuple:
@@ -131,16 +145,14 @@ def kind_of(outline: Any, leaves: Iterable[Any], tensors: Sequence[torch.Tensor]
     return (kind, _shared(tensors)) if len(tensors) > 1 else kind
 
 
-def like(
-    outline: Any, leaves: Sequence[Any], tensors: Sequence[torch.Tensor]
-) -> Callable[[Any, Sequence[Any], Sequence[torch.Tensor]], bool]:
+def like(outline: Any, leaves: Sequence[Any], tensors: Sequence[torch.Tensor]) -> Tests | None:
     """Tells calls of the kind of one that was made by less than their whole kind, mostly in C.
 
-    A yes is sure; a no says nothing.
+    Tests of ``outline, leaves, tensors``. A yes is sure; a no says nothing.
     """
     looks = alike(tensors)
     if (tensors and looks is None) or len(leaves) != len(tensors) or any(map(_own, tensors)):
-        return lambda *_: False
+        return None
     given = {"known": outline, "state": state(), "inference": is_inference_mode_enabled}
     tests = ["outline == known", "len(tensors) == len(leaves)", "state()"]
     tests.append(f"inference() is {is_inference_mode_enabled()}")
@@ -152,7 +164,7 @@ def like(
     if len(tensors) > 1:
         given |= {"shared": _shared, "places": _shared(tensors)}
         tests.append("shared(tensors) == places")
-    return written_out(tests, given, "outline, leaves, tensors")
+    return Tests(tests, given)
 
 
 def _shared(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from forall._core.bare import bare
-from forall._programs.holding import Looks, holding, if_any
+from forall._programs.holding import Holding, Looks, Tests, holding, if_any
 from forall._programs.single import MUTABLE, answer, is_array, may_take, numbers
 from forall._torch.names import PLAIN, attention_kernels
 
@@ -33,10 +33,18 @@ class Watched:
         self._data: list[tuple[Any, tuple]] = []
         self._others: list[Callable[[], bool]] = []
         self._looks = Looks()
-        self._holding: Callable[[], bool] | None = None
+        self._holding: Holding | None = None
 
     def hold(self) -> bool:
         """Whether everything is as it was."""
+        now = self._held_now()
+        return now.quickly() or now.certainly()
+
+    def at_once(self) -> Tests:
+        """Tests that make sure of that where they say yes, and are cheaper."""
+        return self._held_now().at_once
+
+    def _held_now(self) -> Holding:
         if self._holding is None:
             data, answers = self._data, self._answers.items()
             self._holding = holding(
@@ -50,7 +58,7 @@ class Watched:
                 + if_any(answers, lambda: all(answer(ask) == known for ask, known in answers))
                 + self._others,
             )
-        return self._holding()
+        return self._holding
 
     def watch_name(self, names: dict[str, Any], name: str, value: Any) -> None:
         """What a module of a library's has under a name, beyond what is watched otherwise."""

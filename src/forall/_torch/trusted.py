@@ -78,13 +78,27 @@ _TELLING = """
     tb_frame cache_info
 """
 _NUMPYS = """
-    all allclose any arange argmax argmin argsort array array_equal array_split asarray atleast_1d
-    average ceil clip concatenate cumprod cumsum diag diff dot einsum expand_dims eye fix
-    flatnonzero flip full hstack identity indices interp isclose isin isscalar kron linspace
-    logspace max mean median meshgrid min mod moveaxis nan_to_num ndim nonzero ones ones_like
-    outer prod ptp ravel repeat reshape roll round searchsorted shape size sort split squeeze
-    stack std sum take tile trace transpose tril triu unique unravel_index var vstack where zeros
-    zeros_like
+    all allclose amax amin angle any append arange argmax argmin argpartition argsort argwhere
+    array array_equal array_equiv array_split asanyarray asarray ascontiguousarray
+    asfortranarray astype atleast_1d atleast_2d atleast_3d average bartlett bincount blackman
+    block broadcast_arrays broadcast_shapes broadcast_to ceil choose clip column_stack compress
+    concat concatenate convolve copy corrcoef correlate count_nonzero cov cross cumprod cumsum
+    cumulative_prod cumulative_sum delete diag diag_indices diag_indices_from diagflat diagonal
+    diff digitize dot dsplit dstack ediff1d einsum expand_dims extract eye fix flatnonzero flip
+    fliplr flipud full full_like geomspace gradient hamming hanning histogram histogram2d
+    histogram_bin_edges histogramdd hsplit hstack i0 identity imag indices inner insert interp
+    intersect1d isclose iscomplex iscomplexobj isin isneginf isposinf isreal isrealobj isscalar
+    issubdtype ix_ kaiser kron lexsort linspace logspace matrix_transpose max mean median
+    meshgrid min mod moveaxis nan_to_num nanargmax nanargmin nancumprod nancumsum nanmax nanmean
+    nanmedian nanmin nanpercentile nanprod nanquantile nanstd nansum nanvar ndim nonzero ones
+    ones_like outer partition percentile permute_dims polyadd polyder polydiv polyfit polyint
+    polymul polysub polyval prod ptp quantile ravel ravel_multi_index real real_if_close repeat
+    reshape resize result_type roll rollaxis roots rot90 round searchsorted select setdiff1d
+    setxor1d shape sinc size sort sort_complex split squeeze stack std sum swapaxes take
+    take_along_axis tensordot tile trace transpose trapezoid tri tril tril_indices
+    tril_indices_from triu triu_indices triu_indices_from union1d unique unique_all
+    unique_counts unique_inverse unique_values unravel_index unstack unwrap vander var vdot
+    vsplit vstack where zeros zeros_like
 """
 _OF_NUMPY = frozenset(_NUMPYS.split())
 BUILTINS = frozenset(_BUILTINS.split()) | {
@@ -94,7 +108,7 @@ BUILTINS = frozenset(_BUILTINS.split()) | {
 TELLING = frozenset(_TELLING.split())
 
 # By what name these ask is not written.
-BY_NAME = frozenset({"getattr", "setattr"})
+BY_NAME = frozenset({"getattr", "setattr", "vars"})
 _TOLD = [getattr(torch.Tensor, n) for n in TELLING - {"__dict__"} if hasattr(torch.Tensor, n)]
 # Of tensors, what gives what is told by those names.
 TELLS = frozenset(_TOLD + [told.__get__ for told in _TOLD if hasattr(told, "__get__")])
@@ -220,7 +234,9 @@ _INERT = (
     types.MemberDescriptorType,
     type(torch.LongTensor),  # what these make comes from nowhere that a recorder knows
 )
-_INERT_MODULES = frozenset({"typing", "dataclasses", "_abc", "enum", "_collections"})
+_INERT_MODULES = frozenset(
+    {"typing", "dataclasses", "_abc", "enum", "_collections", "numpy._globals"}
+)
 
 
 def is_inert(value: Any) -> bool:
