@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forall._programs.cheaper import in_place, numbers, turned
+from forall._programs.columns import along_columns
 from forall._programs.equals import MOST, copies, twins
 from forall._programs.program import Node, with_refs
 from forall._programs.reordered import biased, reordered
@@ -43,6 +44,7 @@ def clean(program: Program, back: list[Node] | None = None, *, fastmath: bool = 
     twins(program, back)
     reordered(program, back, fastmath=fastmath)
     biased(program, back, fastmath=fastmath)
+    along_columns(program, back)
     constants(program)
     views(program)
     dead(program)

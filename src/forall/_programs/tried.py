@@ -9,7 +9,7 @@ NOTE [the same bits]
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,7 @@ from forall._programs.program import with_refs
 from forall._torch.dispatch import is_autocast, without_autocast, without_history
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from forall._programs.program import Layout, Node, Value
 
@@ -49,13 +49,20 @@ def same_bits(values: Sequence[Value], old: Sequence[Node], new: Sequence[Node])
     if trials > _TRIALS:
         return False
     random = torch.Generator().manual_seed(0)
-    cast = without_autocast() if is_autocast() else nullcontext()
-    with without_history(), torch.no_grad(), cast:
+    with alone():
         for _ in range(trials):
             env = {n: _at_random(layout, random) for n, layout in layouts.items()}
             if not torch.equal(*(_run(nodes, env) for nodes in (old, new))):
                 return False
     return True
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Within it operators do what they say: no history, no casts."""
+    with without_history(), torch.no_grad():
+        with without_autocast() if is_autocast() else nullcontext():
+            yield
 
 
 def _at_random(layout: Layout, random: torch.Generator) -> torch.Tensor:
