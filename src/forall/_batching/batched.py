@@ -18,6 +18,7 @@ from forall._core.counting import Count
 from forall._core.ended import dispatched, is_over, left_over
 from forall._core.errors import columns, escaped, marks, no_memory, short, shown
 from forall._core.levels import Level, innermost, levels_in, outside
+from forall._core.listening import numbers_told
 from forall._torch import trees
 from forall._torch.dispatch import functions_off, no_dispatch
 from forall._torch.names import subclass_functions_off
@@ -127,6 +128,7 @@ class Batched(Wrapper):
             if name not in READS:
                 raise no_memory(name, self, self.level.size)
         self.refuse_history(name)
+        numbers_told()
         if self.older and self.level.notes:
             self.level.ledger.reads(f"x.{name}()", self)
         if name not in READS:

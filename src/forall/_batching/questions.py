@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 class Listener(Protocol):
     """Hears of questions, and of what was undone since."""
 
+    writes: bool  # a program of the call, for which numbers that Python keeps are questions too
+
     def heard(self, frame: FrameType, truths: Truths | None = None) -> None: ...
 
     def split(self, place: Place, sizes: tuple[int, ...]) -> None: ...
@@ -89,6 +91,8 @@ def repeatable(run: Callable[[], Any]) -> Any:
 class Traced:
     """A tracer of torch's runs, whose program would hold the answer as it is now."""
 
+    writes = True
+
     def __init__(self, call: Call) -> None:
         self.call = call
 
@@ -111,6 +115,8 @@ class Traced:
 
 class Limit:
     """How often one question may be asked by one example in a run of a level."""
+
+    writes = False
 
     def __init__(self, call: Call, level: Any, steps: int) -> None:
         self.call, self.level, self.steps = call, level, steps

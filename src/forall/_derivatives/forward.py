@@ -23,6 +23,7 @@ from forall._core.levels import (
     outside,
     second_name,
 )
+from forall._core.listening import numbers_told
 from forall._core.sparse import constant, is_sparse
 from forall._derivatives.formulas import FILLED, ODD, is_trusted, made_anew, out_of_place
 from forall._derivatives.products import PRODUCTS, of_one_factor
@@ -71,6 +72,7 @@ class Dual(Wrapper):
                 "Use torch's operators on it, or do this outside jvp."
             )
         self.refuse_history(name)
+        numbers_told()
         with outside(self.level), functions_off():
             return getattr(graph_free(self.level.afterwards(self)), name)(*args, **kwargs)
 

@@ -213,6 +213,8 @@ def number(t: Tensor) -> Any:
     tracers_hear()
     kind = complex if t.is_complex() else float if t.is_floating_point() else int
     kind = bool if t.dtype is torch.bool else kind
+    if stack.listening:
+        stacks.tell(t, *bounds_of(t))
     return told(stacks.cast(t, DTYPES[kind], copy=True))
 
 

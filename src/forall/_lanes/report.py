@@ -34,6 +34,7 @@ class Report:
     _began: Any = None
     _before_groups: Any = None
     _in_turn: bool = False
+    writes = False
 
     def parted(self, construct: str, sizes: tuple[int, ...], filename: str, line: int) -> None:
         self.partings.append(Parting(construct, filename, line, sizes))

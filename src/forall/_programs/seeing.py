@@ -47,6 +47,8 @@ class _Questions:
     A yes or no that is the same for all examples is one that the recorder takes.
     """
 
+    writes = True
+
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
 
