@@ -438,6 +438,27 @@ def f(x):
  return x*K[0]
 > K[0]=5.
 
+# check
+K=[2.]
+def f(x):
+ torch._check(K[0]<4,lambda: 'too much')
+ return x*K[0]
+> K[0]=5.
+
+# autocast as a decorator
+K=[2.]
+@torch.autocast("cpu", enabled=False)
+def g(x): return x*K[0]
+f: g(x)
+> K[0]=5.
+
+# autocast as a decorator, of another dtype
+@torch.autocast("cpu", dtype=torch.bfloat16)
+def g(x): return torch.stack([x,x])[None]@torch.stack([x,x])[:,None]
+def h(x): return torch.stack([x,x])[None]@torch.stack([x,x])[:,None]
+f: g(x)
+> g=h
+
 # not to be compiled
 K=[2.]
 @torch.compiler.disable

@@ -44,6 +44,7 @@ _CLASSES = (
     "torch.distributions.",
     "torch.autograd.function",
     "torch.autograd.grad_mode",
+    "torch.amp.autocast_mode",
     "torch.fx.",
     "torch._dynamo.eval_frame",
     "torch._subclasses.fake_tensor",
@@ -60,6 +61,7 @@ _HOMES_OF_FUNCTIONS = (
     "torch.nn.utils.convert_parameters",
     "torch.nn.utils.stateless",
     "torch.utils._contextlib",
+    "torch.amp.autocast_mode",  # of what it decorates
     "torch.fx.graph_module",
     "torch._dynamo.",  # of what is not to be compiled
 )
@@ -158,6 +160,10 @@ _MORE = (
     functional.vhp,
     torch.tensor,
     torch._assert,
+    torch._check,
+    torch._check_index,
+    torch._check_type,
+    torch._check_value,
     torch.as_tensor,
     torch.is_tensor,
     torch.is_floating_point,
