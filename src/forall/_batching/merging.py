@@ -196,10 +196,20 @@ class Narrow(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx, t, *_):
+        if t is None:
+            return None
+        own = any(_is_copied(t, level) for level in ctx.levels)
         for level in ctx.levels:
-            some = t if t is None else restricted(t, level)
-            t = nothing(t, level) if some is None and t is not None else some
-        return t
+            some = restricted(t, level)
+            t = nothing(t, level) if some is None else some
+        return t if own else t.clone()  # these examples may write into it
+
+
+def _is_copied(t: Any, some: Any) -> bool:
+    """Whether what `restricted` gives is a copy, also where a tape is played on others."""
+    if not isinstance(t, Wrapper) or not t.level.ends:
+        return False
+    return any(b.axis is not None and b.level is not some for b in layers(t) if is_of(b, some.root))
 
 
 class Undefined(BaseException):
