@@ -123,6 +123,53 @@ def test_compressed_rows_of_each_example_cannot_be_stacked():
         forall.vmap(lambda x: x.outer(x).to_sparse_csr())(examples())
 
 
+PLACES = torch.tensor([0, 1, 2]), torch.tensor([1, 0])
+COMPRESSED = {
+    "csr": lambda v: torch.sparse_csr_tensor(*PLACES, v, (2, 2)),
+    "csr, size told": lambda v: torch.sparse_csr_tensor(*PLACES, v),
+    "csc": lambda v: torch.sparse_csc_tensor(*PLACES, v, (2, 2)),
+    "bsr": lambda v: torch.sparse_bsr_tensor(*PLACES, v.reshape(2, 1, 1), (2, 2)),
+    "bsc": lambda v: torch.sparse_bsc_tensor(*PLACES, v.reshape(2, 1, 1), (2, 2)),
+    "csr, by layout": lambda v: torch.sparse_compressed_tensor(
+        *PLACES, v, (2, 2), layout=torch.sparse_csr
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COMPRESSED)
+def test_values_of_each_example_are_not_put_in_compressed_places(name):
+    make, vs = COMPRESSED[name], examples()[:, :2]
+    for f in (lambda v: make(v).to_dense(), lambda v: (make(v) * 2).to_dense(), make):
+        with pytest.raises(NotImplementedError, match=r"layout torch.sparse_\w+ have no stack"):
+            forall.vmap(f)(vs)
+        with pytest.raises(NotImplementedError, match="no tangent of a sparse tensor"):
+            forall.jvp(f, (vs[0],), (vs[1],))
+        with pytest.raises(NotImplementedError, match="no tangent of a sparse tensor"):
+            forall.linearize(f, vs[0])
+
+
+@pytest.mark.parametrize("name", ["csr", "csc", "coo"])
+def test_values_that_do_not_move_are_put_in_places_inside(name):
+    coo = lambda v: torch.sparse_coo_tensor(torch.tensor([[0, 1], [1, 0]]), v, (2, 2))  # noqa: E731
+    make = {**COMPRESSED, "coo": coo}[name]
+    vs = examples()[:, :2]
+    dense = make(torch.ones(2, dtype=vs.dtype)).to_dense()
+
+    def f(v):
+        return make(torch.ones(2, dtype=v.dtype)) @ v.sin()
+
+    for x in vs:
+        assert difference(f(x), dense @ x.sin()) is None
+        assert difference(forall.jacfwd(f)(x), dense @ x.cos().diag()) is None
+        assert difference(forall.jacrev(f)(x), dense @ x.cos().diag()) is None
+    each = torch.stack([dense @ x.cos().diag() for x in vs])
+    assert difference(forall.vmap(f)(vs), vs.sin() @ dense.mT) is None
+    assert difference(forall.vmap(forall.jacrev(f))(vs), each) is None
+    assert difference(forall.vmap(forall.jacfwd(f))(vs), each) is None
+    _, tangents = forall.jvp(forall.vmap(f), (vs,), (vs.exp(),))
+    assert difference(tangents, (vs.cos() * vs.exp()) @ dense.mT) is None
+
+
 # --- quantised ----------------------------------------------------------------------------------
 
 

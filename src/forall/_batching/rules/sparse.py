@@ -12,6 +12,7 @@ import torch
 from forall._batching.batched import Batched, wrap
 from forall._batching.families import front, is_mapped, level_on, lower, stacked
 from forall._batching.table import CALLS, register
+from forall._core.sparse import COMPRESSING
 from forall._torch.names import SPARSE_SUM
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ def _sum(x: Any, dim: Any = None, dtype: Any = None) -> Any:
 def _no_stack(layout: Any) -> NotImplementedError:
     return NotImplementedError(
         f"vmap: the examples of a tensor of layout {layout} have no stack.\n"
-        "Use x.to_sparse(), in coordinates, or convert outside vmap."
+        "Use torch.sparse_coo_tensor or x.to_sparse(), in coordinates, or convert outside vmap."
     )
 
 
@@ -97,8 +98,13 @@ def _refused(layout: Any) -> Callable:
     return handler
 
 
+def _compressed(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    raise _no_stack(kwargs["layout"])
+
+
 register(
     {
+        **dict.fromkeys(COMPRESSING, _compressed),
         aten.to_mkldnn.default: _refused("torch._mkldnn"),
         aten._to_sparse_csr.default: _refused("torch.sparse_csr"),
         aten._to_sparse_csc.default: _refused("torch.sparse_csc"),
