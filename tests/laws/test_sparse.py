@@ -63,6 +63,9 @@ def test_its_product_has_derivatives(layout, name):
     assert difference(forall.vmap(forall.jacrev(lambda x: f(s, x)))(xs)[0], jacobian) is None
     along = forall.jvp(lambda x: f(s, x), (xs[0],), (xs[1],))[1]
     assert difference(along, jacobian @ xs[1]) is None
+    push = forall.linearize(lambda x: f(s, x), xs[0])[1]
+    assert difference(push(xs[1]), along) is None
+    assert difference(forall.vmap(push)(xs), torch.stack([jacobian @ x for x in xs])) is None
 
 
 def test_a_sparse_result_that_all_examples_share_is_given_as_it_is():
