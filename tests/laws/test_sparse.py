@@ -126,6 +126,53 @@ def test_compressed_rows_of_each_example_cannot_be_stacked():
         forall.vmap(lambda x: x.outer(x).to_sparse_csr())(examples())
 
 
+WHERE = torch.tensor([[0, 1], [1, 0]])
+FIRST = torch.tensor([0, 1])
+TOLD = {
+    "captured": lambda x: torch.sparse_coo_tensor(WHERE, torch.ones(2).double()),
+    "made inside": lambda x: torch.sparse_coo_tensor(torch.tensor([[0, 1], [1, 0]]), x),
+    "a list": lambda x: torch.sparse_coo_tensor([[0, 1], [1, 0]], x),
+    "lists": lambda x: torch.sparse_coo_tensor([[0, 1], [1, 0]], [1.0, 2.0], dtype=x.dtype),
+    "by name": lambda x: torch.sparse_coo_tensor(indices=WHERE, values=x),
+    "with a dense dim": lambda x: torch.sparse_coo_tensor(WHERE[:1], x.outer(x)),
+    "no entries": lambda x: torch.sparse_coo_tensor(WHERE[:, :0], x[:0], (2, 2)),
+    "other places": lambda x: torch.sparse_coo_tensor(torch.stack([FIRST, x.argsort()]), x),
+    "checked": lambda x: torch.sparse_coo_tensor(WHERE, x, (2, 2), check_invariants=True),
+    "other sizes": lambda x: torch.sparse_coo_tensor(x.argsort()[:1][None], x[:1]).sum() * x.diag(),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
+@pytest.mark.filterwarnings("ignore::forall.PerformanceWarning")
+@pytest.mark.parametrize("name", TOLD)
+def test_a_size_that_the_places_tell(name):
+    def f(x):
+        return TOLD[name](x).to_dense() @ x
+
+    def slope(x):
+        return forall.grad(lambda x: f(x).sum())(x)
+
+    xs = examples()[:, :2]
+    assert len(set(xs.argsort().flatten().tolist())) == 2
+    truth, slopes = (torch.stack([g(x) for x in xs]) for g in (f, slope))
+    assert difference(forall.vmap(f)(xs), truth) is None
+    assert difference(forall.vmap(slope)(xs), slopes) is None
+    assert difference(forall.vmap(forall.vmap(f))(xs[None]), truth[None]) is None
+
+
+@pytest.mark.parametrize("shift", [-1, 1])
+def test_places_that_are_not_there(shift):
+    def f(x):
+        size = [(2, 2)] if shift > 0 else []
+        return torch.sparse_coo_tensor(WHERE + shift, x, *size, check_invariants=True).to_dense()
+
+    with pytest.raises(RuntimeError) as expected:
+        f(examples()[0, :2])
+    with pytest.raises(RuntimeError) as found:
+        forall.vmap(f)(examples()[:, :2])
+    assert str(found.value).startswith(str(expected.value))
+
+
 PLACES = torch.tensor([0, 1, 2]), torch.tensor([1, 0])
 COMPRESSED = {
     "csr": lambda v: torch.sparse_csr_tensor(*PLACES, v, (2, 2)),
