@@ -63,6 +63,9 @@ def test_its_product_has_derivatives(layout, name):
     assert difference(forall.vmap(forall.jacrev(lambda x: f(s, x)))(xs)[0], jacobian) is None
     along = forall.jvp(lambda x: f(s, x), (xs[0],), (xs[1],))[1]
     assert difference(along, jacobian @ xs[1]) is None
+    push = forall.linearize(lambda x: f(s, x), xs[0])[1]
+    assert difference(push(xs[1]), along) is None
+    assert difference(forall.vmap(push)(xs), torch.stack([jacobian @ x for x in xs])) is None
 
 
 def test_a_sparse_result_that_all_examples_share_is_given_as_it_is():
@@ -121,6 +124,100 @@ def test_values_of_each_example_in_places_that_all_share():
 def test_compressed_rows_of_each_example_cannot_be_stacked():
     with pytest.raises(NotImplementedError, match=r"layout torch.sparse_csr have no stack"):
         forall.vmap(lambda x: x.outer(x).to_sparse_csr())(examples())
+
+
+WHERE = torch.tensor([[0, 1], [1, 0]])
+FIRST = torch.tensor([0, 1])
+TOLD = {
+    "captured": lambda x: torch.sparse_coo_tensor(WHERE, torch.ones(2).double()),
+    "made inside": lambda x: torch.sparse_coo_tensor(torch.tensor([[0, 1], [1, 0]]), x),
+    "a list": lambda x: torch.sparse_coo_tensor([[0, 1], [1, 0]], x),
+    "lists": lambda x: torch.sparse_coo_tensor([[0, 1], [1, 0]], [1.0, 2.0], dtype=x.dtype),
+    "by name": lambda x: torch.sparse_coo_tensor(indices=WHERE, values=x),
+    "with a dense dim": lambda x: torch.sparse_coo_tensor(WHERE[:1], x.outer(x)),
+    "no entries": lambda x: torch.sparse_coo_tensor(WHERE[:, :0], x[:0], (2, 2)),
+    "other places": lambda x: torch.sparse_coo_tensor(torch.stack([FIRST, x.argsort()]), x),
+    "checked": lambda x: torch.sparse_coo_tensor(WHERE, x, (2, 2), check_invariants=True),
+    "other sizes": lambda x: torch.sparse_coo_tensor(x.argsort()[:1][None], x[:1]).sum() * x.diag(),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
+@pytest.mark.filterwarnings("ignore::forall.PerformanceWarning")
+@pytest.mark.parametrize("name", TOLD)
+def test_a_size_that_the_places_tell(name):
+    def f(x):
+        return TOLD[name](x).to_dense() @ x
+
+    def slope(x):
+        return forall.grad(lambda x: f(x).sum())(x)
+
+    xs = examples()[:, :2]
+    assert len(set(xs.argsort().flatten().tolist())) == 2
+    truth, slopes = (torch.stack([g(x) for x in xs]) for g in (f, slope))
+    assert difference(forall.vmap(f)(xs), truth) is None
+    assert difference(forall.vmap(slope)(xs), slopes) is None
+    assert difference(forall.vmap(forall.vmap(f))(xs[None]), truth[None]) is None
+
+
+@pytest.mark.parametrize("shift", [-1, 1])
+def test_places_that_are_not_there(shift):
+    def f(x):
+        size = [(2, 2)] if shift > 0 else []
+        return torch.sparse_coo_tensor(WHERE + shift, x, *size, check_invariants=True).to_dense()
+
+    with pytest.raises(RuntimeError) as expected:
+        f(examples()[0, :2])
+    with pytest.raises(RuntimeError) as found:
+        forall.vmap(f)(examples()[:, :2])
+    assert str(found.value).startswith(str(expected.value))
+
+
+PLACES = torch.tensor([0, 1, 2]), torch.tensor([1, 0])
+COMPRESSED = {
+    "csr": lambda v: torch.sparse_csr_tensor(*PLACES, v, (2, 2)),
+    "csr, size told": lambda v: torch.sparse_csr_tensor(*PLACES, v),
+    "csc": lambda v: torch.sparse_csc_tensor(*PLACES, v, (2, 2)),
+    "bsr": lambda v: torch.sparse_bsr_tensor(*PLACES, v.reshape(2, 1, 1), (2, 2)),
+    "bsc": lambda v: torch.sparse_bsc_tensor(*PLACES, v.reshape(2, 1, 1), (2, 2)),
+    "csr, by layout": lambda v: torch.sparse_compressed_tensor(
+        *PLACES, v, (2, 2), layout=torch.sparse_csr
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COMPRESSED)
+def test_values_of_each_example_are_not_put_in_compressed_places(name):
+    make, vs = COMPRESSED[name], examples()[:, :2]
+    for f in (lambda v: make(v).to_dense(), lambda v: (make(v) * 2).to_dense(), make):
+        with pytest.raises(NotImplementedError, match=r"layout torch.sparse_\w+ have no stack"):
+            forall.vmap(f)(vs)
+        with pytest.raises(NotImplementedError, match="no tangent of a sparse tensor"):
+            forall.jvp(f, (vs[0],), (vs[1],))
+        with pytest.raises(NotImplementedError, match="no tangent of a sparse tensor"):
+            forall.linearize(f, vs[0])
+
+
+@pytest.mark.parametrize("name", ["csr", "csc", "coo"])
+def test_values_that_do_not_move_are_put_in_places_inside(name):
+    coo = lambda v: torch.sparse_coo_tensor(torch.tensor([[0, 1], [1, 0]]), v, (2, 2))  # noqa: E731
+    make = {**COMPRESSED, "coo": coo}[name]
+    vs = examples()[:, :2]
+    dense = make(torch.ones(2, dtype=vs.dtype)).to_dense()
+
+    def f(v):
+        return make(torch.ones(2, dtype=v.dtype)) @ v.sin()
+
+    for x in vs:
+        assert difference(f(x), dense @ x.sin()) is None
+        assert difference(forall.jacfwd(f)(x), dense @ x.cos().diag()) is None
+        assert difference(forall.jacrev(f)(x), dense @ x.cos().diag()) is None
+    each = torch.stack([dense @ x.cos().diag() for x in vs])
+    assert difference(forall.vmap(f)(vs), vs.sin() @ dense.mT) is None
+    assert difference(forall.vmap(forall.jacrev(f))(vs), each) is None
+    assert difference(forall.vmap(forall.jacfwd(f))(vs), each) is None
+    _, tangents = forall.jvp(forall.vmap(f), (vs,), (vs.exp(),))
+    assert difference(tangents, (vs.cos() * vs.exp()) @ dense.mT) is None
 
 
 # --- quantised ----------------------------------------------------------------------------------

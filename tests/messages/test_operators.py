@@ -221,6 +221,32 @@ def test_a_sparse_tensor_that_moves():
         vmap(lambda x: jvp(lambda x: x.to_sparse().to_dense(), (x,), (x,)))(X)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")
+def test_values_of_each_example_in_compressed_places():
+    ends, columns = torch.tensor([0, 1, 2]), torch.tensor([1, 0])
+    with refused(
+        NotImplementedError,
+        """
+        vmap: the examples of a tensor of layout torch.sparse_csr have no stack.
+        Use torch.sparse_coo_tensor or x.to_sparse(), in coordinates, or convert outside vmap.
+        """,
+    ):
+        vmap(lambda v: torch.sparse_csr_tensor(ends, columns, v, (2, 2)).to_dense())(X)
+
+
+def test_values_that_move_in_places():
+    places = torch.tensor([[0, 1], [1, 0]])
+    with refused(
+        NotImplementedError,
+        """
+        jvp: forward mode has no tangent of a sparse tensor.
+            value   float32[2]
+        Use reverse mode (vjp, grad, jacrev), or make it sparse outside.
+        """,
+    ):
+        jvp(lambda v: torch.sparse_coo_tensor(places, v, (2, 2)).to_dense(), (X[0],), (X[0],))
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
 def test_a_nested_tensor_that_is_mapped(layout):

@@ -13,6 +13,17 @@ from forall._torch.wrapper import Wrapper
 COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 _LAYOUTS = frozenset({*COMPRESSED, torch.sparse_coo})
 
+aten = torch.ops.aten
+# What puts values in given places.
+COMPRESSING = frozenset(
+    {
+        aten.sparse_compressed_tensor.comp_plain_value_size,
+        aten.sparse_compressed_tensor.comp_plain_value,
+        aten._sparse_compressed_tensor_unsafe.default,
+    }
+)
+PLACING = COMPRESSING | {aten._sparse_coo_tensor_with_dims_and_tensors.default}
+
 
 def is_sparse(a: Any) -> bool:
     return isinstance(a, torch.Tensor) and a.layout in _LAYOUTS

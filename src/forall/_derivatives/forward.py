@@ -27,6 +27,7 @@ from forall._core.listening import numbers_told
 from forall._core.sparse import constant, is_sparse
 from forall._derivatives.formulas import FILLED, ODD, is_trusted, made_anew, out_of_place
 from forall._derivatives.products import PRODUCTS, of_one_factor
+from forall._derivatives.sparse import no_tangent
 from forall._random.scopes import taken_back
 from forall._torch import trees
 from forall._torch.dispatch import (
@@ -294,7 +295,7 @@ class JvpLevel(Level, DispatchMode):
                 return transposed(func, args, kwargs, self)
             if fact.mutates:
                 return self._written(func, args, kwargs, out)
-            if is_sparse(out) and not any(type(a) is Dual for a in args):
+            if is_sparse(out) and not any(map(self._is_at_stake, args)):
                 return constant(out)  # that no wrapper can stand for
             return self._above(out)
 
@@ -304,6 +305,9 @@ class JvpLevel(Level, DispatchMode):
             return a, None
         primal, tangent = split_tangent(a.value, level=0)
         return primal, complete(tangent)
+
+    def _is_at_stake(self, a: Any) -> bool:
+        return type(a) is Dual and (a.requires_grad or self.moves(a))
 
     def _lacks_formula(self, func: Any, args: tuple, kwargs: dict) -> bool:
         """Whether something moves for which torch's formula does not hold."""
@@ -378,11 +382,7 @@ class Share(torch.autograd.Function):
 def make_dual(primal: torch.Tensor, tangent: torch.Tensor, level: JvpLevel) -> Dual:
     """A value of ``level`` with this tangent; both are tensors from just outside it."""
     if is_sparse(primal):
-        raise NotImplementedError(
-            "jvp: forward mode has no tangent of a sparse tensor.\n"
-            f"{columns([('value', short(primal))])}\n"
-            "Use reverse mode (vjp, grad, jacrev), or make it sparse outside."
-        )
+        raise no_tangent(primal)
     primal, tangent = ordinary(primal), ordinary(tangent)
     level.outer_history |= primal.requires_grad or tangent.requires_grad
     with functions_off(), torch.enable_grad(), forward_on():

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from forall._derivatives import composites, losses
+from forall._core.sparse import PLACING
+from forall._derivatives import composites, losses, sparse
 from forall._derivatives.losses import largest
 
 if TYPE_CHECKING:
@@ -89,6 +90,7 @@ FORWARD: dict[Any, Callable] = {
     aten._ctc_loss.Tensor: losses.ctc_loss,
     aten.segment_reduce.default: losses.segment_reduce,
     **dict.fromkeys(READ, _embedding_bag),
+    **dict.fromkeys(PLACING, sparse.placed),
     aten.native_layer_norm.default: composites.layer_norm,
     aten._weight_norm_interface.default: composites.weight_norm,
     aten.native_batch_norm.default: composites.batch_norm,

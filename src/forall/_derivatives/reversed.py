@@ -176,6 +176,8 @@ class _Lowered(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, h, level, *args):
+        # Zeros for an output that nobody used would be made where examples are out of sight.
+        ctx.set_materialize_grads(False)
         ctx.h, ctx.level = _drawing_again(h, args), level
         ctx.save_for_backward(*args)
         asked = [i for i in range(len(args)) if ctx.needs_input_grad[i + 2]]

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forall._core.levels import Level, at, deepest
+from forall._core.sparse import is_sparse
 from forall._torch.memory import has_memory, storage_of
 from forall._torch.names import OpOverload, functions_pass, split_tangent
 from forall._torch.schema import facts, in_arguments, tensors_in
@@ -183,7 +184,7 @@ def settle(level: TapeLevel) -> None:
 
 
 def _primal(a: Any) -> Any:
-    if not isinstance(a, torch.Tensor):
+    if not isinstance(a, torch.Tensor) or is_sparse(a):  # which has none
         return a
     primal, tangent = split_tangent(a, level=0)
     return a if tangent is None else primal

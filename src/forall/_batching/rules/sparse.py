@@ -11,7 +11,11 @@ import torch
 
 from forall._batching.batched import Batched, wrap
 from forall._batching.families import front, is_mapped, level_on, lower, stacked
+from forall._batching.parting import told
 from forall._batching.table import CALLS, register
+from forall._core.errors import data_dependent
+from forall._core.sparse import COMPRESSING
+from forall._torch.dispatch import no_dispatch
 from forall._torch.names import SPARSE_SUM
 
 if TYPE_CHECKING:
@@ -83,10 +87,39 @@ def _sum(x: Any, dim: Any = None, dtype: Any = None) -> Any:
     return x.to_dense().sum(dtype=dtype)
 
 
+def _in_coordinates(
+    indices: Any, values: Any = None, *size: Any, check_invariants: Any = None, **how: Any
+) -> Any:
+    """With the size that torch would read off the indices, in C++."""
+    size = (how.pop("size"),) if "size" in how else size
+    checks = torch.sparse.check_sparse_tensor_invariants.is_enabled()
+    checks = checks if check_invariants is None else check_invariants
+    if values is None or (size and not checks):
+        return NotImplemented
+    indices, values = (a if isinstance(a, Tensor) else torch.tensor(a) for a in (indices, values))
+    if indices.dim() != 2 or not indices.numel():
+        return NotImplemented
+    size = _size(indices, values.shape[1:], size, checks)
+    return torch.sparse_coo_tensor(indices, values, size, check_invariants=False, **how)
+
+
+def _size(indices: Tensor, dense: Any, size: tuple, checks: bool) -> torch.Size:
+    """What torch finds, or finds wrong, with entries in the corners of a box around all of them."""
+    low, high = indices.amin(1).clamp_max(0), indices.amax(1)  # of low ones, that none is below 0
+    box = told(torch.stack([low, high], 1), _differs)
+    with no_dispatch():
+        zeros = torch.zeros(2, *dense, device=box.device)
+        return torch.sparse_coo_tensor(box, zeros, *size, check_invariants=checks).shape
+
+
+def _differs() -> Exception:
+    return data_dependent("torch.sparse_coo_tensor without a size", "Give it the size.")
+
+
 def _no_stack(layout: Any) -> NotImplementedError:
     return NotImplementedError(
         f"vmap: the examples of a tensor of layout {layout} have no stack.\n"
-        "Use x.to_sparse(), in coordinates, or convert outside vmap."
+        "Use torch.sparse_coo_tensor or x.to_sparse(), in coordinates, or convert outside vmap."
     )
 
 
@@ -97,8 +130,13 @@ def _refused(layout: Any) -> Callable:
     return handler
 
 
+def _compressed(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    raise _no_stack(kwargs["layout"])
+
+
 register(
     {
+        **dict.fromkeys(COMPRESSING, _compressed),
         aten.to_mkldnn.default: _refused("torch._mkldnn"),
         aten._to_sparse_csr.default: _refused("torch.sparse_csr"),
         aten._to_sparse_csc.default: _refused("torch.sparse_csc"),
@@ -115,4 +153,4 @@ register(
         aten._sparse_addmm.default: _addmm,
     }
 )
-CALLS[SPARSE_SUM] = _sum
+CALLS.update({SPARSE_SUM: _sum, torch.sparse_coo_tensor: _in_coordinates})

@@ -1,0 +1,23 @@
+"""Sparse tensors, of which forward mode has no tangent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from forall._core.errors import columns, short
+
+
+def no_tangent(value: torch.Tensor) -> NotImplementedError:
+    return NotImplementedError(
+        "jvp: forward mode has no tangent of a sparse tensor.\n"
+        f"{columns([('value', short(value))])}\n"
+        "Use reverse mode (vjp, grad, jacrev), or make it sparse outside."
+    )
+
+
+def placed(*args: Any, **_: Any) -> Any:
+    """Values that move, put in the places of a sparse tensor."""
+    tensors = [a for a in args if isinstance(a, torch.Tensor)]
+    raise no_tangent(tensors[-1])
