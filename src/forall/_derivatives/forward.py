@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 
 from forall._core.ended import dispatched, left_over
 from forall._core.errors import columns, explain, marks, short, shown
@@ -352,6 +353,8 @@ class JvpLevel(Level, DispatchMode):
         for target in known.values():
             if isinstance(target, Dual):
                 target.look_like_value()
+                if facts(func).into_lists:  # torch counts in the kernels within, here the values
+                    increment_version(target)
         if isinstance(out, (list, tuple)):
             return type(out)(known[id(o)] if id(o) in known else self._above(o) for o in out)
         return known[id(out)] if id(out) in known else self._above(out)
