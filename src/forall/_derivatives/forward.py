@@ -11,7 +11,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.graph import increment_version
 
 from forall._core.ended import dispatched, left_over
 from forall._core.errors import columns, explain, marks, short, shown
@@ -107,7 +106,9 @@ class Dual(Wrapper):
 
     @property
     def data(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return torch.Tensor.data.__get__(self)
+        """Autograd's own leaves what lies below as it is, with the tangent."""
+        with outside(self.level), functions_off():
+            return wrap(self.value.data, self.level)
 
     @data.setter
     def data(self, new: torch.Tensor) -> None:
@@ -354,7 +355,7 @@ class JvpLevel(Level, DispatchMode):
             if isinstance(target, Dual):
                 target.look_like_value()
                 if facts(func).into_lists:  # torch counts in the kernels within, here the values
-                    increment_version(target)
+                    torch.autograd.graph.increment_version(target)
         if isinstance(out, (list, tuple)):
             return type(out)(known[id(o)] if id(o) in known else self._above(o) for o in out)
         return known[id(out)] if id(out) in known else self._above(out)
