@@ -113,6 +113,18 @@ class Batched(Wrapper):
                 _look_like_values(self)
         return moved
 
+    @property
+    def data(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Autograd's own leaves what lies below as it is, with a tangent that it may have."""
+        if not isinstance(self.value, Wrapper):
+            return torch.Tensor.data.__get__(self)
+        with outside(self.level), functions_off():
+            return derive(self, *data_of(self.value, self.axis), data_of)
+
+    @data.setter
+    def data(self, new: torch.Tensor) -> None:
+        torch.Tensor.data.__set__(self, new)
+
     def describe(self) -> str:
         level = self.level
         examples = "one for each of" if self.axis is not None else "the same for all"
@@ -222,6 +234,11 @@ def _written_to(count: Count) -> RuntimeError:
 def same(value: torch.Tensor, axis: int | None) -> tuple[torch.Tensor, int | None]:
     """The view call of an alias."""
     return value, axis
+
+
+def data_of(value: torch.Tensor, axis: int | None) -> tuple[torch.Tensor, int | None]:
+    """The view call of ``x.data``."""
+    return value.data, axis
 
 
 def derive(base: Batched, value: torch.Tensor, axis: int | None, call: ViewCall) -> Batched:

@@ -21,6 +21,7 @@ from forall._batching.parting import one_answer
 from forall._batching.resolve import resolve
 from forall._batching.sharing import SHARING
 from forall._batching.summed import unmade
+from forall._core.counting import counted
 from forall._core.errors import explain, note_missing_axis
 from forall._core.levels import (
     Level,
@@ -51,7 +52,7 @@ from forall._torch.dispatch import (
 )
 from forall._torch.lazy import set_lazy_bits, with_lazy_bits
 from forall._torch.names import DispatchMode, pop_functions, push_functions
-from forall._torch.schema import facts
+from forall._torch.schema import facts, written_by
 from forall._torch.wrapper import Wrapper
 from forall._torch.zeros import LINEAR, simpler
 
@@ -338,6 +339,9 @@ def run_shared(level: VmapLevel, func: Any, args: tuple, kwargs: dict) -> Any:
     fact = facts(func)
     if fact.seeded or (fact.writes and not fact.mutates):
         return resolve(func)(level, func, args, kwargs)
+    if fact.into_lists:
+        with counted(written_by(func, args, kwargs)):
+            return writing.shared_data_write(level, func, args, kwargs)
     if fact.writes:
         return writing.shared_data_write(level, func, args, kwargs)
     if fact.view and func not in table.VIEWS and func is not _LIFT_FRESH:

@@ -17,11 +17,12 @@ import torch
 
 from forall._batching import extending, families, table, writing
 from forall._batching.ledger import written
+from forall._core.counting import counted
 from forall._core.errors import DataDependentError, slow
 from forall._core.levels import outside
 from forall._torch import custom, trees
 from forall._torch.names import DispatchKey, decompositions, has_kernel
-from forall._torch.schema import factory_of, facts, functional_of, writes
+from forall._torch.schema import factory_of, facts, functional_of, writes, written_by
 
 
 def resolve(func: Any) -> Any:
@@ -29,8 +30,18 @@ def resolve(func: Any) -> Any:
     handler = table.HANDLERS.get(func)
     if handler is None:
         handler, way = _find(func)
+        if facts(func).into_lists:
+            handler = _counting(handler)
         table.HANDLERS[func] = handler
         table.WAYS[func] = way
+    return handler
+
+
+def _counting(write: Any) -> Any:
+    def handler(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+        with counted(written_by(func, args, kwargs)):
+            return write(level, func, args, kwargs)
+
     return handler
 
 

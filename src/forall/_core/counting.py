@@ -5,10 +5,14 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING
 
+from torch.autograd.graph import increment_version
+
 from forall._torch.names import version
 from forall._torch.wrapper import Wrapper
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     import torch
 
 
@@ -35,3 +39,21 @@ class Count:
 
     def renew(self) -> None:
         self.number = self.now()
+
+
+class counted:
+    """Count a write into each of these tensors, where what writes has not done so.
+
+    Of tensors in lists torch leaves that to the kernels within; within ours the stacks are written.
+    """
+
+    __slots__ = ("before",)
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        self.before = [(t, version(t)) for t in tensors]
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        increment_version(t for t, n in self.before if n == version(t) >= 0)

@@ -109,7 +109,9 @@ class Dual(Wrapper):
 
     @property
     def data(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return torch.Tensor.data.__get__(self)
+        """Autograd's own leaves what lies below as it is, with the tangent."""
+        with outside(self.level), functions_off():
+            return wrap(self.value.data, self.level)
 
     @data.setter
     def data(self, new: torch.Tensor) -> None:
@@ -358,6 +360,8 @@ class JvpLevel(Level, DispatchMode):
         for target in known.values():
             if isinstance(target, Dual):
                 target.look_like_value()
+                if facts(func).into_lists:  # torch counts in the kernels within, here the values
+                    torch.autograd.graph.increment_version(target)
         if isinstance(out, (list, tuple)):
             return type(out)(known[id(o)] if id(o) in known else self._above(o) for o in out)
         return known[id(out)] if id(out) in known else self._above(out)

@@ -24,6 +24,7 @@ class Facts(NamedTuple):
     statistics: tuple[int, ...]  # places of running statistics that it may write into
     asks: int | None  # the place of what says whether it does; None where it always does
     writes: bool  # whether it may write into anything
+    into_lists: bool  # whether into tensors of a list
     foreign: bool  # a library's; forward mode passes these by, and its tangents come out as zeros
 
 
@@ -75,6 +76,10 @@ def facts(func: Any) -> Facts:
         names=names,
         statistics=running,
         writes=bool(mutates or running),
+        into_lists=any(
+            a.alias_info is not None and a.alias_info.is_write and str(a.type).startswith("List")
+            for a in schema.arguments
+        ),
         asks=None if asked is None else names.index(asked),
         foreign=func.namespace not in _TORCHS and not mutates,
     )
