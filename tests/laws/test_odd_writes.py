@@ -105,3 +105,24 @@ def test_what_is_written_is_a_view_of_the_same_memory(write, chunk_size, many):
     for axis in (0, 1):
         found = forall.vmap(f, axis, chunk_size=chunk_size)(x.movedim(0, axis).contiguous())
         assert difference(found, torch.stack([f(one) for one in x])) is None
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda y, x: y.index_put_((x > 0,), x.sum()),
+        lambda y, x: torch.index_put_(y, [x > 0], x[0] * 2),
+        lambda y, x: y.index_put_((x > 0,), x.sum()).mul_(2),
+        lambda y, x: y.unsqueeze(-1).index_put_((x > 0,), x[:1]),
+    ],
+)
+def test_one_value_at_the_places_of_a_mask_has_a_derivative_outside(write):
+    def f(x):
+        y = x * 1
+        write(y, x)
+        return (y * y).sum()
+
+    xs = torch.tensor([[1.0, -2.0, 3.0], [-1.0, -2.0, 3.0]], dtype=torch.float64)
+    wanted = torch.stack([forall.grad(f)(x) for x in xs])
+    assert difference(forall.vmap(forall.grad(f))(xs), wanted) is None
+    assert difference(forall.grad(lambda xs: forall.vmap(f)(xs).sum())(xs), wanted) is None

@@ -315,6 +315,16 @@ def _masked_set(x: Tensor, mask: Tensor, value: Any) -> Any:
     return x.masked_fill_(mask, value)
 
 
+def _put(x: Tensor, indices: Any, values: Any, accumulate: bool = False) -> Any:
+    """x.index_put_((mask,), values), which is x[mask] = values."""
+    if accumulate or len(indices) != 1 or type(indices[0]) is not Batched:
+        return NotImplemented
+    (mask,) = indices
+    return (
+        _masked_set(x, mask, values) if mask.dtype is torch.bool and mask.dim() else NotImplemented
+    )
+
+
 def _writes_in_place(name: str) -> bool:
     if name.startswith("__"):
         return name.startswith("__i") and f"__{name[3:]}" in _NAMES
@@ -328,6 +338,8 @@ CALLS.update(
     {
         Tensor.__getitem__: _getitem,
         Tensor.__setitem__: _set,
+        Tensor.index_put_: _put,
+        torch.index_put_: _put,
         Tensor.__bool__: _truth,
         torch.is_nonzero: _truth,
         Tensor.is_nonzero: _truth,
