@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forall._core.counting import Count
-from forall._core.ended import dispatched, is_over, left_over
+from forall._core.ended import called, dispatched, is_over, left_over
 from forall._core.errors import columns, escaped, marks, no_memory, short, shown
-from forall._core.levels import Level, innermost, levels_in, outside
+from forall._core.levels import Level, outside
 from forall._core.listening import numbers_told
 from forall._torch import trees
 from forall._torch.dispatch import functions_off, no_dispatch
-from forall._torch.names import subclass_functions_off
 from forall._torch.wrapper import ENTRYWISE, READS, Wrapper, wrapper_of
 from forall._torch.wrapper import strides as strides_of
 
@@ -165,12 +164,7 @@ class Batched(Wrapper):
             return NotImplemented
         if getattr(func, "__name__", "") in ENTRYWISE:
             raise escaped(f"x.{func.__name__}()", args[0], args[0].level.origin)
-        with subclass_functions_off():
-            args, kwargs = left_over(func, args, kwargs or {})
-            found = levels_in(args, kwargs)
-            if found and torch.is_grad_enabled():
-                args, kwargs = innermost(found).share_captured(args, kwargs)
-            return func(*args, **kwargs)
+        return called(func, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
@@ -179,7 +173,7 @@ class Batched(Wrapper):
 
 def without_ended(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """What ended levels leave of the arguments; an error where that is one value per example."""
-    left = left_over(func, args, kwargs)
+    left = left_over(args, kwargs)
     for a in trees.leaves(left):
         if type(a) is Batched and is_over(a.level):
             raise escaped(func, a, a.level.origin)

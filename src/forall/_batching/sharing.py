@@ -15,7 +15,7 @@ from forall._batching import standing, table
 from forall._batching.batched import Batched
 from forall._batching.ledger import written
 from forall._batching.shortcut import answer
-from forall._core.ended import left_over
+from forall._core.ended import left_over, meets_ended
 from forall._core.levels import Level, complete, innermost, levels_in, stack, top
 from forall._torch.dispatch import in_backward, users_tangents
 from forall._torch.names import subclass_functions_are_on, subclass_functions_off
@@ -117,6 +117,8 @@ class Sharing(TorchFunctionMode):
         out = answer(func, args, kwargs, stack.top)
         if out is not None:
             return out
+        if meets_ended(args, kwargs):
+            args, kwargs = left_over(args, kwargs or {})
         if (
             (torch.is_grad_enabled() or users_tangents())
             and _carries(args, kwargs, stack.top)
@@ -144,7 +146,6 @@ class Sharing(TorchFunctionMode):
             return kind.__torch_function__(func, (kind,), args, kwargs)
 
     def _share(self, func: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        args, kwargs = left_over(func, args, kwargs)
         levels = levels_in(args, kwargs)
         running = top()
         if running is not None:

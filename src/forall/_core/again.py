@@ -30,7 +30,7 @@ def where_it_first_ran(function: Callable) -> Callable:
 
     def again(*args: Any, **kwargs: Any) -> Any:
         with ExitStack() as place:
-            since = _entered_since(level)
+            since = entered_since(level)
             if since is not None:
                 place.enter_context(outside(since))
             place.enter_context(_counted(level, since))
@@ -89,7 +89,7 @@ def may_carry_tangents() -> bool:
     return users_tangents()
 
 
-def _entered_since(level: Level | None) -> Level | None:
+def entered_since(level: Level | None) -> Level | None:
     """The outermost of the active levels that are inside ``level``, or beside it."""
     known = set() if level is None else {level.root, *level.around}
     found, now = None, top()

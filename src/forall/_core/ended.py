@@ -1,11 +1,34 @@
-"""Values of levels that have ended: who may still act on them, and what is left for the user."""
+"""Values of levels that have ended: who may still act on them, and what is left for the user.
+
+NOTE [what is left]
+    A function keeps what it has computed: in a cache, in a hook. When its call is over, each call
+    of the user's that meets such a value is given an ordinary tensor in its place, or one of the
+    level outside that still runs. It is made once for each value (`left`), for its history is to
+    lead through one node, and it is one tensor to whoever writes into it or asks for its gradient.
+    Every way that calls take asks for it, above autograd: the function mode of `vmap` where one
+    runs, the class of the wrapper elsewhere, and `Function.apply`, which passes neither. The other
+    operators that reach a wrapper of an ended level are of C++ code, and asked below autograd.
+"""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
-from forall._core.levels import innermost, levels_in
-from forall._torch.dispatch import functions_are_off, in_backward
+import torch
+
+from forall._core.again import entered_since
+from forall._core.levels import innermost, levels_in, outside, second_name
+from forall._torch.dispatch import (
+    autograd_below,
+    functions_are_off,
+    functions_off,
+    in_backward,
+    in_torch_func,
+    outside_torch_func,
+    users_tangents,
+)
+from forall._torch.names import subclass_functions_off
 from forall._torch.wrapper import Wrapper
 
 if TYPE_CHECKING:
@@ -21,10 +44,18 @@ def is_over(level: Level) -> bool:
     return not level.active and level.ends and not functions_are_off() and not in_backward()
 
 
-# Asked of the tensor itself, for which nothing else may answer.
-_ITS_OWN = frozenset(
-    {"__get__", "__set__", "__delete__", "requires_grad_", "retain_grad", "register_hook"}
-)
+def meets_ended(args: Any, kwargs: dict | None = None) -> bool:
+    """Whether any argument is a value of a level that has ended: a cheap look, at each call."""
+    for a in args if not kwargs else (*args, *kwargs.values()):
+        if isinstance(a, Wrapper):
+            if not a.level.active:
+                return True
+        elif type(a) in _SEQUENCES and meets_ended(a):
+            return True
+    return False
+
+
+_SEQUENCES = frozenset({list, tuple})
 
 
 def dispatched(func: Any, args: tuple, kwargs: dict) -> Any:
@@ -35,21 +66,57 @@ def dispatched(func: Any, args: tuple, kwargs: dict) -> Any:
     return level.run(func, args, kwargs)
 
 
-def left_over(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+def called(func: Any, args: tuple, kwargs: dict) -> Any:
+    """A call that the class of a wrapper is asked for, since no function mode of ours runs."""
+    with subclass_functions_off():
+        args, kwargs = left_over(args, kwargs)
+        found = levels_in(args, kwargs)
+        if found and torch.is_grad_enabled():  # in a backward pass
+            args, kwargs = innermost(found).share_captured(args, kwargs)
+        return func(*args, **kwargs)
+
+
+def left_over(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """The arguments of a user's call, ordinary tensors for what ended levels leave of them."""
-    if not any(is_over(level) for level in levels_in(args, kwargs)) or (
-        getattr(func, "__name__", "") in _ITS_OWN
-    ):
+    if not meets_ended(args, kwargs):
         return args, kwargs
-    return tuple(_left_over(a) for a in args), {k: _left_over(a) for k, a in kwargs.items()}
+    return tuple(map(what_is_left, args)), {k: what_is_left(a) for k, a in kwargs.items()}
 
 
-def _left_over(a: Any) -> Any:
-    if type(a) in (list, tuple):
-        return type(a)(map(_left_over, a))
+def what_is_left(a: Any) -> Any:
+    """An argument, or list of some, without ended levels; one value per example stays as it is."""
+    if type(a) in _SEQUENCES:
+        return type(a)(map(what_is_left, a))
     while isinstance(a, Wrapper) and is_over(a.level):
-        left = a.level.afterwards(a)
-        if left is a:
+        found = left(a)
+        if found is a:
             break
-        a = left
+        a = found
     return a
+
+
+def left(a: Wrapper) -> torch.Tensor:
+    """What an ended level leaves of one of its values, or the value itself where it is of many."""
+    if a.left is not None and a.left[0] is a.value:
+        return a.left[1]
+    if in_torch_func():
+        with outside_torch_func():
+            return left(a)
+    since = entered_since(a.level)  # a value came from outside of what runs now
+    with (
+        torch.inference_mode(False),
+        nullcontext() if since is None else outside(since),
+        functions_off(),
+        autograd_below(grad=True, forward=True),
+    ):
+        found = _leaf(a) if a.requires_grad and a.is_leaf else a.level.kept(a)
+    if not users_tangents():  # which end before the value does
+        a.left = a.value, found
+    return found
+
+
+def _leaf(a: Wrapper) -> torch.Tensor:
+    """Of a variable a variable is left: who asks for its gradient is given that one as well."""
+    bare = a.graph_free()
+    found = a.level.kept(bare)
+    return a if found is bare else second_name(found).requires_grad_()

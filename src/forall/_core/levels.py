@@ -97,6 +97,14 @@ class Level:
         """What is left of a value when the level has ended; itself, if there is no one answer."""
         raise NotImplementedError
 
+    def kept(self, tensor: Any) -> torch.Tensor:
+        """The same with its history, as the user goes on with it."""
+        return self.afterwards(tensor)
+
+    def share_captured(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """The arguments with what the examples capture in its shared form."""
+        return (args, kwargs) if self.parent is None else self.parent.share_captured(args, kwargs)
+
     def under(self, tensors: list, f: Function) -> torch.Tensor:
         """``f`` of what these values of the level are one level down, as a value of the level."""
         raise NotImplementedError

@@ -12,19 +12,18 @@ from typing import Any
 
 import torch
 
-from forall._core.ended import dispatched, left_over
-from forall._core.errors import columns, explain, marks, short, shown
+from forall._core.ended import left_over
+from forall._core.errors import columns, explain, short
 from forall._core.levels import (
     Level,
     complete,
     entered,
-    graph_free,
     levels_in,
     outside,
     second_name,
 )
-from forall._core.listening import numbers_told
 from forall._core.sparse import constant, is_sparse
+from forall._derivatives.dual import Dual, Keep, Share, unpack, wrap
 from forall._derivatives.formulas import FILLED, ODD, is_trusted, made_anew, out_of_place
 from forall._derivatives.products import PRODUCTS, of_one_factor
 from forall._derivatives.sparse import no_tangent
@@ -39,12 +38,12 @@ from forall._torch.dispatch import (
     forward_on,
     functions_off,
     is_excluded,
+    is_forward_enabled,
 )
 from forall._torch.inference import ordinary
 from forall._torch.lazy import attach_tangent, moving
-from forall._torch.names import DispatchMode, functions_pass, split_tangent
+from forall._torch.names import DispatchMode, split_tangent
 from forall._torch.schema import facts, functional_of, written_by
-from forall._torch.wrapper import READS, Wrapper, shell
 from forall._torch.zeros import LINEAR, plain_zeros, simpler
 
 aten = torch.ops.aten
@@ -53,89 +52,6 @@ _AS_REAL = aten.view_as_real.default
 _LAZY_ZEROS = aten._efficientzerotensor.default
 # Of these the inner forward mode must not hear: at this level they are names for the same value.
 _ALIASES = frozenset({aten._make_dual.default, aten._fw_primal.default})
-
-
-class Dual(Wrapper):
-    """A primal and its tangent under one jvp level; ``value`` carries both."""
-
-    value: torch.Tensor
-
-    def graph_free(self) -> Dual:
-        return wrap(self.value, self.level)
-
-    def describe(self) -> str:
-        return f"Dual({short(self)}, with a tangent{marks(self)}:\n{shown(self.value)})"
-
-    def memory(self, name: str, args: tuple, kwargs: dict) -> Any:
-        if name not in READS:
-            raise RuntimeError(
-                f"jvp: x.{name}() asks for the memory of a tensor that has a tangent.\n"
-                "Use torch's operators on it, or do this outside jvp."
-            )
-        self.refuse_history(name)
-        numbers_told()
-        with outside(self.level), functions_off():
-            return getattr(graph_free(self.level.afterwards(self)), name)(*args, **kwargs)
-
-    def loses(self, name: str) -> None:
-        super().loses(name)
-        with outside(self.level), functions_off():
-            if unpack(self, self.level)[1] is not None:
-                raise RuntimeError(
-                    f"jvp: x.{name}() would lose the tangent that x has.\n"
-                    f"Use x.detach().{name}() if that is meant, or operators of torch."
-                )
-
-    def alone(self, gaps: bool = False) -> bool:
-        if not isinstance(self.value, Wrapper):
-            return False
-        with outside(self.level), functions_off():
-            moved = self.value.alone(gaps)
-            tangent = self.level._unpacked(self)[1] if moved else None
-            # Torch laid the tangent out as the primal was, with gaps if that had some.
-            if isinstance(tangent, Wrapper) and not tangent.alone(gaps=True):
-                raise NotImplementedError(
-                    "jvp: a view by strides of a tensor whose tangent is laid out otherwise.\n"
-                    "Use reshape or an index, or vmap with the examples in front (in_dims=0)."
-                )
-        self.look_like_value()
-        return moved
-
-    def detach_(self) -> Dual:
-        """Autograd's own kernel knows of the wrapper alone; the tangent hangs on the value."""
-        self.value = torch.Tensor.detach(self).value
-        torch.Tensor.detach_(self)
-        return self
-
-    @property
-    def data(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Autograd's own leaves what lies below as it is, with the tangent."""
-        with outside(self.level), functions_off():
-            return wrap(self.value.data, self.level)
-
-    @data.setter
-    def data(self, new: torch.Tensor) -> None:
-        """Another name for new's memory; tangent and history stay what they were."""
-        level = self.level
-        with outside(level), autograd_below(grad=True, forward=True):
-            value = self.value.view_as(self.value)
-            value.data = unpack(new, level)[0].detach()
-        with functions_off():
-            torch.Tensor.data.__set__(self, wrap(value, level))
-        self.value = value
-
-    __torch_function__ = functions_pass  # pyright: ignore[reportAssignmentType]
-
-    @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        return dispatched(func, args, kwargs or {})
-
-
-def wrap(value: torch.Tensor, level: JvpLevel) -> Dual:
-    d = shell(Dual, value)
-    d.value = value
-    d.level = level
-    return d
 
 
 class JvpLevel(Level, DispatchMode):
@@ -174,13 +90,23 @@ class JvpLevel(Level, DispatchMode):
         """The primal: tangents end with their level."""
         return self._unpacked(tensor)[0]
 
+    def kept(self, tensor: Dual) -> torch.Tensor:
+        """The history of what a call captures hangs on values and wrappers, and is to count once.
+
+        That of a variable which the function has made hangs on the wrappers alone.
+        """
+        primal = self.afterwards(tensor)
+        if primal.requires_grad or not tensor.requires_grad:
+            return primal
+        return apply_function(Keep, tensor, primal)
+
     def _unpacked(self, tensor: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Primal and tangent, also where a handler has autograd switched off."""
         with autograd_below(grad=torch.is_grad_enabled(), forward=True):
             return unpack(tensor, self)
 
     def run_afterwards(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        """An operator of the user's on what is left of the level's values.
+        """An operator of the user's, which no function mode saw, on what is left of the values.
 
         A derivative taken inside hangs on the wrappers, and autograd keeps it; one taken outside
         hangs on the values.
@@ -195,8 +121,9 @@ class JvpLevel(Level, DispatchMode):
                 "Return it from the function (has_aux=True), or keep it without history "
                 "(.detach())."
             )
-        args, kwargs = left_over(func, args, kwargs)
-        with autograd_below(grad=torch.is_grad_enabled() and not inside, forward=False):
+        args, kwargs = left_over(args, kwargs)
+        grad = torch.is_grad_enabled() and not inside
+        with autograd_below(grad, forward=is_forward_enabled()):
             return func(*args, **kwargs)
 
     def push(self, h: Any, args: tuple) -> tuple:
@@ -367,22 +294,6 @@ class JvpLevel(Level, DispatchMode):
         return known[id(out)] if id(out) in known else self._above(out)
 
 
-class Share(torch.autograd.Function):
-    """A tensor from outside that requires grad, at a jvp level: itself, without a tangent."""
-
-    @staticmethod
-    def forward(tensor, level):
-        return wrap(tensor, level)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        pass
-
-    @staticmethod
-    def backward(ctx, g):
-        return g, None
-
-
 def make_dual(primal: torch.Tensor, tangent: torch.Tensor, level: JvpLevel) -> Dual:
     """A value of ``level`` with this tangent; both are tensors from just outside it."""
     if is_sparse(primal):
@@ -391,12 +302,3 @@ def make_dual(primal: torch.Tensor, tangent: torch.Tensor, level: JvpLevel) -> D
     level.outer_history |= primal.requires_grad or tangent.requires_grad
     with functions_off(), torch.enable_grad(), forward_on():
         return wrap(attach_tangent(primal, tangent), level)
-
-
-def unpack(y: torch.Tensor, level: JvpLevel) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The primal and the tangent (None where it is zero), as tensors from just outside."""
-    if not isinstance(y, Dual) or y.level is not level:
-        return y, None
-    with functions_off(), forward_on():
-        primal, tangent = split_tangent(y.value, level=0)
-    return primal, complete(tangent)

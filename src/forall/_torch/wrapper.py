@@ -54,6 +54,7 @@ class Wrapper(torch.Tensor):
     level: Any
     value: torch.Tensor
     shows_lazy_bits = False  # that its value is yet to be conjugated, or to be negated
+    left: Any = None  # what its ended level leaves of a value, and of which, see `_core.ended`
     narrowed: Any = None  # what it is for the examples that run, see `_batching.narrowing`
     read: Any = None  # the same, of what is only read
 

@@ -15,6 +15,7 @@ from forall._batching.merging import for_those_asked
 from forall._batching.narrowing import narrowed
 from forall._batching.sharing import SHARING, sharing
 from forall._core.again import as_made_by, may_carry_tangents, where_it_first_ran
+from forall._core.ended import left_over
 from forall._core.errors import slow
 from forall._core.levels import (
     Level,
@@ -55,6 +56,7 @@ def _applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
 
 def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     """torch.autograd.Function.apply, which see; under a level captured tensors are shared first."""
+    args, kwargs = left_over(args, kwargs)
     if stack.parted:
         args, kwargs, _ = narrowed(None, args, kwargs)
     running = top()
