@@ -19,6 +19,7 @@ from forall._core.ended import called, dispatched, is_over, left_over
 from forall._core.errors import columns, escaped, marks, no_memory, short, shown
 from forall._core.levels import Level, outside
 from forall._core.listening import numbers_told
+from forall._core.parting import Apart
 from forall._torch import trees
 from forall._torch.dispatch import functions_off, no_dispatch
 from forall._torch.wrapper import ENTRYWISE, READS, Wrapper, wrapper_of
@@ -38,6 +39,8 @@ class Family:
         "axis",
         "left",
         "members",
+        "names",
+        "of_rows",
         "older",
         "prune_at",
         "stands",
@@ -49,7 +52,9 @@ class Family:
         self.value = value
         self.axis = axis
         self.older = older
+        self.of_rows = False  # of a wider one, of which other examples have others
         self.stands: Any = None  # `standing.Standing`, where the loop has a view and we a copy
+        self.names: Any = None  # those of it that the loop has for others, see `_lanes.aliases`
         self.times = 0  # it has been written into
         self.left: Count | None = None  # of the result that a call made of it
         self.members: list[weakref.ref[Batched]] = []
@@ -235,6 +240,11 @@ def data_of(value: torch.Tensor, axis: int | None) -> tuple[torch.Tensor, int | 
     return value.data, axis
 
 
+def is_view(b: Batched) -> bool:
+    """Whether it may be a part of its memory, or lie there otherwise."""
+    return any(call is not same for call in b.chain)
+
+
 def derive(base: Batched, value: torch.Tensor, axis: int | None, call: ViewCall) -> Batched:
     """A view of ``base``, of its family."""
     view = wrap(value, axis, base.level)
@@ -281,6 +291,9 @@ def spread(value: torch.Tensor, size: int) -> torch.Tensor:
 
 def refit(b: Batched, value: torch.Tensor, axis: int | None) -> None:
     """Let ``b`` hold a stack of other sizes, as out= and resize_ ask."""
+    family = b.family
+    if family is not None and (family.names or (family.of_rows and not is_view(b))):
+        raise Apart  # the loop's tensor has other names, or examples that keep what it was
     with functions_off(), no_dispatch():
         b.data = wrap(value, axis, b.level)
     b.value, b.axis = value, axis

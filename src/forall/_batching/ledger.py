@@ -21,6 +21,7 @@ from forall._batching.batched import Batched, Family
 from forall._batching.undoing import Before, grad_of
 from forall._core.errors import columns, short
 from forall._core.levels import top
+from forall._torch import identities
 from forall._torch.dispatch import below_autograd, functions_off
 from forall._torch.memory import storage_of
 from forall._torch.wrapper import Wrapper
@@ -66,8 +67,31 @@ class _Written(threading.local):
 
     times = 0
 
+    def __init__(self) -> None:
+        self.named: list[Family] = []  # of what was written into, that which has several names
+
 
 written = _Written()
+
+
+def note_write(target: Any) -> None:
+    """For those who ask later whether something was written, and into what."""
+    written.times += 1
+    identities.written()
+    family = target.family if type(target) is Batched else None
+    if family is not None:
+        family.times += 1
+        if family.names:
+            written.named.append(family)
+
+
+def changed() -> list[Family]:
+    """The memory of several names that was written into since this was last asked."""
+    found = [*dict.fromkeys(written.named)]
+    written.named.clear()
+    return found
+
+
 _FEW = 100
 _SETS = ("read", "mapped_written", "overwritten", "renewed", "leaves")
 

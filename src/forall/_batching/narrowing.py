@@ -28,9 +28,10 @@ from forall._batching.merging import (
 )
 from forall._batching.parts import common, covers, places_in, without
 from forall._batching.sharing import NARROWED
-from forall._batching.shortcut import is_pointwise
+from forall._batching.shortcut import are_words, is_pointwise
 from forall._batching.table import CALLS
 from forall._core.levels import act, lift, stack
+from forall._core.parting import Apart
 from forall._torch.dispatch import forward_mode_runs, functions_off, no_dispatch
 from forall._torch.wrapper import Wrapper
 
@@ -102,13 +103,19 @@ def narrowed(func: Any, args: tuple, kwargs: dict) -> Fit:
             "vmap: x.data = .. where examples have parted, of an x from before.\n"
             "Use x.copy_(..) under torch.no_grad()."
         )
-    reads = is_pointwise(func)  # and makes no view: nobody can write into what it takes
+    # It makes no view either: nobody can write into what it takes.
+    reads = is_pointwise(func) and (not kwargs or are_words(kwargs)) and not _says_yes(args)
     if func is torch.autograd.grad:  # with respect to the very tensors
         return Fit((_fit(args[0], stands, reads), *args[1:]), kwargs, stands)
     args = tuple([_fit(a, stands, reads) for a in args])
     if kwargs:
         kwargs = {k: _fit(a, stands, reads) for k, a in kwargs.items()}
     return Fit(args, kwargs, stands)
+
+
+def _says_yes(args: tuple) -> bool:
+    """Whether a call may be told so to act in place, as in ``F.relu(x, True)``."""
+    return any(a is True for a in args)
 
 
 def _of_some(some: Any, hook: Callable[[Tensor], Tensor | None]) -> Callable:
@@ -142,7 +149,16 @@ def _registered(x: Any, hook: Callable[[Tensor], Tensor | None]) -> Any:
     return Tensor.register_hook(x, asked)
 
 
+def _detached(x: Any) -> Any:
+    """x.detach_(), of which no operator tells."""
+    memory = standing.memory_of(x)
+    if memory is not None and (memory.names or memory.of_rows):
+        raise Apart
+    return NotImplemented
+
+
 CALLS[Tensor.register_hook] = _registered
+CALLS[Tensor.detach_] = CALLS[torch.detach_] = _detached
 
 
 def _fit(a: Any, stands: dict[int, Tensor], reads: bool) -> Any:
@@ -236,6 +252,9 @@ class Rows(standing.Standing):
 
     def __init__(self, picked: Any, x: Tensor) -> None:
         super().__init__(picked, x, [])
+        memory = self.memory()
+        assert memory is not None  # noqa: S101 - that of picked
+        memory.of_rows = True
         self.worlds = [*stale(x)]
         self.own = {b.level.root: b.level for b in layers(picked)}
 

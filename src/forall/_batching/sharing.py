@@ -112,7 +112,9 @@ class Sharing(TorchFunctionMode):
         return fit.given(out)
 
     def _call(self, func: Any, args: tuple, kwargs: dict | None) -> Any:
-        if standing.copies.found is not None and standing.copies.seen != written.times:
+        if written.named or (
+            standing.copies.found is not None and standing.copies.seen != written.times
+        ):
             standing.settle()  # what was written where nobody saw the call
         out = answer(func, args, kwargs, stack.top)
         if out is not None:
@@ -136,7 +138,9 @@ class Sharing(TorchFunctionMode):
             out = func(*args, **kwargs) if kwargs else func(*args)
         if func in _GRADIENTS and not in_backward():
             out = _whole(func, args, out)
-        if standing.copies.found is not None and standing.copies.seen != written.times:
+        if written.named or (
+            standing.copies.found is not None and standing.copies.seen != written.times
+        ):
             standing.settle()
         return out
 

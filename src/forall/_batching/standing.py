@@ -10,14 +10,18 @@ from __future__ import annotations
 
 import threading
 import weakref
+from typing import TYPE_CHECKING
 
 import torch
 
-from forall._batching.batched import Batched, Family, family_of, wrap
+from forall._batching.batched import Batched, Family, family_of, is_view, wrap
 from forall._batching.ledger import written
 from forall._torch.dispatch import functions_off
 from forall._torch.names import version
 from forall._torch.wrapper import Wrapper
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 aten = torch.ops.aten
 _FEW = 64
@@ -28,10 +32,12 @@ class _Copies(threading.local):
 
     found: list[weakref.ref[Standing]] | None = None
     seen = -1  # `written.times`, when they were last looked at
+    followed = False  # whether other names of what was written follow now
     prune_at = _FEW
 
 
 copies = _Copies()
+FOLLOWING: list[Callable[[], None]] = []  # of code that knows other names of what is written
 
 
 def memory_of(x: torch.Tensor) -> Family | None:
@@ -47,18 +53,10 @@ def _mapped(x: torch.Tensor) -> Batched | None:
     return x if type(x) is Batched else None
 
 
-def whole_of(x: torch.Tensor) -> Family | None:
-    """The memory that the loop has in the place of x's, where that is a copy that stands."""
-    memory = memory_of(x)
-    while memory is not None and memory.stands is not None:
-        memory = memory.stands.x_memory
-    return memory
-
-
-def viewed(x: torch.Tensor) -> Family | None:
-    """The same of a view."""
+def views(x: torch.Tensor) -> bool:
+    """Whether x may be a part of that memory, or lie there otherwise."""
     found = _mapped(x)
-    return whole_of(found) if found is not None and found.chain else None
+    return found is not None and is_view(found)
 
 
 class Standing:
@@ -164,7 +162,19 @@ def _lives(standing: Standing | None) -> bool:
 
 
 def settle() -> None:
-    """Bring copies and what they are of together again, after something has been written."""
+    """Bring together again what is one memory in the loop, after something has been written."""
+    _settle_copies()
+    if written.named and not copies.followed:
+        copies.followed = True
+        try:
+            for follow in FOLLOWING:
+                follow()
+        finally:
+            copies.followed = False
+            written.named.clear()
+
+
+def _settle_copies() -> None:
     found, copies.found = copies.found or [], None  # what follows is our own doing
     try:
         with functions_off():

@@ -203,6 +203,7 @@ def is_clear() -> bool:
         and graph_task() == -1
         and not (forward_ad._current_level >= 0 and users_tangents())
         and (standing.copies.found is None or standing.copies.seen == written.times)
+        and not written.named
     )
 
 

@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from forall._batching.batched import Batched
+from forall._batching.batched import Batched, Family, wrap
+from forall._batching.ledger import note_read
 from forall._batching.merging import (
     Undefined,
     cut,
     in_place_of,
     is_stale,
+    layers,
     merged,
     narrow,
     two_united,
@@ -23,8 +25,10 @@ from forall._batching.narrowing import for_reading, forget, kept
 from forall._batching.parting import answers, number, truths
 from forall._batching.parts import common, covers, halves, union, without
 from forall._batching.questions import heard
+from forall._batching.sharing import SHARING
 from forall._core.errors import data_dependent
 from forall._core.levels import act, stack, top
+from forall._core.parting import Apart
 from forall._torch.dispatch import (
     dispatch_modes,
     forward_mode_runs,
@@ -37,7 +41,20 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 Tensor = torch.Tensor
-__all__ = ["Undefined", "World", "asked", "differs", "joined", "now", "one_of", "running", "told"]
+__all__ = [
+    "Apart",
+    "Undefined",
+    "World",
+    "asked",
+    "differs",
+    "joined",
+    "now",
+    "one_of",
+    "put",
+    "renamed",
+    "running",
+    "told",
+]
 
 
 class World:
@@ -107,10 +124,6 @@ class World:
 
     def __repr__(self) -> str:
         return f"World({self.size} examples)" if self.parts else "World(all)"
-
-
-class Apart(BaseException):
-    """Examples of two levels have parted in a way that no level's part says."""
 
 
 def _roots() -> Iterator[Any]:
@@ -237,12 +250,31 @@ class running:
             forget(found or {})
 
 
+def put(target: Tensor, value: Tensor, world: World) -> None:
+    """Write what the examples of a world have in one tensor into another, as the user would."""
+    with running(world), SHARING:
+        target.copy_(value)
+
+
+def renamed(kind: type, memory: Family) -> Tensor:
+    """A tensor that is all of this memory, where the one of before is no more."""
+    level = next((b.level for b in (known() for known in memory.members) if b is not None), None)
+    if kind is not Batched or level is None:
+        raise Apart
+    name = wrap(memory.value, memory.axis, level)
+    name.family, name.older = memory, memory.older
+    memory.add(name)
+    return name
+
+
 def joined(parts: list[tuple[World, Tensor]]) -> Tensor:
     """One tensor of those of some worlds together, who have one each."""
     with functions_off():
         found = _joined_at_once(parts)
     if found is not None:
         return found
+    for _, t in parts:
+        _note_read(t)
     while len(parts) > 1:
         alike = _one_level_apart(parts)
         root = alike[0][0]._one(alike[1][0])
@@ -277,6 +309,15 @@ def _joined_at_once(parts: list[tuple[World, Tensor]]) -> Tensor | None:
         if len(values) == 2 and a.dtype is b.dtype and a.shape == b.shape:
             return two_united(values, whole)
         return united(values, whole)
+
+
+def _note_read(t: Tensor) -> None:
+    """The copy holds what a tensor from before the call holds now."""
+    if not isinstance(t, Wrapper):
+        note_read("the end of a branch", t)
+    for b in layers(t):
+        if type(b) is Batched and b.axis is None and b.older and b.level.notes:
+            b.level.ledger.reads("the end of a branch", b)
 
 
 def told(parts: list[tuple[World, Any]], dtype: torch.dtype) -> Tensor:

@@ -10,9 +10,9 @@ from forall._batching import table
 from forall._batching.accounts import Step, by_all, is_shared_older, only_adds, place
 from forall._batching.batched import Batched, promote, refit
 from forall._batching.families import common_dtype, front, is_mapped, level_on, lower, wrapped
-from forall._batching.ledger import conflict, memory, unrecorded, written
+from forall._batching.ledger import conflict, memory, note_write, unrecorded
 from forall._core.errors import columns, shared_write, short
-from forall._torch import identities, trees
+from forall._torch import trees
 from forall._torch.dispatch import is_accumulating, no_dispatch
 from forall._torch.names import DispatchKey, has_kernel
 from forall._torch.schema import facts, tensors_in, writes, written_by
@@ -135,14 +135,6 @@ def writable(level: Any, func: Any, target: Any, data: list) -> Tensor:
         level.ledger.keep(target.value)
         _note_write(target)
     return front(target)
-
-
-def note_write(target: Any) -> None:
-    """For those who ask later whether something was written, and into what."""
-    written.times += 1
-    identities.written()
-    if type(target) is Batched and target.family is not None:
-        target.family.times += 1
 
 
 def _note_write(target: Batched) -> None:

@@ -24,3 +24,7 @@ class Parted(BaseException):
         self.level = level
         self.groups = groups
         self.place = place
+
+
+class Apart(BaseException):
+    """Examples have parted in a way that running them together cannot say."""

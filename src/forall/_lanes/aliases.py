@@ -6,108 +6,137 @@
 
 Each tensor that was ever joined has an identity, and a copy has, for some lanes, that of what it
 was joined from. What is written into one of them is put into all that are alive and have the same
-identity for the lanes that write. A view is kept alive by its copies: it is the way to what it
-views, and what is written there by any name is put into them.
+identity for the lanes that write. Who writes does not matter: the memory tells that it was written
+into, by whatever name and way. A view is kept alive by its copies: it is the way to what it views,
+and what is written there by any name is put into them.
 """
 
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from forall._lanes.words import both, words
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
 
 class _Identity:
-    """What a tensor of the loop is; ``holders`` are tensors of ours that are it for some lanes."""
+    """What a tensor of the loop is; ``names`` are of ours that are it for some lanes."""
 
-    __slots__ = ("holders",)
+    __slots__ = ("names",)
 
     def __init__(self) -> None:
-        self.holders: list[tuple[Any, weakref.ref]] = []
+        self.names: list[tuple[Any, weakref.ref[Name]]] = []
+
+    def add(self, lanes: Any, name: Name) -> None:
+        self.names[:] = [(w, known) for w, known in self.names if known() is not None]
+        self.names.append((lanes, weakref.ref(name)))
 
 
-_Pieces = list[tuple[Any, _Identity]]  # by lanes; None: for all
-_PIECES: dict[int, tuple[weakref.ref, _Pieces]] = {}
-# By copy: the views that it was joined from, for which lanes, and what memory they are of.
-_VIEWS: dict[int, tuple[weakref.ref, list[tuple[Any, Any, weakref.ref]]]] = {}
+class _Piece(NamedTuple):
+    lanes: Any  # None: all
+    identity: _Identity
+    way: Any  # what has to stay alive: the view that these lanes have
+
+
+class Name:
+    """A tensor of ours, and what it is in the loop. Its memory has it, for as long as it lives."""
+
+    __slots__ = ("__weakref__", "kind", "memory", "pieces", "tensor", "views")
+
+    def __init__(self, tensor: Any, memory: Any) -> None:
+        self.tensor = weakref.ref(tensor)
+        self.memory = _nothing if memory is None else weakref.ref(memory)
+        self.kind, self.views = type(tensor), words.views(tensor)
+        self.pieces: list[_Piece] = []
+
+    def found(self) -> Any:
+        """The tensor, or another name of all its memory; None where there is nothing any more."""
+        tensor, memory = self.tensor(), self.memory()
+        if tensor is not None or memory is None or self.views:
+            return tensor
+        return words.renamed(self.kind, memory)
+
+    def is_of_use(self) -> bool:
+        """Whether it may be written under this name, and somebody else then follows."""
+        if self.tensor() is not None:
+            return True
+        known = [known() for piece in self.pieces for _, known in piece.identity.names]
+        return not self.views and any(name not in (None, self) for name in known)
+
+    def twins(self, lanes: Any) -> Iterator[tuple[Name, Any]]:
+        """What is the same tensor in the loop, and for which of these lanes."""
+        for piece in self.pieces:
+            mine = lanes if piece.lanes is None else both(piece.lanes, lanes)
+            for w, known in [*piece.identity.names] if mine is not None else ():
+                twin = known()
+                shared = mine if w is None else both(mine, w)
+                if twin is not None and twin is not self and shared is not None:
+                    yield twin, shared
+
+
+def _nothing() -> None:
+    return None
 
 
 def remember(copy: Any, parts: list[tuple[Any, Any]]) -> None:
     """``copy`` was joined from these; None is what nobody has under another name."""
-    ref, mine = _known(copy)
+    name = _name(copy)
     for world, tensor in parts:
-        memory = None if tensor is None else words.viewed(tensor)
-        if memory is not None:
-            _views(copy).append((world, tensor, weakref.ref(memory)))
-        theirs = [(None, _Identity())] if tensor is None else _known(tensor)[1]
-        if not theirs:
-            theirs.append((None, identity := _Identity()))
-            identity.holders.append((None, _PIECES[id(tensor)][0]))
-        for w, identity in theirs:
+        for w, identity, way in _of(tensor):
             lanes = world if w is None else both(world, w)
             if lanes is not None:
-                mine.append((lanes, identity))
-                identity.holders[:] = [h for h in identity.holders if h[1]() is not None]
-                identity.holders.append((lanes, ref))
+                name.pieces.append(_Piece(lanes, identity, way))
+                identity.add(lanes, name)
 
 
-def _forgetting(entries: dict, key: int) -> Callable[[Any], Any]:
-    """Bound here: as Python ends, a module's names are gone before its tensors."""
-    return lambda _: entries.pop(key, None)
+def _of(tensor: Any) -> list[_Piece]:
+    """What a tensor is in the loop, for those who are joined from it."""
+    if tensor is None:
+        return [_Piece(None, _Identity(), None)]
+    name = _name(tensor)
+    if not name.pieces:
+        name.pieces.append(_Piece(None, identity := _Identity(), None))
+        identity.add(None, name)
+    way = tensor if name.views else name if name.memory() is None else None
+    return [p if p.way is not None else p._replace(way=way) for p in name.pieces]
 
 
-def _known(tensor: Any) -> tuple[weakref.ref, _Pieces]:
-    """The tensor's entry, which goes when it does."""
-    key = id(tensor)
-    if key not in _PIECES:
-        _PIECES[key] = (weakref.ref(tensor, _forgetting(_PIECES, key)), [])
-    return _PIECES[key]
+def _name(tensor: Any) -> Name:
+    memory = words.memory(tensor)
+    if memory is None:  # from outside of all lanes
+        return Name(tensor, None)
+    names = memory.names = [name for name in memory.names or () if name.is_of_use()]
+    for name in names:
+        if name.tensor() is tensor:
+            return name
+    names.append(Name(tensor, memory))
+    return names[-1]
 
 
-def _views(copy: Any) -> list[tuple[Any, Any, weakref.ref]]:
-    key = id(copy)
-    if key not in _VIEWS:
-        _VIEWS[key] = (weakref.ref(copy, _forgetting(_VIEWS, key)), [])
-    return _VIEWS[key][1]
+def follow() -> None:
+    """Something was written, by the lanes that run: what is the same in the loop follows.
+
+    Each memory is reached once for each lane, from what was written on.
+    """
+    now = words.now()
+    todo = [(memory, now) for memory in words.changed()]
+    reached = {id(memory): [now] for memory, _ in todo}
+    for memory, lanes in todo:  # it grows
+        for name in [*memory.names]:
+            for twin, shared in name.twins(lanes):
+                rest = _without(shared, reached.get(id(twin.memory()), ()))
+                target = None if rest is None else twin.found()
+                if target is not None:
+                    words.put(target, name.found(), rest)
+                    for other in words.changed():
+                        todo.append((other, rest))
+                        reached.setdefault(id(other), []).append(rest)
 
 
-def written(tensor: Any) -> None:
-    """Something was written into a tensor, for the lanes that run."""
-    if id(tensor) in _PIECES:
-        now = words.now()
-        for lanes, twin in [*_twins(tensor, now)]:
-            _put(twin, tensor, lanes)
-            _seen_to_change(twin, lanes, tensor)
-    if _VIEWS:
-        _seen_to_change(tensor, words.now(), tensor)
-
-
-def _put(target: Any, value: Any, lanes: Any) -> None:
-    with words.running(lanes):
-        target.copy_(value)
-
-
-def _twins(tensor: Any, now: Any) -> Iterator[tuple[Any, Any]]:
-    """What is the tensor under another name, and for which lanes."""
-    for world, identity in _PIECES[id(tensor)][1] if id(tensor) in _PIECES else ():
-        lanes = now if world is None else both(world, now)
-        for w, ref in list(identity.holders) if lanes is not None else ():
-            other = ref()
-            shared = lanes if w is None else both(lanes, w)
-            if other is not None and other is not tensor and shared is not None:
-                yield shared, other
-
-
-def _seen_to_change(tensor: Any, now: Any, writer: Any) -> None:
-    """What was written into a tensor, in copies that were joined from views of its memory."""
-    memory = words.memory(tensor) if _VIEWS else None
-    for reference, views in list(_VIEWS.values()) if memory is not None else ():
-        copy = reference()
-        for world, view, of in views:
-            lanes = both(world, now)
-            if copy is not None and copy is not writer and of() is memory and lanes is not None:
-                _put(copy, view, lanes)
+def _without(lanes: Any, worlds: Any) -> Any:
+    for world in worlds:
+        lanes = None if lanes is None else lanes - world
+    return lanes

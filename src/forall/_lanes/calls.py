@@ -13,7 +13,7 @@ from typing import Any
 from forall._batching.straight import called
 from forall._core.places import Place
 from forall._core.remembering import Remembered
-from forall._lanes import aliases, items, straightly
+from forall._lanes import items, straightly
 from forall._lanes.heap import CONTAINERS, Unsplittable, slot_of
 from forall._lanes.libraries import OTHERS, USERS, is_library, whose
 from forall._lanes.merging import merge
@@ -266,12 +266,8 @@ def _of_container(f: Any, owner: Any, args: tuple, kwargs: dict) -> Any:
 def _of_tensor(f: Any, owner: Any, args: tuple, kwargs: dict) -> Any:
     name = f.__name__
     if name in LOOKS or thread.loose:
-        result = opaque(f, args, kwargs)
-    else:
-        result = _of_torch(getattr(type(owner), name, None), f, (owner, *args), args, kwargs)
-    if name[-1] == "_" and name[-2:] != "__":
-        aliases.written(owner)
-    return result
+        return opaque(f, args, kwargs)
+    return _of_torch(getattr(type(owner), name, None), f, (owner, *args), args, kwargs)
 
 
 def _of_torch(func: Any, f: Any, operands: tuple, args: tuple, kwargs: dict) -> Any:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 from forall._core.remembering import Remembered
-from forall._lanes import aliases
 from forall._lanes.heap import Attribute, Unsplittable, active, slot_of
 from forall._lanes.merging import Parts, merge, within
 from forall._lanes.state import each_world, thread
@@ -122,7 +121,6 @@ def store(value: Any, x: Any, key: Any) -> None:
             apiece((value,), lambda: store(resolved(value), x, key))
             return
         x[key] = value
-        aliases.written(x)
         return
     own = getattr(type(x), "__setitem__", None)
     if hasattr(own, "__code__"):
@@ -223,10 +221,7 @@ def updated(name: str, a: Any, b: Any) -> Any:
             apiece((a, b), lambda: getattr(operator, name)(a, resolved(b)))
             return a
         return apiece((a, b), lambda: updated(name, resolved(a), resolved(b)))
-    result = getattr(operator, name)(a, b)
-    if result is a and isinstance(a, words.Tensor):
-        aliases.written(a)
-    return result
+    return getattr(operator, name)(a, b)
 
 
 # --- items one after another

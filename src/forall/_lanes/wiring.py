@@ -7,11 +7,12 @@ from typing import Any
 import torch
 
 from forall._batching import worlds
+from forall._batching.ledger import changed
 from forall._batching.parting import answers, plain_numbers
 from forall._batching.rerun import apart
-from forall._batching.standing import viewed, whole_of
+from forall._batching.standing import FOLLOWING, memory_of, views
 from forall._batching.table import CALLS
-from forall._lanes import made  # noqa: F401 - torch.tensor(n) and its like
+from forall._lanes import aliases, made  # noqa: F401 - torch.tensor(n) and its like
 from forall._lanes.maths import BUILTINS
 from forall._lanes.numbers import Number, number
 from forall._lanes.words import use, words
@@ -42,7 +43,11 @@ use(
     number=Number,
     again=worlds.asked,
     told=worlds.told,
-    memory=whole_of,
-    viewed=viewed,
+    memory=memory_of,
+    views=views,
+    renamed=worlds.renamed,
+    changed=changed,
+    put=worlds.put,
 )
 words.convert = lambda n, kind: BUILTINS[kind](n)
+FOLLOWING.append(aliases.follow)

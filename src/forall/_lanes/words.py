@@ -13,11 +13,10 @@ words: Any = SimpleNamespace()
 """``now``, ``asked``, ``running``, ``joined``, ``Undefined`` as in `worlds`; ``apart`` as in
 `rerun`; ``Tensor``, the type of tensors; ``Number``, that of Python numbers of each example;
 ``again``, which asks for the rest of a test that was ``asked``; ``told``, `joined` of the Python
-numbers of worlds, or None; ``memory``, what a tensor is a name of, ``viewed``, that of a view."""
-
-
-def _none(_: Any) -> None:
-    return None
+numbers of worlds, or None. Of `aliases`: ``memory``, what a tensor is a name of, which counts its
+names; ``views``, whether it is one of a part of that; ``renamed``, a new one of the whole;
+``changed``, what was written into since that was last asked, of all that has names; ``put``, which
+writes a tensor's entries into another's, for some lanes."""
 
 
 def use(
@@ -30,17 +29,21 @@ def use(
     apart: Callable,
     tensor: type,
     number: type,
+    memory: Callable,
+    views: Callable,
+    renamed: Callable,
+    changed: Callable,
+    put: Callable,
     again: Callable | None = None,
     told: Callable | None = None,
-    memory: Callable = _none,
-    viewed: Callable = _none,
 ) -> None:
     """Let these be the words."""
     words.now, words.asked, words.running, words.joined = now, asked, running, joined
     words.Undefined, words.apart = undefined, apart
     words.Tensor, words.Number = tensor, number
     words.again, words.told = again or asked, told
-    words.memory, words.viewed = memory, viewed
+    words.memory, words.views, words.renamed = memory, views, renamed
+    words.changed, words.put = changed, put
 
 
 def both(a: Any, b: Any) -> Any:

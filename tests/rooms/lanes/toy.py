@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from forall._lanes import runtime
+from forall._lanes import aliases, runtime
 
 
 def _dtype(column):
@@ -59,6 +59,10 @@ class _State(threading.local):
     answers: Any = None  # of the innermost `apart`
     asked = 0
     waiting: Any = None
+    followed = False  # whether other names of what was written follow now
+
+    def __init__(self) -> None:
+        self.changed: list[V] = []
 
 
 STATE = _State()
@@ -82,6 +86,8 @@ class running:
 class V:
     """One tensor for each lane of ``world``, stacked."""
 
+    names = None  # for `aliases`: each is a memory of its own
+
     def __init__(self, data, world) -> None:
         assert len(data) == world.size
         self.data, self.world = data, world
@@ -104,6 +110,12 @@ class V:
 
     def write(self, new) -> None:
         self.data[self.rows()] = rows_of(new).to(self.data.dtype)
+        if self.names:
+            STATE.changed.append(self)
+            if not STATE.followed:
+                STATE.followed = True
+                aliases.follow()
+                STATE.followed = False
 
     def add_(self, other):
         self.write(self.narrow() + rows_of(other))
@@ -145,7 +157,7 @@ class V:
     def __setitem__(self, k, value) -> None:
         data = self.narrow()
         data[:, k] = rows_of(value)
-        self.data[self.rows()] = data
+        self.write(V(data, STATE.world))
 
     def __repr__(self) -> str:
         return f"V({self.data.tolist()}, {self.world})"
@@ -287,6 +299,16 @@ def convert_number(n, kind):
     return Number(V(rows_of(n).to(dtypes[kind]), STATE.world))
 
 
+def changed():
+    found, STATE.changed = STATE.changed, []
+    return found
+
+
+def put(target, value, world) -> None:
+    with running(world):
+        target.copy_(value)
+
+
 def use_toy() -> None:
     runtime.use(
         now=now,
@@ -297,6 +319,11 @@ def use_toy() -> None:
         apart=apart,
         tensor=V,
         number=Number,
+        memory=lambda v: v,
+        views=lambda _: False,
+        renamed=None,
+        changed=changed,
+        put=put,
     )
     runtime.words.convert = convert_number
 

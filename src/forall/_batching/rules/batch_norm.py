@@ -17,8 +17,9 @@ from forall._batching.families import (
     stacked,
     wrapped,
 )
+from forall._batching.ledger import note_write
 from forall._batching.table import BLIND, SHARED, register
-from forall._batching.writing import done_once, note_write, step_later, writable
+from forall._batching.writing import done_once, step_later, writable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
