@@ -1,10 +1,10 @@
-"""Reverse over reverse: torch's double backward of a norm takes what was saved for constant."""
+"""What goes wrong in third derivatives: an error, or torch takes what was saved for constant."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from forall import grad
+from forall import grad, hessian, jacrev, jvp, vmap
 
 D = torch.float64
 
@@ -48,3 +48,24 @@ def test_two_reverse_passes_through_weight_norm():
         return grad(lambda x: grad(f)(x).sin().sum())(x)
 
     torch.testing.assert_close(second(f), second(by_hand))
+
+
+class Cube(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, a):
+        ctx.save_for_backward(a)
+        return a**3
+
+    @staticmethod
+    def backward(ctx, g):
+        return 3 * ctx.saved_tensors[0] ** 2 * g
+
+
+@pytest.mark.xfail(
+    strict=True, reason="a Function's values get an axis of each map that they are taken through"
+)
+@pytest.mark.parametrize("second", [hessian, lambda f: jacrev(jacrev(f))])
+def test_the_tangents_of_mapped_second_derivatives_of_a_function(second):
+    xs = torch.linspace(-1, 2, 6, dtype=D).reshape(3, 2)
+    expected = jvp(vmap(second(lambda x: x**3)), (xs,), (xs.cos(),))[1]
+    torch.testing.assert_close(jvp(vmap(second(Cube.apply)), (xs,), (xs.cos(),))[1], expected)

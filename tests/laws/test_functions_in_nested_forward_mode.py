@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from forall import grad, jacfwd, jvp, linearize, vmap
+from forall import grad, jacfwd, jacrev, jvp, linearize, vjp, vmap
 
 XS = torch.linspace(-2, 3, 8, dtype=torch.float64).reshape(4, 2)
 TS = XS.cos()
@@ -37,13 +37,26 @@ class Both(torch.autograd.Function):
         return a.cos() * g + 3 * a**2 * h
 
 
+class Cube(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, a):
+        ctx.save_for_backward(a)
+        return a**3
+
+    @staticmethod
+    def backward(ctx, g):
+        return 3 * ctx.saved_tensors[0] ** 2 * g
+
+
 FUNCTIONS = {
+    "one output": Cube.apply,
     "an output without a derivative": lambda x: WithFlags.apply(x)[1],
     "an output that is not used": lambda x: Both.apply(x)[1],
 }
 INSIDE = {
     "jvp": lambda f: lambda x: jvp(f, (x,), (x.cos(),))[1],
     "jacfwd": jacfwd,
+    "jacrev": jacrev,
     "grad": lambda f: grad(lambda x: f(x).sum()),
 }
 
@@ -78,3 +91,41 @@ def test_all_columns_of_mapped_tangents(name):
 
     expected = jacfwd(tangents(lambda x: x**3))(XS)
     torch.testing.assert_close(jacfwd(tangents(FUNCTIONS[name]))(XS), expected)
+
+
+W = torch.linspace(-1, 1, 4, dtype=torch.float64).reshape(2, 2)
+AROUND = {
+    "before": lambda cube: lambda x: cube(x).sin(),
+    "behind": lambda cube: lambda x: cube(x.sin()),
+    "twice": lambda cube: lambda x: cube(cube(x).cos()),
+    "in two places": lambda cube: lambda x: cube(x) + cube(2 * x) * x,
+    "with a captured matrix": lambda cube: lambda x: W @ cube(W @ x) * x,
+    "mapped": lambda cube: lambda x: vmap(lambda row: cube(row * x))(W),
+    "in a map that shares": lambda cube: lambda x: vmap(lambda row: cube(x) * row)(W),
+}
+OUTSIDE = {
+    "jvp": lambda f: jvp(f, (XS,), (TS,))[1],
+    "linearize": lambda f: linearize(f, XS)[1](TS),
+    "jacfwd": lambda f: jacfwd(f)(XS),
+    "two maps": lambda f: jvp(vmap(f), (XS[None],), (TS[None],))[1],
+    "in a map": lambda f: vmap(lambda x, t: jvp(f, (x,), (t,))[1])(XS[None], TS[None]),
+    "twice": lambda f: jvp(lambda x: jvp(f, (x,), (TS,))[1], (XS,), (TS,))[1],
+    "in reverse": lambda f: grad(lambda x: jvp(f, (x,), (TS,))[1].sin().sum())(XS),
+}
+
+
+@pytest.mark.parametrize("outside", OUTSIDE)
+@pytest.mark.parametrize("around", AROUND)
+def test_the_rows_of_a_jacobian_cross_the_maps_border(around, outside):
+    found = OUTSIDE[outside](vmap(jacrev(AROUND[around](Cube.apply))))
+    expected = OUTSIDE[outside](vmap(jacrev(AROUND[around](lambda x: x**3))))
+    torch.testing.assert_close(found, expected)
+
+
+def test_pull_backs_that_are_called_under_a_map_of_their_own():
+    def rows(f):
+        return lambda x: vmap(vjp(f, x)[1])(W)[0]
+
+    f, g = (AROUND["in two places"](cube) for cube in (Cube.apply, lambda x: x**3))
+    expected = torch.stack([jvp(rows(g), (x,), (t,))[1] for x, t in zip(XS, TS, strict=True)])
+    torch.testing.assert_close(jvp(vmap(rows(f)), (XS,), (TS,))[1], expected)

@@ -3,12 +3,6 @@
 `Enter` (stack -> example) and `Exit` (example -> stack) are each other's derivative. `Share` brings
 in a tensor from outside, the same for every example; its derivative leaves and sums over them.
 The derivative is taken on the examples, by autograd itself; the rules run below it.
-
-NOTE [dressed stacks]
-    A pull-back of many cotangents at once runs under a level that records on its stacks
-    (`VmapLevel.records_values`): there the history of a tensor hangs on the value, not on the
-    wrapper. So before a node is recorded such wrappers are taken off (`strip`), and put on again
-    inside it or behind it (`dress`).
 """
 
 from __future__ import annotations
@@ -18,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forall._batching.batched import Batched, wrap
+from forall._batching.dressing import dress, entering, is_within, leaving, settle, strip
 from forall._batching.unmade import Unmade
 from forall._core.counting import Count
 from forall._core.errors import columns, short
@@ -35,9 +30,8 @@ from forall._torch.schema import facts
 from forall._torch.wrapper import Wrapper
 
 if TYPE_CHECKING:
+    from forall._batching.dressing import Dress
     from forall._batching.interpreter import VmapLevel
-
-    Dress = tuple[tuple[VmapLevel, int | None], ...]
 
 
 _DETACH = torch.ops.aten.detach.default
@@ -85,54 +79,6 @@ def carries(tensor: torch.Tensor) -> bool:
     )
 
 
-def strip(tensor: torch.Tensor) -> tuple[torch.Tensor, Dress]:
-    """The tensor that carries the history, and what it wears. See NOTE [dressed stacks]."""
-    worn: Dress = ()
-    while isinstance(tensor, Batched) and tensor.level.records_values:
-        worn = ((tensor.level, tensor.axis), *worn)
-        tensor = tensor.value
-    return tensor, worn
-
-
-def dress(tensor: torch.Tensor, worn: Dress) -> torch.Tensor:
-    """Put the wrappers on again, the first one next to the tensor."""
-    for level, axis in worn:
-        tensor = wrap(tensor, axis, level)
-    return tensor
-
-
-def undress(tensor: torch.Tensor, worn: Dress) -> torch.Tensor:
-    """Take off these wrappers and leave each one's examples where they were when it was put on."""
-    for level, axis in reversed(worn):
-        if isinstance(tensor, Batched) and tensor.level is level:
-            value, now = tensor.value, tensor.axis
-        else:
-            value, now = tensor, None
-        if axis is None:
-            # The same for all of its examples then; a derivative of it is the sum over them.
-            tensor = value * level.size if now is None else value.sum(now)
-        elif now is None:
-            tensor = value.unsqueeze(axis).expand(
-                *value.shape[:axis], level.size, *value.shape[axis:]
-            )
-        else:
-            tensor = value.movedim(now, axis)
-    return tensor
-
-
-def settle(tensor: torch.Tensor, worn: Dress) -> tuple[torch.Tensor, Dress]:
-    """Take off what a node's far side wears, and the wrappers of pull-backs that have ended.
-
-    A value that was the same for all cotangents of an ended pull-back gets one derivative from
-    each: their sum.
-    """
-    tensor = undress(tensor, worn)
-    while isinstance(tensor, Batched) and tensor.level.records_values and not tensor.level.active:
-        ended = ((tensor.level, None),)
-        tensor, worn = undress(tensor, ended), (*ended, *worn)
-    return tensor, worn
-
-
 def _is_bare(stack: torch.Tensor) -> bool:
     """Whether a stack is numbers and nothing else: no history, tangent, lazy bit or other level."""
     return (
@@ -152,6 +98,9 @@ def enter(stack: torch.Tensor, axis: int, level: VmapLevel, worn: Dress = ()) ->
     with functions_off():
         if not worn and _is_bare(stack):
             return _from_outside(wrap(stack, axis, level), stack, stack)
+        if is_within(stack, level):
+            value, at, n = entering(stack, axis)
+            return wrap(enter(value, at, level, worn), n, stack.level)
         refuse_torchs(stack)
         if stack.is_complex() and stack.is_conj():
             stack = stack.resolve_conj()
@@ -168,6 +117,9 @@ def enter(stack: torch.Tensor, axis: int, level: VmapLevel, worn: Dress = ()) ->
 def leave(example: torch.Tensor, axis: int, level: VmapLevel, worn: Dress = ()) -> torch.Tensor:
     """One example of ``level`` as a stack just outside it, examples at ``axis``."""
     with functions_off():
+        if is_within(example, level):
+            value, at, n = leaving(example, axis)
+            return wrap(leave(value, at, level, worn), n, example.level)
         if type(example) is Batched and example.level is not level:
             example = example.level.completed(example, level)
         if not worn and _is_ours(example, level) and _is_bare(example.value):

@@ -15,6 +15,7 @@ import torch
 from forall._batching import border, failing, families, sparse, table, writing
 from forall._batching.arrays import by_numpy
 from forall._batching.batched import Batched, check_unwritten, without_ended, wrap
+from forall._batching.dressing import around_of, undress
 from forall._batching.families import VIEWERS, alike, is_bare, lower, wrapped
 from forall._batching.ledger import Ledger
 from forall._batching.parting import one_answer
@@ -141,9 +142,10 @@ class VmapLevel(Level, DispatchMode):
             return tuple(border.leave(y, 0, again) for y in outs)
 
         vars(stacked)["enters"] = True  # a level of its own; for `reversed`
-        with outside(self):
-            stacks = tuple(self._given(lift(a, self)) for a in args)
-            return tuple(self._taken(y) for y in at(self.parent, stacked, stacks))
+        around = around_of(self, args) if self.records_values else self
+        with outside(around):
+            stacks = tuple(map(self._given, args))
+            return tuple(self._taken(y) for y in at(around.parent, stacked, stacks))
 
     def _scope_at(self, again: VmapLevel) -> scopes.Scope | None:
         """The scope of this level's examples, as those of another level."""
@@ -160,8 +162,8 @@ class VmapLevel(Level, DispatchMode):
     def _given(self, example: torch.Tensor) -> torch.Tensor:
         """One example as its stack (B, *S)."""
         if self.records_values:
-            return border.undress(example, ((self, 0),))
-        return border.leave(example, 0, self)
+            return undress(example, ((self, 0),))
+        return border.leave(lift(example, self), 0, self)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         level: Any = self.part or self

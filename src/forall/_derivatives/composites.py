@@ -125,3 +125,10 @@ def _root(s: torch.Tensor, power: float) -> torch.Tensor:
     """``s**power`` without derivative at zero."""
     none = s == 0
     return s.masked_fill(none, 1).pow(power).masked_fill(none, 0)
+
+
+def cholesky_inverse(x, upper=False):
+    """The inverse of the matrix that a triangle of x is the factor of."""
+    eye = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
+    r = torch.linalg.solve_triangular(x.triu() if upper else x.tril(), eye, upper=upper)
+    return r @ r.mH if upper else r.mH @ r

@@ -82,6 +82,7 @@ FORWARD: dict[Any, Callable] = {
     aten._scaled_dot_product_cudnn_attention.default: _cudnn,
     aten.hardsigmoid.default: composites.hardsigmoid,
     aten.aminmax.default: composites.aminmax,
+    aten.cholesky_inverse.default: composites.cholesky_inverse,
     aten._cdist_forward.default: composites.cdist,
     aten._pdist_forward.default: composites.pdist,
     aten.multi_margin_loss.default: losses.multi_margin_loss,

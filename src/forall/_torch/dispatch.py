@@ -33,6 +33,7 @@ CONJUGATE = DispatchKey.Conjugate
 NEGATIVE = DispatchKey.Negative
 ZEROS = DispatchKey.ZeroTensor
 VIEWS = DispatchKey.ADInplaceOrView
+PYTHON = DispatchKey.Python
 # What the dispatcher switches off on its way into a Python handler and autograd's kernels need.
 _ABOVE_PYTHON = (
     AUTOGRAD,

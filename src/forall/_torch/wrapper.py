@@ -8,7 +8,13 @@ import torch
 from torch import is_inference_mode_enabled
 
 from forall._torch import numpys
-from forall._torch.dispatch import functions_off, no_dispatch
+from forall._torch.dispatch import (
+    PYTHON,
+    functions_off,
+    is_excluded,
+    no_dispatch,
+    set_excluded,
+)
 from forall._torch.lazy import put_lazy_bits
 
 make_wrapper = torch.Tensor._make_wrapper_subclass
@@ -161,6 +167,30 @@ _READS_TOO = ("data_ptr", "storage", "share_memory_", "__dlpack__", "__reduce_ex
 ENTRYWISE = ("apply_", "map_", "map2_")  # functions of Python's, which are handed numbers
 for _name in (*READS, *_READS_TOO, *ENTRYWISE):
     setattr(Wrapper, _name, _of_memory(_name))
+
+
+def _number(name: str) -> Any:
+    """``float(x)`` and its like, which torch.tensor asks in C++ of each x in a list.
+
+    It does so with the key excluded by which levels are asked, and a wrapper has no memory.
+    """
+    plain = getattr(torch.Tensor, name)
+
+    def method(self: Wrapper) -> Any:
+        if not is_excluded(PYTHON):
+            return plain(self)
+        set_excluded(PYTHON, False)
+        try:
+            return plain(self)
+        finally:
+            set_excluded(PYTHON, True)
+
+    method.__name__ = name
+    return method
+
+
+for _name in ("__float__", "__int__", "__index__", "__bool__", "__complex__"):
+    setattr(Wrapper, _name, _number(_name))
 
 
 def strides(value: torch.Tensor) -> tuple[int, ...]:

@@ -40,6 +40,34 @@ def test_a_product_scattered_moves():
     torch.testing.assert_close(t, torch.tensor([2.0 * (5 + 11), 3.0], dtype=D))
 
 
+@pytest.mark.parametrize("upper", [False, True])
+@pytest.mark.parametrize("dtype", [D, torch.complex128])
+def test_an_inverse_from_a_triangle_moves(dtype, upper):
+    def inverse(x):
+        return torch.cholesky_inverse(x + 3 * torch.eye(3, dtype=dtype), upper=upper)
+
+    generator = torch.Generator().manual_seed(0)
+    both = torch.randn(2, 3, 3, dtype=dtype, generator=generator)
+    both.diagonal(dim1=1, dim2=2).copy_(torch.rand(2, 3, generator=generator))  # real ones
+    x, u = both
+    step = 1e-6
+    quotient = (inverse(x + step * u) - inverse(x - step * u)) / (2 * step)
+    for tangent in (jvp(inverse, (x,), (u,))[1], linearize(inverse, x)[1](u)):
+        torch.testing.assert_close(tangent, quotient, rtol=1e-6, atol=1e-8)
+    mapped = vmap(lambda u: jvp(inverse, (x,), (u,))[1])(torch.stack([u, 2 * u]))
+    torch.testing.assert_close(mapped[1], 2 * quotient, rtol=1e-6, atol=1e-8)
+
+    def f(x):
+        return inverse(x).abs().square().sum()
+
+    def along(x):
+        return (grad(f)(x).conj() * u).real.sum()
+
+    push = jvp(along, (x,), (u,))[1]
+    ahead = (along(x + step * u) - along(x - step * u)) / (2 * step)
+    torch.testing.assert_close(push, ahead, rtol=1e-6, atol=1e-8)
+
+
 def by_hand(x):
     x = x - x.mean(-1, keepdim=True)
     return x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt()

@@ -162,7 +162,7 @@ def _new_full(x: Tensor, size: Any, fill_value: Any, **options: Any) -> Any:
 def _any_ours(data: Any) -> bool:
     if isinstance(data, (list, tuple)):
         return any(map(_any_ours, data))
-    return type(data) is Batched or _is_mapped(data)
+    return isinstance(data, Wrapper)
 
 
 def _joined(data: Any, dtype: torch.dtype | None, device: Any) -> Tensor:
