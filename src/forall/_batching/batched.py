@@ -20,8 +20,9 @@ from forall._core.errors import columns, escaped, marks, no_memory, short, shown
 from forall._core.levels import Level, innermost, levels_in, outside
 from forall._torch import trees
 from forall._torch.dispatch import functions_off, no_dispatch
+from forall._torch.lazy import put_lazy_bits
 from forall._torch.names import subclass_functions_off
-from forall._torch.wrapper import ENTRYWISE, READS, Wrapper, wrapper_of
+from forall._torch.wrapper import ENTRYWISE, READS, Wrapper, look_like, wrapper_of
 from forall._torch.wrapper import strides as strides_of
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ class Batched(Wrapper):
 
     def graph_free(self) -> Batched:
         if self.family is None and self.older:
-            twin = wrap(self.value, self.axis, self.level)
+            twin = named(self.value, self.axis, self.level)
             twin.older, twin.came = True, self.came
             return twin
         return derive(self, self.value, self.axis, same)
@@ -200,6 +201,13 @@ def wrap(value: torch.Tensor, axis: int | None, level: Level) -> Batched:
     return b
 
 
+def named(value: torch.Tensor, axis: int | None, level: Level) -> Batched:
+    """A tensor of ``level`` for what others have, which may have its conjugation put off."""
+    b = wrap(value, axis, level)
+    put_lazy_bits(b, value)
+    return b
+
+
 def check_unwritten(args: tuple, level: Level) -> None:
     """In a backward pass: what autograd saved of an ended level is what it was."""
     for a in args:
@@ -241,7 +249,7 @@ def data_of(value: torch.Tensor, axis: int | None) -> tuple[torch.Tensor, int | 
 
 def derive(base: Batched, value: torch.Tensor, axis: int | None, call: ViewCall) -> Batched:
     """A view of ``base``, of its family."""
-    view = wrap(value, axis, base.level)
+    view = named(value, axis, base.level)
     family = view.family = family_of(base)
     view.chain = (*base.chain, call)
     if base.older:
@@ -285,8 +293,7 @@ def spread(value: torch.Tensor, size: int) -> torch.Tensor:
 
 def refit(b: Batched, value: torch.Tensor, axis: int | None) -> None:
     """Let ``b`` hold a stack of other sizes, as out= and resize_ ask."""
-    with functions_off(), no_dispatch():
-        b.data = wrap(value, axis, b.level)
+    look_like(b, named(value, axis, b.level))
     b.value, b.axis = value, axis
     b.family, b.chain = None, ()
 
@@ -304,10 +311,9 @@ def line_up(b: Batched) -> None:
 def _look_like_values(b: Batched) -> None:
     """After a family's values have been laid out anew."""
     members = [b] if b.family is None else [reference() for reference in b.family.members]
-    with functions_off(), no_dispatch():
-        for member in members:
-            if member is not None:
-                member.data = wrap(member.value, member.axis, member.level)
+    for member in members:
+        if member is not None:
+            look_like(member, named(member.value, member.axis, member.level))
 
 
 def are_apart(b: Batched) -> bool:

@@ -42,12 +42,11 @@ from forall._torch.inference import ordinary
 from forall._torch.lazy import attach_tangent, moving
 from forall._torch.names import DispatchMode, functions_pass, split_tangent
 from forall._torch.schema import facts, functional_of, written_by
-from forall._torch.wrapper import READS, Wrapper, shell
+from forall._torch.wrapper import READS, Wrapper, look_like, shell
 from forall._torch.zeros import LINEAR, plain_zeros, simpler
 
 aten = torch.ops.aten
 _DETACH = aten.detach.default
-_AS_REAL = aten.view_as_real.default
 _LAZY_ZEROS = aten._efficientzerotensor.default
 # Of these the inner forward mode must not hear: at this level they are names for the same value.
 _ALIASES = frozenset({aten._make_dual.default, aten._fw_primal.default})
@@ -117,8 +116,7 @@ class Dual(Wrapper):
         with outside(level), autograd_below(grad=True, forward=True):
             value = self.value.view_as(self.value)
             value.data = unpack(new, level)[0].detach()
-        with functions_off():
-            torch.Tensor.data.__set__(self, wrap(value, level))
+        look_like(self, wrap(value, level))
         self.value = value
 
     __torch_function__ = functions_pass  # pyright: ignore[reportAssignmentType]
@@ -272,8 +270,6 @@ class JvpLevel(Level, DispatchMode):
             draws = taken_back() if fact.seeded else None
             try:
                 values = [self._below(a) for a in args]
-                if func is _AS_REAL:
-                    values = [v.resolve_conj() for v in values]  # a bit that the wrapper hides
                 if func in FILLED and any(map(self.moves, args)):
                     values[: FILLED[func]] = map(moving, values[: FILLED[func]])
                 if fact.mutates and self.tapes is not None:
