@@ -22,7 +22,8 @@ from forall._core.listening import numbers_told
 from forall._core.parting import Apart
 from forall._torch import trees
 from forall._torch.dispatch import functions_off, no_dispatch
-from forall._torch.wrapper import ENTRYWISE, READS, Wrapper, wrapper_of
+from forall._torch.lazy import put_lazy_bits
+from forall._torch.wrapper import ENTRYWISE, READS, Wrapper, look_like, wrapper_of
 from forall._torch.wrapper import strides as strides_of
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ class Batched(Wrapper):
 
     def graph_free(self) -> Batched:
         if self.family is None and self.older:
-            twin = wrap(self.value, self.axis, self.level)
+            twin = named(self.value, self.axis, self.level)
             twin.older, twin.came = True, self.came
             return twin
         return derive(self, self.value, self.axis, same)
@@ -201,6 +202,13 @@ def wrap(value: torch.Tensor, axis: int | None, level: Level) -> Batched:
     return b
 
 
+def named(value: torch.Tensor, axis: int | None, level: Level) -> Batched:
+    """A tensor of ``level`` for what others have, which may have its conjugation put off."""
+    b = wrap(value, axis, level)
+    put_lazy_bits(b, value)
+    return b
+
+
 def check_unwritten(args: tuple, level: Level) -> None:
     """In a backward pass: what autograd saved of an ended level is what it was."""
     for a in args:
@@ -247,7 +255,7 @@ def is_view(b: Batched) -> bool:
 
 def derive(base: Batched, value: torch.Tensor, axis: int | None, call: ViewCall) -> Batched:
     """A view of ``base``, of its family."""
-    view = wrap(value, axis, base.level)
+    view = named(value, axis, base.level)
     family = view.family = family_of(base)
     view.chain = (*base.chain, call)
     if base.older:
@@ -294,8 +302,7 @@ def refit(b: Batched, value: torch.Tensor, axis: int | None) -> None:
     family = b.family
     if family is not None and (family.names or (family.of_rows and not is_view(b))):
         raise Apart  # the loop's tensor has other names, or examples that keep what it was
-    with functions_off(), no_dispatch():
-        b.data = wrap(value, axis, b.level)
+    look_like(b, named(value, axis, b.level))
     b.value, b.axis = value, axis
     b.family, b.chain = None, ()
 
@@ -313,10 +320,9 @@ def line_up(b: Batched) -> None:
 def _look_like_values(b: Batched) -> None:
     """After a family's values have been laid out anew."""
     members = [b] if b.family is None else [reference() for reference in b.family.members]
-    with functions_off(), no_dispatch():
-        for member in members:
-            if member is not None:
-                member.data = wrap(member.value, member.axis, member.level)
+    for member in members:
+        if member is not None:
+            look_like(member, named(member.value, member.axis, member.level))
 
 
 def are_apart(b: Batched) -> bool:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from forall._batching.batched import Batched, wrap
+from forall._batching.batched import Batched, named, wrap
 from forall._batching.dressing import dress, entering, is_within, leaving, settle, strip
 from forall._batching.unmade import Unmade
 from forall._core.counting import Count
@@ -175,7 +175,7 @@ def _entered(bare: torch.Tensor, axis: int, level: VmapLevel, worn: Dress) -> Ba
 
 def _shared(tensor: torch.Tensor, level: VmapLevel) -> Batched:
     free = graph_free(tensor)
-    return _from_outside(wrap(free, None, level), tensor, free)
+    return _from_outside(named(free, None, level), tensor, free)
 
 
 def _from_outside(b: Batched, tensor: torch.Tensor, free: torch.Tensor) -> Batched:

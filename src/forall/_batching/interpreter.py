@@ -14,7 +14,7 @@ import torch
 
 from forall._batching import border, failing, families, sparse, table, writing
 from forall._batching.arrays import by_numpy
-from forall._batching.batched import Batched, check_unwritten, without_ended, wrap
+from forall._batching.batched import Batched, check_unwritten, named, without_ended, wrap
 from forall._batching.dressing import around_of, undress
 from forall._batching.families import VIEWERS, alike, is_bare, lower, wrapped
 from forall._batching.ledger import Ledger
@@ -51,7 +51,7 @@ from forall._torch.dispatch import (
     is_excluded,
     users_tangents,
 )
-from forall._torch.lazy import set_lazy_bits, with_lazy_bits
+from forall._torch.lazy import put_lazy_bits, set_lazy_bits, with_lazy_bits
 from forall._torch.names import DispatchMode, pop_functions, push_functions
 from forall._torch.schema import facts, written_by
 from forall._torch.wrapper import Wrapper
@@ -111,7 +111,7 @@ class VmapLevel(Level, DispatchMode):
 
     def share(self, tensor: torch.Tensor) -> torch.Tensor:
         if self.records_values:
-            shared = wrap(tensor, None, self)
+            shared = named(tensor, None, self)
             shared.older = True
             return shared
         return border.share(tensor, self)
@@ -363,6 +363,7 @@ def run_shared(level: VmapLevel, func: Any, args: tuple, kwargs: dict) -> Any:
     if fact.view and func is not _LIFT_FRESH:
         for view in out if isinstance(out, (list, tuple)) else (out,):
             view.older = True  # of a tensor from outside: a write would reach it
+            put_lazy_bits(view, view.value)
     return out
 
 

@@ -12,7 +12,7 @@ from forall._core.levels import complete, graph_free, outside, second_name
 from forall._core.listening import numbers_told
 from forall._torch.dispatch import autograd_below, forward_on, functions_off
 from forall._torch.names import split_tangent, subclass_functions_off
-from forall._torch.wrapper import READS, Wrapper, has_own_meaning, shell
+from forall._torch.wrapper import READS, Wrapper, has_own_meaning, look_like, shell
 
 if TYPE_CHECKING:
     from forall._derivatives.forward import JvpLevel
@@ -85,8 +85,7 @@ class Dual(Wrapper):
         with outside(level), autograd_below(grad=True, forward=True):
             value = self.value.view_as(self.value)
             value.data = unpack(new, level)[0].detach()
-        with functions_off():
-            torch.Tensor.data.__set__(self, wrap(value, level))
+        look_like(self, wrap(value, level))
         self.value = value
 
     @classmethod

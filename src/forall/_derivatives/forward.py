@@ -48,7 +48,6 @@ from forall._torch.zeros import LINEAR, plain_zeros, simpler
 
 aten = torch.ops.aten
 _DETACH = aten.detach.default
-_AS_REAL = aten.view_as_real.default
 _LAZY_ZEROS = aten._efficientzerotensor.default
 # Of these the inner forward mode must not hear: at this level they are names for the same value.
 _ALIASES = frozenset({aten._make_dual.default, aten._fw_primal.default})
@@ -202,8 +201,6 @@ class JvpLevel(Level, DispatchMode):
             draws = taken_back() if fact.seeded else None
             try:
                 values = [self._below(a) for a in args]
-                if func is _AS_REAL:
-                    values = [v.resolve_conj() for v in values]  # a bit that the wrapper hides
                 if func in FILLED and any(map(self.moves, args)):
                     values[: FILLED[func]] = map(moving, values[: FILLED[func]])
                 if fact.mutates and self.tapes is not None:

@@ -116,7 +116,6 @@ class Tape(Wrapper):
 
     value: torch.Tensor
     slot: int
-    shows_lazy_bits = True  # forward mode compares a view's tangent with its primal
 
     def graph_free(self) -> Tape:
         return self

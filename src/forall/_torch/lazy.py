@@ -86,6 +86,21 @@ def with_lazy_bits(func: Callable, args: tuple, kwargs: dict) -> Any:
             set_excluded(VIEWS, True)
 
 
+class lazy_bits_off:
+    """Inside of what runs `with_lazy_bits`: what is done to a wrapper itself."""
+
+    __slots__ = ("was",)
+
+    def __enter__(self) -> None:
+        self.was = [is_excluded(key) for key in (CONJUGATE, NEGATIVE)]
+        set_excluded(CONJUGATE, True)
+        set_excluded(NEGATIVE, True)
+
+    def __exit__(self, *_: object) -> None:
+        set_excluded(CONJUGATE, self.was[0])
+        set_excluded(NEGATIVE, self.was[1])
+
+
 class lazy_zeros_pass:
     """Let zeros without memory reach our handlers, which take them down to where they are plain.
 

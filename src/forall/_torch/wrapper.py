@@ -15,7 +15,7 @@ from forall._torch.dispatch import (
     no_dispatch,
     set_excluded,
 )
-from forall._torch.lazy import put_lazy_bits
+from forall._torch.lazy import lazy_bits_off, put_lazy_bits
 
 make_wrapper = torch.Tensor._make_wrapper_subclass
 
@@ -59,7 +59,6 @@ class Wrapper(torch.Tensor):
     __class__ = torch.Tensor  # pyright: ignore[reportAssignmentType]
     level: Any
     value: torch.Tensor
-    shows_lazy_bits = False  # that its value is yet to be conjugated, or to be negated
     left: Any = None  # what its ended level leaves of a value, and of which, see `_core.ended`
     narrowed: Any = None  # what it is for the examples that run, see `_batching.narrowing`
     read: Any = None  # the same, of what is only read
@@ -80,7 +79,7 @@ class Wrapper(torch.Tensor):
         value = self.value
         with functions_off(), no_dispatch():
             if (self.shape, self.stride()) != (value.shape, value.stride()):
-                torch.Tensor.data.__set__(self, shell(type(self), value))
+                look_like(self, shell(type(self), value))
 
     # The class of the tensor that this stands for, if that class has a meaning of its own.
     kind: type | None = None
@@ -209,9 +208,14 @@ def strides(value: torch.Tensor) -> tuple[int, ...]:
 def shell(kind: type[Wrapper], value: torch.Tensor) -> Any:
     """A wrapper of this kind that looks like ``value`` itself."""
     made = wrapper_of(kind, value, value.shape, strides(value))
-    if kind.shows_lazy_bits:
-        put_lazy_bits(made, value)
+    put_lazy_bits(made, value)
     return made
+
+
+def look_like(wrapper: torch.Tensor, other: torch.Tensor) -> None:
+    """Show the shape, the strides and the lazy bits of another wrapper."""
+    with functions_off(), no_dispatch(), lazy_bits_off():  # or kernels would look for its memory
+        torch.Tensor.data.__set__(wrapper, other)
 
 
 def wrapper_of(kind: type[Wrapper], value: torch.Tensor, shape: Any, strides: Any) -> Any:

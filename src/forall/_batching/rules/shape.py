@@ -57,7 +57,7 @@ def _zeros_like_tangent(level, func, args, kwargs):
     reach = (max(n - 1, 0) * s for n, s in zip(primal.shape, primal.stride(), strict=True))
     offset = primal.storage_offset()
     room = offset + 1 + sum(reach)
-    zeros = stacked(tangent, level).new_zeros([level.size, *several, room])
+    zeros = stacked(tangent, level).new_zeros([level.size, *several, room], dtype=primal.dtype)
     steps = [zeros.stride(d) for d in range(zeros.dim() - 1)]
     size, stride = [level.size, *several, *primal.shape], [*steps, *primal.stride()]
     return wrap(zeros.as_strided(size, stride, offset), 0, level)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import torch
 
-from forall._batching.batched import Batched, derive, line_up, same, wrap
+from forall._batching.batched import derive, line_up, same
 from forall._batching.families import VIEWERS, view
-from forall._batching.table import SHARED, VIEW_CALLS, VIEWS, register
+from forall._batching.table import VIEW_CALLS, VIEWS, register
 from forall._core.axes import axis_without, past, wrap_dim
 from forall._torch.wrapper import Wrapper
 
@@ -150,7 +150,7 @@ def _neg_view(v, axis):
 
 
 def _view_as_real(v, axis):
-    return torch.view_as_real(v.resolve_conj()), axis
+    return torch.view_as_real(v.resolve_conj()), axis  # a bit that no wrapper shows
 
 
 def _view_as_complex(v, axis):
@@ -221,22 +221,6 @@ def _lined_up(rule):
 
 
 register({op: _lined_up(rule) if op in _IN_MEMORY else view(rule) for op, rule in ROWS.items()})
-
-
-def _to_real(x):
-    """Entries whose conjugate is only noted have no real view of their own."""
-    return lambda v, axis: (torch.view_as_real(v.resolve_conj()), axis)
-
-
-def _shared_as_real(level, func, args, kwargs):
-    if not (isinstance(args[0], Batched) and args[0].level is level):
-        return wrap(func(args[0]), None, level)
-    call = _to_real(args[0])
-    return derive(args[0], *call(args[0].value, None), call)
-
-
-VIEW_CALLS[aten.view_as_real.default] = _to_real
-SHARED[aten.view_as_real.default] = _shared_as_real
 
 
 def strided(x, size, stride, storage_offset=None):
