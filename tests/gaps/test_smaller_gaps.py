@@ -112,3 +112,22 @@ def test_a_split_at_places_in_a_tensor_that_was_made_inside_jvp():
     x = torch.arange(5.0)
     out, _ = jvp(lambda v: torch.tensor_split(v, torch.tensor([1, 3]))[1], (x,), (x,))
     assert out.equal(x[1:3])
+
+
+@pytest.mark.xfail(strict=True, reason="an operator without a derivative is refused, used or not")
+def test_a_value_without_a_derivative_that_nobody_uses():
+    def f(x):
+        x.unique()
+        return (x**3).sum()
+
+    x = torch.tensor([1.0, 2.0, 2.0], dtype=D)
+    torch.testing.assert_close(hessian(f)(x), (6 * x).diag())
+
+
+@pytest.mark.xfail(strict=True, reason="torch reads the places in C++, and jvp sees no such call")
+def test_a_size_that_the_places_tell_in_forward_mode():
+    def f(x):
+        return torch.sparse_coo_tensor([[0, 1], [1, 0]], torch.ones(2, dtype=D)) @ x
+
+    x = torch.tensor([1.0, 2.0], dtype=D)
+    torch.testing.assert_close(jvp(f, (x,), (x,))[1], x.flip(0))

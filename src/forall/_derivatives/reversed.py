@@ -263,10 +263,25 @@ def _transposed(ys: list, us: list, xs: list, ts: list) -> list:
     """J t for outputs ``ys`` of variables ``xs``, by a variable u like each; None for zeros."""
     if not ys:
         return []
-    pulled = reaching(tuple(ys), tuple(us), xs)
+    pulled = _pulled_apart(ys, us, xs)
     _refuse_unrecorded(pulled, ys, xs)
     live = [(p, t) for p, t in zip(pulled, ts, strict=True) if p is not None]
     return reaching(tuple(p for p, _ in live), tuple(t for _, t in live), us)
+
+
+def _pulled_apart(ys: list, us: list, xs: list) -> list:
+    """The cotangents ``us`` pulled back, real outputs and complex ones each by themselves.
+
+    Torch's backward of a decomposition scatters a real cotangent into what it makes of a complex
+    one, and the derivative of that would be complex.
+    """
+    found: list = [None] * len(xs)
+    for kind in {y.is_complex() for y in ys}:
+        mine = [(y, u) for y, u in zip(ys, us, strict=True) if y.is_complex() is kind]
+        pulled = reaching(*map(tuple, zip(*mine, strict=True)), xs)
+        pairs = zip(found, pulled, strict=True)
+        found = [a if b is None else b if a is None else a + b for a, b in pairs]
+    return found
 
 
 def _refuse_unrecorded(pulled: list, ys: list, xs: list) -> None:

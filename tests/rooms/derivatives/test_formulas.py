@@ -68,6 +68,31 @@ def test_an_inverse_from_a_triangle_moves(dtype, upper):
     torch.testing.assert_close(push, ahead, rtol=1e-6, atol=1e-8)
 
 
+SPECTRA = {
+    "eigvalsh": lambda a: torch.linalg.eigvalsh(a + a.mH).pow(3).sum(),
+    "eigh": lambda a: torch.linalg.eigh(a + a.mH)[0].exp().sum(),
+    "both": lambda a: sum(t.abs().pow(3).sum() for t in torch.linalg.eigh(a + a.mH)),
+    "svdvals": lambda a: torch.linalg.svdvals(a).pow(3).sum(),
+}
+
+
+@pytest.mark.parametrize("name", SPECTRA)
+def test_the_gradient_of_a_tangent_of_a_complex_spectrum(name):
+    f = SPECTRA[name]
+    generator = torch.Generator().manual_seed(0)
+    xs, us = torch.randn(2, 3, 3, 3, dtype=torch.complex128, generator=generator)
+
+    def along(x):
+        return jvp(f, (x,), (x.cos(),))[1]
+
+    found = vmap(grad(along))(xs)
+    torch.testing.assert_close(found, torch.stack([grad(along)(x) for x in xs]))
+    step = 1e-6
+    for x, u, g in zip(xs, us, found, strict=True):
+        quotient = (along(x + step * u) - along(x - step * u)) / (2 * step)
+        torch.testing.assert_close((g.conj() * u).real.sum(), quotient, rtol=1e-6, atol=1e-6)
+
+
 def by_hand(x):
     x = x - x.mean(-1, keepdim=True)
     return x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
