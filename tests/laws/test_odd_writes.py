@@ -105,3 +105,25 @@ def test_what_is_written_is_a_view_of_the_same_memory(write, chunk_size, many):
     for axis in (0, 1):
         found = forall.vmap(f, axis, chunk_size=chunk_size)(x.movedim(0, axis).contiguous())
         assert difference(found, torch.stack([f(one) for one in x])) is None
+
+
+@pytest.mark.parametrize("way", ["hessian", "jacfwd of jacrev of vmap", "jacfwd twice"])
+@pytest.mark.parametrize("shape", [(4,), (6,), (2, 2), (3, 2)])
+def test_second_derivatives_of_masked_scatter_in_the_source(shape, way):
+    """The source is of a shape of its own."""
+    mask = torch.tensor([[True, False], [True, True]])
+
+    def f(x):
+        y = (x.flatten()[:4] ** 2).view(2, 2).clone()
+        y.masked_scatter_(mask, x.sin() * x)
+        return (y**3).sum()
+
+    x = draw(*shape)
+    truth = torch.autograd.functional.hessian(f, x)
+    if way == "hessian":
+        found = forall.hessian(f)(x)
+    elif way == "jacfwd twice":
+        found = forall.jacfwd(forall.jacfwd(f))(x)
+    else:
+        found = forall.jacfwd(forall.jacrev(lambda x: forall.vmap(f)(x[None])[0]))(x)
+    assert difference(found, truth) is None
