@@ -126,3 +126,25 @@ def test_one_value_at_the_places_of_a_mask_has_a_derivative_outside(write):
     wanted = torch.stack([forall.grad(f)(x) for x in xs])
     assert difference(forall.vmap(forall.grad(f))(xs), wanted) is None
     assert difference(forall.grad(lambda xs: forall.vmap(f)(xs).sum())(xs), wanted) is None
+
+
+@pytest.mark.parametrize("way", ["hessian", "jacfwd of jacrev of vmap", "jacfwd twice"])
+@pytest.mark.parametrize("shape", [(4,), (6,), (2, 2), (3, 2)])
+def test_second_derivatives_of_masked_scatter_in_the_source(shape, way):
+    """The source is of a shape of its own."""
+    mask = torch.tensor([[True, False], [True, True]])
+
+    def f(x):
+        y = (x.flatten()[:4] ** 2).view(2, 2).clone()
+        y.masked_scatter_(mask, x.sin() * x)
+        return (y**3).sum()
+
+    x = draw(*shape)
+    truth = torch.autograd.functional.hessian(f, x)
+    if way == "hessian":
+        found = forall.hessian(f)(x)
+    elif way == "jacfwd twice":
+        found = forall.jacfwd(forall.jacfwd(f))(x)
+    else:
+        found = forall.jacfwd(forall.jacrev(lambda x: forall.vmap(f)(x[None])[0]))(x)
+    assert difference(found, truth) is None

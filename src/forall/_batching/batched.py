@@ -337,8 +337,13 @@ def are_apart(b: Batched) -> bool:
 def _one_by_one(value: torch.Tensor, axis: int) -> torch.Tensor:
     """(B, *S), each example without gaps, its dims in the order in memory that they have."""
     stack = value.movedim(axis, 0)
-    shape, strides, step = stack.shape, [0] * stack.dim(), 1
+    return stack.new_empty_strided(stack.shape, strides_alone(stack)).copy_(stack)
+
+
+def strides_alone(stack: torch.Tensor) -> list[int]:
+    """Those of the same examples (B, *S) one after another, without gaps."""
+    strides, step = [0] * stack.dim(), 1
     for d in sorted(range(1, stack.dim()), key=lambda d: (stack.stride(d), -d)):
-        strides[d], step = step, step * max(shape[d], 1)
+        strides[d], step = step, step * max(stack.shape[d], 1)
     strides[0] = step
-    return stack.new_empty_strided(shape, strides).copy_(stack)
+    return strides

@@ -10,6 +10,7 @@ import torch
 
 from forall._batching import table
 from forall._batching.batched import Batched, derive, wrap
+from forall._batching.layouts import as_alone, is_inside, is_open
 from forall._batching.table import ViewCall
 from forall._core.levels import act
 from forall._torch.names import pop_mode, push_mode
@@ -96,6 +97,8 @@ def alike(level: Any, func: Any, args: tuple) -> Any:
         else:
             return None
     out = func._op(*values)
+    if axis and is_open(out, values):
+        return as_alone(level, func, args, {}, wrapped(out, axis, level))
     return wrap(out, axis, level) if isinstance(out, Tensor) else wrapped(out, axis, level)
 
 
@@ -126,6 +129,8 @@ def pointwise(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
             else:
                 if _aligned(args, values, axis, rank, level):
                     out = func(*values, **kwargs) if kwargs else func(*values)
+                    if axis and is_open(out, values):
+                        return as_alone(level, func, args, kwargs, wrapped(out, axis, level))
                     return (
                         wrap(out, axis, level) if type(out) is Tensor else wrapped(out, axis, level)
                     )
@@ -161,7 +166,11 @@ def _pointwise_with_care(level: Any, func: Any, args: tuple, kwargs: dict) -> An
             return v
         return v.to(common)
 
-    out = func(*map(align, args), **{k: align(a) for k, a in kwargs.items()})
+    values = [*map(align, args)]
+    out = func(*values, **{k: align(a) for k, a in kwargs.items()})
+    inside = [a for a in tensors if is_mapped(a, level) and is_inside(a.value, a.axis)]
+    if inside and is_open(out, values):
+        return as_alone(level, func, args, kwargs, wrapped(out, 0, level))
     return wrapped(out, 0, level)
 
 

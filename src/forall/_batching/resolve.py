@@ -136,7 +136,7 @@ def _copied(view: Any) -> Any:
             except RuntimeError:  # a copy asks less of the memory than a view
                 dense = copy(args[0], memory_format=torch.contiguous_format)
                 out = view(dense, *args[1:], **kwargs)
-            return trees.map_tensors(copy, out)
+            return trees.map_tensors(lambda t: copy(t, memory_format=torch.contiguous_format), out)
 
     return handler
 

@@ -14,6 +14,7 @@ import torch
 from torch.nn import functional
 
 from forall._batching.batched import Batched, wrap
+from forall._batching.layouts import is_open
 from forall._batching.table import DIRECT
 from forall._torch.dispatch import (
     below_autograd,
@@ -136,6 +137,8 @@ def _on_the_stacks(func: Any, args: tuple, kwargs: dict | None, level: Any) -> A
             out = func(*values, **kwargs) if kwargs else func(*values)
     except RuntimeError:
         return None  # the long way tells which example failed
+    if axis and is_open(out, values):
+        return None
     return wrap(out, axis, level)
 
 

@@ -29,6 +29,7 @@ _WRONG = frozenset(
         aten.scatter_reduce.two,  # zero where the product is not
         aten.triangular_solve.default,  # of the transposed system another triangle
         aten.normal.Tensor_Tensor,  # of the mean's shape, though the deviation's is larger
+        aten.masked_scatter_backward.default,  # of the gradient's shape, not of the source's
     }
 )
 

@@ -8,6 +8,7 @@ import torch
 
 from forall._batching.batched import wrap
 from forall._batching.families import front, stacked
+from forall._batching.layouts import asks_first, expanded_inside
 from forall._batching.table import register
 from forall._core.axes import stacked_dim, stacked_dims
 
@@ -80,7 +81,7 @@ def _pad(v, pad, value=0):
 
 register(
     {
-        op: on_front(rule)
+        op: asks_first(on_front(rule), expanded_inside)
         for op, rule in {
             aten.flip.default: _flip,
             aten.roll.default: _roll,

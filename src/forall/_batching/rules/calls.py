@@ -363,8 +363,9 @@ CALLS.update(
         },
         **{
             getattr(Tensor, n): _as_alone
-            for n in ("view", "view_as", "reshape_as", "unflatten", "contiguous", "stride")
+            for n in ("view", "view_as", "reshape_as", "unflatten", "contiguous")
         },
+        **{getattr(Tensor, n): _as_alone for n in ("stride", "is_contiguous", "dim_order")},
         **{getattr(Tensor, n): _memory(n) for n in ("numpy", "tolist", "__array__", "__dlpack__")},
     }
 )

@@ -18,6 +18,7 @@ from forall._batching.families import (
     stacked,
 )
 from forall._batching.indices import flat
+from forall._batching.layouts import asks_first, expanded_inside
 from forall._batching.table import register
 from forall._batching.writing import level_write, writable
 
@@ -55,7 +56,7 @@ register(
             aten.full_like.default,
             aten.lift_fresh_copy.default,
         ),
-        _like,
+        asks_first(_like, expanded_inside),
     )
 )
 

@@ -24,6 +24,7 @@ from forall._batching.indices import (
     order,
     taken,
 )
+from forall._batching.layouts import asks_first, not_in_a_row
 from forall._batching.table import CALLS, register
 from forall._core.axes import stacked_dim
 
@@ -43,7 +44,7 @@ def _index(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     return wrap(out, places.lead if places.adjacent else 0, level)
 
 
-register({aten.index.Tensor: _index, aten._unsafe_index.Tensor: _index})
+register(dict.fromkeys((aten.index.Tensor, aten._unsafe_index.Tensor), asks_first(_index)))
 
 
 @by_front
@@ -152,7 +153,7 @@ def _nonzero_static(level, func, args, kwargs):
 
 register(
     {
-        aten.masked_scatter.default: _masked_scatter,
+        aten.masked_scatter.default: asks_first(_masked_scatter, not_in_a_row),
         aten.masked_scatter_backward.default: _masked_scatter_backward,
         aten.masked_fill.Tensor: _masked_fill,
         aten.nonzero_static.default: _nonzero_static,

@@ -6,11 +6,15 @@ import torch
 
 from forall._batching.along import along
 from forall._batching.families import Stack, by_front
+from forall._batching.layouts import asks_first, expanded_inside
 from forall._batching.table import register
 
 aten = torch.ops.aten
 
-register({op: along(op) for op in (aten.sort.default, aten.sort.stable, aten.topk.default)})
+register(
+    {op: asks_first(along(op), expanded_inside) for op in (aten.sort.default, aten.sort.stable)}
+)
+register({aten.topk.default: along(aten.topk.default)})
 
 
 def _dtype_of(a):

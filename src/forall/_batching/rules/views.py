@@ -10,6 +10,7 @@ import torch
 
 from forall._batching.batched import derive, line_up, same
 from forall._batching.families import VIEWERS, view
+from forall._batching.layouts import is_inside
 from forall._batching.table import VIEW_CALLS, VIEWS, register
 from forall._core.axes import axis_without, past, wrap_dim
 from forall._torch.wrapper import Wrapper
@@ -49,7 +50,7 @@ def _t(v, axis):
 def _permute(v, axis, dims):
     r = v.dim() - 1
     order = [past(wrap_dim(d, r), axis) for d in dims]
-    return v.permute([axis, *order]), 0
+    return (v.permute([*order, axis]), r) if axis else (v.permute([0, *order]), 0)
 
 
 def _movedim(v, axis, source, destination):
@@ -93,12 +94,18 @@ def _expand(v, axis, size, *, implicit=False):
             f"expand: {v.dim() - 1} dims of the tensor do not fit the {len(size)} sizes {size}"
         )
     v = v.reshape(v.shape[0], *(1,) * new, *v.shape[1:]) if new else v
-    return v.expand(v.shape[0], *size), 0
+    return _placed(v.expand(v.shape[0], *size))
+
+
+def _placed(v):
+    """An axis that lies inside in memory is not to look as one in front: see `layouts`."""
+    return (v.movedim(0, -1), v.dim() - 1) if is_inside(v, 0) else (v, 0)
 
 
 def _view(v, axis, size):
     v = v.movedim(axis, 0) if axis else v
-    return aten.view.default(v, [v.shape[0], *_sizes(size, v)]), 0
+    out = aten.view.default(v, [v.shape[0], *_sizes(size, v)])
+    return _placed(out) if axis else (out, 0)
 
 
 def _sizes(size, v):
@@ -122,7 +129,8 @@ def _reshape_alias(v, axis, size, stride):
 def _diagonal(v, axis, offset=0, dim1=0, dim2=1):
     r = v.dim() - 1
     v = v.movedim(axis, 0)
-    return v.diagonal(offset, wrap_dim(dim1, r) + 1, wrap_dim(dim2, r) + 1), 0
+    out = v.diagonal(offset, wrap_dim(dim1, r) + 1, wrap_dim(dim2, r) + 1)
+    return _placed(out) if axis else (out, 0)
 
 
 def _unfold(v, axis, dim, size, step):
@@ -154,7 +162,7 @@ def _view_as_real(v, axis):
 
 
 def _view_as_complex(v, axis):
-    return torch.view_as_complex(v.movedim(axis, 0)), 0
+    return _placed(torch.view_as_complex(v.movedim(axis, 0)))
 
 
 def _view_dtype(v, axis, dtype):
