@@ -199,6 +199,8 @@ class converted_run:
                 refuse_to_leave(t, left)
         finally:
             t.runs -= 1
+            if kind is not None or not t.runs:
+                words.changed()  # who was to follow is no more
             t.back(depth)
             t.top, t.parted, t.loosened = top, parted, loosened
             if self.strict or kind is not None:
