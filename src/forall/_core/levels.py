@@ -140,6 +140,7 @@ class _Stack(threading.local):
     parted = 0  # how many levels have a part of their examples act
     ever_parted = False
     again = 0  # how often code of a forward pass runs once more, for such a part
+    recomputes = False  # whether code of a forward pass runs once more, for whichever examples
     reversing = 0  # how many calls and passes of ours run with torch's autograd on
     # What runs once more counts as run inside of ``place``, and before ``since`` was entered.
     place: Level | None = None
