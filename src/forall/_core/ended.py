@@ -152,7 +152,20 @@ def left(a: Wrapper) -> torch.Tensor:
 
 
 def _leaf(a: Wrapper) -> torch.Tensor:
-    """Of a variable a variable is left: who asks for its gradient is given that one as well."""
+    """Of a variable a variable is left, which has the gradients of what the call made of it too."""
     bare = a.graph_free()
     found = a.level.kept(bare)
-    return a if found is bare else second_name(found).requires_grad_()
+    if found is bare:
+        return a
+    variable = second_name(found).requires_grad_()
+    level = a.level
+
+    def hand_on(a: torch.Tensor) -> None:
+        with functions_off():
+            gradient, a.grad = a.grad, None
+            if gradient is not None:
+                variable.backward(level.gathered(gradient))
+
+    hand_on(a)
+    a.register_post_accumulate_grad_hook(hand_on)
+    return variable

@@ -101,6 +101,10 @@ class Level:
         """The same with its history, as the user goes on with it."""
         return self.afterwards(tensor)
 
+    def gathered(self, gradient: Any) -> torch.Tensor:
+        """What is left of the gradient of a variable that was made at this level."""
+        return self.afterwards(gradient)
+
     def share_captured(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """The arguments with what the examples capture in its shared form."""
         return (args, kwargs) if self.parent is None else self.parent.share_captured(args, kwargs)
