@@ -5,6 +5,7 @@ a model fills them by what does not depend on its argument, so each call may use
 """
 
 import functools
+import io
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,9 +13,10 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from forall import grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
-from oracle import difference
+from oracle import difference, loop
 
 D = torch.float64
 Cached = Callable[[], torch.Tensor]
@@ -152,3 +154,142 @@ def test_one_use_alone(used, made):
     truth = truths(MADE[made], [USED[used]])
     off = [w for first in ("vmap", "jvp") for w in wrong(MADE[made], [USED[used]], first, truth)]
     assert not off, "\n".join(off)
+
+
+# --- what is no operator ------------------------------------------------------------------------
+
+
+def cached(first: str, made: Cached) -> torch.Tensor:
+    """The very tensor that a first call has left."""
+    box = []
+
+    def f(x):
+        if not box:
+            box.append(made())
+        return (box[0] * x).sum()
+
+    CALLS[first](f)
+    return box[0]
+
+
+class Scaled(torch.autograd.Function):
+    """Its derivative in c is not that of its formula, so it is seen whether its own is taken."""
+
+    @staticmethod
+    def forward(ctx, c, x):
+        ctx.save_for_backward(c, x)
+        return c * x
+
+    @staticmethod
+    def backward(ctx, g):
+        c, x = ctx.saved_tensors
+        return 7 * g * x, (g * c).sum(0)
+
+
+def in_w(out: torch.Tensor) -> torch.Tensor:
+    return torch.autograd.grad(out.sum(), W, retain_graph=True)[0]
+
+
+def checkpointed(c: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda x: checkpoint(lambda x: (c * x).sin().sum(), x, use_reentrant=False)
+
+
+def saved_and_loaded(c: torch.Tensor) -> torch.Tensor:
+    file = io.BytesIO()
+    torch.save(c.detach(), file)
+    file.seek(0)
+    return torch.load(file)
+
+
+OTHERWISE: dict[str, Callable[[torch.Tensor], Any]] = {
+    "an argument of grad": lambda c: grad(lambda c: c.sin().sum())(c),
+    "an argument of vjp": lambda c: vjp(torch.sin, c)[1](c),
+    "an argument of jacrev": lambda c: jacrev(lambda c: c.sin().sum(0))(c),
+    "an argument of jacfwd": lambda c: jacfwd(lambda c: c.sin().sum(0))(c),
+    "an argument of hessian": lambda c: hessian(lambda c: c.sin().sum())(c),
+    "an argument of jvp": lambda c: jvp(torch.sin, (c,), (c,)),
+    "an argument of linearize": lambda c: linearize(torch.sin, c)[1](c),
+    "an argument of vmap": lambda c: in_w(vmap(torch.sin)(c)),
+    "a result": lambda c: (*jvp(lambda x: c, (X,), (T,)), vmap(lambda x: c)(XS)),
+    "a Function": lambda c: in_w(Scaled.apply(c, X)),
+    "a Function in vmap": lambda c: in_w(vmap(lambda x: Scaled.apply(c, x))(XS)),
+    "a Function in jvp": lambda c: jvp(lambda x: Scaled.apply(c, x), (X,), (T,)),
+    "a checkpoint": lambda c: (grad(checkpointed(c))(X), vmap(grad(checkpointed(c)))(XS)),
+    "a checkpoint of torch's": lambda c: in_w(checkpointed(c)(X.clone().requires_grad_())),
+    "its numbers": lambda c: (torch.tensor(c.tolist()), torch.as_tensor(c.detach().numpy())),
+    "its memory": lambda c: torch.tensor(c.detach().data_ptr() % 4),
+    "a file": saved_and_loaded,
+    "a second derivative": lambda c: in_w(
+        torch.autograd.grad((c * X).sin().sum(), W, create_graph=True)[0] ** 2
+    ),
+    "torch.func": lambda c: torch.func.vmap(torch.func.grad(lambda x: (c * x).sin().sum()))(XS),
+    "questions": lambda c: torch.tensor([c.requires_grad, c.is_leaf, type(c + 1) is torch.Tensor]),
+}
+
+
+@pytest.mark.parametrize("otherwise", OTHERWISE)
+def test_what_is_no_operator_takes_it_as_well(otherwise):
+    use = OTHERWISE[otherwise]
+    truth = use(cached("no transform", W.exp))
+    for first in (*FIRST, "grad of jvp"):
+        assert difference(use(cached(first, W.exp)), truth) is None, first
+
+
+def test_no_mode_that_cuts_history_cuts_it_for_later():
+    for cuts in (torch.no_grad, torch.inference_mode):
+        for first in FIRST:
+            c = cached(first, W.exp)
+            with cuts():
+                c * 1
+            assert difference(in_w(c * X), in_w(W.exp() * X)) is None
+
+
+def test_what_is_written_into_it_stays():
+    def f(c):
+        c.add_(1)
+        c[0] = 5
+        c *= 2
+        return c * 1
+
+    for first in FIRST:
+        c = cached(first, lambda: torch.arange(3, dtype=D).cos())
+        assert difference(f(c), f(torch.arange(3, dtype=D).cos())) is None
+        assert difference(c * 1, torch.tensor([10, *(2 * T.new_tensor([1, 2]).cos() + 2)])) is None
+
+
+# --- a variable that was made in the call ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("first", ["vmap", "jvp", "jacfwd", "vmap of grad"])
+def test_it_can_be_trained(first):
+    def trained(first):
+        p = cached(first, lambda: nn.Parameter(torch.ones(3, dtype=D)))
+        steps = torch.optim.Adam([p], lr=0.1)
+        for _ in range(3):
+            steps.zero_grad()
+            vmap(lambda x: (p * x).sin().sum())(XS).sum().backward()
+            steps.step()
+        return p.detach() * 1
+
+    assert difference(trained(first), trained("no transform")) is None
+
+
+@pytest.mark.parametrize("asked", ["after", "before", "both"])
+def test_it_has_the_gradients_of_what_the_call_made_of_it(asked):
+    def gradient(mapped):
+        box = []
+
+        def f(x):
+            if not box:
+                box.append(nn.Parameter(torch.arange(3, dtype=D)))
+            return (box[0] * x).sin().sum()
+
+        out = mapped(f)(XS)
+        if asked != "after":
+            assert box[0].grad is None
+        out.sum().backward()
+        if asked == "both":
+            f(X).backward()
+        return box[0].grad
+
+    assert difference(gradient(vmap), gradient(loop)) is None

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forall._core.counting import Count
-from forall._core.ended import called, dispatched, is_over, left_over
+from forall._core.ended import called, dispatched, is_over, left_over, what_is_left
 from forall._core.errors import columns, escaped, marks, no_memory, short, shown
 from forall._core.levels import Level, outside
 from forall._core.listening import numbers_told
@@ -139,6 +139,9 @@ class Batched(Wrapper):
         return f"Batched({facts}{marks(self)}:\n{shown(self.value)})"
 
     def memory(self, name: str, args: tuple, kwargs: dict) -> Any:
+        rest = what_is_left(self)
+        if rest is not self:
+            return getattr(rest, name)(*args, **kwargs)
         if self.axis is not None:
             if is_over(self.level):
                 raise escaped(f"x.{name}()", self, self.level.origin)

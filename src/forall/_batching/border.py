@@ -272,7 +272,7 @@ class Share(torch.autograd.Function):
             ctx.level.ledger.keep_grads(ctx)
         g = _without_tangents(g, ctx.level)
         with outside(ctx.level):
-            return _summed(g, ctx.level), None
+            return summed(g, ctx.level), None
 
     @staticmethod
     def jvp(ctx, t, _level):
@@ -297,7 +297,7 @@ class Total(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx, t):
-        return None if t is None else _summed(t, ctx.level)
+        return None if t is None else summed(t, ctx.level)
 
 
 class Keep(torch.autograd.Function):
@@ -333,7 +333,7 @@ def _without_tangents(g: torch.Tensor, level: VmapLevel) -> torch.Tensor:
     return g
 
 
-def _summed(g: torch.Tensor, level: VmapLevel) -> torch.Tensor:
+def summed(g: torch.Tensor, level: VmapLevel) -> torch.Tensor:
     if type(g) is Unmade and g.level is level:
         if not carries(g):
             return settle(g.total(), ())[0]

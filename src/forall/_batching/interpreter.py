@@ -119,6 +119,9 @@ class VmapLevel(Level, DispatchMode):
     def afterwards(self, tensor: Batched) -> torch.Tensor:
         return border.keep(tensor) if tensor.axis is None else tensor
 
+    def gathered(self, gradient: Any) -> torch.Tensor:
+        return border.summed(gradient, self)
+
     def run_afterwards(self, func: Any, args: tuple, kwargs: dict) -> Any:
         args, kwargs = without_ended(func, args, kwargs)
         return func(*args, **kwargs)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from forall._core.levels import Level, act, outside, stack, top
 from forall._torch import trees
-from forall._torch.dispatch import functions_off, users_tangents
+from forall._torch.dispatch import functions_off, in_backward, users_tangents
 from forall._torch.lazy import lazy_zeros_stay
 from forall._torch.names import DispatchMode
 from forall._torch.schema import facts
@@ -46,12 +46,12 @@ def where_it_first_ran(function: Callable) -> Callable:
 @contextmanager
 def _counted(place: Level | None, since: Level | None) -> Iterator[None]:
     """What is entered counts as it would have then: see NOTE [inside and outside]."""
-    was = stack.place, stack.since
-    stack.place, stack.since = place, since
+    was = stack.place, stack.since, stack.recomputes
+    stack.place, stack.since, stack.recomputes = place, since, in_backward()
     try:
         yield
     finally:
-        stack.place, stack.since = was
+        stack.place, stack.since, stack.recomputes = was
 
 
 def _parts(level: Level | None) -> Iterator[Level]:

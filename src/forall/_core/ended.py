@@ -18,7 +18,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forall._core.again import entered_since
-from forall._core.levels import innermost, levels_in, outside, second_name
+from forall._core.errors import columns, short
+from forall._core.levels import (
+    around_what_runs,
+    innermost,
+    levels_in,
+    outside,
+    second_name,
+    stack,
+)
+from forall._torch import trees
 from forall._torch.dispatch import (
     autograd_below,
     functions_are_off,
@@ -38,10 +47,14 @@ if TYPE_CHECKING:
 def is_over(level: Level) -> bool:
     """Whether a user's own code meets a value of this level after the level has ended.
 
-    A backward pass, with its hooks and recomputations, acts under ended levels by right, and so
-    does our own code, which no function mode is to see.
+    A backward pass, with its hooks, acts under ended levels by right; so does our own code, which
+    no function mode is to see. What is computed again acts under those that it first ran in.
     """
-    return not level.active and level.ends and not functions_are_off() and not in_backward()
+    if level.active or not level.ends or functions_are_off():
+        return False
+    if stack.recomputes:
+        return level.root not in around_what_runs()
+    return not in_backward()
 
 
 def meets_ended(args: Any, kwargs: dict | None = None) -> bool:
@@ -61,9 +74,25 @@ _SEQUENCES = frozenset({list, tuple})
 def dispatched(func: Any, args: tuple, kwargs: dict) -> Any:
     """An operator that no mode took: of our own code, in a backward pass, or after the call."""
     level = innermost(levels_in(args, kwargs))
-    if is_over(level):
-        return level.run_afterwards(func, args, kwargs)
-    return level.run(func, args, kwargs)
+    if not is_over(level):
+        return level.run(func, args, kwargs)
+    if torch.is_grad_enabled() and func is not _DETACH:
+        for a in (*args, *kwargs.values()):
+            _refuse_recorded(func, a)
+    return level.run_afterwards(func, args, kwargs)
+
+
+def _refuse_recorded(func: Any, a: Any) -> None:
+    """Autograd, which has made its node already, would not see the history of what is left."""
+    if isinstance(a, Wrapper) and a.requires_grad and what_is_left(a) is not a:
+        raise NotImplementedError(
+            f"{func} takes a value that was kept from a call which has ended, by a way on which "
+            f"its history cannot follow.\n{columns([('value', short(a))])}\n"
+            "Give code that is not Python, as TorchScript's, a clone of it (.clone())."
+        )
+
+
+_DETACH = torch.ops.aten.detach.default
 
 
 def called(func: Any, args: tuple, kwargs: dict) -> Any:
@@ -71,8 +100,9 @@ def called(func: Any, args: tuple, kwargs: dict) -> Any:
     with subclass_functions_off():
         args, kwargs = left_over(args, kwargs)
         found = levels_in(args, kwargs)
-        if found and torch.is_grad_enabled():  # in a backward pass
-            args, kwargs = innermost(found).share_captured(args, kwargs)
+        level = innermost(found) if found and torch.is_grad_enabled() else None
+        if level is not None and not is_over(level):  # it acts again, in a backward pass
+            args, kwargs = level.share_captured(args, kwargs)
         return func(*args, **kwargs)
 
 
@@ -93,6 +123,12 @@ def what_is_left(a: Any) -> Any:
             break
         a = found
     return a
+
+
+def flatten(tree: Any) -> tuple[list, trees.TreeSpec]:
+    """Leaves and shape of what a transform is given, or of what the user's function returns."""
+    leaves, spec = trees.flatten(tree)
+    return ([*map(what_is_left, leaves)] if meets_ended(leaves) else leaves), spec
 
 
 def left(a: Wrapper) -> torch.Tensor:
@@ -116,7 +152,20 @@ def left(a: Wrapper) -> torch.Tensor:
 
 
 def _leaf(a: Wrapper) -> torch.Tensor:
-    """Of a variable a variable is left: who asks for its gradient is given that one as well."""
+    """Of a variable a variable is left, which has the gradients of what the call made of it too."""
     bare = a.graph_free()
     found = a.level.kept(bare)
-    return a if found is bare else second_name(found).requires_grad_()
+    if found is bare:
+        return a
+    variable = second_name(found).requires_grad_()
+    level = a.level
+
+    def hand_on(a: torch.Tensor) -> None:
+        with functions_off():
+            gradient, a.grad = a.grad, None
+            if gradient is not None:
+                variable.backward(level.gathered(gradient))
+
+    hand_on(a)
+    a.register_post_accumulate_grad_hook(hand_on)
+    return variable

@@ -101,6 +101,10 @@ class Level:
         """The same with its history, as the user goes on with it."""
         return self.afterwards(tensor)
 
+    def gathered(self, gradient: Any) -> torch.Tensor:
+        """What is left of the gradient of a variable that was made at this level."""
+        return self.afterwards(gradient)
+
     def share_captured(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """The arguments with what the examples capture in its shared form."""
         return (args, kwargs) if self.parent is None else self.parent.share_captured(args, kwargs)
@@ -140,6 +144,7 @@ class _Stack(threading.local):
     parted = 0  # how many levels have a part of their examples act
     ever_parted = False
     again = 0  # how often code of a forward pass runs once more, for such a part
+    recomputes = False  # whether code of a forward pass runs once more, for whichever examples
     reversing = 0  # how many calls and passes of ours run with torch's autograd on
     # What runs once more counts as run inside of ``place``, and before ``since`` was entered.
     place: Level | None = None

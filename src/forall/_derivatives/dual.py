@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from forall._core.ended import called, dispatched, is_over, left, meets_ended
+from forall._core.ended import called, dispatched, is_over, left, meets_ended, what_is_left
 from forall._core.errors import marks, short, shown
 from forall._core.levels import complete, graph_free, outside, second_name
 from forall._core.listening import numbers_told
@@ -30,6 +30,9 @@ class Dual(Wrapper):
         return f"Dual({short(self)}, with a tangent{marks(self)}:\n{shown(self.value)})"
 
     def memory(self, name: str, args: tuple, kwargs: dict) -> Any:
+        rest = what_is_left(self)
+        if rest is not self:
+            return getattr(rest, name)(*args, **kwargs)
         if name not in READS:
             raise RuntimeError(
                 f"jvp: x.{name}() asks for the memory of a tensor that has a tangent.\n"

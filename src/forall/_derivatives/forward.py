@@ -105,24 +105,8 @@ class JvpLevel(Level, DispatchMode):
             return unpack(tensor, self)
 
     def run_afterwards(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        """An operator of the user's, which no function mode saw, on what is left of the values.
-
-        A derivative taken inside hangs on the wrappers, and autograd keeps it; one taken outside
-        hangs on the values.
-        """
-        inside = torch.is_grad_enabled() and any(
-            type(a) is Dual and a.requires_grad for a in (*args, *kwargs.values())
-        )
-        if inside and self.outer_history and func is not _DETACH:
-            raise RuntimeError(
-                f"jvp: {func} takes a value that was kept from a call which has ended.\n"
-                "Its history leads to a tensor that the function captured, and to the argument.\n"
-                "Return it from the function (has_aux=True), or keep it without history "
-                "(.detach())."
-            )
         args, kwargs = left_over(args, kwargs)
-        grad = torch.is_grad_enabled() and not inside
-        with autograd_below(grad, forward=is_forward_enabled()):
+        with autograd_below(torch.is_grad_enabled(), is_forward_enabled()):  # as above us
             return func(*args, **kwargs)
 
     def push(self, h: Any, args: tuple) -> tuple:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from forall._core.ended import flatten
 from forall._core.errors import Call, columns, kind, short
 from forall._lanes import users
 from forall._torch import handover, trees
@@ -33,7 +34,7 @@ class Moved:
     def __init__(
         self, call: Call, tree: Any, asked: tuple, error: type[Exception] = RuntimeError
     ) -> None:
-        self.leaves, self.spec = trees.flatten(tree)
+        self.leaves, self.spec = flatten(tree)
         with functions_off():
             self.at = [i for i, x in enumerate(self.leaves) if _moves(x)]
         self.tensors: list[torch.Tensor] = [self.leaves[i] for i in self.at]

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from forall._core.ended import flatten
 from forall._core.errors import Call, columns, kind, short
 from forall._random.keys import check as check_key
 from forall._torch import trees
@@ -79,7 +80,7 @@ def chunk_size(verb: str, size: Any) -> None:
 
 def primals(call: Call, given: tuple) -> tuple[list, Any]:
     """Leaves and tree; forward mode moves every primal, so every leaf is a tensor."""
-    leaves, spec = trees.flatten(given)
+    leaves, spec = flatten(given)
     for leaf in leaves:
         if not isinstance(leaf, torch.Tensor):
             raise RuntimeError(
@@ -165,7 +166,7 @@ def tangents(call: Call, primals: list, spec: Any, given: Any) -> list:
             f"{columns([('tangents', short(given), kind(given))])}\n"
             "For one argument write (t,)."
         )
-    leaves, tangent_spec = trees.flatten(given)
+    leaves, tangent_spec = flatten(given)
     if tangent_spec != spec:
         rows = [("primals", trees.text(spec)), ("tangents", trees.text(tangent_spec))]
         raise RuntimeError(
@@ -210,7 +211,7 @@ def vector_last(call: Call, args: tuple) -> tuple[tuple, Any]:
 
 def vector_like(call: Call, given: Any, vector: Any) -> tuple:
     """What moves in the arguments, of the vector; `tangents` looks at shapes and dtypes."""
-    leaves, spec = trees.flatten(vector)
+    leaves, spec = flatten(vector)
     if spec != given.spec:
         rows = [("arguments", trees.text(given.spec)), ("vector", trees.text(spec))]
         raise RuntimeError(
@@ -235,7 +236,7 @@ def alike(call: Call, primals: list, tangents: list) -> None:
 
 
 def cotangents(call: Call, outputs: list, spec: Any, given: Any) -> list:
-    leaves, given_spec = trees.flatten(given)
+    leaves, given_spec = flatten(given)
     if given_spec != spec:
         rows = [("output", trees.text(spec)), ("cotangents", trees.text(given_spec))]
         raise RuntimeError(
@@ -289,7 +290,7 @@ def with_aux(call: Call, out: Any, first: str = "output") -> tuple[Any, Any]:
 
 def outputs(call: Call, out: Any) -> tuple[list, Any]:
     """The leaves of a function's output, which must be tensors."""
-    leaves, spec = trees.flatten(out)
+    leaves, spec = flatten(out)
     if not leaves:
         raise RuntimeError(
             f"{call}: the function returned no tensor.\n"

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
+from forall._core.ended import what_is_left
 from forall._core.errors import Call
 from forall._core.levels import lift, top
 from forall._derivatives import forward
@@ -129,6 +130,6 @@ def run(
     aux = None
     if has_aux:
         out, aux = checks.with_aux(call, out)
-        aux = trees.map_tensors(lambda a: forward.unpack(a, level)[0], aux)
+        aux = trees.map_tensors(lambda a: what_is_left(forward.unpack(a, level)[0]), aux)
     leaves, spec = checks.outputs(call, out)
     return [forward.unpack(y, level) for y in leaves], spec, aux

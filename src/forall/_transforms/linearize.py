@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 
 from forall._core.counting import Count
+from forall._core.ended import flatten
 from forall._core.errors import Call, columns, short
 from forall._core.levels import lift, top
 from forall._derivatives import forward
@@ -133,7 +134,7 @@ def _linearized(func: Callable, *primals: Any) -> tuple:
     As the key of a dict the program is a part of the result's tree, which is the same for all calls
     of a kind; one that holds on to what a single call has made is a leaf, and no call is recorded.
     """
-    given = trees.flatten(primals)
+    given = flatten(primals)
     value, linear, out_spec, constants, _ = _run(Call("linearize", func), func, *given, False)
     if linear.is_plain():
         return value, {_Own(linear, out_spec): constants}

@@ -11,6 +11,7 @@ import torch
 
 from forall._batching import border
 from forall._batching.batched import Batched
+from forall._core.ended import flatten
 from forall._core.errors import Call, columns, kind, short
 from forall._torch import collections, trees
 from forall._torch.dispatch import functions_off
@@ -102,8 +103,8 @@ def _flat(args: tuple, kwargs: dict) -> tuple[list, Any]:
     """Leaves and tree of ``(args, kwargs)``; most calls pass tensors and nothing else."""
     for a in args:
         if type(a) is not torch.Tensor:
-            return trees.flatten((args, kwargs))
-    return trees.flatten((args, kwargs)) if kwargs else ([*args], _tree_of_leaves(len(args)))
+            return flatten((args, kwargs))
+    return flatten((args, kwargs)) if kwargs else ([*args], _tree_of_leaves(len(args)))
 
 
 @functools.lru_cache(maxsize=64)
