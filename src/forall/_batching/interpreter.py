@@ -354,10 +354,7 @@ def run_shared(level: VmapLevel, func: Any, args: tuple, kwargs: dict) -> Any:
         if table.WAYS[func] == "decomposed":  # into views that can be derived again
             return handler(level, func, args, kwargs)
     plain = [lower(a, level) for a in args]
-    if kwargs:
-        out = func(*plain, **{k: lower(a, level) for k, a in kwargs.items()})
-    else:
-        out = func(*plain)
+    out = func(*plain, **{k: lower(a, level) for k, a in kwargs.items()})
     if sparse.stands_for_itself(out, args):
         return sparse.constant(out)
     if fact.view and isinstance(args[0], Batched) and args[0].level is level:
