@@ -144,6 +144,7 @@ def wrong(made: Cached, used: list, first: str, truth: dict[str, list[Any]]) -> 
 @pytest.mark.parametrize("made", MADE)
 def test_each_call_can_use_what_another_has_cached(made):
     truth = truths(MADE[made], USED)
+    assert difference(truth["linearize"][0], truth["grad"][0] @ T) is None
     off = [w for first in FIRST for w in wrong(MADE[made], USED, first, truth)]
     assert not off, "\n".join(off)
 

@@ -126,7 +126,7 @@ def what_is_left(a: Any) -> Any:
 
 
 def flatten(tree: Any) -> tuple[list, trees.TreeSpec]:
-    """Leaves and shape of what a transform is given, or of what the user's function returns."""
+    """Leaves and shape of what a transform is given, without what ended levels hold."""
     leaves, spec = trees.flatten(tree)
     return ([*map(what_is_left, leaves)] if meets_ended(leaves) else leaves), spec
 
