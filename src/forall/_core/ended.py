@@ -146,7 +146,7 @@ def left(a: Wrapper) -> torch.Tensor:
         autograd_below(grad=True, forward=True),
     ):
         found = _leaf(a) if a.requires_grad and a.is_leaf else a.level.kept(a)
-    if not users_tangents():  # which end before the value does
+    if found is not a and not users_tangents():  # which end before the value does
         a.left = a.value, found
     return found
 
