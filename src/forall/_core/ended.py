@@ -126,7 +126,7 @@ def what_is_left(a: Any) -> Any:
 
 
 def flatten(tree: Any) -> tuple[list, trees.TreeSpec]:
-    """Leaves and shape of what a transform is given, or of what the user's function returns."""
+    """Leaves and shape of what a transform is given, without what ended levels hold."""
     leaves, spec = trees.flatten(tree)
     return ([*map(what_is_left, leaves)] if meets_ended(leaves) else leaves), spec
 
@@ -146,7 +146,7 @@ def left(a: Wrapper) -> torch.Tensor:
         autograd_below(grad=True, forward=True),
     ):
         found = _leaf(a) if a.requires_grad and a.is_leaf else a.level.kept(a)
-    if not users_tangents():  # which end before the value does
+    if found is not a and not users_tangents():  # which end before the value does
         a.left = a.value, found
     return found
 

@@ -290,7 +290,7 @@ def with_aux(call: Call, out: Any, first: str = "output") -> tuple[Any, Any]:
 
 def outputs(call: Call, out: Any) -> tuple[list, Any]:
     """The leaves of a function's output, which must be tensors."""
-    leaves, spec = flatten(out)
+    leaves, spec = trees.flatten(out)
     if not leaves:
         raise RuntimeError(
             f"{call}: the function returned no tensor.\n"

@@ -132,4 +132,5 @@ def run(
         out, aux = checks.with_aux(call, out)
         aux = trees.map_tensors(lambda a: what_is_left(forward.unpack(a, level)[0]), aux)
     leaves, spec = checks.outputs(call, out)
-    return [forward.unpack(y, level) for y in leaves], spec, aux
+    pairs = [forward.unpack(y, level) for y in leaves]
+    return [(what_is_left(p), t) for p, t in pairs], spec, aux
