@@ -50,6 +50,7 @@ _ITSELF = frozenset(getattr(Tensor, name).__get__ for name in _GETTERS.split()) 
     Tensor.dim,
     Tensor.numel,
     Tensor.stride,
+    Tensor.is_contiguous,
     Tensor.is_floating_point,
     Tensor.is_complex,
     Tensor.register_hook,

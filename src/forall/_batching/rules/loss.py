@@ -8,6 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from forall._batching.families import Stack, by_front
+from forall._batching.layouts import asks_first, expanded_inside
 from forall._batching.table import CALLS, register
 
 aten = torch.ops.aten
@@ -65,7 +66,7 @@ def entries(func: Any, count: int):
         tensors += [None] * (count - len(tensors))
         return reduced(func(*tensors, NONE, *args[count + 1 :]), reduction)
 
-    return by_front(rule)
+    return asks_first(by_front(rule), expanded_inside)
 
 
 def entries_backward(func: Any, count: int):

@@ -23,6 +23,7 @@ from forall._batching.indices import (
     lined,
     taken,
 )
+from forall._batching.layouts import asks_first, expanded_inside
 from forall._batching.table import register
 from forall._batching.writing import writable
 from forall._core.axes import stacked_dim
@@ -63,7 +64,7 @@ def writes(rule: Callable) -> tuple[Callable, Callable]:
 
         return handle
 
-    return handler(False), handler(True)
+    return asks_first(handler(False), expanded_inside), handler(True)
 
 
 def _taken(a: Any, level: Any) -> Any:
