@@ -37,25 +37,6 @@ def test_a_value_of_an_example_after_the_call():
         _ = kept[0] + 1
 
 
-def test_a_value_of_a_jvp_whose_history_leads_two_ways():
-    w = torch.ones(2, requires_grad=True)
-
-    def outer(x):
-        kept = []
-        jvp(lambda y: (kept.append(y * w), y)[1], (x,), (x,))
-        return kept.pop().sum()
-
-    with refused(
-        RuntimeError,
-        """
-        jvp: aten.sum.default takes a value that was kept from a call which has ended.
-        Its history leads to a tensor that the function captured, and to the argument.
-        Return it from the function (has_aux=True), or keep it without history (.detach()).
-        """,
-    ):
-        grad(outer)(X[0])
-
-
 def pick(i):
     return X[i]
 

@@ -82,7 +82,7 @@ def _first(a: Any, level: Any) -> Any:
 
 
 def _laid_out(out: Any, one: Tensor, level: Any) -> Any:
-    if out.axis is None:
+    if out.axis is None or out.value.layout is not torch.strided:
         return out
     stack, strides = out.value.movedim(out.axis, 0), one.stride()
     pairs = zip(strides, strides_alone(stack)[1:], stack.shape[1:], strict=True)

@@ -23,8 +23,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 
-def where_it_first_ran(function: Callable) -> Callable:
-    """``function``, which runs at any later time at the level that runs now."""
+def where_it_first_ran(function: Callable, *, recomputes: bool = True) -> Callable:
+    """``function``, which runs at any later time at the level that runs now.
+
+    It ``recomputes`` what it made then, or else something else of the values that it meets.
+    """
     level = top()
     parts = [*_parts(level)] if stack.parted else []
 
@@ -33,7 +36,7 @@ def where_it_first_ran(function: Callable) -> Callable:
             since = entered_since(level)
             if since is not None:
                 place.enter_context(outside(since))
-            place.enter_context(_counted(level, since))
+            place.enter_context(_counted(level, since, recomputes))
             place.enter_context(as_made_by(level))
             place.enter_context(lazy_zeros_stay())  # in a pull-back of many at once they pass
             if parts:
@@ -44,10 +47,10 @@ def where_it_first_ran(function: Callable) -> Callable:
 
 
 @contextmanager
-def _counted(place: Level | None, since: Level | None) -> Iterator[None]:
+def _counted(place: Level | None, since: Level | None, recomputes: bool) -> Iterator[None]:
     """What is entered counts as it would have then: see NOTE [inside and outside]."""
     was = stack.place, stack.since, stack.recomputes
-    stack.place, stack.since, stack.recomputes = place, since, in_backward()
+    stack.place, stack.since, stack.recomputes = place, since, recomputes and in_backward()
     try:
         yield
     finally:

@@ -71,7 +71,7 @@ class Differentiated(Recorded):
         views: Opened | None = None,
     ) -> None:
         self.back = back
-        self.again = where_it_first_ran(partial(stood_in, again))
+        self.again = where_it_first_ran(partial(stood_in, again), recomputes=False)
         self.ambient = ambient()
         second = {id(node) for node in back.nodes}
         first = [node for node in program.nodes if id(node) not in second]
