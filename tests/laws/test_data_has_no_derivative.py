@@ -94,3 +94,13 @@ def test_of_two_levels_of_forward_mode(f):
     between = jvp(vmap(once), (xs,), (across.expand(3, 2),))[1]
     for found in (each, inside, between):
         assert same(found, right)
+
+
+def test_numpy_reads_the_memory_of_a_tensor_from_outside():
+    table, x = torch.arange(3.0).cos(), torch.ones(3)
+
+    def f(x):
+        return x * torch.as_tensor(table.numpy())
+
+    for got in (*jvp(f, (x,), (x,)), linearize(f, x)[1](x), jacfwd(f)(x).diagonal()):
+        assert torch.equal(got, table)
