@@ -128,6 +128,8 @@ class JvpLevel(Level, DispatchMode):
         for level in levels_in(args, kwargs or {}):
             if level is not self and not level.is_outside(self):
                 return NotImplemented
+        if func is _DETACH and type(args[0]) is torch.Tensor and is_excluded(AUTOGRAD):
+            return func(*args)  # numpy reads the memory of this one
         try:
             return self.run(func, args, kwargs or {})
         except Exception as error:
@@ -139,8 +141,6 @@ class JvpLevel(Level, DispatchMode):
         fact = facts(func)
         if func is _DETACH and not is_excluded(AUTOGRAD):
             return second_name(args[0])
-        if func is _DETACH and type(args[0]) is torch.Tensor:  # numpy reads the memory of this one
-            return func(*args)
         leaf = accumulating_on() if func in ACCUMULATION else None
         if leaf is not None:
             if not any(type(a) is Dual and a.level is self for a in args):
