@@ -20,7 +20,6 @@ import torch
 from forall._batching import table, worlds
 from forall._batching.failing import first_error
 from forall._batching.merging import is_stale, narrow
-from forall._batching.questions import tracers_hear
 from forall._core.errors import columns
 from forall._core.levels import stack
 from forall._core.places import users_line
@@ -210,11 +209,9 @@ def number(t: Tensor) -> Any:
     """
     if not stacks.differs(t):
         return t.item()
-    tracers_hear()
+    stacks.tell(t)
     kind = complex if t.is_complex() else float if t.is_floating_point() else int
     kind = bool if t.dtype is torch.bool else kind
-    if stack.listening:
-        stacks.tell(t, *bounds_of(t))
     return told(stacks.cast(t, DTYPES[kind], copy=True))
 
 

@@ -31,15 +31,16 @@ def plain(t: Tensor) -> Tensor:
     return read(t)[0]
 
 
-def tell(t: Tensor, least: Any, largest: Any) -> None:
+def tell(t: Tensor) -> None:
     """Who writes a program is told of the numbers: all examples may have one whole one again."""
-    whole = not (t.is_floating_point() or t.is_complex())
 
     def same() -> Tensor:
         with functions_off():
-            return answers(t == least)[0]
+            with no_dispatch():
+                first = plain(t).reshape(-1)[:1].tolist()
+            return answers(t == first[0] if first else t)[0]
 
-    numbers_told(same if whole and least == largest else None)
+    numbers_told(None if t.is_floating_point() or t.is_complex() else same)
 
 
 def levels_of(t: Tensor) -> list:

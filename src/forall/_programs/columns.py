@@ -49,13 +49,14 @@ def along_columns(program: Program, back: list[Node]) -> None:
 
 
 def _fits(program: Program, node: Node) -> bool:
+    if len(node.args) != len(node.op._schema.arguments):
+        return False  # some come by their names
     layouts = [program.values[n].layout for n in (*node.reads(), node.outs)]
-    shape = layouts[0].shape
-    entries, (few, least) = prod(shape), _LEAST[node.op]
-    rows, dim = entries // max(shape[-1:] or (1,)), node.args[-2]
+    shape, (few, least) = layouts[0].shape, _LEAST[node.op]
+    entries, rows = prod(shape), prod(shape[:-1])
     return (
         len(shape) > 1
-        and dim in (-1, len(shape) - 1)
+        and node.args[-2] in (-1, len(shape) - 1)
         and node.args[-1] in (False, layouts[0].dtype)
         and shape[-1] >= few
         and entries >= least

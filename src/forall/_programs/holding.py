@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 _SIZED = (dict, OrderedDict)  # that are true where they hold anything
 _FEW = 4  # entries of a list, each of which is asked for by itself
+_MANY = 64  # tests, beside which one more call is nothing, and one more text to compile is much
 _values = methodcaller("values")
 
 
@@ -44,11 +45,11 @@ class Tests(NamedTuple):
 
 
 class Holding(NamedTuple):
-    """Whether things hold what they held."""
+    """Whether things hold what they held: a yes is sure; a no of ``quickly`` says nothing."""
 
-    at_once: Tests  # a yes is sure, a no says nothing
-    quickly: Callable[[], bool]  # these, written out
+    quickly: Callable[[], bool]
     certainly: Callable[[], bool]
+    at_once: Tests  # what ``quickly`` makes, to be written out among others
 
 
 def holding(
@@ -81,7 +82,10 @@ def holding(
         at_once += Tests(["[*map(of, counted)] == counts"], given)
     certainly = Tests(["unwritten()"], {"unwritten": unwritten}) + rest
     certainly += _of_tensors(looks.tensors, looks.exactly)
-    return Holding(at_once, at_once.written_out(), certainly.written_out())
+    quickly = at_once.written_out()
+    if len(at_once.texts) > _MANY:
+        at_once = Tests(["quickly()"], {"quickly": quickly})
+    return Holding(quickly, certainly.written_out(), at_once)
 
 
 class Looks:

@@ -42,10 +42,12 @@ def clean(program: Program, back: list[Node] | None = None, *, fastmath: bool = 
     views(program)
     copies(program, back)
     twins(program, back)
+    before = len(program.values)
     reordered(program, back, fastmath=fastmath)
     biased(program, back, fastmath=fastmath)
     along_columns(program, back)
-    constants(program)
+    if len(program.values) > before:
+        constants(program)
     views(program)
     dead(program)
     numbers(program)

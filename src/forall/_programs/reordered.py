@@ -157,9 +157,7 @@ class Scratch:
     of one are computed, and multiplied with.
     """
 
-    def __init__(
-        self, program: Program, product: Product, device: str = "meta", *, slopes: bool = False
-    ) -> None:
+    def __init__(self, program: Program, product: Product, device: str, *, slopes: bool) -> None:
         self.product = product
         self.device = device
         self.slopes = slopes
@@ -169,13 +167,21 @@ class Scratch:
         self.result = -1
 
     @classmethod
-    def of(cls, program: Program, product: Product, halves: Halves, *how, **more) -> Scratch | None:
+    def of(
+        cls,
+        program: Program,
+        product: Product,
+        halves: Halves,
+        device: str = "meta",
+        *,
+        slopes: bool = False,
+    ) -> Scratch | None:
         """A product of halves in the place of one, if it costs less and lies as that does."""
         if not {*product.out} <= _atoms(product.factors):
             return None  # along one of its dims the result is the same
         if not all({*product.summed} <= _atoms(half) and _begins(half) for half in halves):
             return None
-        made = cls(program, product, *how, **more)
+        made = cls(program, product, device, slopes=slopes)
         with without_history(), torch.no_grad():
             fits = made.contract(*halves, program.values[product.nodes[0].outs].layout)
         before = sum(_cost(program.values, node) for node in product.nodes)

@@ -3,8 +3,8 @@
 NOTE [the same bits]
     In which order a product of matrices is summed is told nowhere, and hangs on shapes, strides,
     dtypes and how many threads there are, never on the numbers. So where some hundred entries, each
-    of which rounds in its own way, lead to the same bits, all do. That tells a product
-    of matrices that lie otherwise, or that begins with a bias, from the one that adds otherwise.
+    of which rounds in its own way, lead to the same bits, all do. That tells a product of matrices
+    that lie otherwise, or that begins with a bias, from one that adds in another order.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _ENTRIES = 256  # of each operand, and of the result, that are compared, or more
 _TRIALS = 32  # at most: where there are too few entries for that, nothing is said
-_MOST = 1 << 16  # entries of what is tried: it is made four times
+_MOST = 1 << 16  # entries of what is tried: both are made, in each trial
 _CPU = torch.device("cpu")
 
 

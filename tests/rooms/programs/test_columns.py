@@ -71,6 +71,21 @@ def test_a_derivative_outside():
         assert torch.equal(found, wanted)
 
 
+@pytest.mark.parametrize("shape", [(3, 0), (0, 5), (64, 0, 2), (7,), ()])
+def test_shapes_without_rows(shape):
+    x = torch.zeros(shape)
+    g = jit(lambda x: F.log_softmax(x, -1))
+    for _ in range(2):
+        assert torch.equal(g(x), F.log_softmax(x, -1))
+
+
+def test_arguments_by_name():
+    x = torch.randn(640, 5)
+    g = jit(lambda x: torch.ops.aten._log_softmax(x, dim=1, half_to_float=False))
+    for _ in range(2):
+        assert torch.equal(g(x), F.log_softmax(x, -1))
+
+
 def test_few_rows_and_many_entries_stay_as_they_are():
     for shape in ((8, 5), (4096, 100), (65, 32)):
         g = jit(lambda x: F.log_softmax(x, -1))
