@@ -111,7 +111,16 @@ class World:
             return World.alone(union(mine, *[p[root] for p in parts]))
         return functools.reduce(operator.or_, others, self)
 
+    def __and__(self, other: World) -> World | None:
+        """The examples of both; None where there are none."""
+        root = self._one(other)
+        if root is None:
+            return self
+        both = common(self.of(root), other.of(root))
+        return None if both is None else World({**self.parts, root: both})
+
     def __sub__(self, other: World) -> World | None:
+        """The examples that are not in the other; None where there are none."""
         root = self._one(other)
         if root is None:
             return None

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 import torch
 
 from forall._batching.merging import is_stale, narrow
-from forall._batching.worlds import Apart, World, asked, joined, now, running
+from forall._batching.worlds import Apart, World, asked, now, running
 from forall._control.carry import NUMBERS, alike, like, ordered, paths, same, told
 from forall._core.errors import columns, kind, short
+from forall._lanes import aliases
+from forall._lanes.merging import tensors
 from forall._torch import trees
 from forall._torch.dispatch import functions_off
 from forall._torch.wrapper import Wrapper
@@ -82,10 +84,10 @@ class Leaving:
         who = going._one(leaving)
         if not self.left or self.left[-1].who is not who:
             self.left.append(_Left(who, now(), []))
-        self.left[-1].parts.append((leaving, _narrowed(leaving, val)))
+        self.left[-1].parts.append((leaving, _narrowed(leaving, val, goes=False)))
         self.inside.close()
         self.inside.enter_context(running(going))
-        return _narrowed(going, val)
+        return _narrowed(going, val, goes=True)
 
     def all(self, val: Any) -> Any:
         """What all have, where the last ones leave with ``val``."""
@@ -106,9 +108,18 @@ class _Left(NamedTuple):
     parts: Parts
 
 
-def _narrowed(world: World, val: Any) -> Any:
+def _narrowed(world: World, val: Any, *, goes: bool) -> Any:
+    """What these have, who go on or do not."""
+
+    def narrowed(t: torch.Tensor) -> torch.Tensor:
+        if not is_stale(t):
+            return t
+        found = narrow(t)
+        aliases.remember(found, [(world, t)], follows=goes)
+        return found
+
     with running(world):
-        return trees.map_tensors(lambda t: narrow(t) if is_stale(t) else t, val)
+        return trees.map_tensors(narrowed, val)
 
 
 def united(call: Called, name: str, parts: Parts) -> Any:
@@ -128,7 +139,7 @@ def united(call: Called, name: str, parts: Parts) -> Any:
         if fitted is NotImplemented:
             raise _odd(call, name + paths(first)[i], worlds, [*column])
         joins = type(fitted) is list  # which no leaf is
-        together.append(joined([*zip(worlds, fitted, strict=True)]) if joins else fitted)
+        together.append(tensors([*zip(worlds, fitted, strict=True)]) if joins else fitted)
     return trees.unflatten(together, trees.flatten(first)[1])
 
 

@@ -16,10 +16,13 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from forall._lanes.words import both, words
+from forall._lanes.words import both, either, words
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+
+_WAITS: Any = object()  # in a lane's place: who is nobody's twin until it is joined itself
 
 
 class _Identity:
@@ -33,6 +36,9 @@ class _Identity:
     def add(self, lanes: Any, name: Name) -> None:
         self.names[:] = [(w, known) for w, known in self.names if known() is not None]
         self.names.append((lanes, weakref.ref(name)))
+
+    def is_only(self, name: Name) -> bool:
+        return all(known() in (None, name) for _, known in self.names)
 
 
 class _Piece(NamedTuple):
@@ -63,8 +69,18 @@ class Name:
         """Whether it may be written under this name, and somebody else then follows."""
         if self.tensor() is not None:
             return True
-        known = [known() for piece in self.pieces for _, known in piece.identity.names]
-        return not self.views and any(name not in (None, self) for name in known)
+        return not self.views and not all(p.identity.is_only(self) for p in self.pieces)
+
+    def settled(self) -> list[_Piece]:
+        """The pieces, of which one is for all lanes for which nobody else is this tensor."""
+        alone = [p for p in self.pieces if p.way is None and p.identity.is_only(self)]
+        if len(alone) > 1 or not self.pieces:
+            mine = {id(p) for p in alone}
+            shared = [p for p in self.pieces if id(p) not in mine]
+            lanes = either([p.lanes for p in alone]) if shared else None
+            self.pieces = [*shared, _Piece(lanes, identity := _Identity(), None)]
+            identity.add(lanes, self)
+        return self.pieces
 
     def twins(self, lanes: Any) -> Iterator[tuple[Name, Any]]:
         """What is the same tensor in the loop, and for which of these lanes."""
@@ -72,6 +88,8 @@ class Name:
             mine = lanes if piece.lanes is None else both(piece.lanes, lanes)
             for w, known in [*piece.identity.names] if mine is not None else ():
                 twin = known()
+                if w is _WAITS:
+                    continue
                 shared = mine if w is None else both(mine, w)
                 if twin is not None and twin is not self and shared is not None:
                     yield twin, shared
@@ -81,15 +99,18 @@ def _nothing() -> None:
     return None
 
 
-def remember(copy: Any, parts: list[tuple[Any, Any]]) -> None:
-    """``copy`` was joined from these; None is what nobody has under another name."""
+def remember(copy: Any, parts: list[tuple[Any, Any]], *, follows: bool = True) -> None:
+    """``copy`` was joined from these; None is what nobody has under another name.
+
+    It does not follow where its lanes do not run until it is joined itself.
+    """
     name = _name(copy)
     for world, tensor in parts:
         for w, identity, way in _of(tensor):
             lanes = world if w is None else both(world, w)
             if lanes is not None:
                 name.pieces.append(_Piece(lanes, identity, way))
-                identity.add(lanes, name)
+                identity.add(lanes if follows else _WAITS, name)
 
 
 def _of(tensor: Any) -> list[_Piece]:
@@ -97,11 +118,9 @@ def _of(tensor: Any) -> list[_Piece]:
     if tensor is None:
         return [_Piece(None, _Identity(), None)]
     name = _name(tensor)
-    if not name.pieces:
-        name.pieces.append(_Piece(None, identity := _Identity(), None))
-        identity.add(None, name)
+    pieces = name.settled()
     way = tensor if name.views else name if name.memory() is None else None
-    return [p if p.way is not None else p._replace(way=way) for p in name.pieces]
+    return [p if p.way is not None else p._replace(way=way) for p in pieces]
 
 
 def _name(tensor: Any) -> Name:

@@ -78,7 +78,7 @@ def _one(parts: Parts) -> Any:
     values = [v for _, v in parts]
     first = values[0]
     if isinstance(first, words.Tensor):
-        return _tensors(parts) if all(_alike(first, v) for v in values[1:]) else UNDEFINED
+        return tensors(parts) if all(_alike(first, v) for v in values[1:]) else UNDEFINED
     if _number(first) is not None:
         return _numbers(parts)
     if type(first) is tuple or (isinstance(first, tuple) and hasattr(first, "_make")):
@@ -90,7 +90,8 @@ def _one(parts: Parts) -> Any:
     return UNDEFINED
 
 
-def _tensors(parts: Parts) -> Any:
+def tensors(parts: Parts) -> Any:
+    """One tensor for all lanes, and what is the same tensor in the loop."""
     joined = words.joined(parts)
     aliases.remember(joined, parts)
     return joined

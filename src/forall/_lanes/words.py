@@ -48,12 +48,7 @@ def use(
 
 def both(a: Any, b: Any) -> Any:
     """The lanes of two worlds that are in both; None where there are none."""
-    if a is b:
-        return a
-    rest = a - b
-    if rest is None:
-        return a
-    return a - rest
+    return a if a is b else a & b
 
 
 def either(worlds: list) -> Any:

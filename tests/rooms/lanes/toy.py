@@ -30,6 +30,10 @@ class World:
         rest = set(self.ids) - set(other.ids)
         return World(rest) if rest else None
 
+    def __and__(self, other):
+        both = set(self.ids) & set(other.ids)
+        return World(both) if both else None
+
     def __or__(self, other):
         return World(set(self.ids) | set(other.ids))
 
