@@ -51,7 +51,12 @@ SERIES = (
         hessians.at_points,
     ),
     Series(
-        "the same with `jit(fastmath=True)`",
+        "the same; by hand `torch.einsum` sums the rank-one matrices of the hidden units",
+        BATCHES,
+        partial(hessians.at_points, by_einsum=True),
+    ),
+    Series(
+        "the same with `jit(fastmath=True)`, against the first program by hand",
         BATCHES,
         partial(hessians.at_points, fastmath=True),
     ),

@@ -32,6 +32,13 @@ def pointwise_chain(device: torch.device) -> Contestants:
     return of_size(device, 64, 8)
 
 
+@workload(
+    "pointwise-chain-large", "`vmap` over 50 pointwise operations, 4096 examples of shape (256,)"
+)
+def pointwise_chain_large(device: torch.device) -> Contestants:
+    return of_size(device, 4096, 256)
+
+
 def of_size(device: torch.device, examples: int, width: int) -> Contestants:
     x = torch.randn(examples, width, device=device)
     y = torch.randn(examples, width, device=device)
@@ -48,8 +55,20 @@ def of_size(device: torch.device, examples: int, width: int) -> Contestants:
 
 @workload("pointwise-chain-grad", "`vmap(grad)` of the sum of the same chain")
 def pointwise_chain_grad(device: torch.device) -> Contestants:
-    x = torch.randn(64, 8, device=device)
-    y = torch.randn(64, 8, device=device)
+    return gradient_of_size(device, 64, 8)
+
+
+@workload(
+    "pointwise-chain-grad-large",
+    "`vmap(grad)` of the sum of the same chain, 4096 examples of shape (256,)",
+)
+def pointwise_chain_grad_large(device: torch.device) -> Contestants:
+    return gradient_of_size(device, 4096, 256)
+
+
+def gradient_of_size(device: torch.device, examples: int, width: int) -> Contestants:
+    x = torch.randn(examples, width, device=device)
+    y = torch.randn(examples, width, device=device)
 
     def transformed(api):
         batched = api.vmap(api.grad(lambda x, y: chain(x, y).sum()))

@@ -74,7 +74,7 @@ def turned(program: Program) -> None:
 
 # Each entry from what lies in its place, by one kernel whether the result is new memory or the
 # first operand's.
-_IN_PLACE = {
+IN_PLACE = {
     getattr(aten, name).default: getattr(aten, f"{name}_").default
     for name in [
         "sin",
@@ -118,7 +118,7 @@ def in_place(program: Program, back: Collection[Node] = ()) -> None:
         if a is None or a in kept or last[a] is not node or a not in makers:
             continue
         if (id(node) in second) is (id(makers[a]) in second):
-            node.op = _IN_PLACE[node.op]
+            node.op = IN_PLACE[node.op]
 
 
 def _first(program: Program, node: Node) -> int | None:
@@ -128,7 +128,7 @@ def _first(program: Program, node: Node) -> int | None:
     new: 0 * inf is nan then.
     """
     n, values = node.outs, program.values
-    if node.op not in _IN_PLACE or type(node.args[0]) is not Ref or node.kwargs:
+    if node.op not in IN_PLACE or type(node.args[0]) is not Ref or node.kwargs:
         return None
     if values[n].zeros or any(values[m].zeros for m in node.reads()):
         return None

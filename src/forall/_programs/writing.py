@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 from forall._programs.bindings import binding
+from forall._programs.blocks import in_blocks
 from forall._programs.interpreted import warmed
 from forall._programs.program import Ref, refs
 from forall._torch.dispatch import is_autocast, without_autocast, without_history
@@ -81,6 +83,7 @@ def function(
     program: Program, nodes: Sequence[Node], given: Sequence[int], results: Sequence[int]
 ) -> Callable:
     """A function of the values ``given`` that runs ``nodes`` and returns ``results``."""
+    nodes = in_blocks(program, nodes, results, partial(_within, program))
     if is_autocast():  # what was recorded has been cast
         with without_autocast():
             return _function(program, nodes, given, results, "_below(), _uncast()")
@@ -88,12 +91,19 @@ def function(
     return warmed(run, program, nodes, given, results)
 
 
+def _within(
+    program: Program, nodes: Sequence[Node], given: Sequence[int], results: Sequence[int]
+) -> Callable:
+    """A part of such a function, which is called where that has seen to the modes."""
+    return _function(program, nodes, given, results, None)
+
+
 def _function(
     program: Program,
     nodes: Sequence[Node],
     given: Sequence[int],
     results: Sequence[int],
-    below: str,
+    below: str | None,
 ) -> Callable:
     text = Text(program)
     made = [n for n in program.constants if n not in given]
@@ -107,7 +117,8 @@ def _function(
     kept = {*results, *given, *made}
     for node, last in zip(nodes, _last_reads(nodes, kept), strict=True):
         text.node(node, last)
-    return text.function(given, [f"v{n}" for n in results], f"with {below}:")
+    within = "if True:" if below is None else f"with {below}:"
+    return text.function(given, [f"v{n}" for n in results], within)
 
 
 def in_the_open(program: Program, given: Sequence[int], cut: Collection[int]) -> Callable:

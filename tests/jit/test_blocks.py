@@ -1,0 +1,239 @@
+"""Pointwise operators on large tensors, run in blocks: each bit is that of the call as it is."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from forall import grad, jit, vmap
+from forall._programs import blocks
+
+UNARY = [
+    torch.sin,
+    torch.exp,
+    torch.tanh,
+    torch.sigmoid,
+    torch.nn.functional.gelu,
+    torch.nn.functional.silu,
+    torch.erf,
+    torch.log1p,
+    torch.sqrt,
+    torch.neg,
+    lambda a: a.clamp(-0.5, 2),
+    lambda a: a**3,
+    lambda a: a * 0.3 + 1,
+    lambda a: torch.where(a > 0, a, a * 0.1),
+    lambda a: a.round(decimals=1),
+]
+BINARY = [
+    torch.add,
+    torch.mul,
+    torch.sub,
+    torch.div,
+    torch.maximum,
+    torch.atan2,
+    torch.hypot,
+    lambda a, b: a.abs() ** b,
+    lambda a, b: torch.where(a > b, a, b),
+    lambda a, b: torch.lerp(a, b, 0.3),
+    lambda a, b: torch.addcmul(a, b, b, value=0.5),
+    lambda a, b: a.to(torch.float64) * b,
+    lambda a, b: (a < b) * a,
+]
+# Between groups: what reads them whole, changes their shape, or writes into memory.
+OTHERS = [
+    lambda a: a - a.mean(),
+    lambda a: a / (a.abs().sum(-1, keepdim=True) + 1),
+    lambda a: a.flip(0),
+    lambda a: a.softmax(-1),
+    lambda a: a.reshape(-1).reshape(a.shape),
+    lambda a: a.clone().mul_(2),
+    lambda a: torch.cat([a[:1] * 2, a[1:]]),
+    lambda a: a.cumsum(0).tanh(),
+]
+SHAPES = [(80, 64), (77, 64), (1, 5003), (3, 2000), (100, 7, 8), (4100,), (256, 20), (5, 1100)]
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    """So small that the tensors of a test have many of them."""
+    monkeypatch.setattr(blocks, "_BLOCK", 1024)
+    monkeypatch.setattr(blocks, "_SAVED", 1)
+    monkeypatch.setattr(blocks, "_BLOCKS", 2)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def pieces(monkeypatch):
+    """How many pieces were made."""
+    made = []
+    there = blocks._piece
+
+    def counted(*args):
+        made.append(there(*args))
+        return made[-1]
+
+    monkeypatch.setattr(blocks, "_piece", counted)
+    return made
+
+
+def bits(a):
+    return a.reshape(-1).contiguous().view(torch.uint8)
+
+
+def given(rng, shape, dtype):
+    """Tensors of a shape, or that are broadcast to it, lying in one way or another."""
+    full = torch.randn(shape, dtype=dtype)
+    found = [
+        full,
+        torch.randn(shape[::-1], dtype=dtype).permute(*reversed(range(len(shape)))),
+        torch.randn(*shape[:-1], 2 * shape[-1], dtype=dtype)[..., ::2],
+        torch.randn(shape[-1:], dtype=dtype),
+        torch.randn((*shape[:-1], 1), dtype=dtype),
+        torch.randn((), dtype=dtype),
+        torch.randn((1, *shape[1:]), dtype=dtype),
+    ]
+    return [full, *rng.choices(found, k=3)]
+
+
+def composed(rng, count):
+    """A function of some tensors, of so many random operators: what is made last, and some more."""
+    steps = []
+    for _ in range(count):
+        kind = rng.choice([UNARY, UNARY, BINARY, BINARY, BINARY, OTHERS])
+        steps.append((rng.choice(kind), kind is BINARY, rng.random(), rng.random()))
+    kept = rng.randrange(count)
+
+    def f(*tensors):
+        made = [*tensors]
+        for op, two, i, j in steps:
+            a, b = (made[int(len(made) * max(x, 0.3 * y))] for x, y in ((i, j), (j, i)))
+            made.append(op(a, b) if two else op(a) if a.dim() else op(a.expand(2, 3)).sum())
+        return made[-1], made[kept + len(tensors)]
+
+    return f
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("seed", range(40))
+def test_random_operators(seed, dtype):
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    f = composed(rng, 14)
+    tensors = given(rng, rng.choice(SHAPES), dtype)
+    jitted = jit(f)
+    for _ in range(2):
+        for found, expected in zip(jitted(*tensors), f(*tensors), strict=True):
+            assert found.stride() == expected.stride()
+            assert found.dtype == expected.dtype
+            assert bits(found).equal(bits(expected))
+        tensors = [t + 0.5 for t in tensors]
+
+
+def long(x, b):
+    for _ in range(3):
+        x = ((x.sin() * b + x).tanh() - 0.1 * b).exp()
+    return x
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_it_is_done(shape, pieces):
+    x, b = torch.randn(shape), torch.randn(shape[-1:])
+    jitted = jit(long)
+    jitted(x, b)
+    assert bits(jitted(x, b)).equal(bits(long(x, b)))
+    cut = shape not in ((3, 2000), (5, 1100))  # a row is more than a block
+    assert len(pieces) == cut
+
+
+def test_flat_where_all_lie_alike(pieces):
+    x = torch.randn(3, 2000)
+    jitted = jit(lambda x, y: long(x, y).mul(2))
+    jitted(x, x)
+    assert len(pieces) == 1
+    assert bits(jitted(x, x + 1)).equal(bits(long(x, x + 1) * 2))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_both_halves_of_a_derivative(seed, pieces):
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    ops = [rng.choice(UNARY[:9]) for _ in range(6)]
+
+    def f(x, b):
+        for op in ops:
+            x = (op(x.abs() + b) * x).tanh() + b
+        return x
+
+    x, b = torch.randn(64, 40), torch.rand(40)
+    run = jit(f)
+    for _ in range(3):
+        ends = [t.clone().requires_grad_() for t in (x, b)]
+        others = [t.clone().requires_grad_() for t in (x, b)]
+        run(*ends).square().sum().backward()
+        f(*others).square().sum().backward()
+        for end, other in zip(ends, others, strict=True):
+            torch.testing.assert_close(end.grad, other.grad)
+    assert pieces
+
+
+def test_gradients_of_examples(pieces):
+    x, w = torch.randn(64, 40), torch.randn(40)
+    f = vmap(grad(lambda x: long(x, w).sum()))
+    run = jit(f)
+    for _ in range(3):
+        assert bits(run(x)).equal(bits(f(x)))
+        w.mul_(0.9)
+        x = x * 0.8
+    assert pieces
+
+
+@pytest.mark.parametrize("count", [1 << 20, (1 << 20) + 128])
+def test_by_two_threads(count, pieces, monkeypatch):
+    monkeypatch.setattr(blocks, "_BLOCK", 1 << 16)
+    torch.set_num_threads(2)
+    x, b = torch.randn(count), torch.randn(())
+    run = jit(long)
+    run(x, b)
+    assert bits(run(x, b)).equal(bits(long(x, b)))
+    assert len(pieces) == (count == 1 << 20)  # a share would not end with a whole vector
+
+
+def test_an_argument_that_is_written_into():
+    def f(x, y):
+        a = (x.sin() + 1).exp() * y
+        x.mul_(2)
+        return (a + x).tanh().neg() * y, x
+
+    x = torch.randn(64, 40)
+    run = jit(f)
+    for _ in range(3):
+        mine, theirs = x.clone(), x.clone()
+        for found, expected in zip((*run(mine, x), mine), (*f(theirs, x), theirs), strict=True):
+            assert bits(found).equal(bits(expected))
+
+
+def test_an_operand_by_two_names():
+    """The square's transpose has its entries in other blocks."""
+
+    def f(x):
+        a = x @ x
+        b = a.t()
+        c = a.sin().mul(b).exp() + b
+        return c.tanh()
+
+    x = torch.randn(40, 40) / 10
+    run = jit(f)
+    for _ in range(3):
+        assert bits(run(x)).equal(bits(f(x)))
+
+
+def test_fewer_blocks_are_not_worth_it(pieces, monkeypatch):
+    monkeypatch.setattr(blocks, "_BLOCK", 1 << 16)
+    jit(long)(torch.randn(64, 64), torch.randn(64))
+    assert not pieces
