@@ -33,10 +33,10 @@ def pointwise_chain(device: torch.device) -> Contestants:
 
 
 @workload(
-    "pointwise-chain-large", "`vmap` over 50 pointwise operations, 4096 examples of shape (256,)"
+    "pointwise-chain-large", "`vmap` over 50 pointwise operations, 4096 examples of shape (1024,)"
 )
 def pointwise_chain_large(device: torch.device) -> Contestants:
-    return of_size(device, 4096, 256)
+    return of_size(device, 4096, 1024)
 
 
 def of_size(device: torch.device, examples: int, width: int) -> Contestants:
@@ -60,10 +60,10 @@ def pointwise_chain_grad(device: torch.device) -> Contestants:
 
 @workload(
     "pointwise-chain-grad-large",
-    "`vmap(grad)` of the sum of the same chain, 4096 examples of shape (256,)",
+    "`vmap(grad)` of the sum of the same chain, 4096 examples of shape (1024,)",
 )
 def pointwise_chain_grad_large(device: torch.device) -> Contestants:
-    return gradient_of_size(device, 4096, 256)
+    return gradient_of_size(device, 4096, 1024)
 
 
 def gradient_of_size(device: torch.device, examples: int, width: int) -> Contestants:

@@ -60,8 +60,8 @@ SHAPES = [(80, 64), (77, 64), (1, 5003), (3, 2000), (100, 7, 8), (4100,), (256, 
 def small_blocks(monkeypatch):
     """So small that the tensors of a test have many of them."""
     monkeypatch.setattr(blocks, "_BLOCK", 1024)
-    monkeypatch.setattr(blocks, "_SAVED", 1)
-    monkeypatch.setattr(blocks, "_BLOCKS", 2)
+    monkeypatch.setattr(blocks, "_LARGE", 1024)
+    monkeypatch.setattr(blocks, "_WORTH", 1)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -233,7 +233,8 @@ def test_an_operand_by_two_names():
         assert bits(run(x)).equal(bits(f(x)))
 
 
-def test_fewer_blocks_are_not_worth_it(pieces, monkeypatch):
-    monkeypatch.setattr(blocks, "_BLOCK", 1 << 16)
+@pytest.mark.parametrize("least", ["_LARGE", "_WORTH"])
+def test_what_is_in_the_caches_is_not_cut(least, pieces, monkeypatch):
+    monkeypatch.setattr(blocks, least, 1 << 20)
     jit(long)(torch.randn(64, 64), torch.randn(64))
     assert not pieces
