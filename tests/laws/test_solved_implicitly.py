@@ -55,8 +55,14 @@ def of_a_weight_by_two_ways(x):
     return Solved.apply(lambda t: t * WEIGHT.exp() + p, x, WEIGHT, p)
 
 
+def of_another_solution(x):
+    p = Solved.apply(lambda t: t * WEIGHT.exp(), x * x, WEIGHT)
+    return Solved.apply(lambda t: t * WEIGHT.exp() + p, x, WEIGHT, p)
+
+
 FUNCTIONS = pytest.mark.parametrize(
-    "f", [of_a_weight, of_what_was_computed, of_both, of_a_weight_by_two_ways]
+    "f",
+    [of_a_weight, of_what_was_computed, of_both, of_a_weight_by_two_ways, of_another_solution],
 )
 OF_WEIGHTS = pytest.mark.parametrize("f", [of_a_weight, of_a_weight_by_two_ways])
 
