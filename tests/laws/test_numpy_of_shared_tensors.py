@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from forall import vmap
+from forall import hessian, jacfwd, jvp, vmap
 
 ROWS = torch.arange(12.0, dtype=torch.float64).reshape(3, 4) / 7
 
@@ -70,3 +70,23 @@ def test_where_the_examples_are_of_the_outer_level(f):
     got = vmap(lambda x: vmap(lambda s: f(x) * s)(torch.arange(2.0)))(ROWS)
     want = torch.stack([f(x) for x in ROWS])
     torch.testing.assert_close(got, torch.stack([want * 0, want], 1))
+
+
+@FUNCTIONS
+def test_beside_a_tangent(f):
+    if f is of_one_and_of_what_differs:
+        f = lambda x: x * np.hypot(x.detach().long(), torch.arange(4))  # noqa: E731
+    want = torch.stack([torch.autograd.functional.jacobian(f, x) for x in ROWS])
+    torch.testing.assert_close(torch.stack([jacfwd(f)(x) for x in ROWS]), want)
+    torch.testing.assert_close(vmap(jacfwd(f))(ROWS), want)
+    along = vmap(lambda x: jvp(f, (x,), (torch.ones_like(x),))[1])(ROWS)
+    torch.testing.assert_close(along, want.sum(-1))
+    squares = hessian(lambda x: (f(x) * x).sum())(ROWS[1])
+    torch.testing.assert_close(
+        squares, torch.autograd.functional.hessian(lambda x: (f(x) * x).sum(), ROWS[1])
+    )
+
+
+def test_of_what_moves_is_refused():
+    with pytest.raises(NotImplementedError, match="no derivative of this"):
+        jvp(lambda x: np.spacing(x), (ROWS[0],), (ROWS[0],))
