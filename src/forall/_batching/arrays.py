@@ -10,6 +10,7 @@ from forall._batching.batched import Batched, without_ended
 from forall._batching.one_by_one import all_places, back_in, example_of, levels_of
 from forall._core.errors import data_dependent, slow
 from forall._core.levels import outside
+from forall._core.listening import numbers_told
 from forall._torch import numpys, trees
 from forall._torch.dispatch import functions_off
 from forall._torch.wrapper import Wrapper
@@ -21,6 +22,7 @@ def by_numpy(_level: Any, func: Any, args: tuple, kwargs: dict, /) -> Any:
     flat, spec = trees.flatten((args, kwargs))
     for a in flat:
         _refuse_derivatives(func, a)
+    numbers_told()
     levels = levels_of(flat)
     if levels:
         slow(
