@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from forall import grad, hessian, jvp, vmap
+from forall import grad, hessian, jacrev, jvp, vmap
 
 D = torch.float64
 
@@ -131,3 +131,46 @@ def test_a_size_that_the_places_tell_in_forward_mode():
 
     x = torch.tensor([1.0, 2.0], dtype=D)
     torch.testing.assert_close(jvp(f, (x,), (x,))[1], x.flip(0))
+
+
+@pytest.mark.filterwarnings("ignore:vmap. numpy runs")
+@pytest.mark.xfail(
+    strict=True, reason="examples do not part by the shape that numpy gives", raises=RuntimeError
+)
+def test_a_shape_that_numpy_gives():
+    def f(x):
+        return x * len(np.unique((x * 3).long()))
+
+    xs = torch.tensor([[1.0, 1.0], [1.0, 2.0]], dtype=D)
+    torch.testing.assert_close(vmap(f)(xs), torch.stack([f(x) for x in xs]))
+
+
+@pytest.mark.xfail(strict=True, reason="apply_ asks for memory that a value inside jvp lacks")
+def test_an_entrywise_function_of_what_has_no_tangent_inside_jvp():
+    def f(x):
+        return x * x.detach().clone().apply_(lambda v: v + 1)
+
+    x = torch.tensor([1.0, 2.0], dtype=D)
+    torch.testing.assert_close(jvp(f, (x,), (torch.ones_like(x),))[1], x + 1)
+
+
+@pytest.mark.filterwarnings("ignore:vmap. ")
+@pytest.mark.xfail(
+    strict=True, reason="in a pass after the call examples do not part", raises=RuntimeError
+)
+def test_a_number_that_a_backward_reads_in_rows_of_a_jacobian():
+    class Halved(torch.autograd.Function):
+        @staticmethod
+        def forward(_ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(_ctx, g):
+            steps = 0
+            while g.abs().sum().item() > 1:
+                g, steps = g / 2, steps + 1
+            return g * 2 * 2**steps
+
+    x = torch.tensor([1.0, 2.0], dtype=D)
+    found = jacrev(lambda x: Halved.apply(x * x) * x)(x)
+    torch.testing.assert_close(found, torch.diag(6 * x * x))

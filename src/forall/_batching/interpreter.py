@@ -319,7 +319,7 @@ class VmapLevel(Level, DispatchMode):
         return for_those_that_run(lift(t, self.root))
 
     def _shared(self, a: Any) -> Any:
-        if isinstance(a, torch.Tensor):
+        if self.shares and isinstance(a, torch.Tensor):  # else autograd knows it as it is
             if (a.requires_grad or (users_tangents() and has_tangent(a))) and is_from_outside(
                 a, self
             ):

@@ -35,7 +35,7 @@ def sharing(level: Any) -> Any:
 
 
 # Getters and setters that read or change the tensor itself: sharing would answer for another.
-_ITSELF = frozenset(
+ITSELF = frozenset(
     getattr(torch.Tensor, name).__get__
     for name in ("requires_grad", "grad_fn", "shape", "grad", "is_leaf", "dtype", "device", "ndim")
 ) | {
@@ -124,7 +124,7 @@ class Sharing(TorchFunctionMode):
         if (
             (torch.is_grad_enabled() or users_tangents())
             and _carries(args, kwargs, stack.top)
-            and func not in _ITSELF
+            and func not in ITSELF
         ):
             args, kwargs = self._share(func, args, kwargs or {})
         call = _CALLS.get(func)

@@ -14,7 +14,9 @@ NOTE [inside and outside]
 from __future__ import annotations
 
 import threading
+from types import MappingProxyType, NoneType
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import torch
 
@@ -31,7 +33,7 @@ from forall._torch.names import pop_mode, push_mode
 from forall._torch.wrapper import Wrapper
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
 
     from forall._core.places import Origin
 
@@ -47,6 +49,9 @@ class Level:
         self.around = _up_to(parent) | _up_to(stack.place)
         self.active = False
         self.lifted: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    # What they were, for as long as others keep them: known when the call has ended.
+    stood_in: Mapping[int, tuple[ref[torch.Tensor], ref[torch.Tensor]]] = MappingProxyType({})
 
     # For whom of its examples code runs where they have parted; None for all of them. A level must
     # not hold itself, which would keep it, and all that its values hold, beyond its end.
@@ -190,7 +195,25 @@ class entered:
         torch.set_autocast_cache_enabled(self.caches)
         stack.top = self.previous
         self.level.active = False
-        self.level.lifted.clear()
+        if self.level.lifted:
+            _end(self.level)
+
+
+def _end(level: Level) -> None:
+    """No tensor is held any longer for what stands in its place.
+
+    A backward of the user's may have saved one, captures the same tensor once more when it runs,
+    and asks for a derivative in what it saved: the two must be one, while it lives.
+    """
+    pairs = level.lifted.items()
+    level.stood_in = {i: (ref(t), ref(s)) for i, (t, s) in pairs if s.requires_grad}
+    level.lifted.clear()
+
+
+def _stood_in(tensor: torch.Tensor, level: Level) -> torch.Tensor | None:
+    """What stood for a tensor in a call that has ended, where somebody has kept it."""
+    of, stand_in = level.stood_in.get(id(tensor), (NoneType, NoneType))
+    return stand_in() if of() is tensor and torch.is_grad_enabled() else None
 
 
 def complete(t: torch.Tensor | None) -> torch.Tensor | None:
@@ -273,6 +296,9 @@ def lift(tensor: torch.Tensor, level: Level | None) -> torch.Tensor:
         if in_torch_func():
             with outside_torch_func():
                 return lift(tensor, level)
+        stood_in = _stood_in(tensor, level) if level.stood_in else None
+        if stood_in is not None:
+            return stood_in
         with functions_off():
             lifted = level.share(lift(tensor, level.born_in))
         if (

@@ -18,10 +18,12 @@ from forall._core.levels import (
     Level,
     complete,
     entered,
+    graph_free,
     levels_in,
     outside,
     second_name,
 )
+from forall._core.listening import numbers_told
 from forall._core.sparse import constant, is_sparse
 from forall._derivatives.dual import Dual, Keep, Share, unpack, wrap
 from forall._derivatives.formulas import FILLED, ODD, is_trusted, made_anew, out_of_place
@@ -84,6 +86,21 @@ class JvpLevel(Level, DispatchMode):
 
     def moves(self, tensor: Any) -> bool:
         return self._unpacked(tensor)[1] is not None
+
+    def by_numpy(self, func: Any, args: tuple, kwargs: dict, /) -> Any:
+        """What has no tangent is asked of one level further out, whose values it is of."""
+        flat, spec = trees.flatten((args, kwargs))
+        own = [type(a) is Dual and a.level is self for a in flat]
+        if any(mine and self.moves(a) for a, mine in zip(flat, own, strict=True)):
+            return super().by_numpy(func, args, kwargs)
+        numbers_told()
+        for a, mine in zip(flat, own, strict=True):
+            if mine:
+                a.refuse_history("numpy")
+        with outside(self), functions_off():
+            bare = lambda a, mine: graph_free(self.afterwards(a)) if mine else a  # noqa: E731
+            args, kwargs = trees.unflatten([*map(bare, flat, own)], spec)
+            return func(*args, **kwargs)
 
     def afterwards(self, tensor: Dual) -> torch.Tensor:
         """The primal: tangents end with their level."""

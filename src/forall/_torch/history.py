@@ -9,6 +9,8 @@ import torch
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 
+from forall._torch.dispatch import functions_off
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -56,6 +58,27 @@ def nodes(ends: Iterable[End], stops: Callable[[Any], bool] = lambda _: False) -
             if following not in seen:
                 seen.add(following)
                 todo.append(following)
+
+
+def gradients(
+    outputs: tuple, stops: Iterable[End], given: Any, retain_graph: bool, create_graph: bool
+) -> tuple[Tensor | None, ...]:
+    """torch.autograd.grad in the answer to a call of it: no function mode is asked once more.
+
+    But those that wait stay on for what the user's own backwards do.
+    """
+    with functions_off():
+        cotangents = torch.autograd._tensor_or_tensors_to_tuple(given, len(outputs))
+        cotangents = torch.autograd._make_grads(outputs, cotangents, is_grads_batched=False)
+    return torch.autograd._engine_run_backward(
+        outputs,
+        cotangents,
+        retain_graph,
+        create_graph,
+        tuple(stops),
+        allow_unreachable=True,
+        accumulate_grad=False,
+    )
 
 
 def node_of(t: Tensor) -> Any:

@@ -23,7 +23,7 @@ from forall._core.errors import columns, short
 from forall._core.levels import is_from_outside, lift, top
 from forall._derivatives.forward import JvpLevel
 from forall._torch.dispatch import functions_off, run_backward
-from forall._torch.history import nodes
+from forall._torch.history import gradients, nodes
 from forall._transforms.vjp import Pullback
 from forall._transforms.vmap import vmap
 
@@ -100,8 +100,7 @@ def _found(
     """One gradient, or None, for each tensor that is wanted: the level's own, then the others."""
     stops = [x for x in wanted if not is_from_outside(x, level)]
     stops += [c.inside for c in crossings]
-    with functions_off():  # not once more, for a level further out
-        pulled = iter(torch.autograd.grad(outs, stops, grads, *flags, allow_unused=True))
+    pulled = iter(gradients(outs, stops, grads, *flags))
     own = {id(x): next(pulled) for x in wanted if not is_from_outside(x, level)}
     met = [(c, cot) for c, cot in zip(crossings, pulled, strict=True) if cot is not None]
     if met:

@@ -10,10 +10,12 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from forall._batching.merging import for_those_asked
 from forall._batching.narrowing import narrowed
-from forall._batching.sharing import SHARING, sharing
+from forall._batching.sharing import ITSELF, SHARING, sharing
+from forall._batching.table import IN_PLACE
 from forall._core.again import as_made_by, may_carry_tangents, where_it_first_ran
 from forall._core.ended import left_over
 from forall._core.errors import slow
@@ -132,7 +134,35 @@ def _function_mode() -> AbstractContextManager:
 def _making(gradients: Any) -> AbstractContextManager | None:
     """Where the user's backward runs whose level has ended; None where nothing is to be told."""
     level = deepest(trees.leaves(gradients))
-    return None if level is None or level.active else as_made_by(level)
+    if level is None or level.active:
+        return None
+    place = as_made_by(level)
+    place.enter_context(_Captures(level))
+    return place
+
+
+class _Captures(TorchFunctionMode):
+    """What the user's backward captures is shared with the examples of an ended level.
+
+    Before anything is computed of it, or its stand-in that the forward saved would be no part of
+    what a derivative is asked of.
+    """
+
+    def __init__(self, level: Level) -> None:
+        super().__init__()
+        self.level = level
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        asks = func is torch.autograd.grad
+        if (asks or torch.is_grad_enabled()) and func not in ITSELF:
+            written = 1 if func in IN_PLACE else 0  # itself, so that its history tells
+            with torch.enable_grad():
+                rest, kwargs = self.level.share_captured(args[written:], kwargs)
+            args = args[:written] + rest
+        return func(*args, **kwargs)
 
 
 def _theirs(gradients: tuple, found: Any) -> Any:

@@ -1,0 +1,102 @@
+"""A Function whose backward differentiates once more, in what its forward was given.
+
+That is how the solution of an equation is differentiated: x such that residual(x, *phi) = y has the
+derivative that one evaluation of the residual at x tells, in what that captures.
+"""
+
+import pytest
+import torch
+from torch.autograd.function import once_differentiable
+
+from forall import grad, jacrev, vmap
+
+
+class Solved(torch.autograd.Function):
+    """As if x = y / 2 were a solution: what matters here is the way back."""
+
+    @staticmethod
+    def forward(ctx, residual, y, *phi):
+        ctx.residual = residual
+        x = y / 2
+        ctx.save_for_backward(x, *phi)
+        return x
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, g):
+        x, *phi = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            y = ctx.residual(x)
+        slope = torch.autograd.grad(y, x, torch.ones_like(y), retain_graph=True)[0]
+        return None, g / slope, *torch.autograd.grad(y, phi, -g / slope, retain_graph=True)
+
+
+WEIGHT = torch.tensor([0.5, 1.5], dtype=torch.float64, requires_grad=True)
+NUMBERS = torch.tensor([[0.3, 0.7], [1.1, -0.4], [0.2, 0.9]], dtype=torch.float64)
+
+
+def of_a_weight(x):
+    return Solved.apply(lambda t: t * WEIGHT.exp(), x, WEIGHT)
+
+
+def of_what_was_computed(x):
+    p = (x * x).sum()
+    return Solved.apply(lambda t: t * 3 + t * p, x, p)
+
+
+def of_both(x):
+    p = (x * x).sum()
+    return Solved.apply(lambda t: t * WEIGHT.exp() + t * p, x, WEIGHT, p)
+
+
+def of_a_weight_by_two_ways(x):
+    p = WEIGHT * x
+    return Solved.apply(lambda t: t * WEIGHT.exp() + p, x, WEIGHT, p)
+
+
+def of_another_solution(x):
+    p = Solved.apply(lambda t: t * WEIGHT.exp(), x * x, WEIGHT)
+    return Solved.apply(lambda t: t * WEIGHT.exp() + p, x, WEIGHT, p)
+
+
+FUNCTIONS = pytest.mark.parametrize(
+    "f",
+    [of_a_weight, of_what_was_computed, of_both, of_a_weight_by_two_ways, of_another_solution],
+)
+OF_WEIGHTS = pytest.mark.parametrize("f", [of_a_weight, of_a_weight_by_two_ways])
+
+
+@FUNCTIONS
+@pytest.mark.parametrize("mapped", [False, True])
+def test_rows_of_its_jacobian(f, mapped):
+    want = [torch.autograd.functional.jacobian(f, x) for x in NUMBERS]
+    got = vmap(jacrev(f))(NUMBERS) if mapped else torch.stack([jacrev(f)(x) for x in NUMBERS])
+    torch.testing.assert_close(got, torch.stack(want))
+
+
+@OF_WEIGHTS
+def test_a_pass_when_the_call_has_ended(f):
+    want = torch.autograd.grad(sum(f(x).sin().sum() for x in NUMBERS), WEIGHT)
+    got = torch.autograd.grad(vmap(f)(NUMBERS).sin().sum(), WEIGHT)
+    torch.testing.assert_close(got, want)
+
+
+@OF_WEIGHTS
+def test_a_weight_that_was_written_to_since(f):
+    moved = WEIGHT.clone()
+    out = vmap(type(f)(f.__code__, {**f.__globals__, "WEIGHT": moved}))(NUMBERS).sum()
+    with torch.no_grad():
+        moved.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(out, moved)
+
+
+@FUNCTIONS
+def test_the_gradient_of_each_example(f):
+    total = lambda x: f(x).sin().sum()  # noqa: E731
+    want = []
+    for x in NUMBERS:
+        x = x.clone().requires_grad_()
+        want.append(torch.autograd.grad(total(x), x)[0])
+    torch.testing.assert_close(vmap(grad(total))(NUMBERS), torch.stack(want))
