@@ -427,3 +427,27 @@ def test_adding_to_a_captured_tensor_that_some_have_chosen_is_an_error():
 
     with pytest.raises(RuntimeError, match="from before the call"):
         vmap(f)(XS)
+
+
+class OfSeven(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, a):
+        ctx.mark_dirty(a)
+        return a.mul_(3)
+
+    @staticmethod
+    def backward(_, g):
+        return g * 7
+
+
+def test_a_function_that_writes_decides_the_derivative_by_the_argument_s_name():
+    def f(x):
+        h = x * 2
+        if x[0] > 1:
+            OfSeven.apply(h)
+        return (h * x).sum()
+
+    found = vmap(grad(f))(XS)
+    assert difference(found, torch.stack([grad(f)(x) for x in XS])) is None
+    twice = vmap(vmap(grad(f)))(XS.reshape(2, 2, 3))
+    assert difference(twice.flatten(0, 1), found) is None

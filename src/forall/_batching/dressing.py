@@ -30,6 +30,7 @@ def strip(tensor: torch.Tensor) -> tuple[torch.Tensor, Dress]:
     """The tensor that carries the history, and what it wears. See NOTE [dressed stacks]."""
     worn: Dress = ()
     while isinstance(tensor, Batched) and tensor.level.records_values:
+        tensor.level.crosses = tensor.level.crosses or object()
         worn = ((tensor.level, tensor.axis), *worn)
         tensor = tensor.value
     return tensor, worn

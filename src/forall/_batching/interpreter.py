@@ -102,6 +102,7 @@ class VmapLevel(Level, DispatchMode):
     parted: list[list[int]] | None = None  # the groups, once they are known
     parted_at: Any = None  # the place of the question
     limit: Any = None  # how many steps its loops may take, see `questions`
+    crosses: Any = None  # what tells a pull-back that leads through an ended call
     counted: torch.Tensor | None = None  # by a BatchNorm that averages over all calls
 
     @functools.cached_property
@@ -147,8 +148,7 @@ class VmapLevel(Level, DispatchMode):
         vars(stacked)["enters"] = True  # a level of its own; for `reversed`
         around = around_of(self, args) if self.records_values else self
         with outside(around):
-            stacks = tuple(map(self._given, args))
-            return tuple(self._taken(y) for y in at(around.parent, stacked, stacks))
+            return tuple(map(self._taken, at(around.parent, stacked, (*map(self._given, args),))))
 
     def _scope_at(self, again: VmapLevel) -> scopes.Scope | None:
         """The scope of this level's examples, as those of another level."""
@@ -237,7 +237,7 @@ class VmapLevel(Level, DispatchMode):
                 return wrap(f(tensors[0].value), tensors[0].axis, self)
             if all(t.axis is None for t in tensors):
                 return wrap(f(*(t.value for t in tensors)), None, self)
-            return wrap(f(*(self._stack(t) for t in tensors)), 0, self)
+            return wrap(f(*map(self._stack, tensors)), 0, self)
 
     def _stack(self, t: Batched) -> torch.Tensor:
         """(B, *S)."""

@@ -91,7 +91,7 @@ class Standing:
     def settle_copy(self, alive: list[Standing]) -> None:
         """Put back into x what has been written into the copy."""
         memory = self.memory()
-        if memory is None or memory.times == self.seen:
+        if memory is None or (memory.times == self.seen and not self._has_new_history()):
             return
         before, writers = self.x_times(), self._writers(memory.times - self.seen)
         picked = self.picked()
@@ -113,9 +113,14 @@ class Standing:
             if other.x_memory is self.x_memory and other.x_seen == before:
                 other.heard(writers, self.x_seen)
 
+    def _has_new_history(self) -> bool:
+        """Whether a Function that wrote into the copy has given it one after it had run."""
+        picked = self.picked()
+        return picked is not None and picked.grad_fn is not self.node
+
     def _writers(self, times: int) -> list[Standing]:
         """The copies that have been written into: this one, or copies of it."""
-        if sum(n for n, _ in self.others) == times:
+        if times and sum(n for n, _ in self.others) == times:
             return [w for _, writers in self.others for w in writers]
         return [self]
 

@@ -370,6 +370,9 @@ def peels(tensor: torch.Tensor) -> bool:
     while isinstance(tensor, Wrapper):
         if tensor.level.peels:
             return True
+        known = vars(tensor).get("peels")  # of what is not made yet, and would be if it were asked
+        if known is not None:
+            return known
         tensor = tensor.value
     return False
 

@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from forall._batching.merging import for_those_asked
 from forall._batching.narrowing import narrowed
 from forall._batching.sharing import ITSELF, SHARING, sharing
+from forall._batching.standing import settle
 from forall._batching.table import IN_PLACE
 from forall._core.again import as_made_by, may_carry_tangents, where_it_first_ran
 from forall._core.ended import left_over
@@ -53,6 +54,8 @@ def _applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
     out = apply_users(cls, *args, **kwargs)
     if is_once(cls) and torch.is_grad_enabled():
         remember(args, out)
+    if stack.parted and (stack.again or not in_backward()):
+        settle()  # what was written inside has its history only now
     return out
 
 

@@ -9,12 +9,14 @@ import torch
 from forall._batching import border
 from forall._batching.batched import wrap
 from forall._batching.interpreter import VmapLevel, running
+from forall._batching.passes import sum_what_leaves
 from forall._core.errors import Call
 from forall._core.levels import Level, lift, outside, top
 from forall._derivatives import forward, reverse
 from forall._lanes import users
 from forall._torch import handover, trees
-from forall._torch.dispatch import torch_funcs
+from forall._torch.dispatch import functions_off, torch_funcs
+from forall._torch.history import nodes
 from forall._torch.inference import ordinary
 from forall._torch.lazy import lazy_zeros_pass
 from forall._transforms import checks
@@ -112,6 +114,8 @@ def pullback(
 class Pullback:
     """The graph from fresh variables to outputs, at the level it was recorded in."""
 
+    _nodes: set | None = None
+
     def __init__(self, own: list, moved: Moved, outputs: list, out_spec: Any) -> None:
         self.own = own
         self.moved = moved
@@ -188,7 +192,17 @@ class Pullback:
         level = VmapLevel(stacks[0].shape[0], "same", top(), records_values=True)
         with running(level), lazy_zeros_pass():
             found = pull(tuple(self.outputs), tuple(wrap(s, 0, level) for s in stacks))
-        return [None if g is None else self._unstacked(g, level) for g in found]
+        found = [None if g is None else self._unstacked(g, level) for g in found]
+        if level.crosses:
+            with functions_off():
+                sum_what_leaves(level, [g for g in found if g is not None], self._older())
+        return found
+
+    def _older(self) -> set:
+        """The nodes that were there before a pass."""
+        if self._nodes is None:
+            self._nodes = {*nodes(self.outputs)}
+        return self._nodes
 
     @staticmethod
     def _unstacked(g: torch.Tensor, level: VmapLevel) -> torch.Tensor:
