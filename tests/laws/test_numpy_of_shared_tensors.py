@@ -90,3 +90,10 @@ def test_beside_a_tangent(f):
 def test_of_what_moves_is_refused():
     with pytest.raises(NotImplementedError, match="no derivative of this"):
         jvp(lambda x: np.spacing(x), (ROWS[0],), (ROWS[0],))
+
+
+def test_of_a_value_that_a_jvp_has_left():
+    box = []
+    jvp(lambda x: (box.append(torch.arange(3.0).cos()), x)[1], (ROWS[0],), (ROWS[0],))
+    found = np.interp(0.5, np.arange(3.0), box[0])
+    assert found == np.interp(0.5, np.arange(3.0), torch.arange(3.0).cos().numpy())

@@ -14,7 +14,7 @@ NOTE [inside and outside]
 from __future__ import annotations
 
 import threading
-from types import MappingProxyType, NoneType
+from types import NoneType
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -33,7 +33,7 @@ from forall._torch.names import pop_mode, push_mode
 from forall._torch.wrapper import Wrapper
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable
 
     from forall._core.places import Origin
 
@@ -49,9 +49,8 @@ class Level:
         self.around = _up_to(parent) | _up_to(stack.place)
         self.active = False
         self.lifted: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-
-    # What they were, for as long as others keep them: known when the call has ended.
-    stood_in: Mapping[int, tuple[ref[torch.Tensor], ref[torch.Tensor]]] = MappingProxyType({})
+        # What they were, as long as others keep them: known when the call has ended.
+        self.stood_in: dict[int, tuple[ref[torch.Tensor], ref[torch.Tensor]]] = {}
 
     # For whom of its examples code runs where they have parted; None for all of them. A level must
     # not hold itself, which would keep it, and all that its values hold, beyond its end.
@@ -196,17 +195,16 @@ class entered:
         stack.top = self.previous
         self.level.active = False
         if self.level.lifted:
-            _end(self.level)
+            _let_go(self.level)
 
 
-def _end(level: Level) -> None:
+def _let_go(level: Level) -> None:
     """No tensor is held any longer for what stands in its place.
 
-    A backward of the user's may have saved one, captures the same tensor once more when it runs,
-    and asks for a derivative in what it saved: the two must be one, while it lives.
+    But a backward of the user's may have saved that, and captures the tensor again when it runs.
     """
-    pairs = level.lifted.items()
-    level.stood_in = {i: (ref(t), ref(s)) for i, (t, s) in pairs if s.requires_grad}
+    lifted = level.lifted.items()
+    level.stood_in = {i: (ref(t), ref(s)) for i, (t, s) in lifted if s.requires_grad}
     level.lifted.clear()
 
 
@@ -296,8 +294,7 @@ def lift(tensor: torch.Tensor, level: Level | None) -> torch.Tensor:
         if in_torch_func():
             with outside_torch_func():
                 return lift(tensor, level)
-        stood_in = _stood_in(tensor, level) if level.stood_in else None
-        if stood_in is not None:
+        if level.stood_in and (stood_in := _stood_in(tensor, level)) is not None:
             return stood_in
         with functions_off():
             lifted = level.share(lift(tensor, level.born_in))

@@ -98,8 +98,9 @@ class JvpLevel(Level, DispatchMode):
             if mine:
                 a.refuse_history("numpy")
         with outside(self), functions_off():
-            bare = lambda a, mine: graph_free(self.afterwards(a)) if mine else a  # noqa: E731
-            args, kwargs = trees.unflatten([*map(bare, flat, own)], spec)
+            pairs = zip(flat, own, strict=True)
+            given = [graph_free(self.afterwards(a)) if mine else a for a, mine in pairs]
+            args, kwargs = trees.unflatten(given, spec)
             return func(*args, **kwargs)
 
     def afterwards(self, tensor: Dual) -> torch.Tensor:
