@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from forall._programs.signature import under
 from forall._torch import generators
-from forall._torch.dispatch import functions_on, run_backward
+from forall._torch.dispatch import functions_on, in_torch_func, outside_torch_func, run_backward
 from forall._torch.history import Gate
 
 if TYPE_CHECKING:
@@ -68,8 +69,9 @@ class Call(NamedTuple):
         if self.drawn is not None:
             drawn = generators.states(tensors)
             generators.restore(self.drawn)
-        try:
-            inputs, results = recorded.again(recorded, tensors, through)
+        try:  # it was no part of a transform of torch's that is asked for the derivative now
+            with outside_torch_func() if in_torch_func() else nullcontext():
+                inputs, results = recorded.again(recorded, tensors, through)
         finally:
             if drawn is not None:
                 generators.restore(drawn)
