@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from forall import config, grad, vjp, vmap
+from forall import config, grad, vmap
 from forall._transforms.replaying import calls_of
 
 
@@ -46,14 +46,3 @@ def test_a_write_into_what_the_derivative_in_another_argument_needs(monkeypatch)
             u.mul_(2)
         (found,) = torch.autograd.grad(y.sum(), x)  # the sine, which is there
         torch.testing.assert_close(found, torch.ones(3).sin().expand(2, 3))
-
-
-@pytest.mark.xfail(strict=True, raises=RuntimeError, reason="our nodes are none of torch.func's")
-def test_a_replayed_pull_back_inside_torch_func(monkeypatch):
-    monkeypatch.setattr(config, "patience", 0)
-    x = torch.linspace(0.1, 1, 3, dtype=torch.float64)
-    for _ in range(6):
-        pull = vjp(lambda v: v.sin() * v, x)[1]
-        found = torch.func.grad(lambda c, pull=pull: pull(c)[0].square().sum())(x)
-        slope = x.cos() * x + x.sin()
-        torch.testing.assert_close(found, 2 * slope.square() * x)

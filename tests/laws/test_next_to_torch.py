@@ -220,6 +220,15 @@ def test_a_pull_back_is_called_inside_the_other(maker, caller, verb):
         close(out, derivative * DIRECTION)
 
 
+def test_a_replayed_pull_back_inside_torch_func(monkeypatch):
+    monkeypatch.setattr(forall.config, "patience", 0)
+    derivative = POINT.cos() * POINT + POINT.sin()
+    for _ in range(6):
+        _, pull = forall.vjp(lambda x: x.sin() * x, POINT)
+        found = torch.func.grad(lambda c, pull=pull: pull(c)[0].square().sum())(DIRECTION)
+        close(found, 2 * derivative.square() * DIRECTION)
+
+
 def test_a_pull_back_from_outside_both_is_refused():
     _, pull = forall.vjp(torch.sin, POINT)
 
