@@ -47,34 +47,35 @@ def in_blocks(
     """
     lines: list[Node] = []
     read = {*results}
-    for group in reversed(_grouped(program, nodes)):
+    for shape, group in reversed(_grouped(program, nodes)):
         made = [n for node in group for n in node.makes()]
         wanted = [n for n in made if n in read]
-        saved = (len(made) - len(wanted)) * _entries(program, made[0]) if made else 0
-        cut = _cut(program, group) if saved >= _WORTH else None
+        cut = None
+        if shape is not None and (len(made) - len(wanted)) * prod(shape) >= _WORTH:
+            cut = _cut(program, shape, group)
         read.update(n for node in group for n in node.reads())
         lines[:0] = group if cut is None else [_piece(program, group, wanted, cut, write)]
     return lines
 
 
-def _grouped(program: Program, nodes: Sequence[Node]) -> list[list[Node]]:
+def _grouped(program: Program, nodes: Sequence[Node]) -> list[tuple[Shape | None, list[Node]]]:
     """Operators that may run together: pointwise ones of a shape, or another one alone.
 
     A group waits for more until somebody reads what it makes, or writes where it reads.
     """
     roots = [v.root for v in program.values]
     waiting: dict[Shape, list[Node]] = {}
-    found = []
+    found: list[tuple[Shape | None, list[Node]]] = []
     for node in nodes:
         shape = _shape(program, node)
         for other, group in [*waiting.items()]:
             if other != shape and _meet(group, node, roots):
-                found.append(waiting.pop(other))
+                found.append((other, waiting.pop(other)))
         if shape is None:
-            found.append([node])
+            found.append((None, [node]))
         else:
             waiting.setdefault(shape, []).append(node)
-    return [*found, *waiting.values()]
+    return [*found, *waiting.items()]
 
 
 def _meet(group: list[Node], node: Node, roots: list[int]) -> bool:
@@ -95,22 +96,13 @@ def _shape(program: Program, node: Node) -> Shape | None:
     fact = facts(_NEW.get(node.op, node.op))
     value = program.values[node.outs]
     layout = value.layout
-    if not fact.pointwise or _entries(program, node.outs) < _LARGE:
+    if not fact.pointwise or prod(layout.shape) < _LARGE:
         return None
     if fact.writes or fact.seeded or value.root != node.outs:
         return None
     given = [program.values[n] for n in node.reads()]
     plain = not any(v.zeros or v.layout.device != _CPU for v in (value, *given))
-    return layout.shape if plain and _is_dense(layout) else None
-
-
-def _entries(program: Program, n: int) -> int:
-    return prod(program.values[n].layout.shape)
-
-
-def _is_dense(layout: Layout) -> bool:
-    shape = layout.shape
-    return layout.strides == tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
+    return layout.shape if plain and layout.is_dense else None
 
 
 class _Cut:
@@ -130,17 +122,14 @@ class _Cut:
         return t.split(self.size, self.dim - len(self.shape))
 
 
-def _cut(program: Program, group: list[Node]) -> _Cut | None:
+def _cut(program: Program, shape: Shape, group: list[Node]) -> _Cut | None:
     """How a group's values come apart, None where that does not keep each bit."""
-    shape = _shape(program, group[0])
-    if shape is None:
-        return None
     threads = torch.get_num_threads()
     whole = _VECTORS * threads
     if threads > 1 and prod(shape) % whole:
         return None
     given = [program.values[n].layout for n in _read(group)]
-    flat = all(v.shape in ((), (1,)) or (v.shape == shape and _is_dense(v)) for v in given)
+    flat = all(v.shape in ((), (1,)) or (v.shape == shape and v.is_dense) for v in given)
     dim = next(i for i, size in enumerate(shape) if size > 1)
     row = 1 if flat else prod(shape[dim + 1 :])
     step = whole // gcd(whole, row)  # rows of whole vectors

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from forall._programs.program import Layout, Node, Ref, Value
+from forall._programs.program import Layout, Node, Ref, Value, dense_strides
 from forall._programs.tried import alone
 
 if TYPE_CHECKING:
@@ -69,8 +69,8 @@ def _fits(program: Program, node: Node) -> bool:
 
 
 def _dense(shape: Sequence[int], like: Layout) -> Layout:
-    strides = tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
-    return Layout(tuple(shape), strides, 0, like.dtype, like.device, conj=False, neg=False)
+    where = tuple(shape), dense_strides(shape), 0
+    return Layout(*where, like.dtype, like.device, conj=False, neg=False)
 
 
 def _in_columns(program: Program, node: Node, known: dict[int, int]) -> list[Node]:

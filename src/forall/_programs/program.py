@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -40,6 +41,16 @@ class Layout(NamedTuple):
     def of(cls, t: torch.Tensor) -> Layout:
         where = tuple(t.shape), t.stride(), t.storage_offset()
         return cls(*where, t.dtype, t.device, t.is_conj(), t.is_neg())
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether the entries follow each other in order."""
+        return self.strides == dense_strides(self.shape)
+
+
+def dense_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Those of a tensor whose entries follow each other in order."""
+    return tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
 class Value(NamedTuple):
