@@ -65,7 +65,8 @@ def gradients(
 ) -> tuple[Tensor | None, ...]:
     """torch.autograd.grad in the answer to a call of it: no function mode is asked once more.
 
-    But those that wait stay on for what the user's own backwards do.
+    But those that wait stay on for what the user's own backwards do: torch's name leads there
+    (`checkpoints`), and `run_backward` does not.
     """
     with functions_off():
         cotangents = torch.autograd._tensor_or_tensors_to_tuple(given, len(outputs))
