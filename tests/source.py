@@ -51,14 +51,3 @@ def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]
     for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             yield node
-
-
-def lines_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """Without the docstring, which may be as long as it has things to say."""
-    first = function.body[0]
-    assert function.end_lineno is not None
-    length = function.end_lineno - function.lineno + 1
-    if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
-        assert first.end_lineno is not None
-        length -= first.end_lineno - first.lineno + 1
-    return length

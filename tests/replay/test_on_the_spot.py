@@ -188,5 +188,6 @@ def test_what_changes_now_and_then_is_recorded_anew(hits):
 
 def test_a_word_for_replay_that_says_nothing():
     assert [replay_of(word) for word in ("0", "1", "check")] == [False, True, "check"]
+    assert replay_of("") is True  # as `FORALL_REPLAY= python train.py` sets it
     with pytest.raises(ValueError, match=r"FORALL_REPLAY='off' .*\n.*0, 1 or check"):
         replay_of("off")

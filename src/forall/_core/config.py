@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-_WORDS = {"0": False, "1": True, "check": "check"}
+_WORDS: dict[str, bool | str] = {"": True, "0": False, "1": True, "check": "check"}  # "": not set
 
 
 @dataclass
@@ -14,7 +14,8 @@ class Config:
 
     ``replay``: whether transformed functions that have taken their time are recorded and replayed
     where it is certain that nobody can tell. ``"check"`` also runs each replayed call as it is, and
-    compares. Set from the environment variable ``FORALL_REPLAY`` (0, 1, check) at the start.
+    compares. Set from the environment variable ``FORALL_REPLAY`` (0, 1, check) at
+    the start; empty means the default, as if it was not set.
 
     ``patience``: for how many seconds in all a function has to have run before that.
 
@@ -28,7 +29,7 @@ class Config:
 
 
 def replay_of(word: str) -> bool | str:
-    """What FORALL_REPLAY says."""
+    """The setting that a value of FORALL_REPLAY stands for."""
     if word not in _WORDS:
         raise ValueError(
             f"FORALL_REPLAY={word!r} does not say whether calls are replayed.\n"
@@ -37,4 +38,4 @@ def replay_of(word: str) -> bool | str:
     return _WORDS[word]
 
 
-now = Config(replay_of(os.environ.get("FORALL_REPLAY", "1")))
+now = Config(replay_of(os.environ.get("FORALL_REPLAY", "")))
