@@ -225,8 +225,10 @@ def _asked(test: Any) -> bool | tuple[World, World] | None:
 
 def question(test: Any) -> bool | tuple[World, World]:
     """`asked` by code of the user's, which may be heard."""
-    if stack.listening and (isinstance(test, Wrapper) or hasattr(test, "tensor")):
-        heard(truths(test))
+    if stack.listening:
+        numbers = test if isinstance(test, Tensor) else getattr(test, "tensor", test)
+        if isinstance(numbers, Wrapper):
+            heard(truths(numbers))
     return asked(test)
 
 

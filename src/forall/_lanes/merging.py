@@ -135,7 +135,8 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _tensor(value: Any, kind: Any) -> Any:
-    return value.tensor if type(value) is words.Number else torch.tensor(value, dtype=_DTYPES[kind])
+    """The number of a part, whose lanes may be fewer than those that run: no read of it."""
+    return value.whole if type(value) is words.Number else torch.tensor(value, dtype=_DTYPES[kind])
 
 
 def _tuples(parts: Parts) -> Any:
