@@ -139,8 +139,8 @@ def _float_div(a: Any, b: Any) -> torch.Tensor:
 _COMPARISONS = (operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne)
 _LOGIC = (operator.and_, operator.or_, operator.xor)
 
-# For each operator on ints or on floats, when torch's is Python's. A power of floats is not: torch's
-# vectors round it in their own way.
+# For each operator on ints or on floats, when torch's is Python's. A power of floats never is:
+# torch's vectors round it in their own way.
 _INTS: dict[Any, Callable[[Operand, Operand], bool]] = {
     operator.add: lambda a, b: a.most + b.most < _INT64,
     operator.sub: lambda a, b: a.most + b.most < _INT64,

@@ -181,7 +181,7 @@ class Number:
     __hash__ = object.__hash__
 
     def __init__(self, tensor) -> None:
-        self.tensor = tensor
+        self.tensor = self.whole = tensor
 
     @property
     def kind(self):
