@@ -181,7 +181,7 @@ def binary(op: Any, a: Operand, b: Operand) -> torch.Tensor | None:
         guard = (_FLOATS if kind is float else _INTS).get(op)
     if guard is None or not guard(a, b):
         return None
-    call = _FOR_FLOATS.get(op, op) if kind is float else op
+    call: Any = _FOR_FLOATS.get(op, op) if kind is float else op
     return call(a.as_(kind), b.as_(kind))
 
 
