@@ -12,6 +12,7 @@ import io
 import itertools
 import math
 import operator
+import os
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
 from dataclasses import dataclass, field
@@ -692,12 +693,19 @@ def inside_a_list(args: list) -> tuple[list, dict]:
     return [[*args]], {}
 
 
+def sampled(ways: list[tuple]) -> list[tuple]:
+    """Each case in two of these ways, or in all where somebody asks for that."""
+    if os.environ.get("FORALL_ALL_WAYS"):
+        return [(case, *way) for case in CASES for way in ways]
+    n = len(ways)
+    return [(case, *ways[i % n]) for j, case in enumerate(CASES) for i in (2 * j, 2 * j + 1)]
+
+
 @pytest.mark.filterwarnings("ignore:.*not recorded.*:forall.PerformanceWarning")
 @pytest.mark.parametrize(
-    ("way", "given"),
-    [*((way, by_place) for way in WAYS), ("grad", by_name), ("jit", inside_a_list)],
+    ("case", "way", "given"),
+    sampled([*((way, by_place) for way in WAYS), ("grad", by_name), ("jit", inside_a_list)]),
 )
-@pytest.mark.parametrize("case", CASES)
 def test_arguments_that_a_function_tells_apart_are_two_kinds(case, way, given, at_once):
     read, early, late = CASES[case]
     transform, truth = WAYS[way]
@@ -760,10 +768,13 @@ def in_a_module(read, args):
     return made(Model, args=args)
 
 
+OF_OBJECTS = (in_an_object, in_a_module)
+
+
 @pytest.mark.parametrize(
-    "hold", [in_a_closure, in_cells, in_defaults, in_a_partial, in_an_object, in_a_module]
+    ("case", "hold"),
+    sampled([(h,) for h in (in_a_closure, in_cells, in_defaults, in_a_partial, *OF_OBJECTS)]),
 )
-@pytest.mark.parametrize("case", CASES)
 def test_what_functions_hold_that_are_made_anew_is_told_apart(case, hold, at_once):
     read, early, late = CASES[case]
     for make in [early] * 5 + [late] * 2 + [early, late]:
