@@ -762,6 +762,8 @@ def in_an_object(read, args):
 
 def in_a_module(read, args):
     class Model(torch.nn.Module):
+        args: Any
+
         def forward(self, x):
             return (x * read(*self.args)).sum()
 
