@@ -111,7 +111,7 @@ class Kinds(Unwatched):
     def _again(
         self, made: Recorded, tensors: Sequence[torch.Tensor], args: tuple, kwargs: dict
     ) -> Any:
-        if made.asks:
+        if made.asks or made.raises:
             result, _ = made.attempt(tensors)
             if result is MISSED:
                 self.misses += 1

@@ -1,0 +1,171 @@
+"""An error that hangs on numbers is one in each call: recorded, replayed, and of no result's need.
+
+The last test takes some of torch's own samples. All of them, each operator in a process of its own
+(a kernel may end it), are tried by ``python tests/laws/test_errors_of_numbers.py``.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.testing._internal.common_methods_invocations import op_db
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import forall
+from forall import grad, jit, jvp, vmap
+from forall._torch import trees
+from forall._torch.raising import may_raise
+
+X = torch.tensor([[0.1, 0.2, 0.3], [0.4, 0.5, 0.6]])
+PLACES, FAR = torch.tensor([[0, 1, 2], [2, 1, 0]]), torch.tensor([[0, 1, 2], [2, 7, 0]])
+ONES, ZERO = torch.tensor([[1, 2, 3], [3, 2, 1]]), torch.tensor([[1, 2, 3], [3, 0, 1]])
+HALVES = torch.full((2, 3), 0.5)
+EYES = torch.eye(2).expand(2, 2, 2).clone()
+SINGULAR = torch.stack([torch.eye(2), -torch.ones(2, 2)])
+W = torch.arange(6.0).reshape(3, 2)
+
+# A function of an example and of numbers that decide whether it raises; good ones, and bad ones.
+CASES = {
+    "cross_entropy": (lambda x, t: F.cross_entropy(x.expand(3, 3), t), PLACES, FAR),
+    "nll_loss": (lambda x, t: F.nll_loss(x.expand(3, 3), t), PLACES, FAR),
+    "nll_loss of images": (
+        lambda x, t: F.nll_loss(x.reshape(1, 3, 1, 1).expand(1, 3, 1, 3), t.reshape(1, 1, 3)),
+        PLACES,
+        FAR,
+    ),
+    "multi_margin_loss": (lambda x, t: F.multi_margin_loss(x.expand(3, 3), t), PLACES, FAR),
+    "embedding": (lambda x, t: F.embedding(t, x[:, None] * W), PLACES, FAR),
+    "binary_cross_entropy": (lambda x, p: F.binary_cross_entropy(p, x), HALVES, 3 * HALVES),
+    "one_hot": (lambda x, t: F.one_hot(t, 3) * x, PLACES, FAR),
+    "one_hot, negative": (lambda x, t: F.one_hot(t, 3) * x, PLACES, -PLACES),
+    "index": (lambda x, t: x[t], PLACES, FAR),
+    "index, of one": (lambda x, t: x[t[1]], PLACES, FAR),
+    "gather": (lambda x, t: x.gather(0, t), PLACES, FAR),
+    "scatter": (lambda x, t: x.scatter(0, t, 1.0), PLACES, FAR),
+    "scatter_add": (lambda x, t: x.scatter_add(0, t, x), PLACES, FAR),
+    "scatter_reduce": (lambda x, t: x.scatter_reduce(0, t, x, "amax"), PLACES, FAR),
+    "index_add": (lambda x, t: x.index_add(0, t, x), PLACES, FAR),
+    "index_copy": (lambda x, t: x.index_copy(0, t, x), PLACES, FAR),
+    "index_fill": (lambda x, t: x.index_fill(0, t, 1.0), PLACES, FAR),
+    "index_put": (lambda x, t: x.index_put((t,), x), PLACES, FAR),
+    "index_select": (lambda x, t: x.index_select(0, t), PLACES, FAR),
+    "take": (lambda x, t: x.take(t), PLACES, FAR),
+    "put": (lambda x, t: x.put(t, x), PLACES, FAR),
+    "take_along_dim": (lambda x, t: x.take_along_dim(t, 0), PLACES, FAR),
+    "floor division": (lambda x, t: x * (6 // t), ONES, ZERO),
+    "remainder": (lambda x, t: x * (6 % t), ONES, ZERO),
+    "remainder of two": (lambda x, t: x * torch.remainder(t + 1, t), ONES, ZERO),
+    "fmod": (lambda x, t: x * torch.fmod(t + 1, t), ONES, ZERO),
+    "division, rounded": (lambda x, t: x * torch.div(t, t, rounding_mode="floor"), ONES, ZERO),
+    "cholesky": (lambda x, a: torch.linalg.cholesky(a).sum() * x, EYES, SINGULAR),
+    "torch.cholesky": (lambda x, a: torch.cholesky(a).sum() * x, EYES, SINGULAR),
+    "inverse": (lambda x, a: torch.linalg.inv(a).sum() * x, EYES, SINGULAR),
+    "solve": (lambda x, a: torch.linalg.solve(a, x[:2]).sum() * x, EYES, SINGULAR),
+    "eigh": (lambda x, a: torch.linalg.eigh(a)[0].sum() * x, EYES, EYES * torch.nan),
+    "svd": (lambda x, a: torch.linalg.svdvals(a).sum() * x, EYES, EYES * torch.nan),
+    "bincount": (lambda x, t: t.bincount(minlength=3) * x, PLACES, -PLACES),
+    "repeat_interleave": (
+        lambda x, t: torch.repeat_interleave(x, t, output_size=3),
+        torch.ones_like(PLACES),
+        PLACES - 1,
+    ),
+    "masked_scatter": (
+        lambda x, m: x.masked_scatter(m > 0, x[:2]),
+        torch.tensor([[0, 1, 1], [1, 1, 0]]),
+        torch.ones_like(PLACES),
+    ),
+    "assertion": (lambda x, t: (torch._assert_async((t > 0).all()), x)[1], ONES, ZERO),
+    "distribution": (
+        lambda x, s: torch.distributions.Normal(x, s, validate_args=True).log_prob(x),
+        HALVES,
+        -HALVES,
+    ),
+    "max_unpool": (
+        lambda x, t: F.max_unpool1d(x[None, None], t[None, None], 1)[0, 0],
+        PLACES,
+        FAR,
+    ),
+}
+DRAWN = {
+    "normal": (lambda x, s: torch.normal(x, s), HALVES, -HALVES),
+    "bernoulli": (lambda x, p: torch.bernoulli(p) * x, HALVES, 3 * HALVES),
+    "multinomial": (lambda x, p: torch.multinomial(p, 1) * x, HALVES, -HALVES),
+    "poisson": (lambda x, p: torch.poisson(p) * x, HALVES, -HALVES),
+}
+FORMS = {
+    "its result": lambda f: f,
+    "of no need": lambda f: lambda x, t: (f(x, t), x * 2)[1],
+    "gradient": lambda f: grad(lambda x, t: f(x, t).sum() * x.sum()),
+    "gradient, of no need": lambda f: grad(lambda x, t: (f(x, t), (x * x).sum())[1]),
+    "tangent": lambda f: lambda x, t: jvp(lambda x: f(x, t), (x,), (x,))[1],
+}
+pytestmark = [
+    pytest.mark.counted,
+    pytest.mark.impure,
+    pytest.mark.filterwarnings("ignore::forall.PerformanceWarning"),
+]
+
+
+def outcome(f, *given):
+    """What a call gives, or the class of its error."""
+    try:
+        return f(*given)
+    except Exception as error:  # noqa: BLE001 - of whatever class
+        return type(error)
+
+
+def is_same(a, b):
+    if isinstance(a, type) or isinstance(b, type):
+        return a is b
+    return trees.flatten(a)[1] == trees.flatten(b)[1] and all(
+        x.dtype == y.dtype and torch.allclose(x, y, rtol=1e-5, atol=1e-6, equal_nan=True)
+        for x, y in zip(trees.leaves(a), trees.leaves(b), strict=True)
+    )
+
+
+def check(make, good, bad, monkeypatch, calls=5):
+    """A call with bad numbers after some with good ones, replayed and by `jit`, and a good one."""
+    monkeypatch.setattr(forall.config, "patience", 0)
+    replayed, recorded, wanted = make(), jit(make()), []
+    monkeypatch.setattr(forall.config, "replay", False)
+    wanted = [outcome(make(), *given) for given in (bad, good)]
+    monkeypatch.setattr(forall.config, "replay", True)
+    assert isinstance(wanted[0], type) and not isinstance(wanted[1], type), wanted
+    for made in (replayed, recorded):
+        for _ in range(calls):
+            made(*good)
+        found = [outcome(made, *given) for given in (bad, good)]
+        assert found[0] is wanted[0]
+        assert is_same(found[1], wanted[1])
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", CASES)
+def test_error_of_each_call_is_the_first_ones(name, form, monkeypatch):
+    f, good, bad = CASES[name]
+    made = FORMS[form](f)
+    check(lambda: vmap(made), (X, good), (X, bad), monkeypatch)
+    ones = zip(X, bad, strict=True)
+    row = next(row for row in ones if isinstance(outcome(f, *row), type))
+    check(lambda: lambda x, t: made(x, t), (X[0], good[0]), row, monkeypatch)
+
+
+@pytest.mark.parametrize("form", ["its result", "of no need"])
+@pytest.mark.parametrize("name", DRAWN)
+def test_error_of_a_draw_is_one_in_each_call(name, form, monkeypatch):
+    f, good, bad = DRAWN[name]
+    monkeypatch.setattr(forall.config, "patience", 0)
+    made = vmap(FORMS[form](f), randomness="different")
+    wanted = outcome(made, X, bad)
+    assert isinstance(wanted, type)
+    for call in (made, jit(made)):
+        for _ in range(5):
+            call(X, good)
+        assert outcome(call, X, bad) is wanted
