@@ -28,6 +28,7 @@ PLACES, FAR = torch.tensor([[0, 1, 2], [2, 1, 0]]), torch.tensor([[0, 1, 2], [2,
 ONES, ZERO = torch.tensor([[1, 2, 3], [3, 2, 1]]), torch.tensor([[1, 2, 3], [3, 0, 1]])
 HALVES = torch.full((2, 3), 0.5)
 EYES = torch.eye(2).expand(2, 2, 2).clone()
+THREES = torch.eye(3).expand(2, 3, 3).clone()
 SINGULAR = torch.stack([torch.eye(2), -torch.ones(2, 2)])
 W = torch.arange(6.0).reshape(3, 2)
 
@@ -58,7 +59,6 @@ CASES = {
     "index_select": (lambda x, t: x.index_select(0, t), PLACES, FAR),
     "take": (lambda x, t: x.take(t), PLACES, FAR),
     "put": (lambda x, t: x.put(t, x), PLACES, FAR),
-    "take_along_dim": (lambda x, t: x.take_along_dim(t, 0), PLACES, FAR),
     "floor division": (lambda x, t: x * (6 // t), ONES, ZERO),
     "remainder": (lambda x, t: x * (6 % t), ONES, ZERO),
     "remainder of two": (lambda x, t: x * torch.remainder(t + 1, t), ONES, ZERO),
@@ -68,13 +68,13 @@ CASES = {
     "torch.cholesky": (lambda x, a: torch.cholesky(a).sum() * x, EYES, SINGULAR),
     "inverse": (lambda x, a: torch.linalg.inv(a).sum() * x, EYES, SINGULAR),
     "solve": (lambda x, a: torch.linalg.solve(a, x[:2]).sum() * x, EYES, SINGULAR),
-    "eigh": (lambda x, a: torch.linalg.eigh(a)[0].sum() * x, EYES, EYES * torch.nan),
+    "eigh": (lambda x, a: torch.linalg.eigh(a)[0].sum() * x, THREES, THREES * torch.nan),
     "svd": (lambda x, a: torch.linalg.svdvals(a).sum() * x, EYES, EYES * torch.nan),
     "bincount": (lambda x, t: t.bincount(minlength=3) * x, PLACES, -PLACES),
     "repeat_interleave": (
         lambda x, t: torch.repeat_interleave(x, t, output_size=3),
         torch.ones_like(PLACES),
-        PLACES - 1,
+        3 - 2 * PLACES,
     ),
     "masked_scatter": (
         lambda x, m: x.masked_scatter(m > 0, x[:2]),
