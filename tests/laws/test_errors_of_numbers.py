@@ -169,3 +169,165 @@ def test_error_of_a_draw_is_one_in_each_call(name, form, monkeypatch):
         for _ in range(5):
             call(X, good)
         assert outcome(call, X, bad) is wanted
+
+
+# --- torch's own samples -------------------------------------------------------------------------
+
+DTYPES = (torch.float32, torch.int64, torch.bool, torch.complex64)
+_MOST = 1000  # entries of an operand that is tried
+
+
+class _Calls(TorchDispatchMode):
+    """Notes what operators are called with, some times for each combination of dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        leaves = trees.leaves((args, kwargs))
+        key = func, tuple(x.dtype for x in leaves if isinstance(x, torch.Tensor))
+        known = self.found.setdefault(key, [])
+        if len(known) < 3:
+            known.append(trees.map_tensors(_copied, (args, kwargs)))
+        return func(*args, **kwargs)
+
+
+def _copied(t):
+    return t.detach().clone() if t.layout is torch.strided else t
+
+
+def _others(t):
+    """Tensors like this one, of degenerate numbers."""
+    if t.dtype is torch.bool:
+        numbers = [0, 1]
+    elif t.is_floating_point() or t.is_complex():
+        numbers = [0.0, -1.0, 2.0, torch.nan, torch.inf, 1e4]
+    else:
+        info = torch.iinfo(t.dtype)
+        numbers = [n for n in (0, -1, 3, 100_000, -1000) if info.min <= n <= info.max]
+    return [torch.full_like(t, n) for n in numbers]
+
+
+def tried(op, dtypes=DTYPES, samples=40):
+    """Calls of operators that one of torch's functions makes, each with the bad numbers it knows.
+
+    Yields the operator, the arguments with which it is fine, and those with which it is not.
+    """
+    seen = _Calls()
+    for dtype in dtypes:
+        if not op.supports_dtype(dtype, "cpu"):
+            continue
+        for number, sample in enumerate(op.sample_inputs("cpu", dtype)):
+            if number == samples:
+                break
+            try:
+                with seen:
+                    op(sample.input, *sample.args, **sample.kwargs)
+            except Exception:  # noqa: BLE001, S112 - of a sample that is not for this machine
+                continue
+    for (func, _), calls in seen.found.items():
+        if func in _ASIDE or func.namespace == "profiler":
+            continue
+        for args, kwargs in calls:
+            leaves, spec = trees.flatten((args, kwargs))
+            tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
+            if any(t.layout is not torch.strided or t.numel() > _MOST for t in tensors):
+                continue
+            if isinstance(_called(func, leaves, spec), type):
+                continue
+            bad = []
+            for place, t in enumerate(leaves):
+                if isinstance(t, torch.Tensor) and t.numel():
+                    for other in _others(t):
+                        given = [*leaves[:place], other, *leaves[place + 1 :]]
+                        error = _called(func, given, spec)
+                        if isinstance(error, type) and error is not NotImplementedError:
+                            bad.append((given, error))
+            if bad:
+                yield func, leaves, spec, bad
+
+
+def _called(func, leaves, spec):
+    args, kwargs = trees.unflatten([_copied(x) if _is_tensor(x) else x for x in leaves], spec)
+    return outcome(lambda: func(*args, **kwargs))
+
+
+def _is_tensor(x):
+    return isinstance(x, torch.Tensor)
+
+
+_ASIDE = {  # these tell Python a number, or take memory as it is
+    torch.ops.aten._local_scalar_dense.default,
+    torch.ops.aten.equal.default,
+    torch.ops.aten.allclose.default,
+}
+
+
+def wrong_in(op, **how):
+    """What is wrong with the errors of operators that one of torch's functions makes."""
+    wrong = []
+    for func, leaves, spec, bad in tried(op, **how):
+
+        def of_no_need(*tensors, func=func, leaves=leaves, spec=spec):
+            given = iter(tensors)
+            filled = [next(given).clone() if _is_tensor(x) else x for x in leaves]
+            args, kwargs = trees.unflatten(filled, spec)
+            func(*args, **kwargs)
+            return tensors[0] + 0
+
+        recorded = jit(of_no_need)
+        good = [x for x in leaves if _is_tensor(x)]
+        for _ in range(3):
+            recorded(*good)
+        for given, error in bad:
+            tensors = [x for x in given if _is_tensor(x)]
+            args, kwargs = trees.unflatten(given, spec)
+            told = may_raise(
+                func, args, kwargs, lambda a: [x.dtype for x in trees.leaves(a) if _is_tensor(x)]
+            )
+            found = outcome(recorded, *tensors)
+            if not told and not torch._C._dispatch_has_kernel_for_dispatch_key(
+                func.name(), "CompositeImplicitAutograd"
+            ):
+                wrong.append(f"{op.name}: {func} raises {error.__name__} by its numbers")
+            if found is not error:
+                wrong.append(f"{op.name}: {func} raises {error.__name__}, recorded {found}")
+    return sorted(set(wrong))
+
+
+@pytest.mark.parametrize("op", random.Random(0).sample(op_db, 24), ids=lambda op: op.formatted_name)
+@pytest.mark.filterwarnings("ignore")
+def test_operators_of_torchs_samples_raise_once_recorded(op):
+    if op.name in _CRASHES:
+        pytest.skip("its kernel ends the process where its numbers are wrong")
+    assert wrong_in(op, dtypes=DTYPES[:2], samples=6) == []
+
+
+_CRASHES = {"linalg.ldl_solve"}
+
+
+def main():
+    """Try them all, each in a process of its own."""
+    warnings.simplefilter("ignore")
+    wrong = 0
+    for op in op_db:
+        sys.stdout.flush()
+        child = os.fork()
+        if not child:
+            signal.alarm(120)
+            found = outcome(wrong_in, op)
+            found = [f"{op.formatted_name}: {found}"] if isinstance(found, type) else found
+            print(*found, sep="\n", end="\n" * bool(found), flush=True)
+            os._exit(len(found) > 0)
+        status = os.waitpid(child, 0)[1]
+        wrong += status != 0
+        if os.WIFSIGNALED(status):
+            print(f"{op.formatted_name}: ended by signal {os.WTERMSIG(status)}")
+    print(f"{wrong} of {len(op_db)} with something wrong")
+    return wrong > 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

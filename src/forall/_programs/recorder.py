@@ -124,7 +124,7 @@ class Recorder(DispatchMode):
         self.makes_leaves = False  # a result's history may end in a tensor of the function's own
         self.makes_hooks = False  # that run in a backward pass
         self.tells = False  # of a tensor more than a kind of calls says
-        self.attends = False  # by a kernel that torch chooses as the user allows
+        self.chooses = False  # a kernel that torch chooses as the user allows
         self.given: Any = None  # the arguments of the call of the user's that is under way
         self._numbers: dict[int, int] = {}  # of each tensor's identity, as long as it lives
         self._tensors: list[weakref.ref] = []

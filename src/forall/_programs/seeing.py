@@ -101,11 +101,18 @@ _CHANGES = {
 _HOOKS = {torch.Tensor.register_hook, torch.Tensor.retain_grad}
 
 
-_ATTENTION = {
+# Calls that come down to one of several kernels, as the user allows.
+_CHOOSING = {
     "scaled_dot_product_attention",
     "multi_head_attention_forward",
     "_native_multi_head_attention",
     "_transformer_encoder_layer_fwd",
+    "batch_norm",
+    "instance_norm",
+    "lstm",
+    "gru",
+    "rnn_tanh",
+    "rnn_relu",
 }
 
 
@@ -145,7 +152,7 @@ class Watch(TorchFunctionMode):
         self.recorder.makes_leaves |= changes
         self.recorder.makes_hooks |= func in _HOOKS
         name = getattr(func, "__name__", "")
-        self.recorder.attends |= name in _ATTENTION
+        self.recorder.chooses |= name in _CHOOSING
         given = trees.leaves((args, kwargs)) if name in _READING else []
         if any(isinstance(x, torch.Tensor) and is_whole(x) for x in given):
             self.recorder.fails(f"{name} reads numbers of which no operator tells")
