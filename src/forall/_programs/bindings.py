@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from forall._programs.equals import frozen
 from forall._programs.program import Node, Piece, Program, Ref, with_refs
+from forall._programs.signature import ambient
 from forall._torch.dispatch import without_history
 from forall._torch.names import DispatchMode, fast_operator, function_homes
 from forall._torch.schema import facts
@@ -24,20 +26,49 @@ def binding(program: Program, node: Node) -> tuple[Callable, tuple, dict]:
     """A function, and its arguments, that does what a node says."""
     if isinstance(node, Piece):
         return node.op, node.args, node.kwargs
-    for func, args, kwargs in () if facts(node.op).seeded else _candidates(node):  # it would draw
-        if _reaches(program, node, func, args, kwargs):
-            return func, args, kwargs
-    return fast_operator(node.op), node.args, node.kwargs
+    try:
+        key = _key(program, node)
+    except TypeError:
+        return _asked(program, node), node.args, node.kwargs
+    func = _known.get(key)
+    if func is None:
+        if len(_known) >= _MOST:
+            _known.clear()
+        func = _known[key] = _asked(program, node)
+    return func, node.args, node.kwargs
 
 
-def _candidates(node: Node) -> Iterator[tuple[Callable, tuple, dict]]:
+_MOST = 4096  # answers that are kept: one operator is asked about in program after program
+_known: dict[Any, Callable] = {}
+
+
+def _key(program: Program, node: Node) -> Any:
+    """All that decides which function comes to an operator: arguments, and where tensors lie."""
+    seen: dict[int, int] = {}
+
+    def of_value(n: int) -> Any:
+        shape, strides, _, dtype, *_ = program.values[n].layout
+        return seen.setdefault(n, len(seen)), shape, strides, dtype
+
+    given = frozen((node.args, node.kwargs), of_value)
+    return node.op, given, frozen(_made(node.outs, lambda r: r), of_value), ambient()
+
+
+def _asked(program: Program, node: Node) -> Callable:
+    for func in () if facts(node.op).seeded else _candidates(node):  # it would draw
+        if _reaches(program, node, func, node.args, node.kwargs):
+            return func
+    return fast_operator(node.op)
+
+
+def _candidates(node: Node) -> Iterator[Callable]:
     name = node.op.overloadpacket.__name__
     # A method takes tensors for less than a function does, and lists for more.
     alone = all(type(a) is Ref for a in node.args)
     for home in reversed(function_homes) if alone else function_homes:
         func = getattr(home, name, None)
         if callable(func):
-            yield func, node.args, node.kwargs
+            yield func
 
 
 def _reaches(program: Program, node: Node, func: Callable, args: tuple, kwargs: dict) -> bool:

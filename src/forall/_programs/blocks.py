@@ -45,7 +45,7 @@ def in_blocks(
 
     ``write`` makes a function of operators, the values that it is given and its results.
     """
-    lines: list[Node] = []
+    parts: list[Sequence[Node]] = []  # the last first
     read = {*results}
     for shape, group in reversed(_grouped(program, nodes)):
         made = [n for node in group for n in node.makes()]
@@ -54,8 +54,8 @@ def in_blocks(
         if shape is not None and (len(made) - len(wanted)) * prod(shape) >= _WORTH:
             cut = _cut(program, shape, group)
         read.update(n for node in group for n in node.reads())
-        lines[:0] = group if cut is None else [_piece(program, group, wanted, cut, write)]
-    return lines
+        parts.append(group if cut is None else [_piece(program, group, wanted, cut, write)])
+    return [node for part in reversed(parts) for node in part]
 
 
 def _grouped(program: Program, nodes: Sequence[Node]) -> list[tuple[Shape | None, list[Node]]]:
@@ -64,29 +64,38 @@ def _grouped(program: Program, nodes: Sequence[Node]) -> list[tuple[Shape | None
     A group waits for more until somebody reads what it makes, or writes where it reads.
     """
     roots = [v.root for v in program.values]
-    waiting: dict[Shape, list[Node]] = {}
+    waiting: dict[Shape, _Group] = {}
     found: list[tuple[Shape | None, list[Node]]] = []
     for node in nodes:
         shape = _shape(program, node)
         for other, group in [*waiting.items()]:
-            if other != shape and _meet(group, node, roots):
-                found.append((other, waiting.pop(other)))
+            if other != shape and group.meets(node):
+                found.append((other, waiting.pop(other).nodes))
         if shape is None:
             found.append((None, [node]))
         else:
-            waiting.setdefault(shape, []).append(node)
-    return [*found, *waiting.items()]
+            waiting.setdefault(shape, _Group(roots)).add(node)
+    return [*found, *((shape, group.nodes) for shape, group in waiting.items())]
 
 
-def _meet(group: list[Node], node: Node, roots: list[int]) -> bool:
-    reads, writes = ({roots[n] for n in numbers} for numbers in (node.reads(), node.writes()))
-    for one in group:
-        made = {roots[n] for n in (*one.makes(), *one.writes())}
-        if not (made.isdisjoint(reads) and made.isdisjoint(writes)):
-            return True
-        if not writes.isdisjoint(roots[n] for n in one.reads()):
-            return True
-    return False
+class _Group:
+    """Operators that wait for more, and the memory that they make, or read."""
+
+    def __init__(self, roots: list[int]) -> None:
+        self.roots = roots
+        self.nodes: list[Node] = []
+        self.made: set[int] = set()
+        self.read: set[int] = set()
+
+    def add(self, node: Node) -> None:
+        self.nodes.append(node)
+        self.made.update(self.roots[n] for n in (*node.makes(), *node.writes()))
+        self.read.update(self.roots[n] for n in node.reads())
+
+    def meets(self, node: Node) -> bool:
+        """Whether a node reads or writes what is made here, or writes where this reads."""
+        reads, writes = ({self.roots[n] for n in ns} for ns in (node.reads(), node.writes()))
+        return not (self.made.isdisjoint(reads | writes) and self.read.isdisjoint(writes))
 
 
 def _shape(program: Program, node: Node) -> Shape | None:

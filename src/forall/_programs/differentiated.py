@@ -77,29 +77,31 @@ class Differentiated(Recorded):
         first = [node for node in program.nodes if id(node) not in second]
         self.halves = first, [node for node in program.nodes if id(node) in second]
         self.outputs = [*dict.fromkeys(program.outputs)]
-        self._order = [self.outputs.index(n) for n in program.outputs]
-        self.moves = [self.outputs.index(program.outputs[i]) for i in back.moved]
-        self.live = [i in back.live for i in back.moved]
+        place, live = _places(self.outputs), {*back.live}
+        self._order = [place[n] for n in program.outputs]
+        self.moves = [place[program.outputs[i]] for i in back.moved]
+        self.live = [i in live for i in back.moved]
         self.constant = {*range(len(self.outputs))} - {*self.moves}
         super().__init__(program, guards, results, tensors, write)
         self._is_plain = False
         self.open = None if views is None else views.run
-        self._viewed = _picked([self.given.index(n) for n in views.given] if views else ())
+        place = _places(self.given)
+        self._viewed = _picked([place[n] for n in views.given] if views else ())
 
     def _compiled(self) -> Callable:
         first, last = self.halves
         found = [n for n in self.back.gradients if n is not None]
         made = {n for node in first for n in node.makes()}
         read = dict.fromkeys([*(n for node in last for n in node.reads()), *found])
-        saved = [n for n in read if n in made or n in self.given]
-        fresh = [n for n in saved if n in made and n not in self.outputs]
-        hand = [*self.given, *self.outputs, *fresh]
-        self.saved = _picked([hand.index(n) for n in saved])
-        self.others = _picked([i for i, n in enumerate(self.given) if n not in saved])
-        self.places = [saved.index(n) if n in saved else -1 for n in self.given]
-        self.gradients = [
-            None if n not in self.back.wanted else self.back.wanted.index(n) for n in self.given
-        ]
+        given, outputs = {*self.given}, {*self.outputs}
+        saved = [n for n in read if n in made or n in given]
+        fresh = [n for n in saved if n in made and n not in outputs]
+        hand = _places([*self.given, *self.outputs, *fresh])
+        self.saved = _picked([hand[n] for n in saved])
+        kept, wanted = _places(saved), _places(self.back.wanted)
+        self.others = _picked([i for i, n in enumerate(self.given) if n not in kept])
+        self.places = [kept.get(n, -1) for n in self.given]
+        self.gradients = [wanted.get(n) for n in self.given]
         self.backward = self.write(self.program, last, [*saved, *self.back.cotangents], found)
         return self.write(self.program, first, self.given, [*self.outputs, *fresh])
 
@@ -147,6 +149,11 @@ class Differentiated(Recorded):
 
 def _is_given(cotangent: Tensor | None) -> bool:
     return cotangent is not None
+
+
+def _places(numbers: Sequence[int]) -> dict[int, int]:
+    """Where each of these stands first."""
+    return {n: i for i, n in reversed([*enumerate(numbers)])}
 
 
 def _picked(places: Sequence[int]) -> Callable[[Sequence], tuple]:

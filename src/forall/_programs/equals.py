@@ -19,7 +19,7 @@ from forall._programs.program import Node, Ref
 from forall._torch.schema import facts
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Callable, Collection
 
     from forall._programs.program import Program
 
@@ -49,6 +49,7 @@ def copies(program: Program, back: Collection[Node] = ()) -> None:
     written = program.written()
     outside = {values[n].root for n in (*program.inputs, *program.captured, *program.constants)}
     leaves = {values[n].root for n in program.outputs}
+    joining = Joining(program)
     readers = Counter(r for node in program.nodes for r in {values[n].root for n in node.reads()})
     other: dict[int, int] = {}
     kept = []
@@ -67,14 +68,31 @@ def copies(program: Program, back: Collection[Node] = ()) -> None:
         readers[its] += readers[mine] - 1
         if mine in leaves:
             leaves.add(its)
-        joined(program, mine, its)
+        joining(mine, its)
     program.nodes[:] = kept
     program.outputs[:] = [other.get(n, n) for n in program.outputs]
 
 
-def joined(program: Program, mine: int, its: int) -> None:
-    """What shared memory with one root shares it with another."""
-    program.values[:] = [v._replace(root=its) if v.root == mine else v for v in program.values]
+class Joining:
+    """Lets what shares memory with one root share it with another."""
+
+    def __init__(self, program: Program) -> None:
+        self.values = program.values
+        self.sharing: dict[int, list[int]] = {}  # the values of each root
+        self.takes_in(0)
+
+    def takes_in(self, first: int) -> None:
+        """Count in the values from this one on, which are new."""
+        for n in range(first, len(self.values)):
+            self.sharing.setdefault(self.values[n].root, []).append(n)
+
+    def __call__(self, mine: int, its: int) -> None:
+        if mine == its:
+            return
+        numbers = self.sharing.pop(mine, [])
+        for n in numbers:
+            self.values[n] = self.values[n]._replace(root=its)
+        self.sharing.setdefault(its, []).extend(numbers)
 
 
 def _copied(node: Node) -> int | None:
@@ -92,6 +110,7 @@ def twins(program: Program, back: Collection[Node] = ()) -> None:
     written = program.written()
     leaves = {values[n].root for n in program.outputs}
     second = set(map(id, back))
+    joining = Joining(program)
     known: dict[Any, Node] = {}
     other: dict[int, int] = {}
     kept = []
@@ -115,7 +134,7 @@ def twins(program: Program, back: Collection[Node] = ()) -> None:
         for n, m in zip(made, twin.makes(), strict=True):
             other[n] = m
             if values[n].root == n:
-                joined(program, n, values[m].root)
+                joining(n, values[m].root)
     program.nodes[:] = kept
 
 
@@ -133,18 +152,22 @@ def _key(node: Node) -> Any:
     if node.op.overloadpacket.__name__ in _NEVER:
         return None
     try:
-        return node.op, _frozen(node.args), _frozen(node.kwargs)
+        return node.op, frozen(node.args), frozen(node.kwargs)
     except TypeError:
         return None
 
 
-def _frozen(a: Any) -> Any:
+def frozen(a: Any, of_value: Callable[[int], Any] = int) -> Any:
+    """A tree of arguments as what is equal where they are; `TypeError` where that is unknown.
+
+    ``of_value`` tells what a value is to be equal by, which is its number as a rule.
+    """
     if type(a) is Ref:
-        return Ref, a.n
+        return Ref, of_value(a.n)
     if isinstance(a, (tuple, list)):
-        return tuple(map(_frozen, a))
+        return type(a) is list, tuple([frozen(b, of_value) for b in a])
     if isinstance(a, dict):
-        return tuple((k, _frozen(b)) for k, b in a.items())
+        return tuple([(k, frozen(b, of_value)) for k, b in a.items()])
     if isinstance(a, _WORDS):
         return type(a), repr(a)  # 0.0 is not -0.0
     raise TypeError

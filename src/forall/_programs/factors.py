@@ -9,6 +9,7 @@ NOTE [atoms]
 
 from __future__ import annotations
 
+from collections import Counter
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from forall._programs.program import Program
 
 aten = torch.ops.aten
+_STEPS = 64  # back from a product
 Dims = list[list[int]]  # of a value, the atoms of each
 Halves = tuple[list["Factor"], list["Factor"]]
 
@@ -66,6 +68,7 @@ class Product:
         self.sizes: list[int] = []
         self.parts: dict[int, list[int]] = {}
         self.factors: list[Factor] = []
+        self.steps = 0
         self.nodes, self.is_sum = [node], node.op in SUMS
         shapes = [program.values[n].layout.shape for n in node.reads()]
         *given, out, summed = _summed(node, len(shapes[0]))
@@ -92,7 +95,10 @@ class Product:
 
     def _expand(self, n: int, dims: Dims, *, alone: bool) -> None:
         """Add the factors of a value; ``alone`` where nobody else asks for it."""
-        node, values = self.makers.of.get(n), self.program.values
+        self.steps += 1
+        # Behind so many there is more to multiply than is ever tried.
+        node = None if self.steps > _STEPS else self.makers.of.get(n)
+        values = self.program.values
         alone = alone and self.makers.readers[n] == 1
         if node is not None and self.makers.is_view(node):
             m = node.args[0].n
@@ -233,13 +239,39 @@ class Makers:
         for node in program.nodes:  # the first: others give what there was another name
             if isinstance(node.outs, int) and node.outs not in given:
                 self.of.setdefault(node.outs, node)
-        self.readers = dict.fromkeys(range(len(program.values)), 0)
+        self.readers: Counter[int] = Counter()
+        self._values = program.values
+        self._reading: dict[int, dict[int, Node]] = {}
+        self.outputs = [*program.outputs]
+        self._left: dict[int, list[int]] = {}  # the places of each output
         for node in program.nodes:
-            for n in {*node.reads()}:
-                self.readers[n] += 1
-        for n in program.outputs:
+            self._reads(node)
+        for place, n in enumerate(program.outputs):
             self.readers[n] += 2
-        self._roots = [v.root for v in program.values]
+            self._left.setdefault(n, []).append(place)
+
+    def _reads(self, node: Node) -> None:
+        for n in {*node.reads()}:
+            self.readers[n] += 1
+            self._reading.setdefault(n, {})[id(node)] = node
+
+    def replace(self, node: Node, others: Sequence[Node], result: int) -> None:
+        """Let others make what an operator made: their ``result`` is read in its place."""
+        old = node.outs
+        for n in {*node.reads()}:
+            self.readers[n] -= 1
+            del self._reading[n][id(node)]
+        for other in others:
+            self._reads(other)
+            self.of[other.outs] = other
+        for other in self._reading.pop(old, {}).values():
+            other.replaced({old: result})
+            self._reading.setdefault(result, {})[id(other)] = other
+        for place in self._left.pop(old, ()):
+            self.outputs[place] = result
+            self._left.setdefault(result, []).append(place)
+        self.readers[result] += self.readers.pop(old, 0)
+        self.of.pop(old, None)
 
     def chain(self, product: Product) -> list[Node]:
         """The operators that a product stands for, views among them, in their order."""
@@ -254,4 +286,7 @@ class Makers:
         return found[::-1]
 
     def is_view(self, node: Node) -> bool:
-        return only_views(node.op) and self._roots[node.args[0].n] == self._roots[node.outs]
+        if not only_views(node.op):
+            return False
+        here, there = (self._values[n].root for n in (node.args[0].n, node.outs))
+        return here == there

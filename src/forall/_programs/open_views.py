@@ -59,11 +59,11 @@ def opened(recorder: Recorder, results: Sequence[Tensor]) -> Opened | None:
 
 class _Opening:
     def __init__(self, recorder: Recorder, numbers: list[int]) -> None:
-        self.recorder, self.numbers = recorder, numbers
+        self.recorder, self.numbers, self.results = recorder, numbers, {*numbers}
         self.roots = [v.root for v in recorder.values]
         self.makers = {n: node for node in recorder.nodes for n in node.makes()}
         self.written = {self.roots[n] for node in recorder.nodes for n in node.writes()}
-        self.sharing = Counter(self.roots[n] for n in {*numbers})
+        self.sharing = Counter(self.roots[n] for n in self.results)
         self.outside = {*recorder.inputs, *recorder.captured}
         self.given: list[int] = []
         self.ends: dict[int, tuple[Tensor, tuple[int, bool]]] = {}
@@ -92,7 +92,7 @@ class _Opening:
             return False
         if root in self.outside:
             self.given.append(root)
-        elif root not in self.numbers:
+        elif root not in self.results:
             if not t.requires_grad:
                 self.ends.setdefault(root, (of.detach(), (i, True)))
             elif base_of(t) is of:

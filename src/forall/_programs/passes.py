@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from forall._programs.program import Program
 
 aten = torch.ops.aten
+_ROUNDS = 16  # until it is known what varies: each operator may tell of one that came before it
 _POWER = aten.pow.Tensor_Scalar
 
 
@@ -74,7 +75,7 @@ def _constant(program: Program) -> list[Node]:
     roots = [v.root for v in program.values]
     # What leaves is made anew with each call: it is the caller's, to write into.
     varying = {roots[n] for n in (*program.inputs, *program.captured, *program.outputs)}
-    while True:
+    for _ in range(_ROUNDS):
         before = len(varying)
         nodes = []
         early: set[int] = set()  # what operators that are none of these have read so far
@@ -90,6 +91,7 @@ def _constant(program: Program) -> list[Node]:
             early |= read
         if len(varying) == before:
             return nodes
+    return []
 
 
 def _is_constant(program: Program, node: Node, varying: set[int]) -> bool:

@@ -76,7 +76,8 @@ def pulled_back(
         return None
     ways = [*zip(recorder.inputs, inputs, strict=True), *recorder.captured.items()]
     wanted = [(n, t) for n, t in ways if t.requires_grad and node_of(t) is not None]
-    live = [i for i in places if i in asked.live]
+    asked_of = {*asked.live}
+    live = [i for i in places if i in asked_of]
     live = live or [i for i in places if node_of(ends[i]) is not None]
     _judge(recorder, [t for _, t in wanted], [ends[i] for i in live], certain=certain)
     if recorder.why is not None:

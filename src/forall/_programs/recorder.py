@@ -128,14 +128,15 @@ class Recorder(DispatchMode):
         self.given: Any = None  # the arguments of the call of the user's that is under way
         self._numbers: dict[int, int] = {}  # of each tensor's identity, as long as it lives
         self._tensors: list[weakref.ref] = []
-        # The numbers of those that lie in a storage, for as long as it is there.
-        self._in_memory: dict[int, tuple[Any, list[int]]] = {}
-        self._known_at: dict[int, list[torch.Tensor]] = {}
+        # The first of those that lie alike in a storage, for as long as it is there.
+        self._in_memory: dict[int, tuple[Any, dict[Layout, int]]] = {}
+        self._known_at: dict[tuple[int, Layout], list[torch.Tensor]] = {}
         for t in known.values():
             if has_memory(t):
-                self._known_at.setdefault(storage_of(t), []).append(t)
+                self._known_at.setdefault((storage_of(t), Layout.of(t)), []).append(t)
         self._named: set[int] = set()  # values that leave under a name of their own
         self.inputs = [self._new(t, None) for t in inputs]
+        self._given_as = {*self.inputs}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -156,7 +157,7 @@ class Recorder(DispatchMode):
             return self._answer(func, args[0])
         with functions_off():  # a backward pass has them on, and what we ask is not the user's
             node = self._met(func, args, kwargs)
-        out = with_lazy_bits(func, args, kwargs)
+            out = with_lazy_bits(func, args, kwargs)
         if node is not None:
             with functions_off():
                 if facts(func).seeded:
@@ -221,13 +222,9 @@ class Recorder(DispatchMode):
         be a name of any captured one that requires grad, so the program knows of them all.
         """
         place, layout = storage_of(t), Layout.of(t)
-        held, numbers = self._in_memory.get(place, (None, []))
-        numbers = () if held is None or held.expired() else numbers
-        alike = (n for n in numbers if self.values[n].layout == layout)
-        found = next(alike, None)
-        for known in self._known_at.get(place, ()):
-            if Layout.of(known) != layout:
-                continue
+        held, numbers = self._in_memory.get(place, (None, {}))
+        found = None if held is None or held.expired() else numbers.get(layout)
+        for known in self._known_at.get((place, layout), ()):
             if found is None or known.requires_grad:
                 n = self._of_known(known)
                 found = n if found is None else found
@@ -248,7 +245,7 @@ class Recorder(DispatchMode):
     def is_from_outside(self, t: torch.Tensor) -> bool:
         """Whether a tensor was there before the call, as far as is known."""
         n = self.number(t) if has_memory(t) else -1
-        return n is None or n in self.inputs or n in self.captured
+        return n is None or n in self._given_as or n in self.captured
 
     def program(self, outputs: Iterable[torch.Tensor | int]) -> Program | None:
         """What was recorded, with these results; None where ``why`` tells why not."""
@@ -301,6 +298,9 @@ class Recorder(DispatchMode):
 
     def _met(self, func: Any, args: tuple, kwargs: dict) -> Node | None:
         fact = facts(func)
+        if fact.is_collective:  # a program may drop or reorder what processes have to meet in
+            self.fails(f"{func} communicates between processes")
+            return None
         looks = _looks(func, args) and not self._hears
         changes = torch.Tag.inplace_view in func.tags
         if changes and not self.is_from_outside(args[0]):
@@ -351,14 +351,16 @@ class Recorder(DispatchMode):
 
     def _new(self, t: torch.Tensor, root: int | None) -> int:
         n = len(self.values)
-        self.values.append(Value(Layout.of(t), n if root is None else root, is_zeros(t)))
+        layout = Layout.of(t)
+        self.values.append(Value(layout, n if root is None else root, is_zeros(t)))
         self._numbers[id(t)] = n
         self._tensors.append(weakref.ref(t))
         place = storage_of(t)
-        held, numbers = self._in_memory.get(place, (None, []))
+        held, numbers = self._in_memory.get(place, (None, {}))
         if held is None or held.expired():
-            held, numbers = StorageWeakRef(t.untyped_storage()), []
-        self._in_memory[place] = held, [*numbers, n]
+            held, numbers = StorageWeakRef(t.untyped_storage()), {}
+            self._in_memory[place] = held, numbers
+        numbers.setdefault(layout, n)
         return n
 
 

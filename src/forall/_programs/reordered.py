@@ -12,12 +12,13 @@ NOTE [what fastmath may do]
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from forall._programs.equals import joined
+from forall._programs.equals import Joining
 from forall._programs.factors import CONTRACTIONS, OF_ONE, SUMS, Factor, Halves, Makers, Product
 from forall._programs.program import Layout, Node, Ref, Value, with_refs
 from forall._programs.tried import can_be_tried, same_bits
@@ -26,7 +27,7 @@ from forall._torch.dispatch import without_history
 from forall._torch.memory import storage_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator
 
     from forall._programs.program import Program
 
@@ -41,19 +42,34 @@ _CALL, _ENTRY, _COPIED, _PAIR, _MATRIX = 1000, 0.25, 0.7, 0.03, 300
 def reordered(program: Program, back: list[Node], *, fastmath: bool) -> None:
     """Take the factors of each product of matrices in the order that costs least."""
     second = set(map(id, back))
-    makers = Makers(program)
-    for node in reversed(program.nodes[:]):  # what stands before a product may be a factor of it
+    makers, written = Makers(program), program.written()
+    joining = Joining(program)
+    instead: dict[int, list[Node]] = {}  # of an operator, by its identity
+    for node in reversed(program.nodes):  # what stands before a product may be a factor of it
         if not _is_summed(program, node) or (node.op in SUMS and not fastmath):
             continue
         product = Product(program, node, makers)
         if len(product.nodes) == 1 or len(product.factors) > _MOST:
             continue
-        if len({id(n) in second for n in product.nodes}) > 1 or _is_written(program, product):
+        if len({id(n) in second for n in product.nodes}) > 1 or _is_written(
+            program, product, written
+        ):
             continue
         found = _best(program, product) if fastmath else _exact(program, product, makers)
         if found is not None:
-            _replace(program, node, found, back if id(node) in second else None)
-            makers = Makers(program)
+            instead[id(node)] = found.nodes
+            back += found.nodes if id(node) in second else []
+            first = len(program.values)
+            program.values += found.values
+            joining.takes_in(first)
+            old, new = (program.values[n].root for n in (node.outs, found.result))
+            joining(old, new)
+            if old in written:
+                written.add(new)
+            makers.replace(node, found.nodes, found.result)
+    if instead:
+        program.nodes[:] = [new for old in program.nodes for new in instead.get(id(old), (old,))]
+        program.outputs[:] = makers.outputs
 
 
 def _is_summed(program: Program, node: Node) -> bool:
@@ -63,25 +79,12 @@ def _is_summed(program: Program, node: Node) -> bool:
     return all(x.dtype.is_floating_point and all(x.shape) and not x.neg for x in given)
 
 
-def _is_written(program: Program, product: Product) -> bool:
+def _is_written(program: Program, product: Product, written: set[int]) -> bool:
     """Whether somebody writes into a factor, or into what is no longer made."""
-    roots = [v.root for v in program.values]
-    here = {roots[f.value.n] for f in product.factors if _is_tensor(f)}
-    here |= {roots[n] for node in product.nodes[1:] for n in (*node.reads(), *node.makes())}
-    return not here.isdisjoint(program.written())
-
-
-def _replace(program: Program, node: Node, better: Scratch, back: list[Node] | None) -> None:
-    program.values += better.values
-    at = next(i for i, other in enumerate(program.nodes) if other is node)
-    program.nodes[at : at + 1] = better.nodes
-    if back is not None:
-        back += better.nodes
-    old, new = node.outs, better.result
-    joined(program, program.values[old].root, program.values[new].root)
-    for other in program.nodes[at + len(better.nodes) :]:
-        other.replaced({old: new})
-    program.outputs[:] = [new if n == old else n for n in program.outputs]
+    values = program.values
+    here = {values[f.value.n].root for f in product.factors if _is_tensor(f)}
+    here |= {values[n].root for node in product.nodes[1:] for n in (*node.reads(), *node.makes())}
+    return not here.isdisjoint(written)
 
 
 def _best(program: Program, product: Product) -> Scratch | None:
@@ -149,6 +152,23 @@ def _cost(values: Sequence[Value], node: Node) -> float:
     return _CALL + made * (_COPIED if is_copy else _ENTRY)
 
 
+class _Longer(Sequence):
+    """A list of values that goes on after another one, which stays as it is."""
+
+    def __init__(self, first: list[Value]) -> None:
+        self.first, self.count = first, len(first)
+        self.rest: list[Value] = []
+
+    def __len__(self) -> int:
+        return self.count + len(self.rest)
+
+    def __getitem__(self, n: int) -> Value:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return self.first[n] if n < self.count else self.rest[n - self.count]
+
+    def append(self, value: Value) -> None:
+        self.rest.append(value)
+
+
 class Scratch:
     """Operators that a program may take in, and the values that they make.
 
@@ -161,8 +181,7 @@ class Scratch:
         self.product = product
         self.device = device
         self.slopes = slopes
-        self.all = [*program.values]
-        self.first = len(self.all)
+        self.all = _Longer(program.values)
         self.nodes: list[Node] = []
         self.result = -1
 
@@ -192,7 +211,7 @@ class Scratch:
 
     @property
     def values(self) -> list[Value]:
-        return self.all[self.first :]
+        return self.all.rest
 
     def do(self, op: Any, *args: Any) -> int:
         """One more operator."""

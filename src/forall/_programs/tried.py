@@ -11,11 +11,13 @@ from __future__ import annotations
 
 from contextlib import contextmanager, nullcontext
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from forall._programs.equals import frozen
 from forall._programs.program import with_refs
+from forall._programs.signature import ambient
 from forall._torch.dispatch import is_autocast, without_autocast, without_history
 
 if TYPE_CHECKING:
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 
 _ENTRIES = 256  # of each operand, and of the result, that are compared, or more
 _TRIALS = 32  # at most: where there are too few entries for that, nothing is said
+_KEPT = 1024  # answers: layers of one kind ask for the same
 _MOST = 1 << 16  # entries of what is tried: both are made, in each trial
 _CPU = torch.device("cpu")
 
@@ -41,6 +44,35 @@ def same_bits(values: Sequence[Value], old: Sequence[Node], new: Sequence[Node])
     """Whether the last of these operators gives the same bits after either."""
     if not can_be_tried(values, (*old, *new)):
         return False
+    try:
+        key = _key(values, old, new)
+    except TypeError:
+        return _tried(values, old, new)
+    if key not in _known:
+        if len(_known) >= _KEPT:
+            _known.clear()
+        _known[key] = _tried(values, old, new)
+    return _known[key]
+
+
+_known: dict[Any, bool] = {}
+
+
+def _key(values: Sequence[Value], old: Sequence[Node], new: Sequence[Node]) -> Any:
+    """All that the order of a sum hangs on: operators, layouts, and the state of torch."""
+    numbers: dict[int, int] = {}
+
+    def of_value(n: int) -> Any:
+        return numbers.setdefault(n, len(numbers)), values[n].layout
+
+    lines = [
+        (node.op, frozen((node.args, node.kwargs), of_value), of_value(node.outs))
+        for node in (*old, *new)
+    ]
+    return len(old), *lines, torch.get_num_threads(), ambient()
+
+
+def _tried(values: Sequence[Value], old: Sequence[Node], new: Sequence[Node]) -> bool:
     made = {n for node in (*old, *new) for n in node.makes()}
     given = {n for node in (*old, *new) for n in node.reads()} - made
     layouts = {n: values[n].layout for n in given}

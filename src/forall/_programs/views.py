@@ -45,6 +45,7 @@ _VIEWS = frozenset(
         "mT",
     }
 )
+_LONGEST = 16  # views behind each other that are asked whether they lie as the last one
 
 
 @cache
@@ -55,13 +56,15 @@ def only_views(op: Any) -> bool:
 def views(program: Program) -> None:
     """A view that lies as its root does is the root; a chain of views is one."""
     made: dict[int, Node] = {}  # the view that made a value
+    origin: dict[int, int] = {}  # what such a value is a view of, in the end
     bases: set[int] = set()  # what operators made anew: it lies the same with each call
     other: dict[int, int] = {}
-    pinned = {*program.inputs, *program.captured, *program.constants, *program.outputs}
+    outputs = {*program.outputs}
+    pinned = {*program.inputs, *program.captured, *program.constants, *outputs}
     for node in program.nodes:
         node.replaced(other)
         n = node.outs
-        cut = node.op is torch.ops.aten.detach.default and n in program.outputs
+        cut = node.op is torch.ops.aten.detach.default and n in outputs
         if cut or not only_views(node.op) or not isinstance(n, int):
             bases.update(m for m in node.makes() if program.values[m].root == m)
             continue
@@ -71,19 +74,19 @@ def views(program: Program) -> None:
         if program.values[first].layout.dtype != program.values[n].layout.dtype:
             continue  # other entries
         chain = [first]
-        while chain[-1] in made:
+        while chain[-1] in made and len(chain) < _LONGEST:
             chain.append(made[chain[-1]].args[0].n)
         layout = program.values[n].layout
         twin = next((m for m in chain if program.values[m].layout == layout), None)
-        if twin is not None and not (n in program.outputs and twin in pinned):
+        if twin is not None and not (n in outputs and twin in pinned):
             other[n] = twin
-            program.outputs[:] = [twin if m == n else m for m in program.outputs]
             continue
         made[n] = node
-        base = chain[-1]
+        base = origin[n] = origin.get(first, first)
         known = base in bases  # others may begin elsewhere in their memory with each call
-        if len(chain) > 1 and (known or program.values[base].layout.offset == layout.offset):
+        if base != first and (known or program.values[base].layout.offset == layout.offset):
             node.op = torch.ops.aten.as_strided.default
             node.args = (Ref(base), layout.shape, layout.strides)
             node.args += (layout.offset,) if known else ()
             node.kwargs = {}
+    program.outputs[:] = [other.get(n, n) for n in program.outputs]

@@ -106,7 +106,8 @@ def _function(
     below: str | None,
 ) -> Callable:
     text = Text(program)
-    made = [n for n in program.constants if n not in given]
+    there = {*given}
+    made = [n for n in program.constants if n not in there]
     changing = program.changing(nodes, results)
     for n in made:
         if n in changing:
