@@ -74,7 +74,7 @@ CASES = {
     "repeat_interleave": (
         lambda x, t: torch.repeat_interleave(x, t, output_size=3),
         torch.ones_like(PLACES),
-        3 - 2 * PLACES,
+        torch.tensor([[-1, 1, 3]] * 2),  # behind others torch meets it where it has written too far
     ),
     "masked_scatter": (
         lambda x, m: x.masked_scatter(m > 0, x[:2]),
