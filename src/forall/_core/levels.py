@@ -36,7 +36,6 @@ from forall._torch.wrapper import Wrapper
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
-    from contextlib import AbstractContextManager
 
     from forall._core.places import Origin
 
@@ -413,11 +412,3 @@ def deepest(args: tuple) -> Level | None:
     """The level that values meet in: the innermost of theirs."""
     levels = [a.level for a in args if isinstance(a, Wrapper)]
     return innermost(levels) if levels else None
-
-
-def outside_all() -> AbstractContextManager:
-    """Within it no level runs: a recorder alone sees what is done."""
-    level = stack.top
-    while level is not None and level.parent is not None:
-        level = level.parent
-    return nullcontext() if level is None else outside(level)

@@ -57,7 +57,7 @@ class _Questions:
         with no_dispatch(), functions_off():
             every, none = bool(values.all()), not bool(values.any())
         if every or none:
-            with outside_all(), functions_off():  # it may be the same for all without being asked
+            with outside_all():  # it may be the same for all without being asked
                 bool(values.all() if every else values.any())
         return every or none
 
