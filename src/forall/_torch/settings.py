@@ -47,8 +47,8 @@ def _in_c(name: str, setter: str | None = None, *, several: bool = False) -> Set
 
 
 @contextmanager
-def _cast(wanted: tuple) -> Iterator[None]:
-    """Autocast as `autocast_state` told; its contexts forget what they have cast."""
+def under_autocast(wanted: tuple) -> Iterator[None]:
+    """Within it autocast acts as `autocast_state` told."""
     now, then = dict(autocast_state()), dict(wanted)
     with ExitStack() as contexts:
         for device in now.keys() | then.keys():
@@ -68,30 +68,9 @@ def _set_determinism(value: tuple[bool, bool]) -> None:
     torch.use_deterministic_algorithms(value[0], warn_only=value[1])
 
 
-def _precision(backend: str, operators: str) -> Setting:
-    return _in_process(
-        f"precision of {backend}'s {operators}",
-        partial(torch._C._get_fp32_precision_getter, backend, operators),
-        partial(torch._C._set_fp32_precision_setter, backend, operators),
-    )
-
-
-def _legacy_precision() -> str | None:
-    """None where the user has set the precision otherwise, which this question minds."""
-    try:
-        return torch.get_float32_matmul_precision()
-    except RuntimeError:
-        return None
-
-
-def _set_legacy_precision(value: str | None) -> None:
-    if value is not None:
-        torch.set_float32_matmul_precision(value)
-
-
-# The name that sets several of the others is set after them, and put back before.
-_PRECISIONS = [
-    _precision(backend, operators)
+# Of what the precision of float32 is told: a name that says "none" goes by the one before it.
+_OF_PRECISION = [
+    (backend, operators)
     for backend, several in {
         "generic": ["all"],
         "cuda": ["all", "matmul", "conv", "rnn"],
@@ -99,7 +78,25 @@ _PRECISIONS = [
     }.items()
     for operators in several
 ]
-_LEGACY_PRECISION = _in_process("matmul precision", _legacy_precision, _set_legacy_precision)
+
+
+def _precision() -> tuple[str | None, ...]:
+    """By torch's older name, which sets some of the others and is set by none, and by each."""
+    try:
+        older = torch.get_float32_matmul_precision()
+    except RuntimeError:  # it contradicts one of the others
+        older = None
+    return (older, *(torch._C._get_fp32_precision_getter(*of) for of in _OF_PRECISION))
+
+
+def _set_precision(value: tuple[str | None, ...]) -> None:
+    older = _precision()[0]
+    if older is not None and value[0] is not None and older != value[0]:
+        torch.set_float32_matmul_precision(value[0])
+    for of, wanted in zip(_OF_PRECISION, value[1:], strict=True):
+        if torch._C._get_fp32_precision_getter(*of) != wanted:
+            torch._C._set_fp32_precision_setter(*of, wanted)
+
 
 _FASTPATH = _in_process(
     "attention in one kernel",
@@ -128,8 +125,7 @@ _OF_KERNELS: list[Setting] = [
 _OF_NUMBERS: list[Setting] = [
     s
     for s in (
-        *_PRECISIONS,
-        _LEGACY_PRECISION,
+        _in_process("precision of float32", _precision, _set_precision),
         _in_c("cublas_allow_fp16_reduced_precision_reduction", several=True),
         _in_c("cublas_allow_bf16_reduced_precision_reduction", several=True),
         _in_c("cublas_allow_fp16_accumulation"),
@@ -143,7 +139,7 @@ _OF_NUMBERS: list[Setting] = [
 ]
 SETTINGS: list[Setting] = [
     Setting("grad mode", torch.is_grad_enabled, torch.set_grad_enabled),
-    Setting("autocast", autocast_state, _cast),
+    Setting("autocast", autocast_state, under_autocast),
     _in_process("default dtype", torch.get_default_dtype, torch.set_default_dtype),
     _in_process("determinism", _determinism, _set_determinism),
     *_OF_KERNELS,
