@@ -6,12 +6,18 @@ from typing import Any
 
 import torch
 
-from forall._batching.batched import Batched, wrap
+from forall._batching.batched import wrap
 from forall._batching.failing import first_error
+from forall._batching.one_by_one import levels_of
 from forall._batching.table import CALLS, register
+<<<<<<< HEAD
 from forall._core.levels import outside_all, stack
 from forall._torch import tracers
 from forall._torch.dispatch import no_dispatch
+=======
+from forall._torch import tracers, trees
+from forall._torch.dispatch import functions_off, no_dispatch
+>>>>>>> indices
 from forall._torch.wrapper import Wrapper
 
 aten = torch.ops.aten
@@ -19,12 +25,16 @@ Tensor = torch.Tensor
 
 
 def _stack(a: Any) -> Tensor | None:
-    """All examples of a mapped tensor, of whatever level."""
-    if type(a) is not Batched:
+    """All examples of a value of whatever levels; None for what torch itself looks at."""
+    if not isinstance(a, Wrapper):
         return None
     while isinstance(a, Wrapper):
         a = a.value
     return a
+
+
+def _plain(a: Tensor) -> Tensor:
+    return a if (stack := _stack(a)) is None else stack.detach()
 
 
 def checked(func: Any, fails: Any) -> Any:
@@ -39,6 +49,10 @@ def checked(func: Any, fails: Any) -> Any:
             error = first_error(func.__name__, func, args, kwargs)
             if error is not None:
                 raise error
+            if not levels_of(trees.leaves((args, kwargs))):  # all are alike, and fail alike
+                args, kwargs = trees.map_tensors(_plain, (args, kwargs))
+                with functions_off(), no_dispatch():
+                    func(*args, **kwargs)
         return NotImplemented
 
     return call
