@@ -11,7 +11,7 @@ from forall._core.counting import Count
 from forall._core.ended import flatten
 from forall._core.errors import Call, columns, short
 from forall._core.levels import lift, top
-from forall._derivatives import forward
+from forall._derivatives import forward, reverse
 from forall._derivatives.tape import Linear, TapeLevel, settle, taken_out, tape
 from forall._torch import handover, trees
 from forall._torch.dispatch import forward_level
@@ -155,7 +155,7 @@ def _run(
     call: Call, func: Callable, flat: list, spec: Any, has_aux: bool
 ) -> tuple[Any, Linear, Any, list, Any]:
     below, outer = top(), torch.is_grad_enabled()
-    with handover.eagerly(), forward_level(), torch.enable_grad():
+    with handover.eagerly(), forward_level(), torch.enable_grad(), reverse.Run() as own:
         tapes = TapeLevel(below)
         level = forward.JvpLevel(below, outer)
         level.tapes = tapes
@@ -173,8 +173,12 @@ def _run(
         settle(tapes)
     linear, constants = taken_out(tapes, pairs, tuple(seed.stride() for seed in seeds))
     value = trees.unflatten([p for p, _ in pairs], out_spec)
-    if not outer:
-        value, aux, constants = trees.map_tensors(torch.Tensor.detach, (value, aux, constants))
+    found = value, aux, constants
+    if outer:
+        found = reverse.closed(found, own, outer)
+    else:
+        found = trees.map_tensors(torch.Tensor.detach, found)
+    value, aux, constants = found
     return value, linear, out_spec, constants, aux
 
 
