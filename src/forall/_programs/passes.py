@@ -118,7 +118,10 @@ def _bind(outs: Any, made: Any, env: dict[int, torch.Tensor]) -> None:
 
 
 def dead(program: Program) -> None:
-    """Operators that neither lead to a result nor leave a trace."""
+    """Leave out operators that neither lead to a result nor leave a trace.
+
+    An error of a call's numbers is a trace too.
+    """
     roots = [v.root for v in program.values]
     lasting = {roots[n] for n in (*program.inputs, *program.captured)}
     needed = set(program.outputs)
@@ -126,7 +129,8 @@ def dead(program: Program) -> None:
     nodes = []
     for node in reversed(program.nodes):
         used = not needed.isdisjoint(node.makes()) or any(roots[n] in read for n in node.writes())
-        if used or node.outs is None or facts(node.op).seeded:  # it was called for its error
+        called = node.outs is None or program.may_raise(node)  # for its error, as far as is known
+        if used or called or facts(node.op).seeded:
             nodes.append(node)
             needed.update(node.reads())
             read.update(roots[n] for n in node.reads())

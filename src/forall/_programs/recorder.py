@@ -21,6 +21,7 @@ NOTE [answers]
 
 from __future__ import annotations
 
+import sys
 import weakref
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -28,11 +29,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forall._core.ended import dispatched
+from forall._core.places import OURS, TORCH
 from forall._programs.draws import Draws
 from forall._programs.program import Layout, Node, Program, Ref, Value
 from forall._programs.unfilled import are_given
 from forall._torch import trees
-from forall._torch.dispatch import functions_are_off, functions_off, in_torch_func
+from forall._torch.dispatch import functions_off, in_torch_func
 from forall._torch.lazy import is_zeros, with_lazy_bits
 from forall._torch.memory import has_memory, storage_of
 from forall._torch.names import DispatchMode, StorageWeakRef
@@ -46,6 +48,8 @@ aten = torch.ops.aten
 _INDEX = aten.index.Tensor
 _INDEXING = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
 _FRESH = (aten.lift_fresh.default, aten.lift_fresh_copy.default)
+
+_HANDED_ON = f"{TORCH}_ops.py"  # what calls an operator by its overload
 
 _SEED = "it sets the state of a random generator"
 TORCHS = "a transform of torch.func's runs in it"
@@ -120,7 +124,7 @@ class Recorder(DispatchMode):
         self.makes_leaves = False  # a result's history may end in a tensor of the function's own
         self.makes_hooks = False  # that run in a backward pass
         self.tells = False  # of a tensor more than a kind of calls says
-        self.attends = False  # by a kernel that torch chooses as the user allows
+        self.chooses = False  # a kernel that torch chooses as the user allows
         self.given: Any = None  # the arguments of the call of the user's that is under way
         self._numbers: dict[int, int] = {}  # of each tensor's identity, as long as it lives
         self._tensors: list[weakref.ref] = []
@@ -147,7 +151,7 @@ class Recorder(DispatchMode):
         if in_torch_func():  # its wrappers have no memory, and their values are not ours to take
             self.fails(TORCHS)
             return func(*args, **kwargs)
-        if func in _FRESH and not functions_are_off() and _holds_tensors(self.given):
+        if func in _FRESH and _is_users(sys._getframe()) and _holds_tensors(self.given):
             self.fails("the numbers of tensors are read to make another")
         if func in _READS and self._hears and is_whole(args[0]):
             return self._answer(func, args[0])
@@ -363,6 +367,21 @@ class Recorder(DispatchMode):
 def _looks(func: Any, args: tuple) -> bool:
     """Whether numbers say of what shape the result is."""
     return facts(func).dynamic and not (func is _INDEX and not _has_mask(args[1]))
+
+
+def _is_users(frame: Any) -> bool:
+    """Whether a tensor of Python's numbers is made by a call of the user's.
+
+    The frame is that of the handler that meets the operator. A level hands the operator on, so its
+    handler is called by who made the tensor, or by the next level's. A mode calls on for the user.
+    """
+    while True:
+        while frame.f_code.co_name != "__torch_dispatch__":
+            frame = frame.f_back
+        frame = frame.f_back
+        if frame.f_code.co_filename != _HANDED_ON:
+            name, file = frame.f_code.co_name, frame.f_code.co_filename
+            return name == "__torch_function__" or not file.startswith(OURS)
 
 
 def _holds_tensors(given: Any) -> bool:

@@ -149,8 +149,8 @@ class FirstCall:
             back = cleaned(program, back, kept, fastmath=self.fastmath)
             made = Differentiated(program, *how, back, self._again(views), views)
         guards.watch(program.captured.values())
-        if recorder.attends:
-            guards.watch_attention()
+        if recorder.chooses:
+            guards.watch_kernels()
         return Recording(result, made, None)
 
     def _called(self, recorder: Recorder, leaves: list, given: tuple[tuple, dict] | None) -> Any:

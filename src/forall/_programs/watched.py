@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from forall._core.bare import bare
 from forall._programs.holding import Holding, Looks, Tests, holding, if_any
 from forall._programs.single import MUTABLE, answer, is_array, may_take, numbers
-from forall._torch.names import PLAIN, attention_kernels
+from forall._torch.names import PLAIN
+from forall._torch.settings import kernels_allowed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -82,9 +83,9 @@ class Watched:
         self._answers[question] = answer(question)
         self._holding = None
 
-    def watch_attention(self) -> None:
-        """The kernels that it may take, of which the program has one."""
-        self._others.append(functools.partial(may_take, attention_kernels()))
+    def watch_kernels(self) -> None:
+        """Watch which kernels it may take, of which the program has one."""
+        self._others.append(functools.partial(may_take, kernels_allowed()))
         self._holding = None
 
     def _entries(self, names: Mapping[Any, Any]) -> None:
