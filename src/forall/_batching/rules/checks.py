@@ -10,14 +10,9 @@ from forall._batching.batched import wrap
 from forall._batching.failing import first_error
 from forall._batching.one_by_one import levels_of
 from forall._batching.table import CALLS, register
-<<<<<<< HEAD
 from forall._core.levels import outside_all, stack
-from forall._torch import tracers
-from forall._torch.dispatch import no_dispatch
-=======
 from forall._torch import tracers, trees
 from forall._torch.dispatch import functions_off, no_dispatch
->>>>>>> indices
 from forall._torch.wrapper import Wrapper
 
 aten = torch.ops.aten
@@ -34,7 +29,8 @@ def _stack(a: Any) -> Tensor | None:
 
 
 def _plain(a: Tensor) -> Tensor:
-    return a if (stack := _stack(a)) is None else stack.detach()
+    all_examples = _stack(a)
+    return a if all_examples is None else all_examples.detach()
 
 
 def checked(func: Any, fails: Any) -> Any:
