@@ -15,7 +15,7 @@ from forall._lanes import users
 from forall._torch import handover, trees
 from forall._torch.dispatch import forward_level
 from forall._transforms import checks
-from forall._transforms.replaying import is_on, replay
+from forall._transforms.replaying import is_on, replay, told
 from forall._transforms.types import R, Ts, X
 
 if TYPE_CHECKING:
@@ -79,12 +79,13 @@ def jvp(
         >>> jvp(f, (torch.tensor([2.0, 3.0]),), (torch.tensor([1.0, 10.0]),))
         (tensor([6., 5., 4.]), tensor([23., 11.,  4.]))
     """
+    how = told("jvp", locals())
     checks.callable_("jvp", func)
     if handover.needed():
         return handover.call("jvp", func, primals, tangents, strict=strict, has_aux=has_aux)
     eager = functools.partial(_jvp, strict, has_aux)
     if is_on():
-        return replay(func, eager, primals, tangents, how=("jvp", strict, has_aux))
+        return replay(func, eager, primals, tangents, how=how)
     return eager(func, primals, tangents)
 
 

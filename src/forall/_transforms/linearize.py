@@ -17,7 +17,7 @@ from forall._torch import handover, trees
 from forall._torch.dispatch import forward_level
 from forall._transforms import checks
 from forall._transforms.jvp import run
-from forall._transforms.replaying import Calls, is_on, replay
+from forall._transforms.replaying import Calls, is_on, replay, told
 from forall._transforms.types import R, Ts
 
 if TYPE_CHECKING:
@@ -64,13 +64,14 @@ def linearize(func: Callable, *primals: Any) -> tuple[Any, Callable]:
         >>> push(torch.tensor([0.0, 1.0]))
         tensor([2., 1., 0.])
     """
+    how = told("linearize", locals())
     checks.callable_("linearize", func)
     if handover.needed():
         return handover.linearize(func, primals)
     call = Call("linearize", func)
     flat, spec = checks.primals(call, primals)
     if is_on() and not torch.is_inference_mode_enabled():  # in which it makes other tensors
-        value, found = replay(func, _linearized, *primals, how=("linearize",))
+        value, found = replay(func, _linearized, *primals, how=how)
     else:
         value, found = _linearized(func, *primals)
     if type(found) is tuple:

@@ -13,7 +13,7 @@ from forall._torch import handover, trees
 from forall._torch.dispatch import functions_off
 from forall._transforms import checks
 from forall._transforms.arguments import Arguments, by_torch, called, places
-from forall._transforms.replaying import replaying
+from forall._transforms.replaying import replaying, told
 from forall._transforms.types import Chunk
 from forall._transforms.vmap import vmap
 
@@ -72,14 +72,13 @@ def per_example_grad_norm(
         >>> forall.per_example_grad_norm(loss)(w, xs, ys)            # of (6, 8) and (0, -6)
         tensor([10.,  6.])
     """
-    verb = "per_example_grad_norm"
+    how = told("per_example_grad_norm", locals())
+    verb = how[0]
     checks.callable_(verb, func)
     checks.randomness(verb, randomness, keys=True)
     checks.chunk_size(verb, chunk_size)
 
-    how = argnums, argnames, has_aux, return_value, in_dims, randomness, chunk_size
-
-    @replaying(func, verb, *how)
+    @replaying(func, how)
     def norms(func: Callable, /, *args: Any, **kwargs: Any) -> Any:
         @functools.wraps(func, updated=())
         def of_one(*args: Any, **kwargs: Any) -> tuple:

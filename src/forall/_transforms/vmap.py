@@ -29,7 +29,7 @@ from forall._transforms.chunking import for_torch
 from forall._transforms.chunks import in_chunks
 from forall._transforms.groups import once_more, rows
 from forall._transforms.ragged import apiece, nested
-from forall._transforms.replaying import replaying
+from forall._transforms.replaying import replaying, told
 from forall._transforms.types import Chunk, P, R
 
 if TYPE_CHECKING:
@@ -123,6 +123,7 @@ def vmap(
         >>> vmap(root)(torch.tensor([1.0, 4.0, 100.0]))
         tensor([ 1.,  2., 10.])
     """
+    given = told("vmap", locals())
     checks.callable_("vmap", func)
     checks.randomness("vmap", randomness, keys=True)
     checks.chunk_size("vmap", chunk_size)
@@ -132,7 +133,7 @@ def vmap(
     how = in_dims, out_dims, randomness, chunk_size
     options = Options(divergence, ragged, max_steps, None)
 
-    @replaying(func, *how, *options[:3])
+    @replaying(func, given)
     def mapped(func: Callable, /, *args: Any, **kwargs: Any) -> Any:
         return Verb(func, *how).run(options, args, kwargs)
 
