@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from forall._batching.families import Stack, by_front
+from forall._batching.indices import examples_of, flat
 from forall._batching.table import register
 
 aten = torch.ops.aten
@@ -18,21 +19,20 @@ Tensor = torch.Tensor
 def in_tables(indices: Stack | Tensor, size: int, each: int, rows: int | None = None) -> Tensor:
     """(B, *I): indices into B tables, the next of which begins ``each`` rows further on.
 
-    An index that is none of the ``rows`` of its table is an error: `gather` looks up where the
-    example's table begins, at the index, and checks it as it does so.
+    An index that is none of the ``rows`` of its table is an error: `gather` looks up whose table it
+    is, at the index, and checks it as it does so.
     """
     v = (indices.v if isinstance(indices, Stack) else indices.unsqueeze(0)).long()
-    rows = each if rows is None else rows
-    begins = (torch.arange(size, device=v.device) * each).unsqueeze(1).expand(size, rows)
     v = v.expand(size, *v.shape[1:])
-    return begins.gather(1, v.reshape(size, -1)).reshape(v.shape) + v
+    examples = examples_of(size, v.device, 1).expand(size, each if rows is None else rows)
+    whose = examples.gather(1, flat(v)).view(v.shape)
+    return torch.add(v, whose, alpha=each)
 
 
 def moved(numbers: Tensor, each: int) -> Tensor:
     """(B, *I): numbers that go on from one example to the next, or begin anew in each."""
-    size, *rest = numbers.shape
-    first = torch.arange(size, device=numbers.device, dtype=numbers.dtype) * each
-    return numbers + first.view(size, *(1,) * len(rest))
+    examples = examples_of(len(numbers), numbers.device, numbers.dim() - 1)
+    return torch.add(numbers, examples.to(numbers.dtype), alpha=each)
 
 
 @by_front
