@@ -23,6 +23,7 @@ from forall._core.parting import Apart
 from forall._torch import trees
 from forall._torch.dispatch import functions_off, no_dispatch
 from forall._torch.lazy import put_lazy_bits
+from forall._torch.posed import called_by_class, has_users_class
 from forall._torch.wrapper import ENTRYWISE, READS, Wrapper, look_like, wrapper_of
 from forall._torch.wrapper import strides as strides_of
 
@@ -171,6 +172,8 @@ class Batched(Wrapper):
         # recomputation after the level has ended. The innermost value's level shares for itself.
         if not all(issubclass(t, torch.Tensor) for t in types):
             return NotImplemented
+        if has_users_class(types):
+            return called_by_class(func, types, args, kwargs or {})
         if getattr(func, "__name__", "") in ENTRYWISE:
             raise escaped(f"x.{func.__name__}()", args[0], args[0].level.origin)
         return called(func, args, kwargs or {})

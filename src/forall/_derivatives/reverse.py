@@ -15,7 +15,6 @@ from forall._torch import inference, trees
 from forall._torch.dispatch import (
     ACCUMULATE,
     functions_off,
-    has_own_dispatch,
     in_torch_func,
     is_forward_enabled,
     run_backward,
@@ -26,7 +25,8 @@ from forall._torch.dispatch import (
 )
 from forall._torch.history import WRITTEN, nodes
 from forall._torch.names import SET_HOOKS, pop_functions, push_functions
-from forall._torch.wrapper import Wrapper, has_own_meaning, kind_of
+from forall._torch.posed import bare, carried, is_worn, worn
+from forall._torch.wrapper import Wrapper
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -65,13 +65,21 @@ def variable(x: torch.Tensor) -> torch.Tensor:
     derivative over the examples.
     """
     with functions_off():
-        x = inference.ordinary(lift(x, top()))
-        kind = kind_of(x)
-        if not has_own_meaning(kind) or has_own_dispatch(kind):  # whose views are of the class
+        x = inference.ordinary(lift(bare(x), top()))
+        kind = type(x)
+        if not is_worn(kind):
             return x.view_as(x) if x.requires_grad else _alias(x).requires_grad_()
         if x.requires_grad:
-            return x.view_as(x).as_subclass(kind)
-        return _alias(x).as_subclass(kind).requires_grad_()
+            return worn(x.view_as(x), kind)
+        return worn(_alias(x), kind).requires_grad_()
+
+
+def shown(variables: list, given: list) -> list:
+    """Fresh variables as what the function knows these tensors by: classes and attributes."""
+    return [
+        v if type(x) is torch.Tensor and not x.__dict__ else carried(v, x)
+        for v, x in zip(variables, given, strict=True)
+    ]
 
 
 def _alias(x: torch.Tensor) -> torch.Tensor:
@@ -255,7 +263,7 @@ def closed(results: Any, own: list[torch.Tensor], outer_grad: bool) -> Any:
     """Results that require grad only if something outside does; the rest drop their graph."""
     if not outer_grad:
         cut = _alias if users_tangents() else torch.Tensor.detach
-        return trees.map_tensors(cut, results)
+        return trees.map_tensors(lambda t: carried(_without_functions(cut, t), t), results)
     with functions_off():
         return _closed(results, own)
 
@@ -263,14 +271,25 @@ def closed(results: Any, own: list[torch.Tensor], outer_grad: bool) -> Any:
 def _closed(results: Any, own: list[torch.Tensor]) -> Any:
     if own and all(v.grad_fn is not None for v in own):
         return results
-    tensors = [t for t in trees.leaves(results) if isinstance(t, torch.Tensor) and t.requires_grad]
+    found = [(t, bare(t)) for t in trees.leaves(results) if isinstance(t, torch.Tensor)]
+    tensors = [b for _, b in found if b.requires_grad]
     if not tensors:
         return results
     if not leads_outside(tensors, own):
         return trees.map_tensors(_freed, results)
-    inward = {id(t) for t in tensors if not leads_outside((t,), own)} if len(tensors) > 1 else ()
-    return trees.map_tensors(lambda t: _alias(t) if id(t) in inward else t, results)
+    if len(tensors) == 1:
+        return results
+    inward = {id(t) for t, b in found if b.requires_grad and not leads_outside((b,), own)}
+    return trees.map_tensors(
+        lambda t: carried(_alias(bare(t)), t) if id(t) in inward else t, results
+    )
+
+
+def _without_functions(cut: Any, t: torch.Tensor) -> torch.Tensor:
+    with functions_off():
+        return cut(bare(t))
 
 
 def _freed(t: torch.Tensor) -> torch.Tensor:
-    return _alias(t) if t.requires_grad else t
+    """A result without its graph; to the user it is what it was."""
+    return carried(_alias(bare(t)), t) if bare(t).requires_grad else t

@@ -30,7 +30,8 @@ from forall._programs.seeing import Watch, seen_by
 from forall._programs.statics import unboxed
 from forall._programs.writing import function
 from forall._torch import generators, handover, trees
-from forall._torch.names import version
+from forall._torch.names import PLAIN, version
+from forall._torch.posed import kind_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -126,6 +127,8 @@ class FirstCall:
         odd = next((x for x in found if not isinstance(x, (torch.Tensor, *_WORDS))), None)
         if odd is not None:
             recorder.fails(f"a result of class {type(odd).__name__}")
+        if (own := next(filter(None, map(_users_own, ends)), None)) is not None:
+            recorder.fails(own)
         moved = recorder.why is None and not guards.hold()
         if moved:
             recorder.fails("it changes Python's state: a list, an attribute, a global")
@@ -200,6 +203,15 @@ def record(
     leaves = [*map(unboxed, leaves)]
     before = before or Before(leaves, guards)
     return FirstCall(func, leaves, spec, guards, before, **how).record(given)
+
+
+def _users_own(result: Tensor) -> str | None:
+    """What a program would not give a result: a class of the user's, or attributes."""
+    if type(result) not in PLAIN:
+        return f"a result of class {kind_of(result).__name__}"
+    return (
+        f"a result with an attribute, .{next(iter(result.__dict__))}" if result.__dict__ else None
+    )
 
 
 def _have_history(ends: Sequence[Tensor]) -> bool:

@@ -34,7 +34,7 @@ from forall._core.levels import (
 )
 from forall._derivatives.once import is_once, remember
 from forall._random.scopes import resuming
-from forall._torch import checkpoints, trees
+from forall._torch import checkpoints, posed, trees
 from forall._torch.dispatch import (
     apply_users,
     function_modes,
@@ -204,4 +204,5 @@ def install() -> None:
     checkpoints.install(
         where_it_first_ran, resuming, may_carry_tangents, _function_mode, _making, _theirs, _within
     )
+    posed.install()
     torch.autograd.Function.apply = classmethod(apply)  # pyright: ignore[reportAttributeAccessIssue]
