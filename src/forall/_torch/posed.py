@@ -37,6 +37,7 @@ _alias = torch.ops.aten.alias.default
 _torchs_as_subclass = torch.Tensor.as_subclass
 _torchs_make = torch.Tensor._make_subclass
 _torchs_new = torch.Tensor.__new__
+_torchs_parameter = torch.nn.Parameter.__new__
 
 
 class _Posing:
@@ -46,7 +47,7 @@ class _Posing:
 
 
 posing = _Posing()
-_known: dict[type, bool] = {}
+_known: WeakKeyDictionary[type, bool] = WeakKeyDictionary()
 _SILENT = {torch._C._disabled_torch_function_impl}  # as a Parameter is
 
 
@@ -243,6 +244,19 @@ def worn(tensor: torch.Tensor, kind: type) -> Any:
         return pose(tensor, kind)
     with functions_off():
         return tensor if type(tensor) is kind else _torchs_as_subclass(tensor, kind)
+
+
+def is_dressed(x: Any) -> bool:
+    """True if an argument or a result is a tensor of a class of the user's."""
+    return isinstance(x, Posed) or (isinstance(x, _Tensor) and is_worn(type(x)))
+
+
+def undressed(x: Any) -> Any:
+    """The tensor by itself, in the same memory and with its history."""
+    if isinstance(x, Posed):
+        return bare(x)
+    with functions_off():
+        return worn(x, _Tensor) if is_dressed(x) else x
 
 
 # --- calls ---------------------------------------------------------------------------------------
@@ -459,8 +473,17 @@ def _new(*args: Any, **kwargs: Any) -> Any:
     return _of_class(_torchs_new(_Tensor, *given, **kwargs), kind)  # which a level may have made
 
 
+@functools.wraps(_torchs_parameter)
+def _parameter(cls: type, data: Any = None, requires_grad: bool = True) -> Any:
+    """torch.nn.Parameter.__new__, which see; a subclass of it is made as any other class."""
+    if cls is not torch.nn.Parameter and isinstance(data, Wrapper):
+        return _make_subclass(cls, data, requires_grad)
+    return _torchs_parameter(users_class(cls), data, requires_grad)
+
+
 def install() -> None:
     """Put our ways in the place of torch's, once."""
     torch.Tensor.as_subclass = _as_subclass  # pyright: ignore[reportAttributeAccessIssue]
     torch.Tensor._make_subclass = staticmethod(_make_subclass)  # pyright: ignore[reportAttributeAccessIssue]
+    torch.nn.Parameter.__new__ = _parameter  # pyright: ignore[reportAttributeAccessIssue]
     torch.Tensor.__new__ = _new  # pyright: ignore[reportAttributeAccessIssue]

@@ -10,10 +10,10 @@ from forall._batching import border
 from forall._core.errors import columns, short
 from forall._torch.dispatch import functions_off
 from forall._torch.posed import (
-    Posed,
     attributes,
     bare,
     has_own_meaning,
+    is_dressed,
     is_worn,
     kind_of,
     only_keeps_class,
@@ -46,19 +46,6 @@ class Looks(NamedTuple):
         if self.shared or own:
             example.__dict__.update(self.shared | own)
         return example
-
-
-def is_dressed(x: Any) -> bool:
-    """True if an argument or a result is a tensor of a class of the user's."""
-    return isinstance(x, Posed) or (isinstance(x, torch.Tensor) and is_worn(type(x)))
-
-
-def undressed(x: Any) -> Any:
-    """The tensor by itself, in the same memory and with its history."""
-    if isinstance(x, Posed):
-        return bare(x)
-    with functions_off():
-        return worn(x, torch.Tensor) if is_dressed(x) else x
 
 
 def looks(call: Call, leaf: Any, dim: int, size: int) -> Looks:

@@ -23,12 +23,12 @@ from forall._lanes.numbers import Number, as_tensor
 from forall._random.scopes import entered as drawing_in
 from forall._torch import collections, handover, tracers, trees
 from forall._torch.dispatch import functions_off
-from forall._torch.posed import carried
+from forall._torch.posed import carried, is_dressed, undressed
 from forall._torch.wrapper import Wrapper
 from forall._transforms import apart, checks, mapping
 from forall._transforms.chunking import for_torch
 from forall._transforms.chunks import in_chunks
-from forall._transforms.classes import Looks, is_dressed, looks, stacked_by_class, undressed
+from forall._transforms.classes import Looks, looks, stacked_by_class
 from forall._transforms.groups import once_more, rows
 from forall._transforms.ragged import apiece, nested
 from forall._transforms.replaying import replaying
