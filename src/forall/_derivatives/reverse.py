@@ -16,7 +16,6 @@ from forall._torch import inference, trees
 from forall._torch.dispatch import (
     ACCUMULATE,
     functions_off,
-    has_own_dispatch,
     in_torch_func,
     is_forward_enabled,
     run_backward,
@@ -27,7 +26,8 @@ from forall._torch.dispatch import (
 )
 from forall._torch.history import WRITTEN, nodes
 from forall._torch.names import SET_HOOKS, pop_functions, push_functions
-from forall._torch.wrapper import Wrapper, has_own_meaning, kind_of
+from forall._torch.posed import bare, carried, is_worn, worn
+from forall._torch.wrapper import Wrapper
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -99,13 +99,12 @@ def variable(x: torch.Tensor) -> torch.Tensor:
     derivative over the examples.
     """
     with functions_off():
-        x = inference.ordinary(lift(x, top()))
-        kind = kind_of(x)
-        # A class whose own dispatch there is has views of the class.
-        keeps_class = has_own_meaning(kind) and not has_own_dispatch(kind)
+        x = inference.ordinary(lift(bare(x), top()))
+        kind = type(x)
+        keeps_class = is_worn(kind)
         if x.requires_grad:
-            return x.view_as(x).as_subclass(kind) if keeps_class else x.view_as(x)
-        return leaf(_alias(x).as_subclass(kind) if keeps_class else _alias(x))
+            return worn(x.view_as(x), kind) if keeps_class else x.view_as(x)
+        return leaf(worn(_alias(x), kind) if keeps_class else _alias(x))
 
 
 def leaf(x: torch.Tensor) -> torch.Tensor:
@@ -114,6 +113,14 @@ def leaf(x: torch.Tensor) -> torch.Tensor:
     if stack.run is not None:
         stack.run.made[id(x)] = ref(x)
     return x
+
+
+def shown(variables: list, given: list) -> list:
+    """Fresh variables as what the function knows these tensors by: classes and attributes."""
+    return [
+        v if type(x) is torch.Tensor and not x.__dict__ else carried(v, x)
+        for v, x in zip(variables, given, strict=True)
+    ]
 
 
 def _alias(x: torch.Tensor) -> torch.Tensor:
@@ -316,13 +323,21 @@ def closed(results: Any, run: Run, outer_grad: bool) -> Any:
     """Results that require grad only if something outside does; the rest drop their graph."""
     if not outer_grad:
         cut = _alias if users_tangents() else torch.Tensor.detach
-        return trees.map_tensors(cut, results)
+        return trees.map_tensors(lambda t: carried(_without_functions(cut, t), t), results)
     if not run.made:  # each variable is a view of one from outside
         return results
     with functions_off():
-        leaves = trees.leaves(results)
-        tensors = [t for t in leaves if isinstance(t, torch.Tensor) and t.requires_grad]
-        if not tensors:
+        found = [(t, bare(t)) for t in trees.leaves(results) if isinstance(t, torch.Tensor)]
+        found = [(t, b) for t, b in found if b.requires_grad]
+        if not found:
             return results
-        free = {*map(id, inward(tensors, run))}
-        return trees.map_tensors(lambda t: _alias(t) if id(t) in free else t, results)
+        free = {*map(id, inward([b for _, b in found], run))}
+        freed = {id(t) for t, b in found if id(b) in free}
+        return trees.map_tensors(
+            lambda t: carried(_alias(bare(t)), t) if id(t) in freed else t, results
+        )
+
+
+def _without_functions(cut: Any, t: torch.Tensor) -> torch.Tensor:
+    with functions_off():
+        return cut(bare(t))

@@ -8,6 +8,7 @@ import torch
 
 from forall._derivatives import reverse
 from forall._torch import handover
+from forall._torch.posed import bare
 from forall._transforms import checks
 from forall._transforms.arguments import Arguments, by_torch, called
 from forall._transforms.replaying import replaying, told
@@ -166,13 +167,13 @@ def _grad_and_value(
         with handover.eagerly(), reverse.recording() as run:
             given = Arguments(call, args, kwargs, argnums, argnames)
             variables = reverse.variables(given.tensors)
-            value = given.call(func, variables)
+            value = given.call(func, reverse.shown(variables, given.tensors))
             aux = None
             if has_aux:
                 value, aux = checks.with_aux(call, value, "value")
             checks.scalar(call, value)
             with reverse.tangents_pass():
-                gradients = reverse.gradients((value,), None, variables, closes=run)
+                gradients = reverse.gradients((bare(value),), None, variables, closes=run)
         found = given_back(given.shaped(gradients), value, aux)
         return reverse.closed(found, run, outer)
 

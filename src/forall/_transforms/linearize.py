@@ -15,8 +15,9 @@ from forall._derivatives import forward, reverse
 from forall._derivatives.tape import Linear, TapeLevel, settle, taken_out, tape
 from forall._torch import handover, trees
 from forall._torch.dispatch import forward_level
+from forall._torch.posed import bare, carried
 from forall._transforms import checks
-from forall._transforms.jvp import run
+from forall._transforms.jvp import detached, run
 from forall._transforms.replaying import Calls, is_on, replay, told
 from forall._transforms.types import R, Ts
 
@@ -160,25 +161,22 @@ def _run(
         level = forward.JvpLevel(below, outer)
         level.tapes = tapes
         tapes.count = len(flat)  # from here on: making a dual may take steps
-        here = [lift(p, below) for p in flat]
+        here = [lift(bare(p), below) for p in flat]
         seeds = [torch.zeros_like(p) for p in here]
         duals = [
-            forward.make_dual(p, tape(seed, slot, tapes), level)
-            for slot, (p, seed) in enumerate(zip(here, seeds, strict=True))
+            carried(forward.make_dual(p, tape(seed, slot, tapes), level), given)
+            for slot, (p, seed, given) in enumerate(zip(here, seeds, flat, strict=True))
         ]
         try:
             pairs, out_spec, aux = run(call, func, trees.unflatten(duals, spec), level, has_aux)
         finally:
             level.tapes = None  # a ring of these by way of torch's graph would never be free
         settle(tapes)
-    linear, constants = taken_out(tapes, pairs, tuple(seed.stride() for seed in seeds))
     value = trees.unflatten([p for p, _ in pairs], out_spec)
+    pairs = [(bare(p), t) for p, t in pairs]
+    linear, constants = taken_out(tapes, pairs, tuple(seed.stride() for seed in seeds))
     found = value, aux, constants
-    if outer:
-        found = reverse.closed(found, own, outer)
-    else:
-        found = trees.map_tensors(torch.Tensor.detach, found)
-    value, aux, constants = found
+    value, aux, constants = reverse.closed(found, own, outer) if outer else detached(found)
     return value, linear, out_spec, constants, aux
 
 

@@ -19,6 +19,7 @@ from forall._torch.dispatch import functions_off, torch_funcs
 from forall._torch.history import nodes
 from forall._torch.inference import ordinary
 from forall._torch.lazy import lazy_zeros_pass
+from forall._torch.posed import bare
 from forall._transforms import checks
 from forall._transforms.arguments import Moved
 from forall._transforms.replaying import replayed
@@ -99,13 +100,13 @@ def pullback(
     with handover.eagerly(), reverse.recording() as run:
         moved = Moved(call, primals, primals)
         own = reverse.variables(moved.tensors)
-        out = users(func)(*moved.put(own))
+        out = users(func)(*moved.put(reverse.shown(own, moved.tensors)))
         aux = None
         if has_aux:
             out, aux = checks.with_aux(call, out)
         outputs, out_spec = checks.outputs(call, out)
         checks.floating(call, outputs)
-    pull = Pullback(run, own, moved, outputs, out_spec)
+    pull = Pullback(run, own, moved, [*map(bare, outputs)], out_spec)
     value = trees.unflatten(outputs, out_spec)
     value, aux = reverse.closed((value, aux), run, outer)
     return pull, value, aux
