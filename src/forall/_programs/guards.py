@@ -316,14 +316,14 @@ class Guards(Watched):
         state = getattr(thing, "__dict__", None)
         if state is None and is_a_library(type(thing)):
             return
-        row = (thing, "__class__") if weakly is None else (weakly, "of().__class__")
-        self._attributes.append((*row, type(thing)))
+        held = thing if weakly is None else weakly
+        self._attributes.append((held, "__class__", type(thing)))
         self._kind(type(thing))
         for kind in type(thing).__mro__:
             for name, found in () if is_a_library(kind) else vars(kind).items():
                 if type(found) is MemberDescriptorType:
                     value = getattr(thing, name, UNSET)
-                    self._attributes.append((thing, name, value))
+                    self._attributes.append((held, name, value))
                     self._left.append(value)
         if type(state) is dict:
             if weakly is None:
@@ -349,7 +349,7 @@ class Guards(Watched):
                 self._names += [(state, name, state[name]) for name in asked]
                 self._missing.append((state, missing))
             else:  # the state may hold what leads back to the object, under other names
-                self._attributes += [(weakly, f"of().__dict__[{n!r}]", state[n]) for n in asked]
+                self._of_weakly += [(weakly, name, state[name]) for name in asked]
                 self._others.append(functools.partial(has_none, weakly, missing))
 
 
