@@ -120,7 +120,8 @@ class Looks:
 
 def _look(t: torch.Tensor) -> tuple:
     strides = t.stride() if has_memory(t) else t.layout
-    return type(t), t.shape, t.dtype, t.device, t.requires_grad, strides, t.is_inference()
+    bits = t.is_conj(), t.is_neg()
+    return type(t), t.shape, t.dtype, t.device, t.requires_grad, strides, t.is_inference(), bits
 
 
 def if_any(there: Any, check: Callable[[], bool]) -> list[Callable[[], bool]]:
