@@ -224,7 +224,9 @@ FEW = [(u, "jvp", "backward of some results") for u in UNDER]
 FEW += random.Random(0).sample(ALL, 32)
 
 
-@pytest.mark.parametrize(("under", "call", "asked"), ALL if os.environ.get("FORALL_SETTINGS") else FEW)
+@pytest.mark.parametrize(
+    ("under", "call", "asked"), ALL if os.environ.get("FORALL_SETTINGS") else FEW
+)
 def test_derivative_after_the_block_is_that_of_a_call_as_it_is(under, call, asked):
     net = made(Net)
     before = settings_now()
