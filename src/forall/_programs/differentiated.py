@@ -75,6 +75,7 @@ class Differentiated(Recorded):
         back: Pullback,
         again: Callable,
         views: Opened | None = None,
+        nodes: Sequence[Any] = (),
     ) -> None:
         self.back = back
         self.again = where_it_first_ran(partial(stood_in, again), recomputes=False)
@@ -88,7 +89,7 @@ class Differentiated(Recorded):
         self.moves = [place[program.outputs[i]] for i in back.moved]
         self.live = [i in live for i in back.moved]
         self.constant = {*range(len(self.outputs))} - {*self.moves}
-        super().__init__(program, guards, results, tensors, write)
+        super().__init__(program, guards, results, tensors, write, nodes)
         self._is_plain = False
         self.open = None if views is None else views.run
         place = _places(self.given)
@@ -111,10 +112,10 @@ class Differentiated(Recorded):
         self.backward = self.write(self.program, last, [*saved, *self.back.cotangents], found)
         return self.write(self.program, first, self.given, [*self.outputs, *fresh])
 
-    def is_current(self, tensors: Sequence[Tensor]) -> bool:
+    def is_current(self, tensors: Sequence[Tensor], nodes: Sequence[Any] = ()) -> bool:
         if self.asked is not None or (self.certain and self.is_in_vain()):
             return False
-        return super().is_current(tensors)
+        return super().is_current(tensors, nodes)
 
     def is_in_vain(self) -> bool:
         """Whether what is recorded of the backward pass is hardly ever of use."""

@@ -99,7 +99,8 @@ class Guards(Watched):
         # All that was met: no other takes its identity. Of all modules, code names what it asks.
         self._held: dict[int, Any] = {id(sys.modules): sys.modules}
         self._weakly: list[Weakly] = []
-        self._left = [func, *given]  # to be looked at: objects hang in each other without end
+        self.given = [*given]  # which a kind of calls may know by its identity
+        self._left = [func, *self.given]  # to be looked at: objects hang in each other without end
         self._entries(vars(torch.Tensor))  # of which any name may be asked
         self._look_at_all()
         while self._left and self.why is None:
@@ -110,6 +111,10 @@ class Guards(Watched):
     def reached(self) -> Iterable[Any]:
         """All that was met, but for modules that code names."""
         return [*self._held.values(), *self._kinds.values()]
+
+    def identities(self) -> frozenset[int]:
+        """Of all that was met, tensors too: an argument may be one of these."""
+        return frozenset((*self._held, *self.tensors))
 
     def leads_back(self) -> bool:
         """Whether what is held here may hold an object that is to be held weakly."""

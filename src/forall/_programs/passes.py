@@ -8,7 +8,6 @@ NOTE [what passes may not do]
 
 from __future__ import annotations
 
-from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -100,7 +99,7 @@ def _is_constant(program: Program, node: Node, varying: set[int]) -> bool:
     of_layout = node.op in OF_LAYOUT or (node.op is _POWER and node.args[1:] == (0,))  # ones
     if varying and not of_layout:
         return False
-    return all(prod(program.values[n].layout.shape) <= MOST for n in node.makes())
+    return all(program.values[n].layout.room <= MOST for n in node.makes())
 
 
 def _value(program: Program, env: dict[int, torch.Tensor], n: int) -> torch.Tensor:

@@ -48,6 +48,11 @@ class Layout(NamedTuple):
         """Whether the entries follow each other in order."""
         return self.strides == dense_strides(self.shape)
 
+    @property
+    def room(self) -> int:
+        """How many entries it has; what is expanded has them once."""
+        return prod(n for n, step in zip(self.shape, self.strides, strict=True) if step or not n)
+
 
 def dense_strides(shape: Sequence[int]) -> tuple[int, ...]:
     """Those of a tensor whose entries follow each other in order."""

@@ -100,19 +100,20 @@ def _refused(func: Any) -> Exception:
 def _repeat_interleave(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     """(B, n) repeats -> (B, output_size): which entry each place repeats."""
     repeats = front(args[0])
-    ends = repeats.cumsum(1)
     aten._assert_async.msg((repeats >= 0).all(), "repeats can not be negative")
+    ends = repeats.cumsum(1)
     totals = ends[:, -1] if ends.shape[1] else ends.new_zeros(ends.shape[0])
     size = kwargs.get("output_size")
-    if size is not None:
+    if size is None:
+        cure = "Give output_size, the sum of repeats in every example."
+        size = one_size(level, totals, "repeat_interleave(repeats)", cure)
+    else:
         aten._assert_async.msg(
             (totals == size).all(), "allocated size does not match required size"
         )
-    else:
-        cure = "Give output_size, the sum of repeats in every example."
-        size = one_size(level, totals, "repeat_interleave(repeats)", cure)
     places = torch.arange(size, device=ends.device, dtype=ends.dtype).expand(ends.shape[0], size)
-    return wrap(torch.searchsorted(ends, places.contiguous(), right=True), 0, level)
+    found = torch.searchsorted(ends, places.contiguous(), right=True)
+    return wrap(found.to(repeats.dtype), 0, level)
 
 
 def _bincount(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
