@@ -38,6 +38,7 @@ from forall._torch.dispatch import functions_off, in_torch_func
 from forall._torch.lazy import is_zeros, with_lazy_bits
 from forall._torch.memory import has_memory, storage_of
 from forall._torch.names import DispatchMode, StorageWeakRef
+from forall._torch.posed import CALLS_ON
 from forall._torch.schema import facts, writes
 from forall._torch.wrapper import Wrapper
 
@@ -389,7 +390,7 @@ def _maker(frame: Any) -> Any:
             frame = frame.f_back
         frame = frame.f_back
         if frame.f_code.co_filename != _HANDED_ON:
-            return frame
+            return frame.f_back if frame.f_code is CALLS_ON else frame
 
 
 def _holds_tensors(given: tuple) -> bool:
