@@ -69,7 +69,7 @@ from forall._programs.single import (
 from forall._programs.watched import Watched
 from forall._torch.names import PLAIN
 from forall._torch.trees import is_registered
-from forall._torch.trusted import is_torchs, is_trusted
+from forall._torch.trusted import SCRIPTS, is_torchs, is_trusted, makes_lists
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -176,6 +176,11 @@ class Guards(Watched):
     def _tensor(self, value: torch.Tensor) -> None:
         self.tensors[id(value)] = value
         self._left.append(vars(value))  # attributes of the user's
+
+    def _script(self, value: Any) -> None:
+        if makes_lists(value):
+            self.why = "a function in TorchScript that it reaches makes a list of a tensor"
+        self._object(value)
 
     def _mapping(self, value: Mapping) -> None:
         self._entries(value)
@@ -432,6 +437,7 @@ class Guards(Watched):
 # In this order: some are others too.
 _LOOKS: tuple[tuple[Any, Callable[[Guards, Any], None]], ...] = (
     (torch.Tensor, Guards._tensor),
+    (SCRIPTS, Guards._script),
     (torch.Generator, lambda guards, value: guards.generators.append(value)),
     ((dict, MappingProxyType), Guards._mapping),
     (VIEWS, lambda guards, value: guards._left.append(value.mapping)),

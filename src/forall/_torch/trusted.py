@@ -271,6 +271,7 @@ def is_torchs(value: Any) -> bool:
     return id(value) in _FUNCTIONS
 
 
+SCRIPTS = (torch.jit.ScriptFunction, torch.jit.ScriptModule, torch._C.ScriptMethod)
 # What a function in TorchScript may be made of, besides operators: it has no state of its own.
 _SCRIPTED = """
     Constant If Loop ListConstruct ListUnpack TupleConstruct TupleUnpack TupleIndex TupleSlice
@@ -287,6 +288,11 @@ def _is_plain_script(function: torch.jit.ScriptFunction) -> bool:
         kind in _OF_SCRIPTS or (kind.startswith("aten::") and kind not in _NOT_OF_SCRIPTS)
         for kind in _kinds(function.inlined_graph)
     )
+
+
+def makes_lists(scripted: Any) -> bool:
+    """Whether a function in TorchScript makes a list of a tensor, whose memory it reads itself."""
+    return "prim::tolist" in _kinds(scripted.inlined_graph)
 
 
 def _kinds(block: Any) -> Iterator[str]:
