@@ -69,6 +69,10 @@ def norm(x, p=2, dim=(), keepdim=False, *, dtype=None):
     return torch.linalg.vector_norm(x, 2 if p is None else p, dim or None, keepdim, dtype=dtype)
 
 
+def dist(x, y, p=2):
+    return torch.linalg.vector_norm(x - y, p)
+
+
 def renorm(x, p, dim, maxnorm):
     rest = [d for d in range(x.dim()) if d != dim % x.dim()]
     length = torch.linalg.vector_norm(_wide(x), p, rest, keepdim=True)

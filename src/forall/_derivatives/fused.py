@@ -84,6 +84,7 @@ FORWARD: dict[Any, Callable] = {
     aten.aminmax.default: composites.aminmax,
     aten.logcumsumexp.default: composites.logcumsumexp,
     aten.linalg_vector_norm.default: composites.vector_norm,
+    aten.dist.default: composites.dist,
     aten.renorm.default: composites.renorm,
     aten.std.correction: composites.std,
     aten.std_mean.correction: composites.std_mean,

@@ -94,6 +94,12 @@ def batch_norm_backward(g, x, weight, mean, var, saved, saved_var, train, eps, m
     return _asked(found, mask)
 
 
+def _updated_batch_norm_backward(
+    g, x, weight, mean, var, saved, saved_var, update, eps, mask, reserve
+):
+    return batch_norm_backward(g, x, weight, mean, var, saved, saved_var, update, eps, mask)
+
+
 def _asked(found: tuple, mask: list[bool]) -> tuple:
     return tuple(t if wanted else None for t, wanted in zip(found, mask, strict=True))
 
@@ -176,6 +182,7 @@ BACKWARD: dict[Any, Callable] = {
     aten._scaled_dot_product_cudnn_attention_backward.default: _cudnn_backward,
     aten.native_layer_norm_backward.default: layer_norm_backward,
     aten.native_batch_norm_backward.default: batch_norm_backward,
+    aten.batch_norm_backward.default: _updated_batch_norm_backward,
     aten._weight_norm_interface_backward.default: _weight_norm_backward,
     aten._cdist_backward.default: _cdist_backward,
     aten._pdist_backward.default: pdist_backward,
