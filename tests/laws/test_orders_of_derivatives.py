@@ -78,6 +78,26 @@ FUNCTIONS = {
         lambda x: torch.renorm(x, 2, 0, 0.1),
         lambda x: x * (0.1 / (length(x, 2, 1) + 1e-7))[:, None],
     ),
+    "glu": (lambda x: F.glu(x, 0), lambda x: x[:2] / (1 + (-x[2:]).exp())),
+    "mse_loss": (lambda x: F.mse_loss(x, W), lambda x: (x - W).square().mean()),
+    "mse_loss of what moves": (
+        lambda x: F.mse_loss(x.sin(), x, reduction="none"),
+        lambda x: (x.sin() - x).square(),
+    ),
+    "huber_loss": (
+        lambda x: F.huber_loss(x, W, reduction="sum", delta=0.7),
+        lambda x: torch.where(
+            (x - W).abs() < 0.7, (x - W).square() / 2, 0.7 * ((x - W).abs() - 0.35)
+        ).sum(),
+    ),
+    "soft_margin_loss": (
+        lambda x: F.soft_margin_loss(x, W.sign()),
+        lambda x: (1 + (-x * W.sign()).exp()).log().mean(),
+    ),
+    "polar": (
+        lambda x: torch.polar(x.exp(), x).real + torch.polar(W.exp(), x).imag,
+        lambda x: x.exp() * x.cos() + W.exp() * x.sin(),
+    ),
     "layer_norm": (
         lambda x: F.layer_norm(x, (3,), W[0], W[1], eps=0.25),
         lambda x: normalised(x, 1, 0.25) * W[0] + W[1],

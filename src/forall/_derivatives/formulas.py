@@ -63,8 +63,16 @@ _ONCE = frozenset(
         aten.std_mean.correction,
         # call what has no derivative
         aten.glu.default,
+        aten.glu_backward.default,
         aten.hardsigmoid.default,
-        # write into zeros without memory
+        # write into zeros without memory, or have a reverse pass that does
+        aten.mse_loss.default,
+        aten.mse_loss_backward.default,
+        aten.huber_loss.default,
+        aten.huber_loss_backward.default,
+        aten.soft_margin_loss.default,
+        aten.soft_margin_loss_backward.default,
+        aten.polar.default,
         aten.aminmax.default,
         aten.linalg_eig.default,
     }
