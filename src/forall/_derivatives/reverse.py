@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Self
 from weakref import ref
 
@@ -284,15 +283,15 @@ def pulled(
     create_graph: bool,
 ) -> tuple[torch.Tensor | None, ...]:
     """The same, each as the pass left it: where examples have parted, perhaps of some of them."""
-    from forall._derivatives.twice import differentiable
+    from forall._derivatives.twice import hooked
 
     with functions_off():
         live = [(y, c) for y, c in zip(outputs, cotangents, strict=True) if y.requires_grad]
         if not live or not inputs:
             return (None,) * len(inputs)
         ys = tuple(y for y, _ in live)
-        twice = differentiable(ys) if create_graph else nullcontext()
-    with twice:
+        hooks = hooked(ys, create_graph)
+    with hooks:
         return run_backward(
             ys,
             tuple(c for _, c in live),
