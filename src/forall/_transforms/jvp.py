@@ -19,7 +19,7 @@ from forall._transforms.replaying import is_on, replay, told
 from forall._transforms.types import R, Ts, X
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 
 @overload
@@ -96,15 +96,23 @@ def _jvp(strict: bool, has_aux: bool, func: Callable, primals: Any, tangents: An
 
 
 def push(
-    call: Call, func: Callable, primals: Any, tangents: Any, *, strict: bool, has_aux: bool
+    call: Call,
+    func: Callable,
+    primals: Any,
+    tangents: Any,
+    *,
+    strict: bool,
+    has_aux: bool,
+    beside: Sequence[torch.Tensor] = (),
 ) -> Any:
-    """What `jvp` and `jacfwd` share."""
+    """What `jvp` and `jacfwd` share; ``beside`` are further arguments of ``func``."""
     flat, spec = checks.primals(call, primals)
     flat_t = checks.tangents(call, flat, spec, tangents)
     outer = torch.is_grad_enabled()
     below = top()
     with handover.eagerly(), forward_level(), torch.enable_grad():
         level = forward.JvpLevel(below, outer)
+        level.beside = {id(t): t for t in beside}
         duals = [
             forward.make_dual(lift(p, below), lift(t, below), level)
             for p, t in zip(flat, flat_t, strict=True)
@@ -131,7 +139,9 @@ def run(
     aux = None
     if has_aux:
         out, aux = checks.with_aux(call, out)
-        aux = trees.map_tensors(lambda a: what_is_left(forward.unpack(a, level)[0]), aux)
+        aux = trees.map_tensors(
+            lambda a: what_is_left(forward.unpack(level.stand_in(a), level)[0]), aux
+        )
     leaves, spec = checks.outputs(call, out)
-    pairs = [forward.unpack(y, level) for y in leaves]
+    pairs = [forward.unpack(level.stand_in(y), level) for y in leaves]
     return [(what_is_left(p), t) for p, t in pairs], spec, aux
