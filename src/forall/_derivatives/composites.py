@@ -203,13 +203,14 @@ def det(x):
     phase = torch.linalg.det(u) * torch.linalg.det(vh)
     m = u.mH @ x @ vh.mH
     k = n - _SMALL
-    top, none = s[..., :k], s[..., :k] == 0
-    # Where one of these is zero as well, the first three derivatives are.
+    top = s[..., :k]
+    # Where one of these is zero as well, but for rounding, the first three derivatives are.
+    none = top <= s[..., :1] * (n * torch.finfo(x.dtype).eps)
     rows = m[..., :k, :] / top.masked_fill(none, 1).unsqueeze(-1)
     block = rows[..., :k] + torch.diag_embed(none.to(x.dtype))
     sign, log = torch.linalg.slogdet(block)
     rest = m[..., k:, k:] - m[..., k:, :k] @ torch.linalg.solve(block, rows[..., k:])
-    return phase * top.prod(-1) * sign * log.exp() * _small_det(rest)
+    return phase * top.masked_fill(none, 0).prod(-1) * sign * log.exp() * _small_det(rest)
 
 
 _SMALL = 3

@@ -69,7 +69,8 @@ def _cudnn_backward(
 def layer_norm_backward(g, x, shape, mean, rstd, weight, bias, mask):
     """What was added to the variance is known by the kernel's result."""
     dims = list(range(-len(shape), 0))
-    eps = (rstd**-2 - x.var(dims, correction=0, keepdim=True)).detach()
+    spread = (x - x.mean(dims, keepdim=True)).square().mean(dims, keepdim=True)
+    eps = (rstd**-2 - spread).detach()
     found = pulled(
         lambda *xs: composites.layer_norm(*xs[:1], shape, *xs[1:], eps), g, x, weight, bias
     )

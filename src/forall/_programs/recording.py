@@ -31,7 +31,8 @@ from forall._programs.seeing import Watch, seen_by
 from forall._programs.statics import unboxed
 from forall._programs.writing import function
 from forall._torch import generators, handover, trees
-from forall._torch.names import version
+from forall._torch.names import PLAIN, version
+from forall._torch.posed import kind_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -129,6 +130,7 @@ class FirstCall:
         nodes = outlined(*given)[2] if given is not None else []
         known = guards.identities().union(map(id, tensors))
         why = unlike_others(result, found, tree, known, nodes if self.certain else None)
+        why = why or next(filter(None, map(_users_own, ends)), None)
         if why is not None:
             recorder.fails(why)
         moved = recorder.why is None and not guards.hold()
@@ -147,7 +149,7 @@ class FirstCall:
             return Recording(result, None, SHARED)
         if back is None:
             made = Recorded(clean(program, fastmath=self.fastmath), *how, nodes)
-        elif (why := entangled(program) or self._unlike_again(given)) is not None:
+        elif (why := entangled(program) or self._unlike_again(given, nodes)) is not None:
             return Recording(result, None, why)
         else:
             kept = () if views is None else views.given
@@ -168,16 +170,21 @@ class FirstCall:
         with seen_by(recorder), recorder.hearing(), Watch(recorder):
             result = self.func(*args, **kwargs)
         after = trees.leaves((args, kwargs))
-        if _told(args, kwargs) != was or not all(map(is_, after, before)):
+        try:
+            changed = not all(map(is_, after, before)) or _told(args, kwargs) != was
+        except Unfit:  # it has put in what no call can be told by
+            changed = True
+        if changed:
             recorder.fails("it changes what it is given: a list, a dict, an attribute")
         return result
 
-    def _unlike_again(self, given: tuple[tuple, dict] | None) -> str | None:
+    def _unlike_again(self, given: tuple[tuple, dict] | None, nodes: Sequence[Any]) -> str | None:
         """Why arguments that are put together again would not do for a call that is made again."""
         if given is None:
             return None
-        args, kwargs = trees.unflatten(self.leaves, self.spec)
-        if _told(args, kwargs) != _told(*given):
+        args, kwargs = trees.unflatten(self.leaves, trees.fresh(self.spec))
+        met = not self.guards.identities().isdisjoint(map(id, nodes))
+        if met or _told(args, kwargs) != _told(*given):
             return "an argument is more than its leaves, with a derivative at stake"
         return None
 
@@ -216,6 +223,15 @@ def record(
     return FirstCall(func, leaves, spec, guards, before, **how).record(given)
 
 
+def _users_own(result: Tensor) -> str | None:
+    """What a program would not give a result: a class of the user's, or attributes."""
+    if type(result) not in PLAIN:
+        return f"a result of class {kind_of(result).__name__}"
+    return (
+        f"a result with an attribute, .{next(iter(result.__dict__))}" if result.__dict__ else None
+    )
+
+
 def _have_history(ends: Sequence[Tensor]) -> bool:
     return torch.is_grad_enabled() and any(t.requires_grad for t in ends)
 
@@ -235,13 +251,10 @@ _TENSOR: Any = object()
 
 
 def _apart(leaves: list) -> list:
-    """The leaves with others in the place of tensors that have a history, or come twice."""
-    seen, found = set(), []
-    for x in leaves:
-        cut = _is_tensor(x) and x.requires_grad and (x.grad_fn is not None or id(x) in seen)
-        found.append(x.detach().requires_grad_() if cut else x)
-        seen.add(id(x))
-    return found
+    """The leaves with others in the place of tensors that have a history."""
+    made = [x for x in leaves if _is_tensor(x) and x.requires_grad and x.grad_fn is not None]
+    cut = {id(x): x.detach().requires_grad_() for x in made}
+    return [cut.get(id(x), x) for x in leaves]
 
 
 @contextmanager

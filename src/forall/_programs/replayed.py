@@ -170,7 +170,8 @@ class Results(NamedTuple):
     def of(cls, leaves: list, spec: Any) -> Results:
         count = iter(range(len(leaves)))
         places = [_Place(next(count)) if isinstance(x, torch.Tensor) else x for x in leaves]
-        return cls(places, spec, trees.fresh(spec) is not spec)
+        own = trees.fresh(spec)  # what the user has is theirs to change
+        return cls(places, own, own is not spec)
 
     def is_one(self) -> bool:
         """Whether it is a tensor, and not a tree of some."""

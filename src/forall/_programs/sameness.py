@@ -135,7 +135,7 @@ class Reading:
         self.objects: list[Any] = []
         self.nodes: list[Any] = []
         self._places = {id(x): i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)}
-        self._inside: set[int] = set()
+        self._met: dict[int, int] = {}
 
     def value(self, x: Any) -> Any:
         """What hashes, and is equal for another value if that is the same in all that is asked."""
@@ -183,11 +183,12 @@ class Reading:
         return None if id(value) in known else self.value(value)
 
     def _container(self, x: Any) -> Any:
-        if id(x) in self._inside:
-            raise Unfit("an argument with a container that holds itself")
-        self._inside.add(id(x))
+        known = self._met.get(id(x))
+        if known is not None:  # once more, or inside itself
+            return type(x), "met", known
+        self._met[id(x)] = len(self.nodes)
         self.nodes.append(x)
-        found: list[Any] = [type(x)]
+        found: list[Any] = [type(x), len(x)]
         if isinstance(x, dict):
             found += map(self.value, x)
             found += map(self.value, x.values())
@@ -197,7 +198,6 @@ class Reading:
             found += map(self.value, x)  # sets have an order too
             if type(x) is deque:
                 found.append(self.value(x.maxlen))
-        self._inside.discard(id(x))
         return tuple(found)
 
     def _looked_into(self, x: Any) -> None:

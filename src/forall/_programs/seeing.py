@@ -74,6 +74,7 @@ _UNSEEN = {
     for name in [
         "numpy",
         "__array__",
+        "__repr__",
         "tolist",
         "apply_",
         "map_",

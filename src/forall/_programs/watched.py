@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
     import torch
 
+    from forall._core.remembering import Weakly
+
 _MOST_BYTES = 4096  # that are compared with each call
 
 
@@ -28,6 +30,7 @@ class Watched:
         self._attributes: list[tuple[Any, str, Any]] = []
         self._names: list[tuple[dict[str, Any], str, Any]] = []
         self._missing: list[tuple[dict[str, Any], frozenset[str]]] = []
+        self._of_weakly: list[tuple[Weakly, str, Any]] = []  # entries of an object's `__dict__`
         self._dicts: list[tuple[Any, tuple, tuple]] = []
         self._lists: list[tuple[Any, tuple]] = []
         self._answers: dict[Callable[[], Any], Any] = {}
@@ -55,6 +58,7 @@ class Watched:
                 self._dicts,
                 self._lists,
                 self._looks,
+                self._of_weakly,
                 if_any(data, lambda: all(numbers(known) == copy for known, copy in data))
                 + if_any(answers, lambda: all(answer(ask) == known for ask, known in answers))
                 + self._others,

@@ -29,8 +29,7 @@ def _stack(a: Any) -> Tensor | None:
 
 
 def _plain(a: Tensor) -> Tensor:
-    all_examples = _stack(a)
-    return a if all_examples is None else all_examples.detach()
+    return a if (examples := _stack(a)) is None else examples.detach()
 
 
 def checked(func: Any, fails: Any) -> Any:
@@ -59,7 +58,9 @@ def checked(func: Any, fails: Any) -> Any:
 
 def _one_hot(x: Any, num_classes: int = -1) -> bool:
     v = _stack(x)
-    return v is not None and bool((v < 0).any() or (num_classes > 0 and (v >= num_classes).any()))
+    if v is None or isinstance(num_classes, Wrapper):
+        return False
+    return bool((v < 0).any() or (num_classes > 0 and (v >= num_classes).any()))
 
 
 def _quantile(x: Any, q: Any, *_: Any, **__: Any) -> bool:
@@ -74,7 +75,9 @@ def _normal(mean: Any = 0.0, std: Any = 1.0, *_: Any, **__: Any) -> bool:
 
 def _histc(x: Any, bins: int = 100, min: float = 0, max: float = 0, **_: Any) -> bool:
     v = _stack(x)
-    return v is not None and (max < min or (max == min and not bool(v.isfinite().all())))
+    if v is None or isinstance(min, Wrapper) or isinstance(max, Wrapper):
+        return False
+    return max < min or (max == min and not bool(v.isfinite().all()))
 
 
 def _all_true(level: Any, func: Any, args: tuple, kwargs: dict) -> Tensor:
