@@ -142,7 +142,7 @@ class Share(torch.autograd.Function):
 
     @staticmethod
     def forward(tensor, level):
-        return wrap(tensor, level)
+        return wrap(level.within(tensor), level)
 
     @staticmethod
     def setup_context(ctx, inputs, output):

@@ -133,7 +133,11 @@ def vmap(
     checks.max_steps("vmap", max_steps)
 
     how = in_dims, out_dims, randomness, chunk_size
-    options = Options(divergence, ragged, max_steps, None)
+    return _mapped(func, given, how, Options(divergence, ragged, max_steps, None))
+
+
+def _mapped(func: Callable, given: tuple, how: tuple, options: Options) -> Callable:
+    """A function of its own: Dynamo reads no ``locals()`` with names that a closure has later."""
 
     @replaying(func, given)
     def mapped(func: Callable, /, *args: Any, **kwargs: Any) -> Any:
