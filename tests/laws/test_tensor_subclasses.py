@@ -771,3 +771,98 @@ def test_subclasses_are_not_told_of_our_classes():
     told.clear()
     same(vmap(lambda x: plain(x.as_subclass(Base).twice()))(numbers(4, 3)), 2 * numbers(4, 3))
     assert told == []
+
+
+@pytest.mark.parametrize("name", ["level", "value", "axis", "family"])
+def test_an_attribute_that_has_the_name_of_one_of_ours_is_refused(name):
+    def f(x):
+        setattr(x * 2, name, 1)
+        return x
+
+    said = rf"x\.{name} = .*\n.*as_subclass"
+    with pytest.raises(AttributeError, match=said):
+        vmap(f)(numbers(4, 3))
+    with pytest.raises(AttributeError, match=said):
+        jvp(f, (numbers(3),), (numbers(3),))
+    with pytest.raises(AttributeError, match=said):
+        vmap(grad(lambda x: f(x).sum()))(numbers(4, 3))
+
+
+@pytest.mark.parametrize("patience", [0, 4])
+def test_what_a_class_says_is_asked_in_each_call(patience, monkeypatch):
+    monkeypatch.setattr(forall.config, "patience", patience)
+    told = []
+
+    class Counting(Tensor):
+        factor = 2
+
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            told.append(func)
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+        def scaled(self):
+            return self * self.factor
+
+    f = lambda x: plain(x.as_subclass(Counting).scaled())  # noqa: E731
+    x = numbers(4, 3)
+    for call in (vmap(f), grad(lambda x: f(x).sum())):
+        for factor in (2, 2, 2, 2, 2, 2, 7, 7):
+            Counting.factor = factor
+            told.clear()
+            got = call(x)
+            assert len(told) == 1
+            want = factor * x if call(x).flatten()[0] != factor else torch.full_like(x, factor)
+            same(got, want)
+
+
+def test_attributes_of_what_is_given_are_read_in_each_call(monkeypatch):
+    monkeypatch.setattr(forall.config, "patience", 0)
+    x = numbers(4, 3)
+    t, p = tagged(x, 0.0), x.clone()
+    scaled = vmap(lambda v: plain(v * v.level))
+    slope = grad(lambda v: plain(v * v.level).sum())
+    slope_of_plain = grad(lambda v: (v * v.tag).sum())
+    captured = vmap(lambda v: v * t.level)
+    for i in range(12):
+        t.level = p.tag = float(i // 3)
+        same(scaled(t), x * t.level)
+        same(slope(t), torch.full_like(x, t.level))
+        same(slope_of_plain(p), torch.full_like(x, p.tag))
+        same(captured(x), x * t.level)
+
+
+class Lie(Tensor):
+    """Is made by a class of its own, as a Lie group's tensors are of their algebra's."""
+
+    def __init__(self, *data, group):
+        self.group = group
+
+    @staticmethod
+    def __new__(cls, *data, group):
+        tensor = data[0] if isinstance(data[0], Tensor) else Tensor(*data)
+        return Tensor.as_subclass(tensor, Lie)
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        groups = [a.group for a in torch.utils._pytree.tree_leaves(args) if isinstance(a, Lie)]
+        out = super().__torch_function__(func, types, args, kwargs or {})
+        for t in torch.utils._pytree.tree_leaves(out):
+            if isinstance(t, Lie) and not hasattr(t, "group"):
+                t.group = groups[0]
+        return out
+
+    def log(self):
+        return type(self)(plain(self) * 2, group=self.group + "'")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_class_that_makes_itself_is_the_loops(way):
+    def f(x):
+        y = Lie(x, group="SO3")
+        z = torch.cat([y[1:], y[:1]]).log() * 2
+        assert (y.group, z.group) == ("SO3", "SO3'")
+        return plain(z)
+
+    mine, theirs, x = WAYS[way]
+    same(mine(f)(x), theirs(f)(x))

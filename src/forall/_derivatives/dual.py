@@ -114,8 +114,8 @@ class Dual(Wrapper):
 
 def wrap(value: torch.Tensor, level: JvpLevel) -> Dual:
     d = shell(Dual, value)
-    d.value = value
-    d.level = level
+    own = d.__dict__
+    own["value"], own["level"] = value, level
     return d
 
 

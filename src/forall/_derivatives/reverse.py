@@ -25,7 +25,7 @@ from forall._torch.dispatch import (
 )
 from forall._torch.history import WRITTEN, nodes
 from forall._torch.names import SET_HOOKS, pop_functions, push_functions
-from forall._torch.posed import bare, carried, is_worn, worn
+from forall._torch.posed import bare, carried, is_worn, posing, worn
 from forall._torch.wrapper import Wrapper
 
 if TYPE_CHECKING:
@@ -65,9 +65,9 @@ def variable(x: torch.Tensor) -> torch.Tensor:
     derivative over the examples.
     """
     with functions_off():
-        x = inference.ordinary(lift(bare(x), top()))
+        x = inference.ordinary(lift(bare(x) if posing.used else x, top()))
         kind = type(x)
-        if not is_worn(kind):
+        if kind is torch.Tensor or not is_worn(kind):
             return x.view_as(x) if x.requires_grad else _alias(x).requires_grad_()
         if x.requires_grad:
             return worn(x.view_as(x), kind)
@@ -76,10 +76,10 @@ def variable(x: torch.Tensor) -> torch.Tensor:
 
 def shown(variables: list, given: list) -> list:
     """Fresh variables as what the function knows these tensors by: classes and attributes."""
-    return [
-        v if type(x) is torch.Tensor and not x.__dict__ else carried(v, x)
-        for v, x in zip(variables, given, strict=True)
-    ]
+    for x in given:
+        if type(x) is not torch.Tensor or x.__dict__:
+            return [carried(v, x) for v, x in zip(variables, given, strict=True)]
+    return variables
 
 
 def _alias(x: torch.Tensor) -> torch.Tensor:
@@ -271,15 +271,15 @@ def closed(results: Any, own: list[torch.Tensor], outer_grad: bool) -> Any:
 def _closed(results: Any, own: list[torch.Tensor]) -> Any:
     if own and all(v.grad_fn is not None for v in own):
         return results
-    found = [(t, bare(t)) for t in trees.leaves(results) if isinstance(t, torch.Tensor)]
-    tensors = [b for _, b in found if b.requires_grad]
+    found = [t for t in trees.leaves(results) if isinstance(t, torch.Tensor)]
+    tensors = [b for b in (map(bare, found) if posing.used else found) if b.requires_grad]
     if not tensors:
         return results
     if not leads_outside(tensors, own):
         return trees.map_tensors(_freed, results)
     if len(tensors) == 1:
         return results
-    inward = {id(t) for t, b in found if b.requires_grad and not leads_outside((b,), own)}
+    inward = {id(t) for t in found if bare(t).requires_grad and not leads_outside((bare(t),), own)}
     return trees.map_tensors(
         lambda t: carried(_alias(bare(t)), t) if id(t) in inward else t, results
     )
