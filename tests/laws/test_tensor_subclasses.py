@@ -671,6 +671,73 @@ OTHERS = {
 }
 
 
+def through_a_generator(x):
+    y = x.as_subclass(Methods)
+    y = y.twice() if y.norm() > 3 else y * 3
+    some = (v for v in [y])  # has no converted form
+    return plain(next(some).twice())
+
+
+def attribute_in_a_loop(x):
+    y = tagged(x, 1.0)
+    while plain(y).abs().max() < 4:
+        y = y * 2
+        y.level = y.level + 1
+    return plain(y) * y.level
+
+
+def class_of_some(x):
+    y = x.as_subclass(Methods)
+    if x.sum() > 0:
+        y = plain(y) * 2
+    return plain(y * 2) if isinstance(y, Methods) else y * 5
+
+
+def one_name_of_some(x):
+    y = x.clone().as_subclass(Methods)
+    z = y
+    if x.sum() > 0:
+        z = (x * 2).as_subclass(Methods)
+    z.add_(1)
+    return plain(y) + plain(z) * 10
+
+
+def written_by_some(x):
+    y = (x * 1).as_subclass(Methods)
+    if x.sum() > 0:
+        y[0] = 5
+    y[1:].mul_(2)
+    return plain(y)
+
+
+def truth(x):
+    return x * 2 if x.sum().as_subclass(Methods) > 0 else x
+
+
+def old_in_place(x):
+    y = (x * 1).as_subclass(OldStyle)
+    y.mul_(2)
+    return plain(y.exp())
+
+
+def with_other_data(x):
+    y = (x * 1).as_subclass(Methods)
+    y.data = plain(y.detach()) * 5
+    return plain(y)
+
+
+OTHERS |= {
+    "generator": through_a_generator,
+    "attribute in a loop": attribute_in_a_loop,
+    "class of some": class_of_some,
+    "one name of some": one_name_of_some,
+    "written by some": written_by_some,
+    "truth": truth,
+    "old in place": old_in_place,
+    "other data": with_other_data,
+}
+
+
 def _inner_autograd(x):
     with torch.enable_grad():
         y = x.detach().as_subclass(Methods).requires_grad_()
@@ -683,6 +750,8 @@ def _inner_autograd(x):
 def test_a_class_goes_every_way_that_a_tensor_goes(other, way):
     if other == "hook" and ("jacfwd" in way or way in ("jvp", "linearize", "hessian")):
         return  # no hook on a gradient has a say in forward mode
+    if (other, way) == ("other data", "jacfwd vmap"):
+        return  # refused of any tensor
     f, (mine, theirs, x) = OTHERS[other], WAYS[way]
     theirs_f = _PLAIN_FORM.get(other, f)
     same(mine(f)(x), theirs(theirs_f)(x))
@@ -866,3 +935,66 @@ def test_a_class_that_makes_itself_is_the_loops(way):
 
     mine, theirs, x = WAYS[way]
     same(mine(f)(x), theirs(f)(x))
+
+
+@pytest.mark.parametrize("kind", [Methods, OldStyle, CosForSin])
+def test_what_is_captured_beside_a_class_has_its_gradient(kind):
+    w, xs = numbers(3).requires_grad_(), numbers(4, 3, seed=1)
+    f = lambda x: plain((x.as_subclass(kind) * w).sin())  # noqa: E731
+    got, want = (
+        torch.autograd.grad(call(xs).sum(), w, create_graph=True)[0]
+        for call in (vmap(f), looped(f))
+    )
+    same(got, want)
+    same(torch.autograd.grad(got.sum(), w)[0], torch.autograd.grad(want.sum(), w)[0])
+
+
+def test_a_written_argument_of_a_class_is_written_with_its_history():
+    def found(run):
+        v, s = numbers(4, 3).requires_grad_(), torch.ones((), dtype=D, requires_grad=True)
+        base = (v * 1).as_subclass(Methods)
+        out = run(lambda row: (row.mul_(s * 3), plain(row) * 1)[1])(base)
+        return base, torch.autograd.grad(plain(base).sum() + plain(out).sum(), (v, s))
+
+    (mine, slopes), (theirs, wanted) = found(vmap), found(looped)
+    same(mine, theirs)
+    for got, want in zip(slopes, wanted, strict=True):
+        same(got, want)
+
+
+def test_stacked_and_debug_unwrap_look_into_a_class():
+    seen, x = [], numbers(4, 3)
+
+    def f(x):
+        y = x.as_subclass(Methods)
+        seen.append(y * 2)
+        assert forall.debug_unwrap(y).shape == (4, 3)
+        assert forall.stacked(y).shape == (4, 3)
+        return x
+
+    vmap(f)(x)
+    assert type(forall.stacked(seen[0])) is Methods
+    same(forall.stacked(seen[0]), 2 * x)
+
+
+def test_loops_of_forall_carry_a_class():
+    steps = numbers(5, 3)
+
+    def f(x):
+        start = x.as_subclass(Methods)
+        last, all_of_them = forall.scan(lambda c, a: (c + a, c.twice()), start, steps)
+        assert isinstance(last, Methods)
+        grown = forall.while_loop(lambda c: c.value < 9, lambda c: c.twice(), start)
+        return plain(all_of_them).sum(0) + plain(grown.twice())
+
+    def by_python(x):
+        c, total, grown = x, 0, x
+        for a in steps:
+            total, c = total + 2 * c, c + a
+        while grown.abs().sum() < 9:
+            grown = grown * 2
+        return total + grown * 2
+
+    x = numbers(4, 3)
+    same(vmap(f)(x), looped(by_python)(x))
+    same(vmap(jacfwd(f))(x), looped(jacobian(by_python))(x))

@@ -207,6 +207,11 @@ def bare(x: Any) -> Any:
     return x._forall_bare if posing.used and isinstance(x, Posed) else x
 
 
+def is_posed(x: Any) -> bool:
+    """True if this is a posed tensor."""
+    return posing.used and isinstance(x, Posed)
+
+
 def kind_of(tensor: torch.Tensor) -> type:
     """The class of a tensor as its user knows it."""
     kind = users_class(type(tensor))
