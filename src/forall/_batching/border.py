@@ -180,7 +180,7 @@ def _shared(tensor: torch.Tensor, level: VmapLevel) -> Batched:
 
 def _from_outside(b: Batched, tensor: torch.Tensor, free: torch.Tensor) -> Batched:
     """A value of the level that is a tensor from outside, which ``free`` is without history."""
-    own = b.__dict__
+    own: Any = b.__dict__
     own["older"], own["came"] = True, Count(tensor if isinstance(tensor, Wrapper) else free)
     return b
 

@@ -220,7 +220,7 @@ def kind_of(tensor: torch.Tensor) -> type:
 
 def attributes(tensor: torch.Tensor) -> dict[str, Any]:
     """What the user has put on a tensor under names of their own."""
-    own = tensor.__dict__
+    own = vars(tensor)
     if own and isinstance(tensor, Wrapper):
         return {k: v for k, v in own.items() if k not in OURS}
     return own
