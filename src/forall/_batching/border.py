@@ -180,7 +180,8 @@ def _shared(tensor: torch.Tensor, level: VmapLevel) -> Batched:
 
 def _from_outside(b: Batched, tensor: torch.Tensor, free: torch.Tensor) -> Batched:
     """A value of the level that is a tensor from outside, which ``free`` is without history."""
-    b.older, b.came = True, Count(tensor if isinstance(tensor, Wrapper) else free)
+    own: Any = b.__dict__
+    own["older"], own["came"] = True, Count(tensor if isinstance(tensor, Wrapper) else free)
     return b
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from forall._batching import border
-from forall._batching.batched import without_ended
+from forall._batching.batched import Batched, without_ended
 from forall._batching.drawing import Draws
 from forall._batching.interpreter import VmapLevel, running
 from forall._batching.ledger import memory
@@ -177,8 +177,10 @@ class Verb(NamedTuple):
                 )(*args, **kwargs)
         places = Places(Call("vmap", func, out_dims=out_dims), out_dims)
         entering = Entering(*mapping.inputs(call, args, kwargs, *dims), (args, kwargs), {})
-        if any(map(is_dressed, entering.leaves)):
-            entering = entering.looked_at(call)
+        for x in entering.leaves:
+            if type(x) is not torch.Tensor and is_dressed(x):
+                entering = entering.looked_at(call)
+                break
         origin = Origin(call, users_instruction(), range(entering.size), entering.size)
         whole = Mapping(func, entering, places, Draws(randomness), origin, options)
         result = in_chunks(whole, chunk_size)
@@ -370,7 +372,7 @@ def _leave(r: Any, place: int | None, level: VmapLevel, call: Call, seen: set[in
     if not isinstance(r, torch.Tensor):
         return mapping.as_it_is(call, r, level)
     known = r
-    if type(r) is not torch.Tensor:
+    if type(r) is not Batched and is_dressed(r):
         r = undressed(r)
     if isinstance(r, Wrapper) and r.level is not level:
         if r.level.root is level:
