@@ -147,7 +147,7 @@ def test_an_optimizer_steps_with_gradients_of_parameters_that_were_returned():
 def test_each_example_has_the_derivative_of_its_own():
     """In the loop a leaf made inside is another one for each example."""
 
-    def f(x: torch.Tensor, run: Callable) -> torch.Tensor:
+    def f(x: torch.Tensor, run: Callable) -> Any:
         w = x.detach().requires_grad_()
         total(run(lambda _: w)(X)).backward()
         return w.grad
