@@ -120,8 +120,7 @@ class Looks:
 
 def _look(t: torch.Tensor) -> tuple:
     strides = t.stride() if has_memory(t) else t.layout
-    bits = t.is_conj(), t.is_neg()
-    return type(t), t.shape, t.dtype, t.device, t.requires_grad, strides, t.is_inference(), bits
+    return type(t), t.shape, t.dtype, t.device, t.requires_grad, strides, t.is_inference()
 
 
 def if_any(there: Any, check: Callable[[], bool]) -> list[Callable[[], bool]]:

@@ -74,7 +74,6 @@ _BUILTINS = """
 """
 _TELLING = """
     _version grad grad_fn is_leaf retains_grad output_nr data_ptr const_data_ptr _base _is_view
-    storage_offset
     _cdata _use_count is_shared is_pinned _backward_hooks _post_accumulate_grad_hooks
     initial_seed seed manual_seed get_state set_state get_rng_state set_rng_state __dict__ __code__
     __globals__ __closure__ __subclasses__ f_back f_globals f_locals gi_frame cr_frame ag_frame
@@ -149,10 +148,6 @@ QUESTIONS = frozenset(
 # Torch's functions of tensors, and what is not found where they are.
 _HOMES = (*function_homes[:-1], F, torch.functional, torch.linalg, torch.fft, torch.special)
 _UNFIT = ("__", "set_", "_cufft_set", "from_file")
-_OF_TREES = [
-    getattr(pytree, f"tree_{n}")
-    for n in ["map", "flatten", "unflatten", "leaves", "iter", "all", "any"]
-]
 _MORE = (
     functions_pass,
     checkpoint,
@@ -198,7 +193,10 @@ _MORE = (
     torch.jit.ignore,
     torch.jit.unused,
     *QUESTIONS,
-    *_OF_TREES,
+    *(
+        getattr(pytree, f"tree_{n}")
+        for n in ["map", "flatten", "unflatten", "leaves", "iter", "all", "any"]
+    ),
     types.SimpleNamespace,
     collections.OrderedDict,
     collections.defaultdict,
@@ -211,7 +209,6 @@ _FUNCTIONS = frozenset(map(id, [*filter(callable, _FOUND), *_MORE]))  # none of 
 _QUESTIONS = frozenset(map(id, QUESTIONS))
 
 
-_FIELD = type(inspect.FullArgSpec.args)  # of a named tuple
 # Of these classes a value says all there is to say.
 WORDS = (
     int,
@@ -224,12 +221,12 @@ WORDS = (
     torch.device,
     torch.Size,
     types.CodeType,
-)
-# Of these too, or it has nothing that changes; the guards look at what they hold.
-_INERT = (
-    *WORDS,
     types.GenericAlias,
     types.UnionType,
+)
+# Of these too, or it has nothing that changes.
+_INERT = (
+    *WORDS,
     type(...),
     type(NotImplemented),
     range,
@@ -242,9 +239,10 @@ _INERT = (
     types.GetSetDescriptorType,
     types.MemberDescriptorType,
     type(torch.LongTensor),  # what these make comes from nowhere that a recorder knows
-    _FIELD,
 )
-_INERT_MODULES = frozenset({"typing", "dataclasses", "_abc", "enum", "numpy._globals"})
+_INERT_MODULES = frozenset(
+    {"typing", "dataclasses", "_abc", "enum", "_collections", "numpy._globals"}
+)
 
 
 def is_inert(value: Any) -> bool:
@@ -257,13 +255,6 @@ def is_inert(value: Any) -> bool:
 def is_question(value: Any) -> bool:
     """Whether it asks for torch's state, so that its answer has to be watched."""
     return id(value) in _QUESTIONS
-
-
-def calls_registered(value: Any) -> bool:
-    """True if a function calls what users have registered for their classes."""
-    if any(value is f for f in _OF_TREES):
-        return True
-    return isinstance(value, types.FunctionType) and value.__module__ == "torch.distributions.kl"
 
 
 def is_torchs(value: Any) -> bool:
@@ -371,7 +362,6 @@ _BASES = frozenset(
         collections.Counter,
         re.Pattern,
         re.Match,
-        _FIELD,
         inspect.Signature,
         inspect.Parameter,
         inspect.Parameter.empty,
