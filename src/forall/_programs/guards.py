@@ -15,9 +15,9 @@ import gc
 import os
 import sys
 from collections import deque
-from collections.abc import Iterator
 from contextvars import ContextVar
 from types import (
+    CellType,
     FunctionType,
     MappingProxyType,
     MemberDescriptorType,
@@ -52,15 +52,18 @@ from forall._programs.single import (
     WRAPPERS,
     has_none,
     has_numbers,
+    held,
     is_alive,
     is_derived,
     is_hint,
     is_in_class,
     is_leaf,
+    is_moved_on,
     is_of_environment,
     keeping,
     kept,
     leads_to,
+    parts_of_hint,
     wrapped,
 )
 from forall._programs.watched import Watched
@@ -96,6 +99,7 @@ class Guards(Watched):
         self._functions: list[FunctionType] = []  # the user's, and those that do not run
         self._aside: list[Mapping[str, Any]] = []  # of which only what code names is looked at
         self._kinds: dict[int, type] = {}  # of objects, and what these derive from
+        self._bases: dict[int, type] = {}  # of a library's classes
         # All that was met: no other takes its identity. Of all modules, code names what it asks.
         self._held: dict[int, Any] = {id(sys.modules): sys.modules}
         self._weakly: list[Weakly] = []
@@ -141,15 +145,19 @@ class Guards(Watched):
         look = next((look for kinds, look in _LOOKS if isinstance(value, kinds)), None)
         if len(self._held) > self.ran.most:
             self.why = TOO_MUCH
+        elif is_moved_on(value):
+            self.why = "the function reaches an iterator, and nothing tells how far that has come"
         elif is_of_environment(value):
             self._entries(os.environ._data)
         elif has_numbers(value):
             self._memory(value)
         elif look is not None:
             look(self, value)
-        elif isinstance(value, Iterator) and type(value).__module__ in ("builtins", "itertools"):
-            self.why = "the function reaches an iterator, and nothing tells how far that has come"
-        elif not isinstance(value, Unwatched) and not is_hint(value):
+        elif is_hint(value):
+            self._hint(value)
+        elif (inside := held(value)) is not None:
+            self._left += inside
+        elif not isinstance(value, Unwatched):
             self._object(value)
         if is_derived(value):
             self._object(value)  # of a class of the user's with entries: a NamedTuple, a dict
@@ -167,6 +175,17 @@ class Guards(Watched):
         if not issubclass(kind, (tuple, frozenset)):
             self._lists.append((value, tuple(value)))  # sets have an order too
         self._left += value
+
+    def _hint(self, value: Any) -> None:
+        origin = getattr(value, "__origin__", None)
+        if isinstance(origin, type) and not is_no_users(origin):  # who calls the hint makes one
+            self._left.append(origin)
+        self._aside.append(parts_of_hint(value))
+
+    def _cell(self, cell: CellType) -> None:
+        value = contents(cell)
+        self._attributes.append((cell, "cell_contents", value))
+        self._left.append(value)
 
     def _weak(self, value: Weakly) -> None:
         self._weakly.append(value)
@@ -305,6 +324,10 @@ class Guards(Watched):
             known = is_trusted(kind)
             put = ((n, f) for n, f in names.items() if type(f) is FunctionType)
             self._aside.append({n: f for n, f in put if not is_no_users(f)} if known else names)
+            for base in kind.__mro__[1:]:  # which may be given other methods too
+                if base.__flags__ & MUTABLE and id(base) not in self._bases:
+                    self._bases[id(base)] = base
+                    self._entries(vars(base))
             return
         self._attributes.append((kind, "__mro__", kind.__mro__))
         self._entries(names)
@@ -368,4 +391,5 @@ _LOOKS: tuple[tuple[Any, Callable[[Guards, Any], None]], ...] = (
     (ModuleType, Guards._module),
     (TELLERS, Guards._teller),
     (Weakly, Guards._weak),
+    (CellType, Guards._cell),
 )

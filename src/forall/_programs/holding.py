@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
 _SIZED = (dict, OrderedDict)  # that are true where they hold anything
+_offset = torch.Tensor.storage_offset
+_SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 _NONE: Mapping[str, str] = MappingProxyType({})
 _FEW = 4  # entries of a list, each of which is asked for by itself
 _MANY = 64  # tests, beside which one more call is nothing, and one more text to compile is much
@@ -95,6 +97,9 @@ def holding(
         ]
     )
     at_once = rest + _of_tensors(looks.tensors, looks.at_once or looks.exactly)
+    if looks.offsets:  # torch's own look does not ask for them
+        given = {"map": map, "offset_of": _offset, "offsets": looks.offsets}
+        at_once += Tests(["[*map(offset_of, held)] == offsets"], given)
     if counted:
         given = {"of": writes_into, "map": map, "counted": counted, "counts": counts}
         at_once += Tests(["[*map(of, counted)] == counts"], given)
@@ -112,6 +117,7 @@ class Looks:
     def __init__(self, tensors: Iterable[torch.Tensor] = ()) -> None:
         self.tensors = [*tensors]
         self.at_once = alike(self.tensors)
+        self.offsets = [*map(_offset, self.tensors)] if self.at_once else []
         self._now = [*map(_look, self.tensors)]
 
     def exactly(self, *tensors: torch.Tensor) -> bool:
@@ -120,7 +126,17 @@ class Looks:
 
 def _look(t: torch.Tensor) -> tuple:
     strides = t.stride() if has_memory(t) else t.layout
-    return type(t), t.shape, t.dtype, t.device, t.requires_grad, strides, t.is_inference()
+    bits = t.is_conj(), t.is_neg(), t.is_inference()
+    return type(t), t.shape, t.dtype, t.device, t.requires_grad, strides, bits, _rest(t)
+
+
+def _rest(t: torch.Tensor) -> tuple:
+    """What else Python may be told of it, and keep as a number."""
+    if has_memory(t):
+        return (t.storage_offset(),)
+    if t.layout in _SPARSE:
+        return (t._nnz(), t.is_coalesced() if t.layout == torch.sparse_coo else None)
+    return ()
 
 
 def if_any(there: Any, check: Callable[[], bool]) -> list[Callable[[], bool]]:

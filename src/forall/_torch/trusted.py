@@ -221,12 +221,12 @@ WORDS = (
     torch.device,
     torch.Size,
     types.CodeType,
-    types.GenericAlias,
     types.UnionType,
 )
 # Of these too, or it has nothing that changes.
 _INERT = (
     *WORDS,
+    types.GenericAlias,  # which the guards look into, as into what follows
     type(...),
     type(NotImplemented),
     range,
@@ -238,11 +238,14 @@ _INERT = (
     torch.fx.Graph,  # of which a module's forward was made, which is looked at
     types.GetSetDescriptorType,
     types.MemberDescriptorType,
+    type(inspect.FullArgSpec.args),  # what reads an entry of a tuple
     type(torch.LongTensor),  # what these make comes from nowhere that a recorder knows
 )
-_INERT_MODULES = frozenset(
-    {"typing", "dataclasses", "_abc", "enum", "_collections", "numpy._globals"}
-)
+_INERT_MODULES = frozenset({"typing", "dataclasses", "_abc", "enum", "numpy._globals"})
+
+
+# Classes whose objects are known, or looked at each by itself.
+_LOOKED_AT = frozenset({torch.jit.ScriptFunction, *_INERT})
 
 
 def is_inert(value: Any) -> bool:
@@ -326,7 +329,7 @@ def _is_of_numpy(value: Any) -> bool:
 
 def _is_trusted_class(kind: type) -> bool:
     module = kind.__module__
-    if module in _INERT_MODULES or kind is torch.jit.ScriptFunction:  # each of which is looked at
+    if module in _INERT_MODULES or kind in _LOOKED_AT:  # each of which is looked at
         return True
     if module == "builtins":
         return kind.__name__ in BUILTINS
