@@ -634,3 +634,163 @@ m = nn.ReLU()
 f: m(x)
 > m.__class__ = nn.Sigmoid
 """
+
+LIBRARIES = r"""
+# global forward hook added
+m = nn.Linear(3, 3)
+f: m(x)
+> H = nn.modules.module.register_module_forward_hook(lambda m, a, y: y * 2)
+? H.remove()
+
+# global hook before forward added
+m = nn.Linear(3, 3)
+f: m(x)
+> H = nn.modules.module.register_module_forward_pre_hook(lambda m, a: (a[0] * 2,))
+? H.remove()
+
+# function that a module of torch's calls
+l = nn.Linear(3, 3)
+P = mock.patch("torch.nn.functional.linear", lambda x, w, b=None: x * 7)
+f: l(x)
+> P.start()
+? P.stop()
+
+# function of torch's that a function of torch's calls
+l = nn.ReLU()
+P = mock.patch("torch.relu", lambda x: x * 7)
+f: l(x) + F.relu(x)
+> P.start()
+? P.stop()
+
+# function of a module in a sequence
+l = nn.Sequential(nn.Linear(3, 3), nn.GELU())
+P = mock.patch("torch.nn.functional.gelu", lambda x, approximate=None: x * 7)
+f: l(x)
+> P.start()
+? P.stop()
+
+# function that the user's function names
+P = mock.patch("torch.sin", lambda x: x * 7)
+f: torch.sin(x)
+> P.start()
+? P.stop()
+
+# function that is named by a chain of modules
+P = mock.patch("torch.nn.functional.softplus", lambda x: x * 7)
+f: torch.nn.functional.softplus(x)
+> P.start()
+? P.stop()
+
+# function of math
+P = mock.patch("math.sqrt", lambda x: 7.)
+f: x * math.sqrt(4.)
+> P.start()
+? P.stop()
+
+# constant of math
+P = mock.patch("math.pi", 7.)
+f: x * math.pi
+> P.start()
+? P.stop()
+
+# constant of a library's module that its function reads
+P = mock.patch("torch.nn.functional._sym_int", lambda x: 7)
+f: F.interpolate(x.reshape(1, 1, 3), scale_factor=2.)[0, 0, :3]
+> P.start()
+? P.stop()
+
+# method of a class of torch's
+l = nn.Linear(3, 3)
+P = mock.patch.object(nn.Linear, "forward", lambda self, x: x * 7)
+f: l(x)
+> P.start()
+? P.stop()
+
+# method of tensors
+P = mock.patch.object(torch.Tensor, "sin", lambda x: x * 7)
+f: x.sin()
+> P.start()
+? P.stop()
+
+# module that a library's module names
+l = nn.Linear(3, 3)
+other = types.SimpleNamespace(linear=lambda x, w, b=None: x * 7)
+P = mock.patch("torch.nn.modules.linear.F", other)
+f: l(x)
+> P.start()
+? P.stop()
+
+# constant that distributions read
+P = mock.patch("torch.distributions.normal.math.pi", 7.)
+f: x * dist.Normal(torch.zeros(3), torch.ones(3)).log_prob(torch.ones(3))
+> P.start()
+? P.stop()
+
+# global that a registered kl reads
+S = 2.
+class Mine(dist.Normal): pass
+@dist.register_kl(Mine, Mine)
+def kl(p, q): return S * (p.loc - q.loc) ** 2
+def mine(x): return Mine(x, torch.ones(3), validate_args=False)
+f: dist.kl_divergence(mine(x), mine(torch.zeros(3)))
+> S = 3.
+? [dist.kl._KL_REGISTRY.pop(k) for k in [*dist.kl._KL_REGISTRY] if k[0] is Mine]
+
+# kl that is registered later
+class Mine(dist.Normal): pass
+def mine(x): return Mine(x, torch.ones(3), validate_args=False)
+f: dist.kl_divergence(mine(x), mine(torch.zeros(3)))
+> dist.register_kl(Mine, Mine)(lambda p, q: p.loc * 7)
+? [dist.kl._KL_REGISTRY.pop(k) for k in [*dist.kl._KL_REGISTRY] if k[0] is Mine]
+? dist.kl._KL_MEMOIZE.clear()
+
+# function that flattens a class of the user's
+S = 2.
+class Box:
+ def __init__(self, x): self.x = x
+pytree.register_pytree_node(Box, lambda b: ([b.x * S], None), lambda c, _: Box(c[0]))
+f: pytree.tree_leaves(Box(x))[0]
+> S = 3.
+? pytree.SUPPORTED_NODES.pop(Box)
+
+# -function of a single dispatch
+S = 2.
+@functools.singledispatch
+def g(x): return x
+@g.register(torch.Tensor)
+def _(x): return x * S
+f: g(x)
+> S = 3.
+
+# -function of a single dispatch that is registered later
+@functools.singledispatch
+def g(x): return x
+f: g(x)
+> g.register(torch.Tensor)(lambda x: x * 7)
+
+# class that is registered as a subclass
+class A(abc.ABC): pass
+class C: pass
+c = C()
+f: x * (2. if isinstance(c, A) else 3.)
+> A.register(C)
+
+# -kernel of an operator
+S = 2.
+L = torch.library.Library("guards_" + __name__, "DEF")
+L.define("g(Tensor x) -> Tensor")
+L.impl("g", lambda x: x * S, "CompositeImplicitAutograd")
+op = getattr(getattr(torch.ops, "guards_" + __name__), "g")
+f: op(x)
+> S = 3.
+
+# -backward function of an operator
+S = 2.
+@torch.library.custom_op("guards_of::" + __name__, mutates_args=())
+def sc(x: torch.Tensor) -> torch.Tensor: return x * S
+def bw(ctx, g): return g * S
+sc.register_autograd(bw, setup_context=lambda ctx, inputs, output: None)
+sc.register_vmap(lambda info, dims, x: (x * S, dims[0]))
+f: getattr(torch.ops.guards_of, __name__)(x)
+> S = 3.
+"""

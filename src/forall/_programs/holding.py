@@ -78,6 +78,7 @@ def holding(
     lists: Iterable[tuple[Any, tuple]],
     looks: Looks,
     weakly: Iterable[tuple[Weakly, str, Any]] = (),
+    of_libraries: tuple[Sequence, Sequence] = ((), ()),
     others: Iterable[Callable[[], bool]] = (),
 ) -> Holding:
     """What tells whether all of these hold what they held, compared by identity."""
@@ -104,6 +105,12 @@ def holding(
         given = {"of": writes_into, "map": map, "counted": counted, "counts": counts}
         at_once += Tests(["[*map(of, counted)] == counts"], given)
     certainly = Tests(["unwritten()"], {"unwritten": unwritten}) + rest
+    names, dicts = of_libraries
+    counted, counts, unwritten = _of_dicts([*names], [], [*dicts])
+    if counted:  # apart: whoever writes into a global of theirs has not all of these looked at
+        given = {"of": writes_into, "map": map, "theirs": counted, "their_counts": counts}
+        at_once += Tests(["[*map(of, theirs)] == their_counts"], given)
+        certainly += Tests(["theirs_unwritten()"], {"theirs_unwritten": unwritten})
     certainly += _of_tensors(looks.tensors, looks.exactly)
     quickly = at_once.written_out()
     if len(at_once.texts) > _MANY:

@@ -19,6 +19,7 @@ import types
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._library import custom_ops
 from torch.autograd import functional
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -143,6 +144,14 @@ QUESTIONS = frozenset(
         torch.onnx.is_in_onnx_export,
         torch._C._are_functorch_transforms_active,
     }
+)
+
+# By these keys a function is called before any mode sees its operator.
+_COMPOSITE = (
+    "CompositeImplicitAutograd",
+    "CompositeImplicitAutogradNestedTensor",
+    "AutocastCPU",
+    "AutocastCUDA",
 )
 
 # Torch's functions of tensors, and what is not found where they are.
@@ -385,3 +394,20 @@ def _is_namedtuple(kind: type) -> bool:
     functions = (getattr(f, "__func__", f) for f in vars(kind).values())
     homes = [f.__globals__["__name__"] for f in functions if isinstance(f, types.FunctionType)]
     return all(home == "collections" or home.startswith("namedtuple_") for home in homes)
+
+
+def definition_of(op: Any) -> Any:
+    """The object of `torch.library.custom_op` that has an operator's functions; None elsewhere."""
+    packet = getattr(op, "overloadpacket", op)
+    return custom_ops.OPDEFS.get(packet._qualified_op_name)
+
+
+def is_made_of_users_calls(op: Any) -> bool:
+    """Whether an operator is a function in Python that calls others, registered by its name.
+
+    Nobody keeps that function where Python finds it, so nothing tells what it reads.
+    """
+    packet = getattr(op, "overloadpacket", op)
+    home, _, name = packet._qualified_op_name.partition("::")
+    names = {f"{home}/{name}", *(f"{home}/{name}.{overload}" for overload in packet.overloads())}
+    return any(f"{n}/{key}" in torch.library._impls for n in names for key in _COMPOSITE)
