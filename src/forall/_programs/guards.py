@@ -187,7 +187,7 @@ class Guards(Watched):
 
     def _hint(self, value: Any) -> None:
         origin = getattr(value, "__origin__", None)
-        if isinstance(origin, type) and not is_no_users(origin):  # who calls the hint makes one
+        if not (isinstance(origin, type) and is_no_users(origin)):  # who calls the hint makes one
             self._left.append(origin)
         self._aside.append(parts_of_hint(value))
 

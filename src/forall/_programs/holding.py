@@ -85,7 +85,11 @@ def holding(
     attributes, dicts, lists = [*attributes], [*dicts], [*lists]
     empty = [row[0] for row in dicts if not row[1] and type(row[0]) in _SIZED]
     dicts = [row for row in dicts if row[1] or type(row[0]) not in _SIZED]
-    counted, counts, unwritten = _of_dicts([*names], [*missing], dicts)
+    own = _Dicts([*names], [*missing], dicts)
+    names, dicts_of_libraries = of_libraries
+    # Apart: whoever writes into a global of theirs has not all of these looked at.
+    theirs = _Dicts([*names], [], [*dicts_of_libraries])
+    counted, counts, unwritten = _of_dicts([own, theirs])
     rest = _of_attributes([row for row in attributes if row[2] is not UNSET], empty)
     rest += _of_weakly([*weakly])
     rest += _of_short([row for row in lists if _is_short(*row)])
@@ -105,12 +109,6 @@ def holding(
         given = {"of": writes_into, "map": map, "counted": counted, "counts": counts}
         at_once += Tests(["[*map(of, counted)] == counts"], given)
     certainly = Tests(["unwritten()"], {"unwritten": unwritten}) + rest
-    names, dicts = of_libraries
-    counted, counts, unwritten = _of_dicts([*names], [], [*dicts])
-    if counted:  # apart: whoever writes into a global of theirs has not all of these looked at
-        given = {"of": writes_into, "map": map, "theirs": counted, "their_counts": counts}
-        at_once += Tests(["[*map(of, theirs)] == their_counts"], given)
-        certainly += Tests(["theirs_unwritten()"], {"theirs_unwritten": unwritten})
     certainly += _of_tensors(looks.tensors, looks.exactly)
     quickly = at_once.written_out()
     if len(at_once.texts) > _MANY:
@@ -192,24 +190,45 @@ def _of_calls(checks: Sequence[Callable[[], bool]]) -> Tests:
     return Tests([f"{name}()" for name in given], given)
 
 
-def _of_dicts(
-    names: list, missing: list, dicts: list
-) -> tuple[list[dict], list[int], Callable[[], bool]]:
-    """Dicts, how often each was written into when all were looked at, and what looks anew."""
-    homes = [beneath(row[0]) for row in (*names, *missing, *dicts)]
-    counted = [*{id(d): d for d in homes if type(d) is dict}.values()]
-    checks = [
-        *_of_names(*_columns(names, 3)),
-        *if_any(missing, lambda: all(none.isdisjoint(home) for home, none in missing)),
-        *_of_entries(*_columns(dicts, 3)),
-    ]
+class _Dicts(NamedTuple):
+    """Entries of dicts, and those that are not there."""
+
+    names: list[tuple[Any, str, Any]]
+    missing: list[tuple[Any, frozenset[str]]]
+    dicts: list[tuple[Any, tuple, tuple]]
+
+    def homes(self) -> list[Any]:
+        return [beneath(row[0]) for row in (*self.names, *self.missing, *self.dicts)]
+
+    def checks(self) -> list[Callable[[], bool]]:
+        missing = self.missing
+        return [
+            *_of_names(*_columns(self.names, 3)),
+            *if_any(missing, lambda: all(none.isdisjoint(home) for home, none in missing)),
+            *_of_entries(*_columns(self.dicts, 3)),
+        ]
+
+
+def _of_dicts(groups: Sequence[_Dicts]) -> tuple[list[dict], list[int], Callable[[], bool]]:
+    """Dicts, how often each was written into when all were looked at, and what looks anew.
+
+    A group is looked at where one of its own was written into.
+    """
+    counted: list[dict] = []
+    parts: list[tuple[slice, list[Callable[[], bool]]]] = []
+    for group in groups:
+        found = {id(d): d for d in group.homes() if type(d) is dict}
+        parts.append((slice(len(counted), len(counted) + len(found)), group.checks()))
+        counted += found.values()
     counts: list[int] = []
 
     def unwritten() -> bool:
         now = [*map(writes_into, counted)]
         if now != counts:
-            if not all(check() for check in checks):
-                return False
+            for part, checks in parts:
+                written = now[part] != counts[part] or not counts
+                if written and not all(check() for check in checks):
+                    return False
             counts[:] = now
         return True
 

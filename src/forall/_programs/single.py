@@ -54,7 +54,7 @@ WRAPPERS = (
     MethodWrapperType,
     _GeneratorContextManager,
 )
-LEAVES = (*WORDS, RemovableHandle, torch.fx.Graph)  # hooks are looked at where they hang
+LEAVES = (*WORDS, RemovableHandle)  # hooks are looked at where they hang
 
 
 def is_hint(value: Any) -> bool:

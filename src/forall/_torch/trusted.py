@@ -244,7 +244,6 @@ _INERT = (
     torch.memory_format,
     torch.Generator,
     SDPBackend,
-    torch.fx.Graph,  # of which a module's forward was made, which is looked at
     types.GetSetDescriptorType,
     types.MemberDescriptorType,
     type(inspect.FullArgSpec.args),  # what reads an entry of a tuple
