@@ -23,6 +23,13 @@ from forall._core.parting import Apart
 from forall._torch import trees
 from forall._torch.dispatch import functions_off, no_dispatch
 from forall._torch.lazy import put_lazy_bits
+from forall._torch.posed import (
+    called_by_class,
+    has_posed_class,
+    has_users_class,
+    posing,
+    taken_out,
+)
 from forall._torch.wrapper import ENTRYWISE, READS, Wrapper, look_like, wrapper_of
 from forall._torch.wrapper import strides as strides_of
 
@@ -171,12 +178,16 @@ class Batched(Wrapper):
         # recomputation after the level has ended. The innermost value's level shares for itself.
         if not all(issubclass(t, torch.Tensor) for t in types):
             return NotImplemented
+        if has_users_class(types):
+            return called_by_class(func, types, args, kwargs or {})
         if getattr(func, "__name__", "") in ENTRYWISE:
             raise escaped(f"x.{func.__name__}()", args[0], args[0].level.origin)
         return called(func, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if posing.used and has_posed_class(types):
+            return taken_out(None, func, args, kwargs or {})
         return dispatched(func, args, kwargs or {})
 
 
@@ -199,9 +210,8 @@ def wrap(value: torch.Tensor, axis: int | None, level: Level) -> Batched:
             shape = shape[:axis] + shape[axis + 1 :]
             strides = strides[:axis] + strides[axis + 1 :]
     b = wrapper_of(Batched, value, shape, strides)
-    b.value = value
-    b.axis = axis
-    b.level = level
+    own: Any = b.__dict__
+    own["value"], own["axis"], own["level"] = value, axis, level
     return b
 
 
@@ -259,10 +269,11 @@ def is_view(b: Batched) -> bool:
 def derive(base: Batched, value: torch.Tensor, axis: int | None, call: ViewCall) -> Batched:
     """A view of ``base``, of its family."""
     view = named(value, axis, base.level)
-    family = view.family = family_of(base)
-    view.chain = (*base.chain, call)
+    own: Any = view.__dict__
+    family = own["family"] = family_of(base)
+    own["chain"] = (*base.chain, call)
     if base.older:
-        view.older, view.came = True, base.came
+        own["older"], own["came"] = True, base.came
     family.add(view)
     return view
 
@@ -271,7 +282,7 @@ def family_of(b: Batched) -> Family:
     """The family of a tensor: of its own, where it is no view and has none yet."""
     family = b.family
     if family is None:
-        family = b.family = Family(b.value, b.axis, b.older)
+        family = vars(b)["family"] = Family(b.value, b.axis, b.older)
         family.add(b)
     return family
 

@@ -28,10 +28,16 @@ from forall._core.again import where_it_first_ran
 from forall._programs.once_more import Call, stood_in
 from forall._programs.pulling import Pass
 from forall._programs.replayed import Recorded, Results
-from forall._programs.signature import ambient
 from forall._torch import generators
-from forall._torch.dispatch import functions_off, torch_funcs, users_tangents
+from forall._torch.dispatch import (
+    autocast_state,
+    functions_off,
+    is_autocast,
+    torch_funcs,
+    users_tangents,
+)
 from forall._torch.names import PLAIN, version
+from forall._torch.settings import settings_now
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -73,7 +79,7 @@ class Differentiated(Recorded):
     ) -> None:
         self.back = back
         self.again = where_it_first_ran(partial(stood_in, again), recomputes=False)
-        self.ambient = ambient()
+        self.settings = settings_now()
         second = {id(node) for node in back.nodes}
         first = [node for node in program.nodes if id(node) not in second]
         self.halves = first, [node for node in program.nodes if id(node) in second]
@@ -125,11 +131,11 @@ class Differentiated(Recorded):
         """Whether the second half is what these are pulled back by."""
         live = [*map(_is_given, cotangents)]
         self.passes += 1
-        graph = torch.is_grad_enabled()
-        if live != self.live or graph != self.back.graph:
+        graph, casts = torch.is_grad_enabled(), autocast_state() if is_autocast() else ()
+        if live != self.live or (graph, casts) != (self.back.graph, self.back.casts):
             if self.times < _TURNS:
                 moved = zip(self.back.moved, live, strict=True)
-                self.asked = Pass([i for i, c in moved if c], graph)
+                self.asked = Pass([i for i, c in moved if c], graph, casts)
             else:
                 self.missed += 1
             return False

@@ -75,7 +75,7 @@ class Kinds(Unwatched):
         made = self.newest
         if made is not None and not kwargs and made.serves(len(args), args, args):
             # Tensors alone, each a leaf: the tree of them is their number.
-            if made.asks:
+            if made.may_fail:
                 return self._again(made, args, args, kwargs)
             self.hits += 1
             return made(args)
@@ -114,7 +114,7 @@ class Kinds(Unwatched):
     def _again(
         self, made: Recorded, tensors: Sequence[torch.Tensor], args: tuple, kwargs: dict
     ) -> Any:
-        if made.asks:
+        if made.may_fail:
             result, _ = made.attempt(tensors)
             if result is MISSED:
                 self.misses += 1

@@ -31,7 +31,8 @@ from forall._programs.seeing import Watch, seen_by
 from forall._programs.statics import unboxed
 from forall._programs.writing import function
 from forall._torch import generators, handover, trees
-from forall._torch.names import version
+from forall._torch.names import PLAIN, version
+from forall._torch.posed import kind_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -129,6 +130,7 @@ class FirstCall:
         nodes = outlined(*given)[2] if given is not None else []
         known = guards.identities().union(map(id, tensors))
         why = unlike_others(result, found, tree, known, nodes if self.certain else None)
+        why = why or next(filter(None, map(_users_own, ends)), None)
         if why is not None:
             recorder.fails(why)
         moved = recorder.why is None and not guards.hold()
@@ -154,8 +156,8 @@ class FirstCall:
             back = cleaned(program, back, kept, fastmath=self.fastmath)
             made = Differentiated(program, *how, back, self._again(views), views, nodes)
         guards.watch(program.captured.values())
-        if recorder.attends:
-            guards.watch_attention()
+        if recorder.chooses:
+            guards.watch_kernels()
         return Recording(result, made, None)
 
     def _called(self, recorder: Recorder, leaves: list, given: tuple[tuple, dict] | None) -> Any:
@@ -168,7 +170,11 @@ class FirstCall:
         with seen_by(recorder), recorder.hearing(), Watch(recorder):
             result = self.func(*args, **kwargs)
         after = trees.leaves((args, kwargs))
-        if _told(args, kwargs) != was or not all(map(is_, after, before)):
+        try:
+            changed = not all(map(is_, after, before)) or _told(args, kwargs) != was
+        except Unfit:  # it has put in what no call can be told by
+            changed = True
+        if changed:
             recorder.fails("it changes what it is given: a list, a dict, an attribute")
         return result
 
@@ -215,6 +221,15 @@ def record(
     leaves = [*map(unboxed, leaves)]
     before = before or Before(leaves, guards)
     return FirstCall(func, leaves, spec, guards, before, **how).record(given)
+
+
+def _users_own(result: Tensor) -> str | None:
+    """What a program would not give a result: a class of the user's, or attributes."""
+    if type(result) not in PLAIN:
+        return f"a result of class {kind_of(result).__name__}"
+    return (
+        f"a result with an attribute, .{next(iter(result.__dict__))}" if result.__dict__ else None
+    )
 
 
 def _have_history(ends: Sequence[Tensor]) -> bool:

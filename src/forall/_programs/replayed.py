@@ -55,6 +55,9 @@ class Recorded:
         self.captured = [*program.captured.values()]
         self.given = [*program.inputs, *program.captured]
         self.asks = any(node.op in ASSERTED for node in program.nodes)
+        # Of one that may fail by a call's numbers, the function is to say what is wrong.
+        raises = any(map(program.may_raise, program.nodes)) and not self.writes_outside()
+        self.may_fail = self.asks or raises
         self.failed = False  # to give the answers that were recorded
         self.draws = any(facts(node.op).seeded for node in program.nodes)
         self.run = self._compiled()

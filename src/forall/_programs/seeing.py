@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import sys
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from forall._core.levels import outside, stack
+from forall._core.levels import outside_all, stack
 from forall._programs.recorder import TELLING, TORCHS, is_whole
 from forall._torch import trees
 from forall._torch.dispatch import aside, functions_off, in_torch_func, no_dispatch
-from forall._torch.trusted import TELLS
+from forall._torch.names import OpOverload, OpOverloadPacket
+from forall._torch.trusted import TELLS, is_made_of_users_calls
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -31,14 +32,6 @@ def seen_by(recorder: Recorder) -> Iterator[None]:
             yield
     finally:
         stack.listening, aside.told = before
-
-
-def _outside_all() -> AbstractContextManager:
-    """Where the recorder alone sees what is done."""
-    level = stack.top
-    while level is not None and level.parent is not None:
-        level = level.parent
-    return nullcontext() if level is None else outside(level)
 
 
 class _Questions:
@@ -65,7 +58,7 @@ class _Questions:
         with no_dispatch(), functions_off():
             every, none = bool(values.all()), not bool(values.any())
         if every or none:
-            with _outside_all(), functions_off():  # it may be the same for all without being asked
+            with outside_all():  # it may be the same for all without being asked
                 bool(values.all() if every else values.any())
         return every or none
 
@@ -82,6 +75,7 @@ _UNSEEN = {
     for name in [
         "numpy",
         "__array__",
+        "__repr__",
         "tolist",
         "apply_",
         "map_",
@@ -109,11 +103,18 @@ _CHANGES = {
 _HOOKS = {torch.Tensor.register_hook, torch.Tensor.retain_grad}
 
 
-_ATTENTION = {
+# Calls that come down to one of several kernels, as the user allows.
+_CHOOSING = {
     "scaled_dot_product_attention",
     "multi_head_attention_forward",
     "_native_multi_head_attention",
     "_transformer_encoder_layer_fwd",
+    "batch_norm",
+    "instance_norm",
+    "lstm",
+    "gru",
+    "rnn_tanh",
+    "rnn_relu",
 }
 
 
@@ -129,6 +130,9 @@ _READING = {
 }
 
 
+_OPERATORS = (OpOverload, OpOverloadPacket)
+
+
 class Watch(TorchFunctionMode):
     """Sees the calls that no operator tells of."""
 
@@ -140,6 +144,8 @@ class Watch(TorchFunctionMode):
         changes = func in _CHANGES
         if in_torch_func():
             self.recorder.fails(TORCHS)
+        elif isinstance(func, _OPERATORS) and is_made_of_users_calls(func):
+            self.recorder.fails(f"{func} is a function in Python that nothing leads to")
         elif func in TELLS and self.recorder.is_from_outside(args[0]):
             self.recorder.fails(TELLING)
         elif func in _UNSEEN or (changes and self.recorder.is_from_outside(args[0])):
@@ -153,7 +159,7 @@ class Watch(TorchFunctionMode):
         self.recorder.makes_leaves |= changes
         self.recorder.makes_hooks |= func in _HOOKS
         name = getattr(func, "__name__", "")
-        self.recorder.attends |= name in _ATTENTION
+        self.recorder.chooses |= name in _CHOOSING
         given = trees.leaves((args, kwargs)) if name in _READING else []
         if any(isinstance(x, torch.Tensor) and is_whole(x) for x in given):
             self.recorder.fails(f"{name} reads numbers of which no operator tells")

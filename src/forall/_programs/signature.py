@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack, contextmanager
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +10,7 @@ from torch import (
     are_deterministic_algorithms_enabled,
     get_default_dtype,
     is_anomaly_enabled,
+    is_deterministic_algorithms_warn_only_enabled,
     is_grad_enabled,
     is_inference_mode_enabled,
 )
@@ -33,7 +33,7 @@ from forall._torch.names import PLAIN, hooks_on_saved
 from forall._torch.unchanged import alike, state
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
 _place = attrgetter("_cdata")
 _own = attrgetter("__dict__")
@@ -114,26 +114,8 @@ def ambient() -> tuple:
         autocast_state() if is_autocast() else None,
         get_default_dtype(),
         are_deterministic_algorithms_enabled(),
+        is_deterministic_algorithms_warn_only_enabled(),
     )
-
-
-@contextmanager
-def under(state: tuple) -> Iterator[None]:
-    """Within it torch's state is the one that `ambient` told, but for inference mode."""
-    grad, _, casts, dtype, deterministic = state
-    now, wanted = dict(autocast_state()), dict(casts or ())
-    before = get_default_dtype(), are_deterministic_algorithms_enabled()
-    warns = torch.is_deterministic_algorithms_warn_only_enabled()
-    with ExitStack() as contexts:
-        contexts.enter_context(torch.set_grad_enabled(grad))
-        for device in now.keys() | wanted.keys():
-            to = wanted.get(device)
-            contexts.enter_context(torch.autocast(device, dtype=to, enabled=to is not None))
-        contexts.callback(torch.set_default_dtype, before[0])
-        contexts.callback(torch.use_deterministic_algorithms, before[1], warn_only=warns)
-        torch.set_default_dtype(dtype)
-        torch.use_deterministic_algorithms(deterministic)
-        yield
 
 
 def kind_of(outline: Any, leaves: Sequence[Any], tensors: Sequence[torch.Tensor]) -> Any:

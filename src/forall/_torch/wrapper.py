@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -19,37 +20,12 @@ from forall._torch.lazy import lazy_bits_off, put_lazy_bits
 
 make_wrapper = torch.Tensor._make_wrapper_subclass
 
-_known: dict[type, bool] = {}
 
-
-def _function(kind: type) -> Any:
-    return getattr(kind.__torch_function__, "__func__", kind.__torch_function__)
-
-
-def has_own_meaning(kind: type) -> bool:
-    """Whether a subclass of Tensor takes part, by __torch_function__, in the calls on it."""
-    known = _known.get(kind)
-    if known is None:
-        known = kind is not torch.Tensor and not issubclass(kind, Wrapper)
-        known = _known[kind] = known and _function(kind) not in _SILENT
-    return known
-
-
-_SILENT = {torch._C._disabled_torch_function_impl}  # as a Parameter is
-
-
-def only_keeps_class(kind: type) -> bool:
-    """Whether all that a subclass makes of calls is that the results are of its class."""
-    return _function(kind) is _function(torch.Tensor)
-
-
-class _Kinds:
-    """Whether any wrapper stands for a tensor of a class with a meaning of its own."""
-
-    used = False
-
-
-kinds = _Kinds()
+# What wrappers keep of their own among the attributes of a tensor.
+OURS = frozenset(
+    {"axis", "came", "chain", "family", "left", "level", "narrowed", "older", "peels", "read"}
+    | {"counts", "depth", "held", "make_it", "add_up", "parts", "slot", "value", "whole"}
+)
 
 
 class Wrapper(torch.Tensor):
@@ -62,6 +38,18 @@ class Wrapper(torch.Tensor):
     left: Any = None  # what its ended level leaves of a value, and of which, see `_core.ended`
     narrowed: Any = None  # what it is for the examples that run, see `_batching.narrowing`
     read: Any = None  # the same, of what is only read
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refuse a user's attribute that would take the place of one of ours.
+
+        What makes many wrappers puts its attributes into their ``__dict__``, and pays nothing.
+        """
+        if name in OURS and not sys._getframe(1).f_globals["__name__"].startswith("forall."):
+            raise AttributeError(
+                f"x.{name} = ...: a tensor inside a transform of forall has a .{name} already.\n"
+                f"Take another name, or x.as_subclass(Sub), which keeps a .{name} of its own."
+            )
+        object.__setattr__(self, name, value)
 
     def graph_free(self) -> Wrapper:
         """A second name for this value that has no autograd history at this level."""
@@ -81,20 +69,7 @@ class Wrapper(torch.Tensor):
             if (self.shape, self.stride()) != (value.shape, value.stride()):
                 look_like(self, shell(type(self), value))
 
-    # The class of the tensor that this stands for, if that class has a meaning of its own.
-    kind: type | None = None
-
-    def of_kind(self, kind: type | None) -> Wrapper:
-        """Stand for a tensor of this class."""
-        if kind is not None and has_own_meaning(kind):
-            self.kind, kinds.used = kind, True
-        return self
-
-    def as_subclass(self, cls: type) -> Wrapper:
-        """Another name that stands for a tensor of this class."""
-        return self.view_as(self).of_kind(cls) if has_own_meaning(cls) else self
-
-    def __repr__(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def __repr__(self, *, tensor_contents: None = None) -> str:
         with torch._C.DisableTorchFunction():
             return self.describe()
 
@@ -146,11 +121,6 @@ class Wrapper(torch.Tensor):
         return numpys.function(func, args, kwargs, self.level)
 
 
-def kind_of(tensor: torch.Tensor) -> type:
-    """The class of a tensor, or of the one that a wrapper stands for."""
-    return (isinstance(tensor, Wrapper) and tensor.kind) or type(tensor)
-
-
 def _of_memory(name: str) -> Any:
     """A method that reads memory: some crash if let through."""
 
@@ -190,6 +160,21 @@ def _number(name: str) -> Any:
 
 for _name in ("__float__", "__int__", "__index__", "__bool__", "__complex__"):
     setattr(Wrapper, _name, _number(_name))
+
+
+# Functions of torch's for which wrappers have methods of their own, by the name of the method; of
+# those that set a property, behind an equals sign.
+OVERRIDDEN: dict[Any, str] = {
+    getattr(torch.Tensor, name): name
+    for name in (
+        *READS,
+        *_READS_TOO,
+        *ENTRYWISE,
+        *("__float__", "__int__", "__index__", "__bool__", "__complex__"),
+        *("__repr__", "__format__", "__deepcopy__", "detach_"),
+    )
+}
+OVERRIDDEN |= {torch.Tensor.data.__get__: "data", torch.Tensor.data.__set__: "=data"}
 
 
 def strides(value: torch.Tensor) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ import torch
 
 from forall._derivatives import reverse
 from forall._torch import handover
+from forall._torch.posed import bare
 from forall._transforms import checks
 from forall._transforms.arguments import Arguments, by_torch, called
 from forall._transforms.replaying import replaying, told
@@ -163,17 +164,17 @@ def _grad_and_value(
             return by_torch(name, func, args, kwargs, argnums, argnames, has_aux=has_aux)
         call = called(verb, func, argnums, argnames)
         outer = torch.is_grad_enabled()
-        with handover.eagerly(), reverse.recording():
+        with handover.eagerly(), reverse.recording() as run:
             given = Arguments(call, args, kwargs, argnums, argnames)
             variables = reverse.variables(given.tensors)
-            value = given.call(func, variables)
+            value = given.call(func, reverse.shown(variables, given.tensors))
             aux = None
             if has_aux:
                 value, aux = checks.with_aux(call, value, "value")
             checks.scalar(call, value)
             with reverse.tangents_pass():
-                gradients = reverse.gradients((value,), None, variables, closes=True)
+                gradients = reverse.gradients((bare(value),), None, variables, closes=run)
         found = given_back(given.shaped(gradients), value, aux)
-        return reverse.closed(found, variables, outer)
+        return reverse.closed(found, run, outer)
 
     return derivative
