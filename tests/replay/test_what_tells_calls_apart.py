@@ -9,8 +9,10 @@ import enum
 import fractions
 import functools
 import io
+import itertools
 import math
 import operator
+import os
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
 from dataclasses import dataclass, field
@@ -691,12 +693,19 @@ def inside_a_list(args: list) -> tuple[list, dict]:
     return [[*args]], {}
 
 
+def sampled(ways: list[tuple]) -> list[tuple]:
+    """Each case in two of these ways, or in all where somebody asks for that."""
+    if os.environ.get("FORALL_ALL_WAYS"):
+        return [(case, *way) for case in CASES for way in ways]
+    n = len(ways)
+    return [(case, *ways[i % n]) for j, case in enumerate(CASES) for i in (2 * j, 2 * j + 1)]
+
+
 @pytest.mark.filterwarnings("ignore:.*not recorded.*:forall.PerformanceWarning")
 @pytest.mark.parametrize(
-    ("way", "given"),
-    [*((way, by_place) for way in WAYS), ("grad", by_name), ("jit", inside_a_list)],
+    ("case", "way", "given"),
+    sampled([*((way, by_place) for way in WAYS), ("grad", by_name), ("jit", inside_a_list)]),
 )
-@pytest.mark.parametrize("case", CASES)
 def test_arguments_that_a_function_tells_apart_are_two_kinds(case, way, given, at_once):
     read, early, late = CASES[case]
     transform, truth = WAYS[way]
@@ -707,8 +716,191 @@ def test_arguments_that_a_function_tells_apart_are_two_kinds(case, way, given, a
 
     args, _ = given(early())
     g = transform(f, len(args))
-    for make in [early] * 5 + [late] * 5 + [early, late]:
+    for make in [early] * 5 + [late] * 2 + [early, late]:
         args, kwargs = given(make())
         want = truth(f, *args, **kwargs)
         args, kwargs = given(make())  # an iterator can be asked once
         assert g(X, *args, **kwargs).equal(want)
+
+
+def in_a_closure(read, args):
+    return lambda x: (x * read(*args)).sum()
+
+
+def in_cells(read, args):
+    a, b = (*args, None)[:2]
+    if len(args) == 1:
+        return lambda x: (x * read(a)).sum()
+    return lambda x: (x * read(a, b)).sum()
+
+
+def in_defaults(read, args):
+    def f(x, given=args):
+        return (x * read(*given)).sum()
+
+    return f
+
+
+def in_a_partial(read, args):
+    def f(*args):
+        *args, x = args
+        return (x * read(*args)).sum()
+
+    return functools.partial(f, *args)
+
+
+def in_an_object(read, args):
+    class Model:
+        def __init__(self):
+            self.args = args
+
+        def loss(self, x):
+            return (x * read(*self.args)).sum()
+
+    return Model().loss
+
+
+def in_a_module(read, args):
+    class Model(torch.nn.Module):
+        def forward(self, x):
+            return (x * read(*self.args)).sum()
+
+    return made(Model, args=args)
+
+
+OF_OBJECTS = (in_an_object, in_a_module)
+
+
+@pytest.mark.parametrize(
+    ("case", "hold"),
+    sampled([(h,) for h in (in_a_closure, in_cells, in_defaults, in_a_partial, *OF_OBJECTS)]),
+)
+def test_what_functions_hold_that_are_made_anew_is_told_apart(case, hold, at_once):
+    read, early, late = CASES[case]
+    for make in [early] * 5 + [late] * 2 + [early, late]:
+        want = slope(hold(read, make()))
+        assert grad(hold(read, make()))(X).equal(want)
+
+
+@pytest.mark.filterwarnings("ignore:.*not recorded.*:forall.PerformanceWarning")
+@pytest.mark.parametrize("way", ["jit", "vmap"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "two lists",
+        "two contexts",
+        "a tensor and its view",
+        "a view and a tensor",
+        "attributes beside the children",
+        "lists in a context",
+        "a list and a captured one",
+        "another tensor and a captured one",
+    ],
+)
+def test_derivatives_of_a_replayed_call_tell_the_same_apart(case, way, at_once):
+    read, early, late = CASES[case]
+
+    def f(w, *args):
+        return w**3 * read(*args)
+
+    g = jit(f) if way == "jit" else vmap(f, in_dims=(0, *[None] * len(early())))
+    for make in [early] * 9 + [late] * 9 + [early, late]:
+        found = []
+        for h in (f, g):
+            args, w = make(), X.clone().requires_grad_()
+            (first,) = torch.autograd.grad(h(w, *args).sum(), w, create_graph=True)
+            if case == "lists in a context":
+                args[0].kept[0] = 77.0  # theirs to change
+            found.append((first, *torch.autograd.grad(first.sum(), w)))
+        assert all(map(torch.allclose, *found))
+
+
+def given_twice(needs: bool) -> list:
+    x = X.clone().requires_grad_(needs)
+    return [x, x]
+
+
+GRADS = {
+    "a leaf given twice": lambda: given_twice(True),
+    "a tensor given twice": lambda: given_twice(False),
+    "two leaves": lambda: [*given_twice(True)[:1], *given_twice(True)[:1]],
+    "a leaf and its view": lambda: [x := X.clone().requires_grad_(), x.view(3)],
+    "a leaf and what is made of it": lambda: [x := X.clone().requires_grad_(), x * 1],
+    "a captured leaf": lambda: [LEAF, X],
+    "what is made of a captured leaf": lambda: [LEAF * 1, X],
+    "a captured leaf given twice": lambda: [LEAF, LEAF],
+}
+LEAF = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
+
+
+def by_who_is_who(w, p, q):
+    return w**3 * p * q * (2.0 if p is q else 3.0) * (5.0 if p is LEAF else 7.0)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "way"),
+    [(*pair, way) for way in ("jit", "vmap") for pair in itertools.permutations(GRADS, 2)][::2],
+)
+def test_derivatives_in_one_tensor_in_two_places(one, other, way, at_once):
+    f = by_who_is_who
+    g = jit(f) if way == "jit" else vmap(f, in_dims=(0, None, None))
+    truth = f if way == "jit" else lambda w, *given: torch.stack([f(x, *given) for x in w])
+    for make in [GRADS[one]] * 6 + [GRADS[other]] * 6 + [GRADS[one]]:
+        given, w = make(), X.clone().requires_grad_()
+        ends = [t for t in (w, *given) if t.requires_grad]
+        how = {"allow_unused": True, "materialize_grads": True, "retain_graph": True}
+        found = []
+        for h in (truth, g):
+            firsts = torch.autograd.grad(h(w, *given).sum(), ends, create_graph=True)
+            seconds = torch.autograd.grad(firsts[0].sum(), ends, **how)
+            found.append((*firsts, *seconds))
+        assert all(map(torch.allclose, *found))
+
+
+# What is made anew with each call, and is the same to a recorded one.
+ALIKE: dict[str, Any] = {
+    "numbers": lambda: [2, 2.0, True, 1j],
+    "texts": lambda: [str(2.5), bytes([1, 2])],
+    "torch's words": lambda: [torch.float32, torch.device("cpu"), torch.strided, torch.Size([2])],
+    "numpy's numbers": lambda: [np.float64(2), np.float32(2), np.int64(2), np.bool_(True)],
+    "lists": lambda: [[T.clone(), [1.0]], (2, (T.clone(),))],
+    "dicts": lambda: [{"a": T.clone(), 1: {"b": 2.0}, (1, "c"): 3}],
+    "ordered dicts": lambda: [OrderedDict(a=T.clone(), b=2.0)],
+    "an ordered dict with an attribute": lambda: [made(OrderedDict, a=1, scale=[2.0])],
+    "default dicts": lambda: [defaultdict(list, a=T.clone())],
+    "deques": lambda: [deque([T.clone(), 1], maxlen=3)],
+    "named tuples": lambda: [Named(T.clone(), 1), made(NamedMore, T.clone(), 1, scale=2.0)],
+    "dataclasses": lambda: [Data(T.clone()), Data(T.clone(), 1, [2.0])],
+    "nodes": lambda: [Node(T.clone(), None), Node(T.clone(), ("a", 1, [2.0], {"b": {3}}))],
+    "attributes beside the children": lambda: [made(Silent, T.clone(), scale=(2.0, "a"))],
+    "slots beside the children": lambda: [Slotted(T.clone())],
+    "results of torch's": lambda: [torch.ones(2, 3).max(0)],
+    "frozen sets": lambda: [frozenset([1])],
+    "slices": lambda: [slice(1, None), range(3), ...],
+    "words on a tensor": lambda: [tagged("a"), tagged((1, 2.0))],
+    # told by their identity, and the same ones
+    "an object": lambda: [THING],
+    "an object in a context": lambda: [Node(T.clone(), KEPT)],
+    "a member of an enum": lambda: [Mark.LOW, Flag.LOW, Text.LOW],
+    "an array": lambda: [ARRAY],
+    "a function": lambda: [by_identity],
+    "nan": lambda: [NAN, [math.nan]],
+    "who is whom": lambda: [T, T, *twice([1.0]), T.view(3)],
+    "who is captured": lambda: [ONCE, T],
+}
+
+
+@pytest.mark.parametrize("way", ["grad", "vmap", "jit"])
+@pytest.mark.parametrize("case", ALIKE)
+def test_what_is_the_same_to_a_recorded_call_is_replayed(case, way, at_once, hits):
+    make = ALIKE[case]
+    transform, truth = WAYS[way]
+
+    def f(x, *args):
+        return (x * len(args) * (2.0 if args[0] is ONCE else T)).sum()
+
+    g = transform(f, len(make()))
+    for _ in range(8):
+        args = make()
+        assert g(X, *args).equal(truth(f, *args))
+    assert len(hits) == 4 if way != "jit" else g.cache_info().hits == 7

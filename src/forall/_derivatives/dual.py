@@ -132,8 +132,8 @@ def _check_classes(tensor: Any, num_classes: Any = -1) -> None:
 
 def wrap(value: torch.Tensor, level: JvpLevel) -> Dual:
     d = shell(Dual, value)
-    d.value = value
-    d.level = level
+    own = d.__dict__
+    own["value"], own["level"] = value, level
     return d
 
 
@@ -142,7 +142,7 @@ class Share(torch.autograd.Function):
 
     @staticmethod
     def forward(tensor, level):
-        return wrap(tensor, level)
+        return wrap(level.within(tensor), level)
 
     @staticmethod
     def setup_context(ctx, inputs, output):

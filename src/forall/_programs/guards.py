@@ -15,9 +15,9 @@ import gc
 import os
 import sys
 from collections import deque
-from collections.abc import Iterator
 from contextvars import ContextVar
 from types import (
+    CellType,
     FunctionType,
     MappingProxyType,
     MemberDescriptorType,
@@ -39,37 +39,42 @@ from forall._core.remembering import (
     is_library,
     is_no_users,
     is_ours,
+    names_of,
 )
 from forall._programs.imports import imported
+from forall._programs.libraries import asked_names, inner_functions, is_followed, of_users
 from forall._programs.namespaces import asked_for, in_hand, is_users
-from forall._programs.naming import Names
+from forall._programs.naming import BY_TORCH, Names
 from forall._programs.ran import EVERYTHING
 from forall._programs.single import (
     CACHED,
-    MUTABLE,
     TELLERS,
     VIEWS,
     WRAPPERS,
     has_none,
     has_numbers,
+    held,
     is_alive,
     is_derived,
     is_hint,
     is_in_class,
     is_leaf,
+    is_moved_on,
     is_of_environment,
     keeping,
     kept,
     leads_to,
+    parts_of_hint,
     wrapped,
 )
 from forall._programs.watched import Watched
-from forall._torch.names import PLAIN
+from forall._torch.names import PLAIN, OpOverload, OpOverloadPacket
 from forall._torch.trees import is_registered
-from forall._torch.trusted import SCRIPTS, is_torchs, is_trusted, makes_lists
+from forall._torch.trusted import SCRIPTS, definition_of, is_torchs, is_trusted, makes_lists
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
+    from types import CodeType
 
     from forall._programs.ran import Everything
 
@@ -77,6 +82,7 @@ TOO_MUCH = "the function reaches too much of Python's state to watch"
 _MADE_OF = ("__code__", "__defaults__", "__kwdefaults__", "__dict__")
 _TOLD = (*_MADE_OF, "__name__", "__qualname__", "__doc__", "__module__", "__annotations__")
 _BUILTINS = vars(builtins)
+_OPERATORS = (OpOverload, OpOverloadPacket)
 _OF_MODULES = frozenset({"__getattr__"})  # that Python asks for by itself
 
 
@@ -96,12 +102,17 @@ class Guards(Watched):
         self._functions: list[FunctionType] = []  # the user's, and those that do not run
         self._aside: list[Mapping[str, Any]] = []  # of which only what code names is looked at
         self._kinds: dict[int, type] = {}  # of objects, and what these derive from
+        self._left_of_libraries: list[FunctionType] = []
+        self._kinds_of_libraries: list[type] = []
+        self._library_names: frozenset[str] = frozenset()
+        self._followed: set[CodeType] = set()
+        self._followed_methods: set[CodeType] = set()
         # All that was met: no other takes its identity. Of all modules, code names what it asks.
         self._held: dict[int, Any] = {id(sys.modules): sys.modules}
         self._weakly: list[Weakly] = []
         self.given = [*given]  # which a kind of calls may know by its identity
         self._left = [func, *self.given]  # to be looked at: objects hang in each other without end
-        self._entries(vars(torch.Tensor))  # of which any name may be asked
+        self.watch_class(torch.Tensor)  # which may be asked for any name
         self._look_at_all()
         while self._left and self.why is None:
             self._look_at_all()
@@ -129,7 +140,9 @@ class Guards(Watched):
                     self._look(value)
             except Exception as error:  # noqa: BLE001 - of the user's own `__class__`, `__dict__`
                 self.why = f"an object that it reaches raises {type(error).__name__} when looked at"
-        late = [getattr(f, name) for f in self._functions for name in self._told()]
+        self._look_at_libraries()
+        late = [*self._left]
+        late += [getattr(f, name) for f in self._functions for name in self._told()]
         late += [x for names in self._aside for n, x in names.items() if self._asked.asks(n)]
         self._left = [x for x in late if id(x) not in self._held and not is_leaf(x)]
 
@@ -141,15 +154,19 @@ class Guards(Watched):
         look = next((look for kinds, look in _LOOKS if isinstance(value, kinds)), None)
         if len(self._held) > self.ran.most:
             self.why = TOO_MUCH
+        elif is_moved_on(value):
+            self.why = "the function reaches an iterator, and nothing tells how far that has come"
         elif is_of_environment(value):
             self._entries(os.environ._data)
         elif has_numbers(value):
             self._memory(value)
         elif look is not None:
             look(self, value)
-        elif isinstance(value, Iterator) and type(value).__module__ in ("builtins", "itertools"):
-            self.why = "the function reaches an iterator, and nothing tells how far that has come"
-        elif not isinstance(value, Unwatched) and not is_hint(value):
+        elif is_hint(value):
+            self._hint(value)
+        elif (inside := held(value)) is not None:
+            self._left += inside
+        elif not isinstance(value, Unwatched):
             self._object(value)
         if is_derived(value):
             self._object(value)  # of a class of the user's with entries: a NamedTuple, a dict
@@ -172,6 +189,17 @@ class Guards(Watched):
         if not issubclass(kind, (tuple, frozenset)):
             self._lists.append((value, tuple(value)))  # sets have an order too
         self._left += value
+
+    def _hint(self, value: Any) -> None:
+        origin = getattr(value, "__origin__", None)
+        if not (isinstance(origin, type) and is_no_users(origin)):  # who calls the hint makes one
+            self._left.append(origin)
+        self._aside.append(parts_of_hint(value))
+
+    def _cell(self, cell: CellType) -> None:
+        value = contents(cell)
+        self._attributes.append((cell, "cell_contents", value))
+        self._left.append(value)
 
     def _weak(self, value: Weakly) -> None:
         self._weakly.append(value)
@@ -200,7 +228,57 @@ class Guards(Watched):
         self._others.append(keeping(func))
         self._left.append((*kept(func),))
 
+    def _library(self, func: FunctionType) -> None:
+        """What a function of a library's leads to, by the names in its code."""
+        if func.__code__ in self._followed or not is_followed(func):
+            return
+        if not self.ran.holds(func.__code__):
+            self.ran.idle(func)
+            return
+        self._followed.add(func.__code__)
+        self._library_names |= names_of(func.__code__)
+        for names, name, value in asked_names(func):
+            self._of_libraries.append((names, name, value))
+            if isinstance(value, FunctionType):
+                self._left_of_libraries.append(value)
+            elif isinstance(value, (dict, list)) and id(value) not in self._held:
+                self._held[id(value)] = value
+                self._registry(value)
+        self._left_of_libraries += inner_functions(func)
+
+    def _registry(self, value: Any) -> None:
+        """What a library keeps for its functions to ask, and may be given by others."""
+        if isinstance(value, dict):
+            self._entries(value)
+        else:
+            self._lists.append((value, tuple(value)))
+        self._left += of_users(value)
+
+    def _look_at_libraries(self) -> None:
+        """Functions of libraries that can be come to, and methods that have their names."""
+        while self._left_of_libraries or self._methods_are_left():
+            while self._left_of_libraries:
+                func = self._left_of_libraries.pop()
+                if is_no_users(func):
+                    self._library(func)
+                else:
+                    self._left.append(func)
+
+    def _methods_are_left(self) -> bool:
+        asks = self._asked.asks
+        for kind in self._kinds_of_libraries:
+            for name, found in vars(kind).items():
+                func = getattr(found, "fget", None) or getattr(found, "__func__", found)
+                if isinstance(func, FunctionType) and func.__code__ not in self._followed_methods:
+                    dunder = name[:2] == "__" or name in BY_TORCH
+                    if self.ran.seen or dunder or asks(name) or name in self._library_names:
+                        self._followed_methods.add(func.__code__)
+                        self._left_of_libraries.append(func)
+        return bool(self._left_of_libraries)
+
     def _function(self, func: FunctionType) -> None:
+        if is_no_users(func) and not is_ours(func):
+            self._left_of_libraries.append(func)
         if is_torchs(func):
             return
         if is_ours(func):
@@ -260,6 +338,8 @@ class Guards(Watched):
         if not isinstance(value, ModuleType):
             self._left.append(value)
             return
+        if is_library(value.__name__):
+            self._module_of_library(value, inner)
         self._left += self._asked.by(value)
         if type(value) is not ModuleType:  # then its class has a say too
             self._left.append(value)
@@ -268,6 +348,23 @@ class Guards(Watched):
             self._attributes.append((value, "__class__", type(value)))
             self._missing.append((vars(value), inner - vars(value).keys()))
             self._named(vars(value), inner, inner)
+
+    def _module_of_library(self, module: ModuleType, inner: frozenset[str]) -> None:
+        """What code may ask a library's module for, by the names in it."""
+        if (id(module), inner) in self._modules:
+            return
+        self._modules.add((id(module), inner))
+        for name in inner & vars(module).keys():
+            value = vars(module)[name]
+            self._of_libraries.append((vars(module), name, value))
+            if isinstance(value, FunctionType):
+                self._left_of_libraries.append(value)
+            elif isinstance(value, _OPERATORS):
+                self._left.append(value)
+            elif isinstance(value, type):
+                self._kinds_of_libraries += value.__mro__[:-1]
+            elif isinstance(value, ModuleType) and is_library(value.__name__):
+                self._module_of_library(value, inner)
 
     def _module(self, module: ModuleType) -> None:
         if is_users(module):
@@ -305,11 +402,13 @@ class Guards(Watched):
             self.watch_answer(abc.get_cache_token)
         names = vars(kind)
         if is_no_users(kind):
-            if kind.__flags__ & MUTABLE:
-                self._entries(names)
+            for base in kind.__mro__:
+                if is_a_library(base) and base.__module__ != "builtins":
+                    self._kinds_of_libraries.append(base)
             known = is_trusted(kind)
             put = ((n, f) for n, f in names.items() if type(f) is FunctionType)
             self._aside.append({n: f for n, f in put if not is_no_users(f)} if known else names)
+            self.watch_class(kind)  # which may be given other methods, as its bases
             return
         self._attributes.append((kind, "__mro__", kind.__mro__))
         self._entries(names)
@@ -321,14 +420,14 @@ class Guards(Watched):
         state = getattr(thing, "__dict__", None)
         if state is None and is_a_library(type(thing)):
             return
-        row = (thing, "__class__") if weakly is None else (weakly, "of().__class__")
-        self._attributes.append((*row, type(thing)))
+        held = thing if weakly is None else weakly
+        self._attributes.append((held, "__class__", type(thing)))
         self._kind(type(thing))
         for kind in type(thing).__mro__:
             for name, found in () if is_a_library(kind) else vars(kind).items():
                 if type(found) is MemberDescriptorType:
                     value = getattr(thing, name, UNSET)
-                    self._attributes.append((thing, name, value))
+                    self._attributes.append((held, name, value))
                     self._left.append(value)
         if type(state) is dict:
             if weakly is None:
@@ -354,7 +453,7 @@ class Guards(Watched):
                 self._names += [(state, name, state[name]) for name in asked]
                 self._missing.append((state, missing))
             else:  # the state may hold what leads back to the object, under other names
-                self._attributes += [(weakly, f"of().__dict__[{n!r}]", state[n]) for n in asked]
+                self._of_weakly += [(weakly, name, state[name]) for name in asked]
                 self._others.append(functools.partial(has_none, weakly, missing))
 
 
@@ -374,4 +473,6 @@ _LOOKS: tuple[tuple[Any, Callable[[Guards, Any], None]], ...] = (
     (ModuleType, Guards._module),
     (TELLERS, Guards._teller),
     (Weakly, Guards._weak),
+    (CellType, Guards._cell),
+    (_OPERATORS, lambda guards, value: guards._left.append(definition_of(value))),
 )

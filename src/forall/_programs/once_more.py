@@ -113,10 +113,12 @@ def stood_in(
     """Others in the inputs' place, where gradients stop as in the recording; and their results."""
     # An argument that is also captured is one tensor, if it was one to the recording.
     one = recorded.guards.tensors.keys() - {*map(id, recorded.captured)}
-    inputs = [
-        through(t) if t.requires_grad and id(t) not in one else t
-        for t in tensors[: len(recorded.program.inputs)]
-    ]
+    given = tensors[: len(recorded.program.inputs)]
+    cut = {id(t): through(t) for t in given if t.requires_grad and id(t) not in one}
+    for t in given:
+        if id(t) in cut and vars(t):  # what the user has put on it
+            vars(cut[id(t)]).update(vars(t))
+    inputs = [cut.get(id(t), t) for t in given]
     with functions_on(), under_settings(recorded.settings):
         return inputs, again(inputs)
 

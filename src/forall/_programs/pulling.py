@@ -79,7 +79,8 @@ def pulled_back(
     if recorder.why is not None or not moved:
         return None
     ways = [*zip(recorder.inputs, inputs, strict=True), *recorder.captured.items()]
-    wanted = [(n, t) for n, t in ways if t.requires_grad and node_of(t) is not None]
+    # A tensor in two places is one, with one gradient, in every call of the kind.
+    wanted = [*{id(t): (n, t) for n, t in reversed(ways) if _is_moved(t)}.values()][::-1]
     asked_of = {*asked.live}
     live = [i for i in places if i in asked_of]
     live = live or [i for i in places if node_of(ends[i]) is not None]
@@ -98,6 +99,10 @@ def pulled_back(
         return None
     nodes, numbered = recorder.nodes[first:], [n for n, _ in wanted]
     return Pullback(nodes, places, live, *asked[1:], numbers, numbered, gradients)
+
+
+def _is_moved(t: Tensor) -> bool:
+    return t.requires_grad and node_of(t) is not None
 
 
 def _pulled(
@@ -126,7 +131,7 @@ def _judge(
         recorder.fails("a result's history leads to a tensor that the function has made a leaf")
     elif certain and (recorder.makes_hooks or has_pythons(ends, wanted)):
         recorder.fails("a backward pass of the user's own is part of its history")
-    elif len({*map(id, wanted)}) < len(wanted) or not are_apart(wanted):
+    elif not are_apart(wanted):
         recorder.fails(ENTWINED)
 
 

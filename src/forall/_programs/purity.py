@@ -19,6 +19,7 @@ import sys
 from contextvars import ContextVar
 from types import (
     BuiltinFunctionType,
+    CellType,
     CodeType,
     FunctionType,
     MappingProxyType,
@@ -272,7 +273,7 @@ def _is_certain(value: Any) -> bool:
         return False  # nobody looks at what they hold
     if value is ReferenceType:  # the class of those that are judged by what they refer to
         return True
-    if isinstance(value, (FunctionType, Unwatched, CACHED, ContextVar)):
+    if isinstance(value, (FunctionType, Unwatched, CACHED, CellType, ContextVar)):
         return True  # ours, or looked at by the guards
     if isinstance(value, torch.Tensor):
         return kind in PLAIN

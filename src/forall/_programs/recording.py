@@ -149,7 +149,7 @@ class FirstCall:
             return Recording(result, None, SHARED)
         if back is None:
             made = Recorded(clean(program, fastmath=self.fastmath), *how, nodes)
-        elif (why := entangled(program) or self._unlike_again(given)) is not None:
+        elif (why := entangled(program) or self._unlike_again(given, nodes)) is not None:
             return Recording(result, None, why)
         else:
             kept = () if views is None else views.given
@@ -170,16 +170,21 @@ class FirstCall:
         with seen_by(recorder), recorder.hearing(), Watch(recorder):
             result = self.func(*args, **kwargs)
         after = trees.leaves((args, kwargs))
-        if _told(args, kwargs) != was or not all(map(is_, after, before)):
+        try:
+            changed = not all(map(is_, after, before)) or _told(args, kwargs) != was
+        except Unfit:  # it has put in what no call can be told by
+            changed = True
+        if changed:
             recorder.fails("it changes what it is given: a list, a dict, an attribute")
         return result
 
-    def _unlike_again(self, given: tuple[tuple, dict] | None) -> str | None:
+    def _unlike_again(self, given: tuple[tuple, dict] | None, nodes: Sequence[Any]) -> str | None:
         """Why arguments that are put together again would not do for a call that is made again."""
         if given is None:
             return None
-        args, kwargs = trees.unflatten(self.leaves, self.spec)
-        if _told(args, kwargs) != _told(*given):
+        args, kwargs = trees.unflatten(self.leaves, trees.fresh(self.spec))
+        met = not self.guards.identities().isdisjoint(map(id, nodes))
+        if met or _told(args, kwargs) != _told(*given):
             return "an argument is more than its leaves, with a derivative at stake"
         return None
 
@@ -246,13 +251,10 @@ _TENSOR: Any = object()
 
 
 def _apart(leaves: list) -> list:
-    """The leaves with others in the place of tensors that have a history, or come twice."""
-    seen, found = set(), []
-    for x in leaves:
-        cut = _is_tensor(x) and x.requires_grad and (x.grad_fn is not None or id(x) in seen)
-        found.append(x.detach().requires_grad_() if cut else x)
-        seen.add(id(x))
-    return found
+    """The leaves with others in the place of tensors that have a history."""
+    made = [x for x in leaves if _is_tensor(x) and x.requires_grad and x.grad_fn is not None]
+    cut = {id(x): x.detach().requires_grad_() for x in made}
+    return [cut.get(id(x), x) for x in leaves]
 
 
 @contextmanager

@@ -19,6 +19,7 @@ import types
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._library import custom_ops
 from torch.autograd import functional
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -145,6 +146,14 @@ QUESTIONS = frozenset(
     }
 )
 
+# By these keys a function is called before any mode sees its operator.
+_COMPOSITE = (
+    "CompositeImplicitAutograd",
+    "CompositeImplicitAutogradNestedTensor",
+    "AutocastCPU",
+    "AutocastCUDA",
+)
+
 # Torch's functions of tensors, and what is not found where they are.
 _HOMES = (*function_homes[:-1], F, torch.functional, torch.linalg, torch.fft, torch.special)
 _UNFIT = ("__", "set_", "_cufft_set", "from_file")
@@ -221,12 +230,12 @@ WORDS = (
     torch.device,
     torch.Size,
     types.CodeType,
-    types.GenericAlias,
     types.UnionType,
 )
 # Of these too, or it has nothing that changes.
 _INERT = (
     *WORDS,
+    types.GenericAlias,  # which the guards look into, as into what follows
     type(...),
     type(NotImplemented),
     range,
@@ -235,14 +244,16 @@ _INERT = (
     torch.memory_format,
     torch.Generator,
     SDPBackend,
-    torch.fx.Graph,  # of which a module's forward was made, which is looked at
     types.GetSetDescriptorType,
     types.MemberDescriptorType,
+    type(inspect.FullArgSpec.args),  # what reads an entry of a tuple
     type(torch.LongTensor),  # what these make comes from nowhere that a recorder knows
 )
-_INERT_MODULES = frozenset(
-    {"typing", "dataclasses", "_abc", "enum", "_collections", "numpy._globals"}
-)
+_INERT_MODULES = frozenset({"typing", "dataclasses", "_abc", "enum", "numpy._globals"})
+
+
+# Classes whose objects are known, or looked at each by itself.
+_LOOKED_AT = frozenset({torch.jit.ScriptFunction, *_INERT})
 
 
 def is_inert(value: Any) -> bool:
@@ -332,7 +343,7 @@ def _is_of_numpy(value: Any) -> bool:
 
 def _is_trusted_class(kind: type) -> bool:
     module = kind.__module__
-    if module in _INERT_MODULES or kind is torch.jit.ScriptFunction:  # each of which is looked at
+    if module in _INERT_MODULES or kind in _LOOKED_AT:  # each of which is looked at
         return True
     if module == "builtins":
         return kind.__name__ in BUILTINS
@@ -388,3 +399,20 @@ def _is_namedtuple(kind: type) -> bool:
     functions = (getattr(f, "__func__", f) for f in vars(kind).values())
     homes = [f.__globals__["__name__"] for f in functions if isinstance(f, types.FunctionType)]
     return all(home == "collections" or home.startswith("namedtuple_") for home in homes)
+
+
+def definition_of(op: Any) -> Any:
+    """The object of `torch.library.custom_op` that has an operator's functions; None elsewhere."""
+    packet = getattr(op, "overloadpacket", op)
+    return custom_ops.OPDEFS.get(packet._qualified_op_name)
+
+
+def is_made_of_users_calls(op: Any) -> bool:
+    """Whether an operator is a function in Python that calls others, registered by its name.
+
+    Nobody keeps that function where Python finds it, so nothing tells what it reads.
+    """
+    packet = getattr(op, "overloadpacket", op)
+    home, _, name = packet._qualified_op_name.partition("::")
+    names = {f"{home}/{name}", *(f"{home}/{name}.{overload}" for overload in packet.overloads())}
+    return any(f"{n}/{key}" in torch.library._impls for n in names for key in _COMPOSITE)
