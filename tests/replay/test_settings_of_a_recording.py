@@ -308,12 +308,12 @@ def test_precision_is_put_back_whatever_it_was_set_by(value):
     before = settings_now()
     with precision(value):
         told = settings_now()
-        torch.backends.fp32_precision = "tf32"
+        torch._C._set_fp32_precision_setter("generic", "all", "tf32")
         both = settings_now()
         with under_settings(before):
             assert settings_now() == before
         assert settings_now() == both
-        torch.backends.fp32_precision = "none"
+        torch._C._set_fp32_precision_setter("generic", "all", "none")
     for values in (told, both, before):
         with under_settings(values):
             found = settings_now()
