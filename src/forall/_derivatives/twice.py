@@ -1,4 +1,4 @@
-"""A second reverse pass through a backward whose kernel torch does not differentiate.
+"""Hooks of a pass: a second one through a backward that torch does not differentiate rightly.
 
 The numbers stay the kernel's. The history that torch puts on them says that there is no derivative;
 a hook on the node puts another in its place, the pull-back in small steps, computed if it is asked.
@@ -10,29 +10,39 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from forall._core.levels import graph_free
+from forall._core.levels import graph_free, moves
 from forall._derivatives import reverse
 from forall._derivatives.nodes import NODES
 from forall._derivatives.once import Refusing, is_once_node
-from forall._torch.dispatch import apply_function, functions_off
+from forall._derivatives.phases import PHASES, Asking, may_have_phases
+from forall._torch.dispatch import apply_function, functions_off, users_tangents
 from forall._torch.history import nodes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 
-class differentiable:
-    """While a pass runs that is to be differentiated, nodes of its graph in `NODES` can be.
+class hooked:
+    """While a pass runs, nodes of its graph have the hooks that torch's backwards lack.
 
-    Those that are marked not to be say so.
+    In one that is to be differentiated, nodes in `NODES` can be, and those that are marked not to
+    be say so. In any, decompositions ask whether a loss depends on the phase of vectors.
     """
 
     __slots__ = ("handles",)
 
-    def __init__(self, outputs: Iterable[torch.Tensor]) -> None:
+    def __init__(self, outputs: Iterable[torch.Tensor], create_graph: bool) -> None:
         self.handles = []
+        asks = may_have_phases()
+        if not create_graph and not asks:
+            return
         for node in nodes(outputs):
-            if type(node).__name__ in NODES:
+            name = type(node).__name__
+            if asks and name in PHASES:
+                self.handles.append(node.register_prehook(Asking(node)))
+            if not create_graph:
+                continue
+            if name in NODES:
                 self.handles.append(node.register_hook(_Hook(node)))
             elif is_once_node(node):
                 self.handles.append(node.register_hook(Refusing(node)))
@@ -52,12 +62,21 @@ class _Hook:
         self.node = node
 
     def __call__(self, found: tuple, cotangents: tuple) -> tuple | None:
-        if not any(t is not None and t.requires_grad for t in found):
+        there = [t for t in found if t is not None]
+        formula = NODES[type(self.node).__name__]
+        whole = formula.lacks_tangents and (users_tangents() or any(map(moves, there)))
+        if not whole and not (formula.lacks_history and any(t.requires_grad for t in there)):
             return None
-        pull, tensors = NODES[type(self.node).__name__](self.node)
+        pull, tensors = formula.steps(self.node)
         wanted = [i for i, t in enumerate(found) if t is not None]
-        numbers = [graph_free(found[i]) for i in wanted]
-        new = apply_function(_Twice, pull, wanted, len(tensors), *numbers, cotangents[0], *tensors)
+        cotangents = cotangents[: formula.cotangents]
+        if whole:
+            with torch.enable_grad(), functions_off():
+                pulled = pull(*cotangents, *tensors)
+            new = tuple(pulled[i] for i in wanted)
+        else:
+            numbers = [graph_free(t) for t in there]
+            new = apply_function(_Twice, pull, wanted, *numbers, *cotangents, *tensors)
         out = list(found)
         for i, t in zip(wanted, new, strict=True):
             out[i] = t
@@ -68,7 +87,7 @@ class _Twice(torch.autograd.Function):
     """Gradients that a kernel found, with the history of ``pull`` at the cotangent and tensors."""
 
     @staticmethod
-    def forward(ctx, pull: Callable, wanted: list[int], n: int, *rest):
+    def forward(ctx, pull: Callable, wanted: list[int], *rest):
         ctx.pull, ctx.wanted = pull, wanted
         ctx.save_for_backward(*rest[len(wanted) :])
         return tuple(map(graph_free, rest[: len(wanted)]))
@@ -76,7 +95,7 @@ class _Twice(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *cotangents):
         k = len(ctx.wanted)
-        asked = [i for i, need in enumerate(ctx.needs_input_grad[3 + k :]) if need]
+        asked = [i for i, need in enumerate(ctx.needs_input_grad[2 + k :]) if need]
         again = torch.is_grad_enabled()
         with torch.enable_grad(), functions_off():
             given = list(ctx.saved_tensors)
@@ -89,5 +108,5 @@ class _Twice(torch.autograd.Function):
             )
         out: list[Any] = [None] * (len(ctx.needs_input_grad))
         for i, g in zip(asked, found, strict=True):
-            out[3 + k + i] = g
+            out[2 + k + i] = g
         return tuple(out)

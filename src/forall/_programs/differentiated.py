@@ -28,10 +28,16 @@ from forall._core.again import where_it_first_ran
 from forall._programs.once_more import Call, stood_in
 from forall._programs.pulling import Pass
 from forall._programs.replayed import Recorded, Results
-from forall._programs.signature import ambient
 from forall._torch import generators
-from forall._torch.dispatch import functions_off, torch_funcs, users_tangents
+from forall._torch.dispatch import (
+    autocast_state,
+    functions_off,
+    is_autocast,
+    torch_funcs,
+    users_tangents,
+)
 from forall._torch.names import PLAIN, version
+from forall._torch.settings import settings_now
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -69,10 +75,11 @@ class Differentiated(Recorded):
         back: Pullback,
         again: Callable,
         views: Opened | None = None,
+        nodes: Sequence[Any] = (),
     ) -> None:
         self.back = back
         self.again = where_it_first_ran(partial(stood_in, again), recomputes=False)
-        self.ambient = ambient()
+        self.settings = settings_now()
         second = {id(node) for node in back.nodes}
         first = [node for node in program.nodes if id(node) not in second]
         self.halves = first, [node for node in program.nodes if id(node) in second]
@@ -82,7 +89,7 @@ class Differentiated(Recorded):
         self.moves = [place[program.outputs[i]] for i in back.moved]
         self.live = [i in live for i in back.moved]
         self.constant = {*range(len(self.outputs))} - {*self.moves}
-        super().__init__(program, guards, results, tensors, write)
+        super().__init__(program, guards, results, tensors, write, nodes)
         self._is_plain = False
         self.open = None if views is None else views.run
         place = _places(self.given)
@@ -105,10 +112,10 @@ class Differentiated(Recorded):
         self.backward = self.write(self.program, last, [*saved, *self.back.cotangents], found)
         return self.write(self.program, first, self.given, [*self.outputs, *fresh])
 
-    def is_current(self, tensors: Sequence[Tensor]) -> bool:
+    def is_current(self, tensors: Sequence[Tensor], nodes: Sequence[Any] = ()) -> bool:
         if self.asked is not None or (self.certain and self.is_in_vain()):
             return False
-        return super().is_current(tensors)
+        return super().is_current(tensors, nodes)
 
     def is_in_vain(self) -> bool:
         """Whether what is recorded of the backward pass is hardly ever of use."""
@@ -124,11 +131,11 @@ class Differentiated(Recorded):
         """Whether the second half is what these are pulled back by."""
         live = [*map(_is_given, cotangents)]
         self.passes += 1
-        graph = torch.is_grad_enabled()
-        if live != self.live or graph != self.back.graph:
+        graph, casts = torch.is_grad_enabled(), autocast_state() if is_autocast() else ()
+        if live != self.live or (graph, casts) != (self.back.graph, self.back.casts):
             if self.times < _TURNS:
                 moved = zip(self.back.moved, live, strict=True)
-                self.asked = Pass([i for i, c in moved if c], graph)
+                self.asked = Pass([i for i, c in moved if c], graph, casts)
             else:
                 self.missed += 1
             return False

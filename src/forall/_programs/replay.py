@@ -23,7 +23,8 @@ from forall._programs.purity import doubt
 from forall._programs.ran import EVERYTHING, SEEN, SIGHTS, Everything, Ran
 from forall._programs.recording import Before, guarding, record
 from forall._programs.replayed import MISSED
-from forall._programs.signature import Unfit, ambient, is_free, kind_of
+from forall._programs.sameness import Unfit, outlined
+from forall._programs.signature import ambient, is_free, kind_of
 from forall._torch import generators, trees
 from forall._torch.history import node_of
 from forall._torch.names import has_global_hooks
@@ -70,11 +71,11 @@ class Replays(Unwatched):
             return self.again(recorded, args, instead)
         if not is_free():
             return instead()
-        leaves, outline = trees.outlined(args, kwargs)
-        tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
-        if recorded is not None and recorded.serves(outline, leaves, tensors):
-            return self.again(recorded, tensors, instead)
         try:
+            leaves, outline, nodes = outlined(args, kwargs)
+            tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
+            if recorded is not None and recorded.serves(outline, leaves, tensors, nodes):
+                return self.again(recorded, tensors, instead)
             kind = kind_of(outline, leaves, tensors)
         except Unfit:
             return instead()
@@ -83,11 +84,11 @@ class Replays(Unwatched):
             return self._first(_Call(kind, args, kwargs, instead, *trees.flatten((args, kwargs))))
         if type(recorded) is str:
             return instead()
-        if recorded is _NEW or not recorded.stands(tensors):
+        if recorded is _NEW or not recorded.stands(tensors, nodes):
             self._missed(kind, recorded)
             return instead()
         if recorded is self.newest:
-            recorded.served(outline, leaves, tensors)
+            recorded.served(outline, leaves, tensors, nodes)
         self.newest = recorded
         return self.again(recorded, tensors, instead)
 
@@ -134,7 +135,7 @@ class Replays(Unwatched):
         if due.ran.seen or self.unseen is None:
             glance = due.ran if due.ran.seen or not _are_seen(call.leaves) else _GLANCE
             with glance.reading():
-                guards = guarding(self.eager, call.leaves, glance)
+                guards = guarding(self.eager, (call.args, call.kwargs), glance)
                 why = self._doubt(guards)
             if why is None:
                 return self._watched(call, due, guards)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from forall._programs.holding import Tests
 from forall._programs.recorder import ASSERTED
 from forall._programs.signature import FREE, like
 from forall._programs.writing import function
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
 
 
 MISSED: Any = object()
-_CALL = "outline, leaves, tensors"
+_FEW = 4  # tensors, each of which is asked for by itself
+_CALL = "outline, leaves, tensors, nodes=()"
 
 
 def _never(*_: Any) -> bool:
@@ -44,6 +46,7 @@ class Recorded:
         results: Results,
         tensors: Sequence[Tensor],
         write: Callable = function,
+        nodes: Sequence[Any] = (),
     ) -> None:
         self.program = program
         self.write = write  # makes a function of operators
@@ -52,6 +55,9 @@ class Recorded:
         self.captured = [*program.captured.values()]
         self.given = [*program.inputs, *program.captured]
         self.asks = any(node.op in ASSERTED for node in program.nodes)
+        # Of one that may fail by a call's numbers, the function is to say what is wrong.
+        raises = any(map(program.may_raise, program.nodes)) and not self.writes_outside()
+        self.may_fail = self.asks or raises
         self.failed = False  # to give the answers that were recorded
         self.draws = any(facts(node.op).seeded for node in program.nodes)
         self.run = self._compiled()
@@ -61,33 +67,76 @@ class Recorded:
         self._known = [*guards.tensors.values()]
         self._met = self._meetings(tensors)
         self._meet = bool(self._met) or self.writes_outside()
-        self._is_plain = not (self.asks or self._meet)
+        # Which arguments are what the function reaches: `is` asks for it.
+        self._reached = guards.identities()
+        self._ones = self._found_again(tensors, nodes)
+        self._is_plain = not (self.asks or self._meet or self._ones)
         self._like = self._glance = _never
 
-    def serves(self, outline: Any, leaves: Sequence[Any], tensors: Sequence[Tensor]) -> bool:
+    def serves(
+        self,
+        outline: Any,
+        leaves: Sequence[Any],
+        tensors: Sequence[Tensor],
+        nodes: Sequence[Any] = (),
+    ) -> bool:
         """Whether it is certain, at a glance, that this is the program of a call.
 
         Of tensors alone it is not yet known that they are given to a call that stands alone.
         """
         return (
-            self._glance(outline, leaves, tensors)
-            or (self._like(outline, leaves, tensors) and self.guards.hold())
-        ) and (self._is_plain or self.is_current(tensors))
+            self._glance(outline, leaves, tensors, nodes)
+            or (self._like(outline, leaves, tensors, nodes) and self.guards.hold())
+        ) and (self._is_plain or self.is_current(tensors, nodes))
 
-    def served(self, outline: Any, leaves: Sequence[Any], tensors: Sequence[Tensor]) -> None:
+    def served(
+        self,
+        outline: Any,
+        leaves: Sequence[Any],
+        tensors: Sequence[Tensor],
+        nodes: Sequence[Any] = (),
+    ) -> None:
         """Remember what calls look like that come one after the other."""
         if self._like is _never and (tests := like(outline, leaves, tensors)) is not None:
             tests = FREE + tests if type(outline) is int else tests
+            tests += self._is_apart(tensors, nodes)
             self._like = tests.written_out(_CALL)
             self._glance = (tests + self.guards.at_once()).written_out(_CALL)
 
-    def stands(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether a call with these arguments is the one that was recorded."""
-        return self.is_current(tensors) and self.guards.hold()
+    def _is_apart(self, tensors: Sequence[Tensor], nodes: Sequence[Any]) -> Tests:
+        """Tests that no argument is anything that the function reaches."""
+        if self._ones or not self._reached:
+            return Tests([], {})
+        tests: list[str] = []
+        for room, things in (("nodes", nodes), ("tensors", tensors if self._known else ())):
+            if len(things) <= _FEW:
+                tests += [f"id({room}[{i}]) not in reached" for i, _ in enumerate(things)]
+            else:
+                tests.append(f"apart(map(id, {room}))")
+        given = {"apart": self._reached.isdisjoint, "reached": self._reached, "map": map, "id": id}
+        return Tests(tests, given)
 
-    def is_current(self, tensors: Sequence[Tensor]) -> bool:
+    def stands(self, tensors: Sequence[Tensor], nodes: Sequence[Any] = ()) -> bool:
+        """Whether a call with these arguments is the one that was recorded."""
+        return self.is_current(tensors, nodes) and self.guards.hold()
+
+    def is_current(self, tensors: Sequence[Tensor], nodes: Sequence[Any] = ()) -> bool:
         """The same, where the guards are known to hold."""
-        return not self.failed and (not self._meet or self._meetings(tensors) == self._met)
+        return (
+            not self.failed
+            and (not self._meet or self._meetings(tensors) == self._met)
+            and self._found_again(tensors, nodes) == self._ones
+        )
+
+    def _found_again(
+        self, tensors: Sequence[Tensor], nodes: Sequence[Any]
+    ) -> list[tuple[int, int]]:
+        """Which tensors and containers of a call the function reaches by another way."""
+        reached = self._reached
+        if reached.isdisjoint(map(id, tensors)) and reached.isdisjoint(map(id, nodes)):
+            return []
+        given = (*map(id, tensors), *map(id, nodes))
+        return [(i, x) for i, x in enumerate(given) if x in reached]
 
     def _meetings(self, tensors: Sequence[Tensor]) -> list[list[tuple[int, int]]]:
         """Who shares memory with something that the function captures, and from where on."""
@@ -128,13 +177,14 @@ class Results(NamedTuple):
 
     leaves: list
     spec: Any
+    has_contexts: bool  # with containers that each call makes anew
 
     @classmethod
     def of(cls, leaves: list, spec: Any) -> Results:
         count = iter(range(len(leaves)))
-        return cls(
-            [_Place(next(count)) if isinstance(x, torch.Tensor) else x for x in leaves], spec
-        )
+        places = [_Place(next(count)) if isinstance(x, torch.Tensor) else x for x in leaves]
+        own = trees.fresh(spec)  # what the user has is theirs to change
+        return cls(places, own, own is not spec)
 
     def is_one(self) -> bool:
         """Whether it is a tensor, and not a tree of some."""
@@ -142,7 +192,7 @@ class Results(NamedTuple):
 
     def tree(self, tensors: Sequence[Tensor]) -> Any:
         leaves = [tensors[x] if type(x) is _Place else x for x in self.leaves]
-        return trees.unflatten(leaves, self.spec)
+        return trees.unflatten(leaves, trees.fresh(self.spec) if self.has_contexts else self.spec)
 
 
 class _Place(int):

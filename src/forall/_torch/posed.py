@@ -479,6 +479,9 @@ def _new(*args: Any, **kwargs: Any) -> Any:
     return _of_class(_torchs_new(_Tensor, *given, **kwargs), kind)  # which a level may have made
 
 
+CALLS_ON = _new.__code__  # of what makes a tensor of numbers for whoever calls it
+
+
 @functools.wraps(_torchs_parameter)
 def _parameter(cls: type, data: Any = None, requires_grad: bool = True) -> Any:
     """torch.nn.Parameter.__new__, which see; a subclass of it is made as any other class."""

@@ -10,7 +10,7 @@ from forall._torch import handover
 from forall._transforms import checks
 from forall._transforms.arguments import Arguments, by_torch, called, valued
 from forall._transforms.chunking import for_torch
-from forall._transforms.replaying import replaying
+from forall._transforms.replaying import replaying, told
 from forall._transforms.sweeps import Blocks, First, answered, by_columns, by_rows
 from forall._transforms.types import Chunk, P, R, X
 
@@ -110,16 +110,17 @@ def jacrev(
                 [1., 1.],
                 [4., 0.]])
     """
+    how = told("jacrev", locals())
     del _preallocate_and_copy
     checks.callable_("jacrev", func)
     checks.chunk_size("jacrev", chunk_size)
 
-    def rows(call: Call, f: Callable, xs: list, has_aux: bool) -> Blocks:
-        return by_rows(call, f, xs, has_aux, chunk_size)
+    def rows(call: Call, f: Callable, given: Arguments, has_aux: bool) -> Blocks:
+        return by_rows(call, f, given.tensors, has_aux, chunk_size)
 
     which = (argnums, argnames)
     options = {"error": RuntimeError, "chunk_size": for_torch(chunk_size)}
-    return derived("jacrev", func, which, has_aux, return_value, rows, (chunk_size,), **options)
+    return derived(how, func, which, has_aux, return_value, rows, **options)
 
 
 @overload
@@ -216,17 +217,17 @@ def jacfwd(
                 [1., 1.],
                 [4., 0.]])
     """
+    how = told("jacfwd", locals())
     checks.callable_("jacfwd", func)
     checks.randomness("jacfwd", randomness)
     checks.chunk_size("jacfwd", chunk_size)
 
-    def columns(call: Call, f: Callable, xs: list, has_aux: bool) -> Blocks:
-        return by_columns(call, f, xs, has_aux, randomness, chunk_size)
+    def columns(call: Call, f: Callable, given: Arguments, has_aux: bool) -> Blocks:
+        return by_columns(call, f, given, has_aux, randomness, chunk_size)
 
     which = (argnums, argnames)
     options = {"error": ValueError, "randomness": randomness}
-    how = randomness, chunk_size
-    return derived("jacfwd", func, which, has_aux, return_value, columns, how, **options)
+    return derived(how, func, which, has_aux, return_value, columns, **options)
 
 
 @overload
@@ -320,10 +321,11 @@ def hessian(
                 [[2., 0.],
                  [0., 0.]]])
     """
+    how = told("hessian", locals())
     checks.callable_("hessian", func)
     checks.chunk_size("hessian", chunk_size)
 
-    @replaying(func, "hessian", argnums, argnames, has_aux, return_value, chunk_size)
+    @replaying(func, how)
     def second(func: Callable, /, *args: Any, **kwargs: Any) -> Any:
         if handover.needed():
             return _hessian_by_torch(func, argnums, argnames, has_aux, return_value, args, kwargs)
@@ -335,7 +337,7 @@ def hessian(
             j, y = first(*xs)
             return j, (j, y)
 
-        found = by_columns(call, beside, given.tensors, True, "error", chunk_size)
+        found = by_columns(call, beside, given, True, "error", chunk_size)
         columns = [given.shaped(c) for c in found.blocks]  # for each output and input of `first`
         n = len(given.tensors)
         h = first.tree([columns[i : i + n] for i in range(0, len(columns), n)])
@@ -345,28 +347,27 @@ def hessian(
 
 
 def derived(
-    verb: str,
+    how: tuple,  # what the transform was told
     func: Callable,
     which: tuple[Any, Any],  # argnums, argnames
     has_aux: bool,
     return_value: bool,
     sweep: Callable[..., Blocks],
-    how: tuple,  # what else tells a sweep
     error: type[Exception],
     torchs: str | None = None,  # the transform of torch.func that does the same
     **options: Any,
 ) -> Callable:
     """What ``sweep`` finds as a tree, and beside it what was asked for."""
-    beside = has_aux or return_value
+    verb, beside = how[0], has_aux or return_value
 
-    @replaying(func, verb, *which, has_aux, return_value, *how)
+    @replaying(func, how)
     def jacobian(func: Callable, /, *args: Any, **kwargs: Any) -> Any:
         f = valued(verb, func, has_aux) if return_value else func
         if handover.needed():
             return by_torch(torchs or verb, f, args, kwargs, *which, has_aux=beside, **options)
         call = called(verb, func, *which)
         given = Arguments(call, args, kwargs, *which, error)
-        found = sweep(call, lambda *xs: given.call(f, xs), given.tensors, beside)
+        found = sweep(call, lambda *xs: given.call(f, xs), given, beside)
         tree = found.tree(given.shaped)
         return (tree, found.aux) if beside else tree
 

@@ -16,11 +16,11 @@ from forall._torch import handover, trees
 from forall._torch.dispatch import forward_level, functions_off
 from forall._torch.posed import bare, carried
 from forall._transforms import checks
-from forall._transforms.replaying import is_on, replay
+from forall._transforms.replaying import is_on, replay, told
 from forall._transforms.types import R, Ts, X
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 
 @overload
@@ -80,12 +80,13 @@ def jvp(
         >>> jvp(f, (torch.tensor([2.0, 3.0]),), (torch.tensor([1.0, 10.0]),))
         (tensor([6., 5., 4.]), tensor([23., 11.,  4.]))
     """
+    how = told("jvp", locals())
     checks.callable_("jvp", func)
     if handover.needed():
         return handover.call("jvp", func, primals, tangents, strict=strict, has_aux=has_aux)
     eager = functools.partial(_jvp, strict, has_aux)
     if is_on():
-        return replay(func, eager, primals, tangents, how=("jvp", strict, has_aux))
+        return replay(func, eager, primals, tangents, how=how)
     return eager(func, primals, tangents)
 
 
@@ -96,15 +97,23 @@ def _jvp(strict: bool, has_aux: bool, func: Callable, primals: Any, tangents: An
 
 
 def push(
-    call: Call, func: Callable, primals: Any, tangents: Any, *, strict: bool, has_aux: bool
+    call: Call,
+    func: Callable,
+    primals: Any,
+    tangents: Any,
+    *,
+    strict: bool,
+    has_aux: bool,
+    beside: Sequence[torch.Tensor] = (),
 ) -> Any:
-    """What `jvp` and `jacfwd` share."""
+    """What `jvp` and `jacfwd` share; ``beside`` are further arguments of ``func``."""
     flat, spec = checks.primals(call, primals)
     flat_t = checks.tangents(call, flat, spec, tangents)
     outer = torch.is_grad_enabled()
     below = top()
     with handover.eagerly(), forward_level(), torch.enable_grad():
         level = forward.JvpLevel(below, outer)
+        level.beside = {id(t): t for t in beside}
         duals = [
             carried(forward.make_dual(lift(bare(p), below), lift(bare(t), below), level), p)
             for p, t in zip(flat, flat_t, strict=True)
@@ -138,7 +147,7 @@ def run(
 
 def left(y: torch.Tensor, level: forward.JvpLevel) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The primal that a call leaves of a value, as what the user knows that by; and its tangent."""
-    primal, tangent = forward.unpack(bare(y), level)
+    primal, tangent = forward.unpack(bare(level.stand_in(y)), level)
     return carried(what_is_left(primal), y), tangent
 
 

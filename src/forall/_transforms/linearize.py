@@ -11,14 +11,14 @@ from forall._core.counting import Count
 from forall._core.ended import flatten
 from forall._core.errors import Call, columns, short
 from forall._core.levels import lift, top
-from forall._derivatives import forward
+from forall._derivatives import forward, reverse
 from forall._derivatives.tape import Linear, TapeLevel, settle, taken_out, tape
 from forall._torch import handover, trees
 from forall._torch.dispatch import forward_level
 from forall._torch.posed import bare, carried
 from forall._transforms import checks
 from forall._transforms.jvp import detached, run
-from forall._transforms.replaying import Calls, is_on, replay
+from forall._transforms.replaying import Calls, is_on, replay, told
 from forall._transforms.types import R, Ts
 
 if TYPE_CHECKING:
@@ -65,13 +65,14 @@ def linearize(func: Callable, *primals: Any) -> tuple[Any, Callable]:
         >>> push(torch.tensor([0.0, 1.0]))
         tensor([2., 1., 0.])
     """
+    how = told("linearize", locals())
     checks.callable_("linearize", func)
     if handover.needed():
         return handover.linearize(func, primals)
     call = Call("linearize", func)
     flat, spec = checks.primals(call, primals)
     if is_on() and not torch.is_inference_mode_enabled():  # in which it makes other tensors
-        value, found = replay(func, _linearized, *primals, how=("linearize",))
+        value, found = replay(func, _linearized, *primals, how=how)
     else:
         value, found = _linearized(func, *primals)
     if type(found) is tuple:
@@ -155,7 +156,7 @@ def _run(
     call: Call, func: Callable, flat: list, spec: Any, has_aux: bool
 ) -> tuple[Any, Linear, Any, list, Any]:
     below, outer = top(), torch.is_grad_enabled()
-    with handover.eagerly(), forward_level(), torch.enable_grad():
+    with handover.eagerly(), forward_level(), torch.enable_grad(), reverse.Run() as own:
         tapes = TapeLevel(below)
         level = forward.JvpLevel(below, outer)
         level.tapes = tapes
@@ -174,8 +175,8 @@ def _run(
     value = trees.unflatten([p for p, _ in pairs], out_spec)
     pairs = [(bare(p), t) for p, t in pairs]
     linear, constants = taken_out(tapes, pairs, tuple(seed.stride() for seed in seeds))
-    if not outer:
-        value, aux, constants = detached((value, aux, constants))
+    found = value, aux, constants
+    value, aux, constants = reverse.closed(found, own, outer) if outer else detached(found)
     return value, linear, out_spec, constants, aux
 
 

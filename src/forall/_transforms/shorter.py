@@ -8,12 +8,14 @@ from forall._transforms import checks
 from forall._transforms.chunking import for_torch
 from forall._transforms.fewer import by_fewer
 from forall._transforms.jacobian import derived
+from forall._transforms.replaying import told
 from forall._transforms.types import Chunk, P, R, X
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from forall._core.errors import Call
+    from forall._transforms.arguments import Arguments
     from forall._transforms.sweeps import Blocks
 
 
@@ -102,11 +104,12 @@ def jacobian(
                 [4., 0.],
                 [3., 2.]])
     """
+    how = told("jacobian", locals())
     checks.callable_("jacobian", func)
     checks.chunk_size("jacobian", chunk_size)
 
-    def fewer(call: Call, f: Callable, xs: list, has_aux: bool) -> Blocks:
-        return by_fewer(call, f, xs, has_aux, chunk_size)
+    def fewer(call: Call, f: Callable, given: Arguments, has_aux: bool) -> Blocks:
+        return by_fewer(call, f, given.tensors, has_aux, chunk_size)
 
     options = {
         "error": RuntimeError,
@@ -114,4 +117,4 @@ def jacobian(
         "chunk_size": for_torch(chunk_size),
     }
     which = (argnums, argnames)
-    return derived("jacobian", func, which, has_aux, return_value, fewer, (chunk_size,), **options)
+    return derived(how, func, which, has_aux, return_value, fewer, **options)

@@ -31,7 +31,7 @@ from forall._transforms.chunks import in_chunks
 from forall._transforms.classes import Looks, looks, stacked_by_class
 from forall._transforms.groups import once_more, rows
 from forall._transforms.ragged import apiece, nested
-from forall._transforms.replaying import replaying
+from forall._transforms.replaying import replaying, told
 from forall._transforms.types import Chunk, P, R
 
 if TYPE_CHECKING:
@@ -125,6 +125,7 @@ def vmap(
         >>> vmap(root)(torch.tensor([1.0, 4.0, 100.0]))
         tensor([ 1.,  2., 10.])
     """
+    given = told("vmap", locals())
     checks.callable_("vmap", func)
     checks.randomness("vmap", randomness, keys=True)
     checks.chunk_size("vmap", chunk_size)
@@ -132,9 +133,13 @@ def vmap(
     checks.max_steps("vmap", max_steps)
 
     how = in_dims, out_dims, randomness, chunk_size
-    options = Options(divergence, ragged, max_steps, None)
+    return _mapped(func, given, how, Options(divergence, ragged, max_steps, None))
 
-    @replaying(func, *how, *options[:3])
+
+def _mapped(func: Callable, given: tuple, how: tuple, options: Options) -> Callable:
+    """A function of its own: Dynamo reads no ``locals()`` with names that a closure has later."""
+
+    @replaying(func, given)
     def mapped(func: Callable, /, *args: Any, **kwargs: Any) -> Any:
         return Verb(func, *how).run(options, args, kwargs)
 
