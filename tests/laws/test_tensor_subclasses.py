@@ -371,6 +371,7 @@ def test_an_argument_of_a_class_is_the_loops(kind, way):
     same(mine(looked_at)(dressed(x)), theirs(lambda x: looked_at(example(x)))(x))
 
 
+@pytest.mark.filterwarnings("ignore:jit")
 @pytest.mark.parametrize("kind", CLASSES)
 @pytest.mark.parametrize(
     "call",
@@ -925,6 +926,7 @@ class Lie(Tensor):
         return type(self)(plain(self) * 2, group=self.group + "'")
 
 
+@pytest.mark.filterwarnings("ignore:jit")
 @pytest.mark.parametrize("way", WAYS)
 def test_a_class_that_makes_itself_is_the_loops(way):
     def f(x):
