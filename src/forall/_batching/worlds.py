@@ -226,7 +226,7 @@ def _asked(test: Any) -> bool | tuple[World, World] | None:
 def question(test: Any) -> bool | tuple[World, World]:
     """`asked` by code of the user's, which may be heard."""
     if stack.listening and (isinstance(test, Wrapper) or hasattr(test, "tensor")):
-        heard(truths(test))
+        heard(truths(test if isinstance(test, Wrapper) else test.tensor))
     return asked(test)
 
 

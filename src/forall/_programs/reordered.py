@@ -51,7 +51,9 @@ def reordered(program: Program, back: list[Node], *, fastmath: bool) -> None:
         product = Product(program, node, makers)
         if len(product.nodes) == 1 or len(product.factors) > _MOST:
             continue
-        if len({id(n) in second for n in product.nodes}) > 1 or _is_written(program, product, written):
+        if len({id(n) in second for n in product.nodes}) > 1 or _is_written(
+            program, product, written
+        ):
             continue
         found = _best(program, product) if fastmath else _exact(program, product, makers)
         if found is not None:
