@@ -8,14 +8,16 @@ With FORALL_TESTS=jit, or fastmath, all of them make each transformed call by `j
 
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from zlib import crc32
 
 import pytest
 
 import forall
+from by_groups import GAPS
 from forall._programs import interpreted, replay
+from forall._transforms import apart
 
 REPLAY = forall.config.replay
 ONE_IN = 16  # tests whose replayed calls are compared with the calls themselves
@@ -59,13 +61,19 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     if crc32(item.nodeid.encode()) % 2:
         interpreted.LENGTH, interpreted.CALLS = 1, 0
     own = replay.Replays
+    failed: list[apart.Obstacle] = []
+    warn, apart.warn = apart.warn, _heard(failed)
     if BY_JIT and not ASIDE & _rooms(item):
         import by_jit
 
         replay.Replays = by_jit.ByJit
     try:
-        return (yield)
+        result = yield
+        if not any(gap in item.nodeid for gap in GAPS):
+            assert not failed, f"the conversion failed by an error of its own: {failed[0]}"
+        return result
     finally:
+        apart.warn = warn
         forall.config.replay, interpreted.LENGTH, interpreted.CALLS = before
         replay.Replays = own
 
@@ -77,6 +85,18 @@ def pytest_runtest_teardown() -> Iterator[None]:
         return (yield)
     finally:
         forall.config.replay = REPLAY
+
+
+def _heard(failed: list[apart.Obstacle]) -> Callable:
+    """`apart.warn`, which notes where a conversion was given up for an error inside forall."""
+    warn = apart.warn
+
+    def heard(call: Any, why: apart.Obstacle) -> None:
+        if why.is_internal:
+            failed.append(why)
+        warn(call, why)
+
+    return heard
 
 
 def _rooms(item: pytest.Item) -> set[str]:

@@ -300,9 +300,200 @@ class Writer:
         return "\n".join(self.lines) + "\n"
 
 
-def source(seed: int) -> str:
+class Numbers(Writer):
+    """Programs of Python numbers, which keep the types that Python gives them.
+
+    `a` and `b` are floats, `k` is an integer from 0 to 4, `g` a number of any type, `w` None or a
+    number, `z` a text, `c` a tuple, `s` a list of numbers, `v` a vector. `e` is bound by some
+    branches alone: who reads it without having it fails, as in the loop.
+    """
+
+    def number(self) -> str:
+        """A number of order one, mostly a float."""
+        one = self.pick("a", "b", "g", "a", "b")
+        kinds = [
+            lambda: one,
+            lambda: self.pick("a", "b", "k", "g", "c[0]", "s[k % len(s)]", "s[-1]"),
+            lambda: f"{self.pick('min', 'max')}({one}, {self.constant()})",
+            lambda: f"{self.pick('min', 'max')}({one}, {self.pick('a', 'b', 'k', '1', 'True')})",
+            lambda: f"{self.pick('min', 'max')}(s)",
+            lambda: f"{self.pick('min', 'max')}(a, k, {self.constant()}, key=abs)",
+            lambda: f"abs({one})",
+            lambda: f"round({one}, {self.pick('0', '1', '2')})",
+            lambda: f"math.{self.pick('sin', 'tanh', 'floor', 'ceil', 'fabs', 'atan')}({one})",
+            lambda: f"math.{self.pick('sqrt', 'log1p')}(abs({one}))",
+            lambda: f"math.{self.pick('hypot', 'atan2', 'copysign')}({one}, {self.constant()})",
+            lambda: f"({one} if {self.test(1)} else {self.pick('a', 'k', '0.5', 'True')})",
+            lambda: f"({one} {self.pick('and', 'or')} {self.pick('k', 'b', '0.5', '2')})",
+            lambda: f"{one} {self.pick('%', '//')} {self.pick('0.7', '2', '-1.3')}",
+            lambda: f"abs({one}) ** {self.pick('2', '0.5', '-0.3', '3')}".replace("** -", "** 0"),
+            lambda: f"sum([{one}, k, {self.constant()}])",
+            lambda: "sum(s)",
+            lambda: f"sorted([{one}, b, {self.constant()}])[{self.pick('0', '1', '-1')}]",
+            lambda: f"divmod({one}, {self.pick('2', '0.6')})[{self.pick('0', '1')}]",
+            lambda: f"(w if w is not None else {self.pick('a', '0.25', '1')})",
+            lambda: f"float({self.pick('k', 'g', 'a', repr('0.5'))})",
+            lambda: f"({self.test(1)}) {self.pick('+', '*', '-')} {self.pick('a', 'k', '1')}",
+            lambda: f"v[{self.index()}].item()",
+        ]
+        if self.helpers:
+            kinds += [lambda: f"{self.pick(*self.helpers)}({self.pick('a', 'b', 'g')}, k)"] * 2
+        return self.random.choice(kinds)()
+
+    def integer(self) -> str:
+        return self.random.choice(
+            [
+                lambda: str(self.random.randrange(5)),
+                lambda: self.pick("k", "n % 5", "(k + n) % 5", "k ^ 1", "k & 3", "k >> 1"),
+                lambda: f"int({self.number()}) % 5",
+                lambda: f"round({self.number()}) % 5",
+                lambda: f"int({self.test(1)})",
+                lambda: f"{self.pick('min', 'max')}(k, {self.random.randrange(1, 5)})",
+                lambda: "len(s) % 5",
+                lambda: f"len({self.pick('z', 'str(k)', 'c')}) % 5",
+                lambda: f"sum({self.pick('1', 'i')} for i in range(5) if i > k) % 5",
+                lambda: f"sum([{self.test(1)}, {self.test(1)}])",
+                lambda: "-k % 5",
+                lambda: f"pow(k, {self.random.randrange(3)}, 5)",
+            ]
+        )()
+
+    def test(self, depth: int = 0) -> str:
+        one = self.pick("a", "b", "g", "k", "a - b", "c[0]")
+        simple = [
+            lambda: f"{one} {self.pick('<', '>', '<=', '>=')} {self.constant()}",
+            lambda: f"{one} {self.pick('<', '>')} {self.pick('a', 'b', 'k')}",
+            lambda: f"k {self.pick('<', '>', '==', '!=', '<=')} {self.random.randrange(4)}",
+            lambda: f"{self.constant(-1.2, 0)} < {one} < {self.constant(0, 1.2)}",
+            lambda: f"n % {self.random.randrange(2, 4)} == {self.random.randrange(2)}",
+            lambda: f"w is {self.pick('None', 'not None')}",
+            lambda: f"k {self.pick('in', 'not in')} ({self.random.randrange(3)}, 3)",
+            lambda: f"z {self.pick('==', '!=')} {self.pick(repr('x'), repr('yy'))}",
+            lambda: f"isinstance({self.pick('a', 'g', 'w', 'k')}, {self.pick('int', 'float')})",
+            lambda: f"{self.pick('any', 'all')}([{one} > 0, k > 1])",
+            lambda: f"{self.pick('any', 'all')}(e > {self.constant()} for e in s)",
+            lambda: self.pick("k", "t", "w", "z", "bool(g)"),
+            lambda: f"(u := {self.pick('a', 'k', 'g')}) > {self.constant()}",
+            lambda: f"len(s) > {self.random.randrange(1, 6)}",
+            lambda: f"v[{self.index()}] > {self.constant()}",
+        ]
+        if depth > 1 or self.chance(0.7):
+            return self.random.choice(simple)()
+        one, other = self.test(depth + 1), self.test(depth + 1)
+        return self.pick(f"{one} and {other}", f"{one} or {other}", f"not ({one})")
+
+    def simple(self) -> list[str]:
+        x, i, c = self.number(), self.integer(), self.constant
+        bounded = self.pick("math.sin({})", "({}) % 1.5", "min(max({}, -1.5), 1.5)").format(x)
+        kinds = [
+            [f"a = float({bounded})"],
+            [f"b = b * {c(-0.9, 0.9)} + math.sin({x}) * {c()}"],
+            [f"g = {bounded}"],
+            [f"g = {self.pick('k', 'a', 't', 'True', '1', '1.0', 'k > 1', 'a > b')}"],
+            [f"g {self.pick('+=', '-=', '*=')} {self.pick('a', 'k', '1', '0.5')}", "g = g % 3"],
+            ["a, b = b, a"],
+            [f"a, k = b, {i}"],
+            [f"k = {i}"],
+            [f"k {self.pick('+=', '-=', '*=', '|=', '^=')} {self.pick('1', 'k', '3')}", "k %= 5"],
+            [f"t = {self.test()}"],
+            [f"w = {self.pick('None', 'a', 'k', 'g', '0.5')}"],
+            [f"w = {x} if {self.test()} else None"],
+            [f"z = {self.pick(repr('x'), repr('yy'), 'str(k)', repr('x') + ' * k')}"],
+            [f"z = f'{{k}}{{{self.pick('t', 'k', 'b > 0', 'a:.1f')}}}'"],
+            [f"c = {self.pick('(a, k)', '(k, b)', '(b, 1)', '(g, k, a)', '(a,) + c[:1]')}"],
+            [f"c = (a, 1) if {self.test()} else (b, {self.pick('1', '2', '2.5')})"],
+            ["if len(s) < 6:", f"{INDENT}s.append({x})"],
+            ["s = [e * 0.9 for e in s]"],
+            [f"s = [e for e in s if e > {c()}] or [a]"],
+            [f"s[{self.pick('0', '-1')}] = {x}"],
+            [f"if {self.test()}:", f"{INDENT}e = {x}"],
+            [f"if {self.test()}:", f"{INDENT}e = {x}", "else:", f"{INDENT}e = k", "a = a + e % 1"],
+            [f"v = v * {c()} + {self.pick('a', 'k', 'g')} * 0.3"],
+        ]
+        return self.random.choice(kinds)
+
+    def leave(self) -> str | None:
+        ways = ["return result(a, b, k, g, t, w, z, c, s, v)"]
+        if "loop" in self.inside:
+            ways += ["break", "continue"] * 3
+        return self.pick(*ways) if self.chance(0.8) else None
+
+    def guarded(self, depth: int, nested: int) -> None:
+        self.write(depth, f"for i in range({self.integer()}):")
+        self.body(depth, nested)
+        self.otherwise(depth, nested)
+
+    def loop_for(self, depth: int, nested: int) -> None:
+        self.loops += 1
+        name = f"i{self.loops}"
+        header, first = self.random.choice(
+            [
+                (f"for {name} in range({self.random.randint(1, 3)}):", f"a = a + {name} * 0.1"),
+                (f"for {name} in range({self.integer()}):", f"b = b * 0.9 + {name} * 0.1"),
+                (f"for {name} in (a, k, 0.5):", f"g = {name}"),
+                (f"for {name} in list(s):", f"b = b * 0.6 + {name} % 1"),
+                (f"for {name}, y{self.loops} in enumerate([a, b, k]):", f"k = {name}"),
+                (f"for {name}, y{self.loops} in zip(s, [k, 1]):", f"g = y{self.loops}"),
+            ]
+        )
+        self.write(depth, header)
+        self.write(depth + 1, first)
+        self.body(depth, nested)
+        self.otherwise(depth, nested)
+        if self.chance(0.2):
+            self.write(depth, f"g = {name}")  # who has had no step does not have it
+
+    def helper(self, name: str) -> None:
+        self.write(0, f"def {name}(a, k):")
+        limit = self.random.randint(1, 3)
+        self.write(1, self.pick(f"for i in range({limit}):", f"for i in range(min(k, {limit})):"))
+        self.write(2, f"a = a * {self.constant(-0.9, 0.9)} + {self.constant()}")
+        self.write(2, f"if a {self.pick('<', '>')} {self.constant()}:")
+        self.write(3, self.pick("break", "continue", "return 1", "k = k - 1", "return math.cos(a)"))
+        if self.chance(0.5):
+            self.write(2, f"while a < {self.constant(-0.8, -0.2)}:")
+            self.write(3, f"a = a * 0.5 + {self.constant(0.1, 0.6)}")
+        if self.chance(0.5):
+            self.write(1, f"if k > 0 and a > {self.constant()}:")
+            self.write(2, f"return {name}(math.sin(a), k - 1) * {self.constant()}")
+        self.write(1, self.pick("return math.tanh(a)", "return a if k > 1 else k"))
+        self.write(0, "")
+
+    def program(self) -> str:
+        self.lines += HEADER
+        self.lines += NUMBERS_RESULT.splitlines()
+        for number in range(self.random.randint(0, 2)):
+            self.helper(f"helper{number}")
+            self.helpers.append(f"helper{number}")
+        self.write(0, "def f(a, b, v, n):")
+        self.write(1, "a, b, n, k, g, t, w = a.item(), b.item(), n.item(), 0, 0.25, True, None")
+        self.write(1, "z, c, s, u = 'x', (a, 1), [a, 0.5], 0")
+        for _ in range(self.random.randint(3, 6)):
+            self.statement(1, 0)
+        self.write(1, "return result(a, b, k, g, t, w, z, c, s, v)")
+        return "\n".join(self.lines) + "\n"
+
+
+# What tells the types of numbers, and whatever is none
+NUMBERS_RESULT = """\
+def told(x):
+    if x is None:
+        return torch.tensor(0.0, dtype=D), 4
+    if isinstance(x, str):
+        return torch.tensor(float(len(x)), dtype=D), 5
+    kind = 0 if isinstance(x, bool) else 1 if isinstance(x, int) else 2
+    return torch.tensor(float(x), dtype=D), kind
+
+def result(a, b, k, g, t, w, z, c, s, v):
+    first, last = c[0], c[-1]
+    rest = told(first), told(last), len(c), len(s), told(s[0])
+    return told(a), told(b), told(k), told(g), told(t), told(w), told(z), rest, v * 1.0
+"""
+
+
+def source(seed: int, writer: type[Writer] = Writer) -> str:
     """The text of the program of a seed."""
-    return Writer(seed).program()
+    return writer(seed).program()
 
 
 def compiled(text: str, name: str) -> Callable:

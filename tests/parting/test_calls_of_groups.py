@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import forall
+from by_groups import only_groups
 from forall import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from forall._core.levels import top
-from forall._transforms import apart
 from oracle import difference, stack_trees
 from parting.cases import D
 
@@ -21,12 +21,12 @@ pytestmark = pytest.mark.usefixtures("way")
 def way(request, monkeypatch):
     """Groups alone, as for a function whose source cannot be had; or what vmap chooses."""
     if request.param == "groups":
-        monkeypatch.setattr(apart, "convert", lambda _func, **_: None)
+        only_groups(monkeypatch)
 
 
 @pytest.fixture
 def groups_alone(way, monkeypatch):
-    monkeypatch.setattr(apart, "convert", lambda _func, **_: None)
+    only_groups(monkeypatch)
 
 
 XS = torch.tensor([1.0, -2.0, 3.0, -4.0, 5.0, 0.5], dtype=D)

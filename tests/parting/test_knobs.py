@@ -13,10 +13,10 @@ import pytest
 import torch
 
 import forall
+from by_groups import only_groups
 from forall import grad, vmap
 from forall._core.levels import stack
 from forall._lanes.state import thread
-from forall._transforms import apart
 from golden import refused
 from parting.cases import D
 from parting.test_generators import halves, summed
@@ -43,7 +43,7 @@ def steps(a):
 def way(request, monkeypatch):
     """Groups alone, as for a function whose source cannot be had; or what vmap chooses."""
     if request.param == "groups":
-        monkeypatch.setattr(apart, "convert", lambda _func, **_: None)
+        only_groups(monkeypatch)
     return request.param
 
 
@@ -244,7 +244,7 @@ def test_each_step_has_the_examples_that_took_it():
 
 @pytest.mark.parametrize("chunk_size", [None, 2])
 def test_in_groups_and_in_chunks_the_numbers_are_those_of_all(monkeypatch, chunk_size):
-    monkeypatch.setattr(apart, "convert", lambda _func, **_: None)
+    only_groups(monkeypatch)
     e = forall.explain(vmap(root, chunk_size=chunk_size))(XS)
     counts = torch.zeros(len(XS), dtype=torch.int64)
     for step in e.steps:

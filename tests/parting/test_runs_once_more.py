@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
+from by_groups import only_groups
 from forall import vmap
-from forall._transforms import apart
 from oracle import difference, stack_trees
 from parting.cases import D
 
@@ -21,7 +21,7 @@ from parting.cases import D
 @pytest.fixture
 def floor(monkeypatch):
     """Groups alone, as for a function whose source cannot be had."""
-    monkeypatch.setattr(apart, "convert", lambda _func, **_: None)
+    only_groups(monkeypatch)
 
 
 @pytest.fixture(params=["groups", "converted"])

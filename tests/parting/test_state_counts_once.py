@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 import torch
 
+from by_groups import only_groups
 from forall import vmap
-from forall._transforms import apart
 from parting.cases import D
 
 
 @pytest.fixture
 def floor(monkeypatch):
     """Groups alone, as for a function whose source cannot be had."""
-    monkeypatch.setattr(apart, "convert", lambda _func, **_: None)
+    only_groups(monkeypatch)
 
 
 class Counts:

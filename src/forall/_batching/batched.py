@@ -304,7 +304,8 @@ def refit(b: Batched, value: torch.Tensor, axis: int | None) -> None:
     """Let ``b`` hold a stack of other sizes, as out= and resize_ ask."""
     family = b.family
     if family is not None and (family.names or (family.of_rows and not is_view(b))):
-        raise Apart  # the loop's tensor has other names, or examples that keep what it was
+        # the loop's tensor has other names, or examples that keep what it was
+        raise Apart("a tensor that some examples know by another name gets another size")
     look_like(b, named(value, axis, b.level))
     b.value, b.axis = value, axis
     b.family, b.chain = None, ()

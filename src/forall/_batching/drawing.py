@@ -62,7 +62,7 @@ def _next(scope: scopes.Scope, level: VmapLevel) -> tuple[Callable[[], torch.Ten
     outer = level.parent if stack.parted else None
     while outer is not None:
         if outer.root is not outer:  # its examples would need counts of their own here
-            raise Apart
+            raise Apart("random numbers for some of the examples of a vmap further out")
         outer = outer.parent
     if level.part is None and type(served) is int:
         return lambda: scope.key, served, served + 1

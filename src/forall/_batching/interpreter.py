@@ -23,7 +23,7 @@ from forall._batching.resolve import resolve
 from forall._batching.sharing import SHARING
 from forall._batching.summed import unmade
 from forall._core.counting import counted
-from forall._core.errors import explain, note_missing_axis
+from forall._core.errors import collective, explain, note_missing_axis
 from forall._core.levels import (
     Level,
     at,
@@ -342,6 +342,8 @@ def run_shared(level: VmapLevel, func: Any, args: tuple, kwargs: dict) -> Any:
     if special is not None:
         return special(level, func, args, kwargs)
     fact = facts(func)
+    if fact.is_collective:
+        raise collective("vmap", func)
     if fact.seeded or (fact.writes and not fact.mutates):
         return resolve(func)(level, func, args, kwargs)
     if fact.into_lists:

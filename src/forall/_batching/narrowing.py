@@ -154,7 +154,7 @@ def _detached(x: Any) -> Any:
     """x.detach_(), of which no operator tells."""
     memory = standing.memory_of(x)
     if memory is not None and (memory.names or memory.of_rows):
-        raise Apart
+        raise Apart("detach_ of a tensor that some examples know by another name")
     return NotImplemented
 
 

@@ -30,13 +30,15 @@ def apart(call: Callable[[], Any], join: Callable[[list[tuple[World, Any]]], Any
                 done.append((world, repeatable(call)))
         except Exception:
             if done or todo:  # some fail, who may catch it; the others do not
-                raise Apart from None
+                raise Apart("code that is not converted fails for some examples alone") from None
             raise
         except Parted as parted:
             root = parted.level
             root.parted = None
             if any(a is not b for a, b in zip(_used(), before, strict=True)):
-                raise Apart from None
+                raise Apart(
+                    "code that is not converted wrote, or drew, before its examples parted"
+                ) from None
             todo = _cut(world, root, parted.groups) + todo
     return done[0][1] if len(done) == 1 else join(done)
 
@@ -53,5 +55,5 @@ def _cut(world: World, root: Any, groups: list[list[int]]) -> list[World]:
     pieces = [common(world.of(root), chosen(root, group)) for group in groups]
     found = [piece for piece in pieces if piece is not None]
     if len(found) < 2:
-        raise Apart from None
+        raise Apart("code that is not converted parts in the same way once more") from None
     return [World({**world.parts, root: piece}) for piece in found]

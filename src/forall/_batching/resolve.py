@@ -18,7 +18,7 @@ import torch
 from forall._batching import extending, families, table, writing
 from forall._batching.ledger import written
 from forall._core.counting import counted
-from forall._core.errors import DataDependentError, slow
+from forall._core.errors import DataDependentError, collective, slow
 from forall._core.levels import outside
 from forall._torch import custom, trees
 from forall._torch.names import DispatchKey, decompositions, has_kernel
@@ -47,6 +47,8 @@ def _counting(write: Any) -> Any:
 
 def _find(func: Any) -> tuple[Any, str]:
     fact = facts(func)
+    if fact.is_collective:
+        raise collective("vmap", func)
     if fact.mutates:
         if torch.Tag.inplace_view in func.tags:
             return _no_rule, "error"

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 Tensor = torch.Tensor
+_SEVERAL = "a test on which the examples of several vmaps, one inside another, part at once"
 __all__ = [
     "Apart",
     "Undefined",
@@ -91,7 +92,7 @@ class World:
         """The one root in whose examples two worlds differ."""
         roots = [r for r in {**self.parts, **other.parts} if self.of(r) is not other.of(r)]
         if len(roots) > 1:
-            raise Apart
+            raise Apart(_SEVERAL)
         return roots[0] if roots else None
 
     def of(self, root: Any) -> Any:
@@ -217,7 +218,7 @@ def _asked(test: Any) -> bool | tuple[World, World] | None:
     if not all(level.parts for level in levels):
         return None
     if len(levels) > 1:
-        raise Apart
+        raise Apart(_SEVERAL)
     world, root = now().parts, levels[0].root
     yes, no = halves(levels[0], values)
     return World({**world, root: yes}), World({**world, root: no})
@@ -225,8 +226,10 @@ def _asked(test: Any) -> bool | tuple[World, World] | None:
 
 def question(test: Any) -> bool | tuple[World, World]:
     """`asked` by code of the user's, which may be heard."""
-    if stack.listening and (isinstance(test, Wrapper) or hasattr(test, "tensor")):
-        heard(truths(test if isinstance(test, Wrapper) else test.tensor))
+    if stack.listening:
+        numbers = test if isinstance(test, Tensor) else getattr(test, "tensor", test)
+        if isinstance(numbers, Wrapper):
+            heard(truths(numbers))
     return asked(test)
 
 
@@ -269,7 +272,7 @@ def renamed(kind: type, memory: Family) -> Tensor:
     """A tensor that is all of this memory, where the one of before is no more."""
     level = next((b.level for b in (known() for known in memory.members) if b is not None), None)
     if kind is not Batched or level is None:
-        raise Apart
+        raise Apart("a tensor with other names was written to, and is no more")
     name = wrap(memory.value, memory.axis, level)
     name.family, name.older = memory, memory.older
     memory.add(name)
@@ -355,7 +358,7 @@ def _one_level_apart(parts: list[tuple[World, Tensor]]) -> list[tuple[World, Ten
         for alike in found.values():
             if len(alike) > 1:
                 return alike
-    raise Apart
+    raise Apart(_SEVERAL)
 
 
 def _for(world: World, t: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from forall._batching.accounts import Step, by_all, is_shared_older, only_adds, 
 from forall._batching.batched import Batched, promote, refit
 from forall._batching.families import common_dtype, front, is_mapped, level_on, lower, wrapped
 from forall._batching.ledger import conflict, memory, note_write, unrecorded
-from forall._core.errors import columns, shared_write, short
+from forall._core.errors import collective, columns, shared_write, short
 from forall._torch import trees
 from forall._torch.dispatch import is_accumulating, no_dispatch
 from forall._torch.names import DispatchKey, has_kernel
@@ -225,6 +225,8 @@ _OF_AUTOGRAD = frozenset({torch.ops.aten.add.Tensor, torch.ops.aten.clone.defaul
 def _kind(func: Any) -> str:
     """What an operator does to the older tensors among its arguments."""
     fact, name = facts(func), func.overloadpacket.__name__
+    if fact.is_collective:
+        raise collective("vmap", func)
     kind = _WRITES if fact.writes else _READS
     if (
         fact.view

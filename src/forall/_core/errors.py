@@ -154,6 +154,22 @@ def shared_write(op: str, target: torch.Tensor, data: list[torch.Tensor]) -> Run
     )
 
 
+def collective(transform: str, func: object) -> RuntimeError:
+    """The error for an operator of torch.distributed that a level meets.
+
+    A collective knows nothing of examples and tangents: its kernels read memory that a wrapper
+    does not have, or answer for all examples at once.
+    """
+    place = users_line()
+    return RuntimeError(
+        f"{transform}: {func} communicates between processes, which has no meaning for one "
+        "example or tangent.\n"
+        f"{columns([('at', str(place), place.text())])}\n"
+        "Return what is to be communicated, and call torch.distributed on the result, "
+        f"outside {transform}."
+    )
+
+
 def explain(error: Exception, level: Level, func: Any, args: tuple, kwargs: dict) -> None:
     """Raise what the level tells of an operator's failure; if that is ``error``, the caller does.
 

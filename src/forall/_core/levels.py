@@ -14,6 +14,7 @@ NOTE [inside and outside]
 from __future__ import annotations
 
 import threading
+from contextlib import contextmanager, nullcontext
 from types import NoneType
 from typing import TYPE_CHECKING, Any
 from weakref import ref
@@ -21,6 +22,7 @@ from weakref import ref
 import torch
 
 from forall._core.order import numbered
+from forall._torch import fsdp
 from forall._torch.dispatch import (
     functions_off,
     in_torch_func,
@@ -33,7 +35,7 @@ from forall._torch.names import pop_mode, push_mode
 from forall._torch.wrapper import Wrapper
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
     from forall._core.places import Origin
 
@@ -182,6 +184,8 @@ class entered:
         self.level = level
 
     def __enter__(self) -> Level:
+        if fsdp.needs_patch():
+            fsdp.patch(outside_all)
         # Autocast would keep casts that are values of the level, and use them when it has ended.
         self.caches = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)
@@ -360,6 +364,16 @@ class outside:
         while self.modes:
             push_mode(self.modes.pop())
         stack.top = self.top
+
+
+@contextmanager
+def outside_all() -> Iterator[None]:
+    """Act as code outside of every level does, and past function modes."""
+    level = stack.top
+    while level is not None and level.parent is not None:
+        level = level.parent
+    with functions_off(), nullcontext() if level is None else outside(level):
+        yield
 
 
 def peels(tensor: torch.Tensor) -> bool:

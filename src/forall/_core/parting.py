@@ -27,4 +27,4 @@ class Parted(BaseException):
 
 
 class Apart(BaseException):
-    """Examples have parted in a way that running them together cannot say."""
+    """Examples have parted in a way that running them together cannot say: why, in words."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from forall._core.ended import left_over
-from forall._core.errors import columns, explain, short
+from forall._core.errors import collective, columns, explain, short
 from forall._core.levels import (
     Level,
     complete,
@@ -157,6 +157,8 @@ class JvpLevel(Level, DispatchMode):
     def run(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """One operator on primals and tangents together, in torch's forward mode."""
         fact = facts(func)
+        if fact.is_collective:
+            raise collective("jvp", func)
         if func is _DETACH and not is_excluded(AUTOGRAD):
             return second_name(args[0])
         leaf = accumulating_on() if func in ACCUMULATION else None

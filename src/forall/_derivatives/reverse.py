@@ -15,6 +15,7 @@ from forall._torch import inference, trees
 from forall._torch.dispatch import (
     ACCUMULATE,
     functions_off,
+    has_own_dispatch,
     in_torch_func,
     is_forward_enabled,
     run_backward,
@@ -66,7 +67,7 @@ def variable(x: torch.Tensor) -> torch.Tensor:
     with functions_off():
         x = inference.ordinary(lift(x, top()))
         kind = kind_of(x)
-        if not has_own_meaning(kind):
+        if not has_own_meaning(kind) or has_own_dispatch(kind):  # whose views are of the class
             return x.view_as(x) if x.requires_grad else _alias(x).requires_grad_()
         if x.requires_grad:
             return x.view_as(x).as_subclass(kind)

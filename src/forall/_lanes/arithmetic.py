@@ -122,11 +122,6 @@ def _compares(a: Operand, b: Operand) -> bool:
     return all(o.most <= _EXACT for o in (a, b) if o.kind is not float)
 
 
-def _pow_is_real(a: Operand, b: Operand) -> bool:
-    natural = not isinstance(b.of, torch.Tensor) and b.of >= 0 and b.of == math.floor(b.of)
-    return a.is_finite() and b.is_finite() and (a.bounds[0] > 0 or natural)
-
-
 # --- the operators ------------------------------------------------------------------------------
 
 
@@ -141,15 +136,11 @@ def _float_div(a: Any, b: Any) -> torch.Tensor:
     return torch.div(a if isinstance(a, torch.Tensor) else torch.full_like(b, a), b)
 
 
-def _float_pow(a: Any, b: Any) -> torch.Tensor | None:
-    r = operator.pow(a, b)
-    return r if all_finite(r) else None
-
-
 _COMPARISONS = (operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne)
 _LOGIC = (operator.and_, operator.or_, operator.xor)
 
-# For each operator on ints or on floats, when torch's is Python's.
+# For each operator on ints or on floats, when torch's is Python's. A power of floats never is:
+# torch's vectors round it in their own way.
 _INTS: dict[Any, Callable[[Operand, Operand], bool]] = {
     operator.add: lambda a, b: a.most + b.most < _INT64,
     operator.sub: lambda a, b: a.most + b.most < _INT64,
@@ -169,13 +160,11 @@ _FLOATS: dict[Any, Callable[[Operand, Operand], bool]] = {
     operator.truediv: lambda a, b: not b.has_zero(),
     operator.floordiv: _divides_floats,
     operator.mod: _divides_floats,
-    operator.pow: _pow_is_real,
     **dict.fromkeys(_COMPARISONS, _compares),
 }
 _FOR_FLOATS = {
     operator.truediv: _float_div,
     operator.mod: _float_mod,
-    operator.pow: _float_pow,
 }
 
 
@@ -192,7 +181,7 @@ def binary(op: Any, a: Operand, b: Operand) -> torch.Tensor | None:
         guard = (_FLOATS if kind is float else _INTS).get(op)
     if guard is None or not guard(a, b):
         return None
-    call = _FOR_FLOATS.get(op, op) if kind is float else op
+    call: Any = _FOR_FLOATS.get(op, op) if kind is float else op
     return call(a.as_(kind), b.as_(kind))
 
 

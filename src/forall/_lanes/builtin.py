@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import operator
 import types
 from collections.abc import Callable
@@ -115,6 +116,18 @@ def _converting(kind: type) -> Callable:
     return convert
 
 
+def _calculating(f: Callable) -> Callable:
+    """A function of ``math``: the result for each lane, by itself."""
+
+    def calculate(*args: Any, **kwargs: Any) -> Any:
+        if _loose((*args, *kwargs.values())):
+            return calls.opaque(f, args, kwargs)
+        args = tuple(list(a) if hasattr(type(a), "__next__") else a for a in args)
+        return words.calculate(f, args, kwargs)
+
+    return calculate
+
+
 def _sum(values: Any, /, start: Any = 0) -> Any:
     """By ``+``, where tensors are among the items of a list."""
     if _loose((values, start)) or type(values) not in (list, tuple):
@@ -175,6 +188,7 @@ def _filter(f: Any, iterable: Any) -> Any:
     return kept if items.is_mixed(kept) else iter(kept)
 
 
+calls.OVERRIDDEN.update({f: _calculating(f) for f in vars(math).values() if callable(f)})
 calls.OVERRIDDEN.update(
     {
         range: _range,

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from forall._batching.straight import called
+from forall._core.parting import Parted
 from forall._core.places import Place
 from forall._core.remembering import Remembered
 from forall._lanes import items, straightly
@@ -77,6 +78,7 @@ _CONSTANT = (
 )  # fmt: skip
 _plans: dict[types.CodeType, Any] = {}
 _deep_plans: dict[types.CodeType, Any] = {}  # of functions of other libraries
+_refused: dict[types.CodeType, Refused] = {}  # why these functions are run as they are
 _of_torch_alone: set[Any] = set()  # functions of torch's that mean nothing else here
 
 
@@ -167,6 +169,7 @@ def _made_plan(f: types.FunctionType) -> Any:
     if isinstance(plan, Refused):
         if thread.report is not None:
             tell(f, plan)
+        _refused[f.__code__] = plan
         return OPAQUE
     if thread.report is not None:
         code = f.__code__
@@ -323,17 +326,42 @@ def opaque(f: Any, args: tuple, kwargs: dict, owners: tuple = ()) -> Any:
             return _of_torch(f, f, args, args, kwargs)
         return words.apart(lambda: f(*args, **kwargs), merge)
     if _is_used_up((*owners, *args, *kwargs.values())):
-        return f(*args, **kwargs)  # no second time
+        return _once(f, args, kwargs)
     changed = [a for a in (*owners, *args, *kwargs.values()) if slot_of(a) is not None]
     run = functools.partial(f, *args, **kwargs)
     if thread.report is not None:
         run = thread.report.watched(f, run)
+    if type(f) is types.FunctionType and f.__code__ in _refused:
+        run = _noticed(f.__code__, run)
     return items.changing(changed, run, _state(f, args, kwargs))
+
+
+def _noticed(code: types.CodeType, run: Callable[[], Any]) -> Callable[[], Any]:
+    """``run`` of a function that could not be converted: who parts in it has to hear why."""
+
+    def noticed() -> Any:
+        try:
+            return run()
+        except Parted:
+            thread.ran_again[code] = _refused[code]
+            raise
+
+    return noticed
 
 
 def _is_used_up(values: tuple) -> bool:
     """Whether there is an iterator among these: what somebody has taken of it is gone."""
     return any(hasattr(type(v), "__next__") for v in values)
+
+
+def _once(f: Any, args: tuple, kwargs: dict) -> Any:
+    """What takes something of an iterator has no second time."""
+    try:
+        return f(*args, **kwargs)
+    except RuntimeError as error:
+        if thread.loose and str(error).endswith("during iteration"):
+            raise Unsplittable("an iterator of what differs in length or keys") from None
+        raise
 
 
 def _state(f: Any, args: tuple, kwargs: dict) -> Remembered | None:

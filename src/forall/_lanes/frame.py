@@ -17,7 +17,7 @@ from typing import Any
 from forall._batching.batched import Batched
 from forall._batching.straight import fused, operators
 from forall._lanes import asking, calls, items
-from forall._lanes.asking import Truth, ask
+from forall._lanes.asking import PLAIN, Truth, ask
 from forall._lanes.at_once import at_once
 from forall._lanes.branch import NO, YES, Branch
 from forall._lanes.heap import CONTAINERS, Cell, Global, Unsplittable
@@ -28,6 +28,12 @@ from forall._lanes.varying import Varying
 from forall._lanes.words import words
 
 straight = operators()
+_CONVERTED = {-1: lambda v: v, ord("r"): repr, ord("s"): str, ord("a"): ascii}
+
+
+def _text(*pieces: Any) -> str:
+    """An f-string's text. Each piece is a text, or a value, its conversion and its format."""
+    return "".join(p if type(p) is str else format(_CONVERTED[p[1]](p[0]), p[2]) for p in pieces)
 
 
 class Frame(Region):
@@ -176,6 +182,12 @@ class Frame(Region):
                 found = fused(fast, operands)
                 return slow(self, *operands) if found is None else found
         return slow(self, *operands)
+
+    def text(self, *pieces: Any) -> Any:
+        """An f-string: that of each lane, where they differ."""
+        if all(type(p) is str or (type(p[0]) in PLAIN and type(p[2]) is str) for p in pieces):
+            return _text(*pieces)
+        return calls.opaque(_text, pieces, {})
 
     def grow(self, out: list, value: Any) -> None:
         """``out.append(value)`` in a comprehension, whose list nobody else has seen."""

@@ -64,6 +64,10 @@ class Unsplittable(BaseException):
     """
 
 
+class SeveralKinds(Unsplittable):
+    """The examples' results are no one value, with whatever code they were computed."""
+
+
 class Slot:
     """A place in memory. ``key`` tells it from all others."""
 
@@ -237,8 +241,14 @@ class Mapping(Container):
         return dict(self.owner)
 
     def write(self, content: dict) -> None:
-        self.owner.clear()
-        self.owner.update(content)
+        """What has the same keys is changed no more than need be: somebody may go through it."""
+        if list(self.owner) != list(content):
+            self.owner.clear()
+            self.owner.update(content)
+            return
+        for key, value in content.items():
+            if self.owner[key] is not value:
+                self.owner[key] = value
 
     def values(self) -> Any:
         return self.owner.values()

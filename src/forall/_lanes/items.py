@@ -236,11 +236,17 @@ def stepwise(iterable: Any) -> Callable[[], tuple] | None:
     if kind is Varying:
         value = merge(iterable.now())
         parts = [(words.now(), value)] if type(value) is not Varying else value.now()
-        return _in_step([(w, iter(v)) for w, v in parts])
+        return _in_step([(w, _begun(w, v)) for w, v in parts])
     if is_mixed(iterable):
         parts = active(thread.mixed[id(iterable)][1])
         return _in_step([(w, iter(list(content))) for w, content in parts])
     return None
+
+
+def _begun(world: Any, iterable: Any) -> Any:
+    """The iterator of a value that these lanes alone have."""
+    with words.running(world):
+        return iter(iterable)
 
 
 def _in_step(parts: Parts) -> Callable[[], tuple]:

@@ -15,7 +15,7 @@ import torch
 
 from forall._lanes import stacks
 from forall._lanes.arithmetic import DTYPES, all_finite, any_, wider
-from forall._lanes.numbers import Number, by_lane, number, operand, trunc
+from forall._lanes.numbers import Number, by_lane, operand, trunc
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,51 +30,24 @@ def _ours(a: Any) -> bool:
     return type(a) is Number or (isinstance(a, Tensor) and a.numel() == 1 and stacks.differs(a))
 
 
-def _numbers(a: Any) -> Any:
-    """Tensors read as numbers."""
+def as_number(a: Any) -> Any:
+    """Tensors read as numbers, those in lists too; anything else as it is."""
     if type(a) in (list, tuple):
-        return type(a)(map(_numbers, a))
-    return number(a) if isinstance(a, Tensor) else a
+        return type(a)(map(as_number, a))
+    return a.item() if isinstance(a, Tensor) and a.numel() == 1 else a
 
 
 # --- math ---------------------------------------------------------------------------------------
 
-# Where torch's answer is finite it is math's, but for the last bits, which torch's vectors round
-# in their own way. Elsewhere math itself answers, or raises.
+# Where torch's answer is finite it is math's, to the last bit: others torch's vectors round in
+# their own way. Elsewhere math itself answers, or raises.
 _TORCHS = {
-    name: getattr(torch, name)
-    for name in [
-        "sqrt",
-        "exp",
-        "expm1",
-        "log",
-        "log2",
-        "log10",
-        "log1p",
-        "sin",
-        "cos",
-        "tan",
-        "asin",
-        "acos",
-        "atan",
-        "sinh",
-        "cosh",
-        "tanh",
-        "asinh",
-        "acosh",
-        "atanh",
-        "erf",
-        "erfc",
-        "exp2",
-        "hypot",
-        "atan2",
-        "copysign",
-        "pow",
-        "fmod",
-        "nextafter",
-    ]
+    "fabs": torch.abs,
+    "degrees": torch.rad2deg,
+    "radians": torch.deg2rad,
+    "copysign": torch.copysign,
+    "fmod": torch.fmod,
 }
-_TORCHS.update({"fabs": torch.abs, "degrees": torch.rad2deg, "radians": torch.deg2rad})
 _ASKS = {"isnan": torch.isnan, "isinf": torch.isinf, "isfinite": torch.isfinite}
 
 
@@ -92,7 +65,7 @@ def _mathematical(f: Callable) -> Callable:
     def call(*args: Any, **kwargs: Any) -> Any:
         if not any(map(_ours, (*args, *kwargs.values()))):
             return f(*args, **kwargs)
-        args = tuple(map(_numbers, args))
+        args = tuple(map(as_number, args))
         if torchs is not None and not kwargs and all(map(_is_real, args)):
             try:
                 out = torchs(*map(_float, args))
@@ -103,13 +76,10 @@ def _mathematical(f: Callable) -> Callable:
                 return by_lane(f, *args)
             if name in _ASKS or all_finite(out):
                 return Number(out)
-        return by_lane(lambda a, k: f(*a, **k), args, _numbers_of(kwargs), name=name)
+        named = {k: as_number(v) for k, v in kwargs.items()}
+        return by_lane(lambda a, k: f(*a, **k), args, named, name=name)
 
     return call
-
-
-def _numbers_of(kwargs: dict) -> dict:
-    return {k: _numbers(v) for k, v in kwargs.items()}
 
 
 def _is_real(a: Any) -> bool:
@@ -122,7 +92,7 @@ MATH: dict[Any, Callable] = {
     if callable(f) and f not in (math.floor, math.ceil, math.trunc)
 }
 for _f in (math.floor, math.ceil, math.trunc):
-    MATH[_f] = lambda x, f=_f: f(_numbers(x) if _ours(x) else x)
+    MATH[_f] = lambda x, f=_f: f(as_number(x) if _ours(x) else x)
 
 
 # --- Python's own -------------------------------------------------------------------------------
@@ -148,11 +118,6 @@ def _to(kind: type) -> Callable:
 
 def _is_one(a: Any) -> bool:
     return type(a) not in (list, tuple) and _ours(a)
-
-
-def as_number(a: Any) -> Any:
-    """A tensor read as a number; anything else as it is."""
-    return _numbers(a)
 
 
 def _are_numbers(items: list) -> bool:

@@ -49,8 +49,25 @@ def merge(parts: Parts) -> Any:
         return _make_varying(groups)
     if len(groups) == 1:
         return groups[0][1]
-    found = _one(groups)
+    try:
+        found = _one(groups)
+    except words.Undefined:  # an object made since some lanes left: they have never seen it
+        groups = [(w, v) for w, v in groups if _is_had(w, v)]
+        return _make_varying(groups) if groups else UNDEFINED
     return _make_varying(groups) if found is UNDEFINED else found
+
+
+def _is_had(world: Any, value: Any) -> bool:
+    """Whether the lanes of a world all have this value."""
+    try:
+        with words.running(world):
+            if type(value) is words.Number:
+                _ = value.tensor
+            elif isinstance(value, words.Tensor):
+                value.detach()
+    except words.Undefined:
+        return False
+    return True
 
 
 def within(parts: Parts, world: Any) -> Parts:
@@ -135,7 +152,8 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _tensor(value: Any, kind: Any) -> Any:
-    return value.tensor if type(value) is words.Number else torch.tensor(value, dtype=_DTYPES[kind])
+    """The number of a part, whose lanes may be fewer than those that run: no read of it."""
+    return value.whole if type(value) is words.Number else torch.tensor(value, dtype=_DTYPES[kind])
 
 
 def _tuples(parts: Parts) -> Any:

@@ -39,20 +39,29 @@ class Number:
     is nobody else's, so that it never changes. Numbers carry no derivative.
     """
 
-    __slots__ = ("__weakref__", "_bounds", "_casts", "_tensor", "kind")
+    __slots__ = ("__weakref__", "_bounds", "_casts", "_some", "_tensor", "kind")
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
         with functions_off():
             self.kind: type = KINDS[tensor.dtype]  # of each example's number
-        self._bounds: tuple | None = None
+        self._some: Tensor | None = None  # those of the examples that ran when last asked
+        self._bounds: tuple[Tensor | None, tuple] = (None, ())  # of which numbers, and what
         self._casts: dict[Any, Tensor] = {}
 
     @property
     def tensor(self) -> Tensor:
         """The numbers of the examples that run."""
-        if stack.parted and is_stale(self._tensor):
-            return narrow(self._tensor)
+        if not stack.parted or not is_stale(self._tensor):
+            return self._tensor
+        some = self._some
+        if some is None or is_stale(some):
+            some = self._some = narrow(self._tensor)
+        return some
+
+    @property
+    def whole(self) -> Tensor:
+        """The numbers of all examples that it was made for, whoever of them runs."""
         return self._tensor
 
     def cast(self, dtype: torch.dtype, device: Any = None) -> Tensor:
@@ -71,10 +80,13 @@ class Number:
 
     @property
     def bounds(self) -> tuple:
-        """The least and the largest of the numbers."""
-        if self._bounds is None:
-            self._bounds = bounds_of(self.tensor)
-        return self._bounds
+        """The least and the largest of the numbers of the examples that run."""
+        tensor = self.tensor
+        of, bounds = self._bounds
+        if of is not tensor:
+            bounds = bounds_of(tensor)
+            self._bounds = tensor, bounds
+        return bounds
 
     def one(self) -> Any:
         """The number as Python's own: where the examples differ, they part."""

@@ -9,7 +9,7 @@ from typing import Any
 from forall._lanes import builtin as _builtin
 from forall._lanes.calls import call, converted, tell
 from forall._lanes.frame import Frame
-from forall._lanes.heap import Mixed, Unsplittable
+from forall._lanes.heap import Mixed, SeveralKinds, Unsplittable
 from forall._lanes.libraries import is_library
 from forall._lanes.merging import UNDEFINED, merge, settled
 from forall._lanes.report import Report
@@ -65,7 +65,7 @@ def whole(result: Any) -> Any:
     result = settled(result, _content)
     for leaf in trees.leaves(result):
         if type(leaf) in (Varying, Mixed):
-            raise Unsplittable("results of several kinds")
+            raise SeveralKinds("results of several kinds")
     return result
 
 

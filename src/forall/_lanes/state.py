@@ -31,6 +31,7 @@ class Thread(threading.local):
         self.runs = 0  # how many functions run converted, one inside another
         self.deeply = False  # whether those of other libraries run converted too
         self.met_others = False  # whether one of them was called that ran as it is
+        self.ran_again: dict[Any, Any] = {}  # functions not converted in which lanes parted: why
         self.loosened: dict[Any, Slot] = {}  # places where what varies was left
 
     def go(self, world: Any) -> None:

@@ -35,7 +35,7 @@ class Varying:
         if covered is None or world - covered is not None:
             raise UnboundLocalError(
                 "a variable was read for examples that have not assigned it: it has a value for "
-                f"{0 if covered is None else covered.size} of the {world.size} that run here"
+                f"{0 if covered is None else covered.size} others"
             )
         return parts
 
@@ -175,8 +175,8 @@ def _pieces(world: Any, parts: Parts) -> Iterator[Any]:
 def _partings(value: Any, deep: int) -> Iterator[Parts]:
     kind = type(value)
     if kind is Varying:
-        now = value.now()
-        if type(merge(now)) is Varying:
+        now = within(value.parts, words.now())  # who has none has a world without
+        if not now or type(merge(now)) is Varying:
             yield now
         for _, v in now:
             yield from _partings(v, deep)
@@ -204,7 +204,12 @@ def plain(value: Any, deep: int = 2) -> Any:
     """The value for the lanes that run, what varies inside replaced too; itself where none does."""
     kind = type(value)
     if kind is Varying:
-        return plain(resolved(value), deep)
+        value = resolved(value)
+        if type(value) is Varying:
+            raise Unsplittable(
+                "what varies, deep inside what is given to code that is not converted"
+            )
+        return plain(value, deep)
     if deep and varies(value, deep):
         if kind is tuple:
             items = (plain(v, deep - 1) for v in value)

@@ -13,7 +13,7 @@ from forall._batching.rerun import apart
 from forall._batching.standing import FOLLOWING, memory_of, views
 from forall._batching.table import CALLS
 from forall._lanes import aliases, made  # noqa: F401 - torch.tensor(n) and its like
-from forall._lanes.maths import BUILTINS
+from forall._lanes.maths import BUILTINS, MATH
 from forall._lanes.numbers import Number, number
 from forall._lanes.words import use, words
 from forall._torch.wrapper import Wrapper
@@ -50,4 +50,5 @@ use(
     put=worlds.put,
 )
 words.convert = lambda n, kind: BUILTINS[kind](n)
+words.calculate = lambda f, args, kwargs: MATH[f](*args, **kwargs)
 FOLLOWING.append(aliases.follow)

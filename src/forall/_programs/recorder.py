@@ -294,6 +294,9 @@ class Recorder(DispatchMode):
 
     def _met(self, func: Any, args: tuple, kwargs: dict) -> Node | None:
         fact = facts(func)
+        if fact.is_collective:  # a program may drop or reorder what processes have to meet in
+            self.fails(f"{func} communicates between processes")
+            return None
         looks = _looks(func, args) and not self._hears
         changes = torch.Tag.inplace_view in func.tags
         if changes and not self.is_from_outside(args[0]):

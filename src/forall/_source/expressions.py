@@ -203,6 +203,19 @@ class Expressions(ast.NodeTransformer):
             node.value = expr("F.noting(READER, V)", node, READER=reader, V=node.value)
         return node
 
+    def visit_JoinedStr(self, node: ast.JoinedStr) -> ast.expr:
+        """A text of constants, and of values as ``(value, conversion, format)``."""
+        made = expr("F.text()", node)
+        made.args = [self._piece(piece) for piece in node.values]
+        return made
+
+    def _piece(self, piece: ast.expr) -> ast.expr:
+        if not isinstance(piece, ast.FormattedValue):
+            return piece
+        spec = constant("", piece) if piece.format_spec is None else self.visit(piece.format_spec)
+        how = constant(piece.conversion, piece)
+        return expr("(A, B, C)", piece, A=self.visit(piece.value), B=how, C=spec)
+
     # --- comprehensions become functions with loops
 
     def visit_ListComp(self, node: ast.ListComp) -> ast.expr:

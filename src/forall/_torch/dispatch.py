@@ -16,7 +16,7 @@ from torch._C import DispatchKey
 from torch.autograd import forward_ad
 
 from forall._torch import inference
-from forall._torch.tracers import unseen
+from forall._torch.tracers import beneath_ours, unseen
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -367,9 +367,22 @@ def dynamo_loaded() -> bool:
     return "torch._dynamo" in sys.modules
 
 
+_NO_DISPATCH = torch.Tensor.__torch_dispatch__
+
+
+def has_own_dispatch(kind: type[torch.Tensor]) -> bool:
+    """True if a class of tensors says by __torch_dispatch__ what operators mean on it."""
+    return kind.__torch_dispatch__ is not _NO_DISPATCH
+
+
 def plain_alias(tensor: torch.Tensor) -> torch.Tensor:
-    """An ordinary tensor under a second name without history; a user's own tangent stays."""
-    with functions_off(), unseen():
+    """An ordinary tensor under a second name without history; a user's own tangent stays.
+
+    A tensor whose class dispatches for itself (DTensor) has its class do it: the kernel knows
+    nothing of what such a tensor holds, and would answer with a tensor that has no memory.
+    """
+    hidden = beneath_ours() if has_own_dispatch(type(tensor)) else unseen()
+    with functions_off(), hidden:
         alias = tensor.detach()
         if users_tangents():
             tangent = forward_ad.unpack_dual(tensor).tangent

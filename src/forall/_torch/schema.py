@@ -26,9 +26,13 @@ class Facts(NamedTuple):
     writes: bool  # whether it may write into anything
     into_lists: bool  # whether into tensors of a list
     foreign: bool  # a library's; forward mode passes these by, and its tangents come out as zeros
+    is_collective: bool  # torch.distributed's: all processes of a group take part in one call
 
 
 _TORCHS = ("aten", "prims", "prim", "forall")
+_COLLECTIVES = frozenset(
+    {"c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd", "symm_mem"}
+)
 _RUNNING = ("running_mean", "running_var")
 # What writes into running statistics where this argument says so (None: always), and in whose
 # schema no word of it is.
@@ -82,6 +86,7 @@ def facts(func: Any) -> Facts:
         ),
         asks=None if asked is None else names.index(asked),
         foreign=func.namespace not in _TORCHS and not mutates,
+        is_collective=func.namespace in _COLLECTIVES,
     )
 
 

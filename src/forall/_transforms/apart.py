@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import functools
 import inspect
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakSet
 
 import torch
 
 from forall._batching.merging import Undefined, is_partial
 from forall._batching.worlds import Apart
+from forall._core.errors import columns, name_of, slow
 from forall._core.parting import Parted
+from forall._core.places import Place, users_frame
 from forall._lanes import Refused, convert, deeply, is_running, thread
-from forall._lanes.heap import Unsplittable
+from forall._lanes.heap import SeveralKinds, Unsplittable
 from forall._lanes.varying import Varying
 from forall._torch import trees
 from forall._torch.wrapper import Wrapper
@@ -52,25 +54,31 @@ def run(call: Mapping) -> tuple[list, Any]:
     else:
         groups = [[*range(call.entering.size)]]
     if call.entering.size == 1:
-        return _as_it_is(call) if known else _in_groups(call, groups)
+        return _as_it_is(call, None) if known else _in_groups(call, groups, None)
+    why: Obstacle | None = None
     for deep in (True,) if code in _DEEPLY else (False, True):
         with deeply(deep):
             function = convert(call.func, strict=True)
             if isinstance(function, Refused):
+                why = Obstacle.at(function)
                 if known:
-                    return _as_it_is(call)
+                    return _as_it_is(call, why)
                 break
             try:
                 result = _converted(call, function)
-            except Groups:
+            except Groups as gave_up:
+                why = Obstacle.of(gave_up.why)
                 groups = [[*range(call.entering.size)]]
                 if not thread.met_others:
                     break
             else:
                 if deep and code is not None:
                     _DEEPLY.add(code)
+                again, thread.ran_again = thread.ran_again, {}
+                for refused in again.values():
+                    warn(call, Obstacle.at(refused))
                 return result
-    return _in_groups(call, groups)
+    return _in_groups(call, groups, why)
 
 
 def _converted(call: Mapping, function: Callable) -> tuple[list, Any]:
@@ -78,11 +86,12 @@ def _converted(call: Mapping, function: Callable) -> tuple[list, Any]:
     return _once(call._replace(func=whole, options=Converted(call.options)), "converted")
 
 
-def _as_it_is(call: Mapping) -> tuple[list, Any]:
+def _as_it_is(call: Mapping, why: Obstacle | None) -> tuple[list, Any]:
     try:
         return _once(call, "as it is")
     except Groups as parted:
-        return _in_groups(call, parted.groups)
+        groups = parted.groups
+    return _in_groups(call, groups, why)
 
 
 def _once(call: Mapping, how: str) -> tuple[list, Any]:
@@ -98,11 +107,74 @@ def _once(call: Mapping, how: str) -> tuple[list, Any]:
     return result
 
 
-def _in_groups(call: Mapping, groups: list[list[int]]) -> tuple[list, Any]:
+def _in_groups(call: Mapping, groups: list[list[int]], why: Obstacle | None) -> tuple[list, Any]:
+    """The results of all examples; where none fails, a warning of what stood in the way."""
+    thread.ran_again = {}
     result = in_groups(call, groups)
     if call.options.report is not None:
         call.options.report.groups_ended()
+    if why is not None and not (why.is_of_results and call.options.ragged):
+        warn(call, why)
     return result
+
+
+class Obstacle(NamedTuple):
+    """Why a call was not run converted, and where in the user's code that shows."""
+
+    reason: str
+    place: Place
+    is_internal: bool = False  # an error of the conversion, for no example has it
+    is_of_results: bool = False
+
+    @classmethod
+    def at(cls, refused: Refused) -> Obstacle:
+        file, _, line = refused.place.rpartition(":")
+        return cls(refused.reason, Place(file, int(line)))
+
+    @classmethod
+    def of(cls, why: BaseException | Place | None) -> Obstacle:
+        """That by which a converted run ended, without what an error keeps alive."""
+        if isinstance(why, Parted):
+            why = why.place
+        if not isinstance(why, BaseException):
+            reason = "code that is not converted asks, and cannot be run again on the spot"
+            return cls(reason, why or Place("?", 0))
+        place = _place_of(why)
+        if isinstance(why, (Apart, Unsplittable)):
+            return cls(str(why), place, is_of_results=isinstance(why, SeveralKinds))
+        text = str(why).partition("\n")[0]
+        if isinstance(why, Warning) or (isinstance(why, Exception) and text.startswith("vmap")):
+            # in words of ours, by design
+            return cls(text, place)
+        return cls(f"forall itself failed with {type(why).__name__}: {text}", place, True)
+
+
+def _place_of(error: BaseException) -> Place:
+    """The innermost line of the user's that an error has gone through."""
+    trace = error.__traceback__
+    place = Place("?", 0)
+    while trace is not None:
+        if users_frame(trace.tb_frame) is trace.tb_frame:
+            place = Place(trace.tb_frame.f_code.co_filename, trace.tb_lineno)
+        trace = trace.tb_next
+    return place
+
+
+def warn(call: Mapping, why: Obstacle) -> None:
+    """Tell, once for each function and reason, that examples ran in groups, and of the cure."""
+    rows = [("at", f"{why.place.near()}   {why.place.text()}".rstrip()), ("reason", why.reason)]
+    cure = "Write that line in another way"
+    if not why.place.text():
+        cure = "Define the function in a file, where its source can be read"
+    if why.is_internal:
+        cure = "This is a defect of forall: please report it. Until then, write it in another way"
+    slow(
+        f"vmap({name_of(call.func)}): examples part in code that could not be converted, so they "
+        "ran in groups or one after another, not all at once.\n"
+        f"{columns(rows)}\n"
+        f"{cure}, or without Python's questions: torch.where, forall.cond, forall.while_loop. "
+        "forall.explain tells how a call runs."
+    )
 
 
 def _whole(function: Callable, func: Callable) -> Callable:
@@ -112,7 +184,7 @@ def _whole(function: Callable, func: Callable) -> Callable:
         result = function(*args, **kwargs)
         for leaf in trees.leaves(result):
             if type(leaf) is Varying or (isinstance(leaf, Wrapper) and is_partial(leaf)):
-                raise Unsplittable("results of several kinds")
+                raise SeveralKinds("results of several kinds")
         return result
 
     # By its name the state that it can reach is found, where it has to be run otherwise.

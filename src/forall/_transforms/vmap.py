@@ -62,7 +62,8 @@ def vmap(
     (``if x > 0``), that run is undone, and from then on the source of ``func``, and of what it
     calls, runs in a form in which they part and meet again: each operator once for each group that
     comes to it. What has no such form (a generator, code without source) runs once for each group
-    of examples that agree. Prints, and what is written to files, then come more than once.
+    of examples that agree, and warns. Prints, and what is written to files, then come more than
+    once.
 
     Args:
         func: takes tensors, or trees of them, and returns tensors, numbers, or trees of them.

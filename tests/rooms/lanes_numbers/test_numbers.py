@@ -35,7 +35,6 @@ UNARY += [math.trunc, math.sqrt, math.exp, math.log, math.sin, math.tanh, math.i
 UNARY += [math.atanh, math.isqrt, math.modf, math.frexp, math.degrees, math.log1p, math.gamma]
 # Of ~True, which is -2 as ever, Python 3.12 and later say that they will take it away
 PYTHON_WARNS = pytest.mark.filterwarnings("ignore:Bitwise inversion '~' on bool")
-NEAR = {operator.pow, math.pow, *UNARY[8:], math.atan2, math.hypot}
 
 
 def ours(f: Any) -> Any:
@@ -43,19 +42,17 @@ def ours(f: Any) -> Any:
     return MATH.get(f, f)
 
 
-def is_same(got, want, near=False):
+def is_same(got, want):
     if type(got) is not type(want):
         return False
     if type(got) is tuple:
-        return len(got) == len(want) and all(map(is_same, got, want, [near] * len(got)))
+        return len(got) == len(want) and all(map(is_same, got, want))
     if type(got) is complex:
         return is_same(got.real, want.real) and is_same(got.imag, want.imag)
     if type(got) is not float:
         return got == want
     if math.isnan(got) or math.isnan(want):
         return math.isnan(got) and math.isnan(want)
-    if near:
-        return got == want or abs(got - want) <= 4 * math.ulp(want)
     return struct.pack("d", got) == struct.pack("d", want)
 
 
@@ -111,7 +108,7 @@ def check(f: Any, operands, ref, parted):
         return None
     got = ours(f)(*operands)
     for g, w in zip(lanes_of(got, ref), want, strict=True):
-        assert is_same(g, w, f in NEAR), (*told, g, w)
+        assert is_same(g, w), (*told, g, w)
     return got if type(got) is Number else None
 
 
@@ -245,7 +242,7 @@ def test_where_one_number_is_needed_the_lanes_part(parted):
 def test_numbers_that_agree_are_one_number():
     assert each([3, 3], lambda n: list(range(n))) == [0, 1, 2]
     assert each([3, 3], lambda n: {3: "three"}[n]) == "three"
-    assert each([0.5, 0.5], math.sqrt) == math.sqrt(0.5)
+    assert each([0.5, 0.5], lambda n: bool(math.sqrt(n) == math.sqrt(0.5))) is True
     assert each([2, 3], lambda n: bool(n)) is True
     assert each([2.1, 2.9], int) == 2
     assert each([0.0, -0.0], lambda n: n == 0).one() is True

@@ -1,0 +1,49 @@
+"""FSDP2's bookkeeping of parameters, which runs in hooks of the modules that it shards.
+
+Gathering parameters before a module runs, and freeing them afterwards, is no part of the function
+that a user transforms: levels that saw it would refuse its collectives and its changes of storage.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
+
+_MODULE = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
+_METHODS = ("unshard", "wait_for_unshard", "reshard", "post_backward", "finalize_backward")
+
+
+class _State:
+    """Whether the methods have been wrapped. To import FSDP2 takes long, so users do it."""
+
+    is_patched = False
+
+
+_state = _State()
+
+
+def needs_patch() -> bool:
+    """True if FSDP2 has been imported, and still runs its bookkeeping under levels."""
+    return _MODULE in sys.modules and not _state.is_patched
+
+
+def patch(hidden: Callable[[], AbstractContextManager[None]]) -> None:
+    """Run FSDP2's bookkeeping within ``hidden()`` from now on."""
+    group = sys.modules[_MODULE].FSDPParamGroup
+    for name in _METHODS:
+        setattr(group, name, _hide(getattr(group, name), hidden))
+    _state.is_patched = True
+
+
+def _hide(method: Callable[..., Any], hidden: Callable[[], AbstractContextManager[None]]) -> Any:
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with hidden():
+            return method(*args, **kwargs)
+
+    return call

@@ -1,0 +1,28 @@
+"""Examples that part run in groups, as a test wants it or because of what it is about."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from forall._lanes import Refused
+from forall._transforms import apart
+
+# The mark of tests about code that has no converted form.
+EXPECTED = pytest.mark.filterwarnings(
+    "ignore:vmap.*could not be converted:forall.PerformanceWarning"
+)
+
+# Programs whose conversion does fail by an error of its own: see tests/gaps/test_conversions.py.
+GAPS = ("attribute_written_in_a_branch", "transforms_inside")
+
+
+def only_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no function be converted, which then is nothing to warn of."""
+
+    def convert(*_: Any, **__: Any) -> Refused:
+        return Refused("a test wants groups", f"{__file__}:1")
+
+    monkeypatch.setattr(apart, "convert", convert)
+    monkeypatch.setattr(apart, "warn", lambda *_: None)
