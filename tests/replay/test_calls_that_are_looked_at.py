@@ -7,14 +7,17 @@ result it does in each of the first calls as often as there, and in the same ord
 from __future__ import annotations
 
 import os
+from typing import ClassVar
 
 import pytest
 import torch
 
 import forall
+from by_groups import EXPECTED
 from forall import grad, hessian, jacfwd, jacrev, jvp, vmap
 
 pytestmark = [
+    EXPECTED,
     pytest.mark.counted,
     pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad"),
 ]
@@ -24,7 +27,7 @@ _CALLS = 9
 
 class Seen:
     n = 0
-    words: list = []
+    words: ClassVar[list] = []
 
 
 def seen(word="here"):

@@ -9,13 +9,13 @@ NOTE [whose history is whose]
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from forall._programs.passes import clean
 from forall._programs.seeing import seen_by
-from forall._torch.history import are_apart, has_pythons, node_of
+from forall._torch.history import are_apart, gradients_of, has_pythons, node_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -103,10 +103,8 @@ def _pulled(
     cotangents: Sequence[Tensor],
     asked: Pass,
 ) -> Sequence[Tensor | None]:
-    graph = asked.graph
-    how: dict[str, Any] = {"retain_graph": True, "create_graph": graph, "allow_unused": True}
     try:
-        return torch.autograd.grad(ends, wanted, cotangents, **how)
+        return gradients_of(ends, wanted, cotangents, create_graph=asked.graph)
     except RuntimeError as error:  # as who pulls back for themselves would meet
         recorder.fails(f"its results cannot be pulled back: {str(error).splitlines()[0]}")
         return ()
