@@ -55,8 +55,8 @@ _PROGRAM = """
     forall.config.replay, forall.config.patience = True, 0
     from forall._programs import replay
     recorded = []
-    original = replay.record
-    replay.record = lambda *given, **how: recorded.append(1) or original(*given, **how)
+    original = replay.begun
+    replay.begun = lambda *given, **how: recorded.append(1) or original(*given, **how)
     for call in calls:
         for _ in range(6):
             call()

@@ -38,6 +38,15 @@ def binding(program: Program, node: Node) -> tuple[Callable, tuple, dict]:
     return func, node.args, node.kwargs
 
 
+def asking(program: Program) -> Iterator[None]:
+    """Find out how the operators are called, some at a time, before they are written down."""
+    for i, node in enumerate(program.nodes):
+        binding(program, node)
+        if not (i + 1) % _EACH:
+            yield
+
+
+_EACH = 64
 _MOST = 4096  # answers that are kept: one operator is asked about in program after program
 _known: dict[Any, Callable] = {}
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from functools import partial
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -40,12 +40,25 @@ if TYPE_CHECKING:
     from forall._programs.open_views import Opened
     from forall._programs.program import Layout, Program
     from forall._programs.pulling import Pullback
+    from forall._programs.replayed import Meetings
 
     Tensor = torch.Tensor
 
 _FEW = 2  # backward passes that the function makes again, besides one in so many:
 _WORTH = 32
 _TURNS = 8  # recordings of one kind, each for other cotangents
+
+
+class Again(NamedTuple):
+    """How the function is called once more, where and under what state it was recorded."""
+
+    run: Callable
+    ambient: tuple
+
+    @classmethod
+    def of(cls, again: Callable) -> Again:
+        """Taken where the call is recorded: it may be written down later."""
+        return cls(where_it_first_ran(partial(stood_in, again), recomputes=False), ambient())
 
 
 class Differentiated(Recorded):
@@ -64,15 +77,14 @@ class Differentiated(Recorded):
         program: Program,
         guards: Guards,
         results: Results,
-        tensors: Sequence[Tensor],
+        met: Meetings,
         write: Callable,
         back: Pullback,
-        again: Callable,
+        again: Again,
         views: Opened | None = None,
     ) -> None:
         self.back = back
-        self.again = where_it_first_ran(partial(stood_in, again), recomputes=False)
-        self.ambient = ambient()
+        self.again, self.ambient = again
         second = {id(node) for node in back.nodes}
         first = [node for node in program.nodes if id(node) not in second]
         self.halves = first, [node for node in program.nodes if id(node) in second]
@@ -82,7 +94,7 @@ class Differentiated(Recorded):
         self.moves = [place[program.outputs[i]] for i in back.moved]
         self.live = [i in live for i in back.moved]
         self.constant = {*range(len(self.outputs))} - {*self.moves}
-        super().__init__(program, guards, results, tensors, write)
+        super().__init__(program, guards, results, met, write)
         self._is_plain = False
         self.open = None if views is None else views.run
         place = _places(self.given)

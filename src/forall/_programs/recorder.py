@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forall._core.ended import dispatched
+from forall._programs.attempts import NEVER, TOO_LONG, Deadline, clock
 from forall._programs.draws import Draws
 from forall._programs.program import Layout, Node, Program, Ref, Value
 from forall._programs.unfilled import are_given
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
 aten = torch.ops.aten
+_EACH = 32  # operators after which it is asked how long that took
 _INDEX = aten.index.Tensor
 _INDEXING = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
 _FRESH = (aten.lift_fresh.default, aten.lift_fresh_copy.default)
@@ -97,6 +99,10 @@ _ASIDE = {
 }
 
 
+class Halted(Exception):  # noqa: N818 - no error: what is broken off runs for the recorder alone
+    """A backward pass that takes too long to record."""
+
+
 class Recorder(DispatchMode):
     """Nodes and values of one call. ``why`` tells what of it cannot be recorded."""
 
@@ -105,8 +111,12 @@ class Recorder(DispatchMode):
         inputs: Sequence[torch.Tensor],
         known: dict[int, torch.Tensor],
         generators: Sequence[torch.Generator],
+        until: Deadline = NEVER,
     ) -> None:
         super().__init__()
+        self.until = until.call  # for how long it may go on
+        self._until_halted = until.work
+        self._halts = False
         self.known = known  # what the function can be seen to capture
         self._draws = Draws(inputs, generators)
         self.nodes: list[Node] = []
@@ -143,7 +153,8 @@ class Recorder(DispatchMode):
             self.fails(_LEFT)
         self.writes_unsaid |= len(writes(func, args)) > len(facts(func).mutates)
         if self.why is not None or func in _ASIDE or func.namespace == "profiler":
-            return with_lazy_bits(func, args, kwargs)
+            with functions_off():  # what runs on is no call of the user's either
+                return with_lazy_bits(func, args, kwargs)
         if in_torch_func():  # its wrappers have no memory, and their values are not ours to take
             self.fails(TORCHS)
             return func(*args, **kwargs)
@@ -166,6 +177,8 @@ class Recorder(DispatchMode):
             # Else another name for what there was. What gives nothing is there to raise.
             if out is None or len(self.values) > before or node.writes():
                 self.nodes.append(node)
+                if not len(self.nodes) % _EACH:
+                    self._watch_the_clock()
             if _looks(func, args):
                 self._shaped(out)
         return out
@@ -175,6 +188,21 @@ class Recorder(DispatchMode):
             for t in trees.leaves(out):
                 if isinstance(t, torch.Tensor):
                     self.__torch_dispatch__(_SHAPED, (), (t, [*t.shape]))
+
+    def _watch_the_clock(self) -> None:
+        if clock() > self.until:
+            self.fails(TOO_LONG)
+            if self._halts:
+                raise Halted
+
+    @contextmanager
+    def halting(self) -> Iterator[None]:
+        """Within it nothing is run but for the recorder: what takes too long is broken off."""
+        self._halts, self.until = True, self._until_halted
+        try:
+            yield
+        finally:
+            self._halts = False
 
     @contextmanager
     def hearing(self) -> Iterator[None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import is_
@@ -9,23 +10,25 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from forall._programs.differentiated import Differentiated
+from forall._programs.attempts import NEVER, TOO_LONG, Deadline, clock
+from forall._programs.bindings import asking
+from forall._programs.differentiated import Again, Differentiated
 from forall._programs.guards import Guards
 from forall._programs.open_views import Opened, opened
-from forall._programs.passes import clean
+from forall._programs.passes import cleaning
 from forall._programs.pulling import (
     ENTWINED,
     FIRST,
     SHARED,
     WRITTEN,
     Pass,
-    cleaned,
+    cleaning_both,
     entangled,
     pulled_back,
 )
 from forall._programs.ran import EVERYTHING, Everything
 from forall._programs.recorder import TELLING, Recorder
-from forall._programs.replayed import Recorded, Results
+from forall._programs.replayed import Recorded, Results, meetings
 from forall._programs.seeing import Watch, seen_by
 from forall._programs.statics import unboxed
 from forall._programs.writing import function
@@ -35,24 +38,60 @@ from forall._torch.names import version
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from forall._programs.program import Program
+    from forall._programs.pulling import Pullback
+
     Tensor = torch.Tensor
 
 # What a result may be besides a tensor: it comes back as it is with each call.
 _WORDS = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
 
+Steps = Generator[None, None, Recorded]
+
+
 class Recording(NamedTuple):
     """A first call: what it gave, and its program; or why it has none."""
 
     result: Any
-    recorded: Recorded | None
+    steps: Steps | None  # that make the program, of what was seen
     why: str | None
     moved: bool = False  # Python's state alone was in the way, which a first call may set up
+    recorded: Recorded | None = None  # where these were made
+
+    def finished(self) -> Recording:
+        """The same with its program."""
+        if self.steps is None:
+            return self
+        return self._replace(recorded=Unfinished(self.steps).go_on())
 
 
-def guarding(func: Callable, leaves: list, ran: Everything = EVERYTHING) -> Guards:
+class Unfinished:
+    """A recorded call whose program is yet to be cleaned and written down, which can wait."""
+
+    used = 0  # the look at a call that found it last
+
+    def __init__(self, steps: Steps) -> None:
+        self.steps = steps
+
+    def go_on(self, until: Deadline = NEVER) -> Recorded | None:
+        """Take a step, and more while there is time for one like the last."""
+        while True:
+            start = clock()
+            try:
+                next(self.steps)
+            except StopIteration as done:
+                return done.value
+            now = clock()
+            if 2 * now - start > until.work:
+                return None
+
+
+def guarding(
+    func: Callable, leaves: list, ran: Everything = EVERYTHING, until: Deadline = NEVER
+) -> Guards:
     """What a call depends on besides its tensors, as it is now."""
-    return Guards(func, [x for x in map(unboxed, leaves) if not _is_tensor(x)], ran)
+    return Guards(func, [x for x in map(unboxed, leaves) if not _is_tensor(x)], ran, until)
 
 
 class Before:
@@ -100,6 +139,7 @@ class FirstCall:
     certain: bool = False
     fastmath: bool = False
     asked: Pass = FIRST
+    until: Deadline = NEVER  # for how long it may be recorded
 
     def record(self, given: tuple[tuple, dict] | None) -> Recording:
         """Make the call, and its program, which ``write`` makes a function."""
@@ -108,14 +148,18 @@ class FirstCall:
             return made
         if self.before.is_written_to():
             return made._replace(why=WRITTEN)
+        if clock() > self.until.call:
+            return made._replace(why=TOO_LONG)
         # Made once more, where only we see it, of arguments that are not made of each other.
         with self.before.drawing_again():
             alone = self._made(_apart(self.leaves), None)
-        return made._replace(recorded=alone.recorded, why=alone.why)
+        return made._replace(steps=alone.steps, why=alone.why)
 
     def _made(self, leaves: list, given: tuple[tuple, dict] | None) -> Recording:
         guards, tensors = self.guards, [*filter(_is_tensor, leaves)]
-        recorder = self.before.recorder = Recorder(tensors, guards.tensors, guards.generators)
+        recorder = self.before.recorder = Recorder(
+            tensors, guards.tensors, guards.generators, self.until
+        )
         if guards.why is not None:
             recorder.fails(guards.why)
         outside = [*tensors, *guards.tensors.values()]
@@ -137,21 +181,33 @@ class FirstCall:
         program = recorder.program(ends if views is None else views.numbers)
         if program is None:
             return Recording(result, None, recorder.why, moved)
-        how = guards, Results.of(found, tree), tensors, self.write
         if back is None and views is not None:
             return Recording(result, None, SHARED)
-        if back is None:
-            made = Recorded(clean(program, fastmath=self.fastmath), *how)
-        elif (why := entangled(program)) is not None:
+        if back is not None and (why := entangled(program)) is not None:
             return Recording(result, None, why)
-        else:
-            kept = () if views is None else views.given
-            back = cleaned(program, back, kept, fastmath=self.fastmath)
-            made = Differentiated(program, *how, back, self._again(views), views)
         guards.watch(program.captured.values())
         if recorder.attends:
             guards.watch_attention()
-        return Recording(result, made, None)
+        met = meetings(tensors, [*guards.tensors.values()])
+        how = guards, Results.of(found, tree), met, self.write
+        if back is None:
+            return Recording(result, self._steps(program, how), None)
+        again = Again.of(self._again(views))
+        return Recording(result, self._steps_of_both(program, how, back, again, views), None)
+
+    def _steps(self, program: Program, how: tuple) -> Steps:
+        """All that is left to do when the call has been made: it looks at none of its tensors."""
+        yield from cleaning(program, fastmath=self.fastmath)
+        yield from asking(program)
+        return Recorded(program, *how)
+
+    def _steps_of_both(
+        self, program: Program, how: tuple, back: Pullback, again: Again, views: Opened | None
+    ) -> Steps:
+        kept = () if views is None else views.given
+        back = yield from cleaning_both(program, back, kept, fastmath=self.fastmath)
+        yield from asking(program)
+        return Differentiated(program, *how, back, again, views)
 
     def _called(self, recorder: Recorder, leaves: list, given: tuple[tuple, dict] | None) -> Any:
         """With the user's own lists and dicts, if they are at hand, which no program changes."""
@@ -199,6 +255,20 @@ def record(
     guards = guards or guarding(func, leaves)
     leaves = [*map(unboxed, leaves)]
     before = before or Before(leaves, guards)
+    return begun(func, leaves, spec, guards, before, given=given, **how).finished()
+
+
+def begun(
+    func: Callable,
+    leaves: list,
+    spec: Any,
+    guards: Guards,
+    before: Before,
+    *,
+    given: tuple[tuple, dict] | None,
+    **how: Any,
+) -> Recording:
+    """Make a call, whose program can be made later: the same as `record`, unfinished."""
     return FirstCall(func, leaves, spec, guards, before, **how).record(given)
 
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from forall._programs.program import Program
 
     Tensor = torch.Tensor
+    Meetings = list[list[tuple[int, int]]]
 
 
 MISSED: Any = object()
@@ -36,13 +37,16 @@ class Recorded:
     arguments = ""  # of the call that was recorded, in words
     times = 1  # that this kind was recorded: what it captures may change
     certain = False  # nobody has said that the function is pure
+    due: Any = None  # how its kind was met
+    since = 0  # calls of the function that had been replayed when this was recorded
+    used = 0  # the look at a call that found it last
 
     def __init__(
         self,
         program: Program,
         guards: Guards,
         results: Results,
-        tensors: Sequence[Tensor],
+        met: Meetings,
         write: Callable = function,
     ) -> None:
         self.program = program
@@ -59,7 +63,7 @@ class Recorded:
         # An argument that is also captured is one tensor to the recording. And what is written to
         # the one is seen in the other.
         self._known = [*guards.tensors.values()]
-        self._met = self._meetings(tensors)
+        self._met = met
         self._meet = bool(self._met) or self.writes_outside()
         self._is_plain = not (self.asks or self._meet)
         self._like = self._glance = _never
@@ -87,14 +91,7 @@ class Recorded:
 
     def is_current(self, tensors: Sequence[Tensor]) -> bool:
         """The same, where the guards are known to hold."""
-        return not self.failed and (not self._meet or self._meetings(tensors) == self._met)
-
-    def _meetings(self, tensors: Sequence[Tensor]) -> list[list[tuple[int, int]]]:
-        """Who shares memory with something that the function captures, and from where on."""
-        rooms: dict[int, list[tuple[int, int]]] = {}
-        for i, t in enumerate((*tensors, *self._known)):
-            rooms.setdefault(_memory(t), []).append((i, t.storage_offset() if has_memory(t) else 0))
-        return [room for room in rooms.values() if len(room) > 1 and room[-1][0] >= len(tensors)]
+        return not self.failed and (not self._meet or meetings(tensors, self._known) == self._met)
 
     def writes_outside(self) -> bool:
         roots = [v.root for v in self.program.values]
@@ -117,6 +114,14 @@ class Recorded:
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
         outs = self.run(*tensors, *self.captured)
         return outs[0] if self._is_one else self.results.tree(outs)
+
+
+def meetings(tensors: Sequence[Tensor], known: Sequence[Tensor]) -> Meetings:
+    """Who shares memory with something that the function captures, and from where on."""
+    rooms: dict[int, list[tuple[int, int]]] = {}
+    for i, t in enumerate((*tensors, *known)):
+        rooms.setdefault(_memory(t), []).append((i, t.storage_offset() if has_memory(t) else 0))
+    return [room for room in rooms.values() if len(room) > 1 and room[-1][0] >= len(tensors)]
 
 
 def _memory(t: Tensor) -> int:

@@ -65,11 +65,19 @@ def of_leaf(x: Any) -> Any:
         raise Unfit(f"an argument of class {type(x).__name__}")
     if isinstance(x, (float, complex)):  # 0.0 == -0.0, and nan is not nan
         return type(x), repr(x)
-    if isinstance(x, (int, str, bytes, type(None), torch.dtype, torch.device)):
+    if isinstance(x, _WORDS):
         return type(x), x
     if type(x) is Static:
         return x.key
     return type(x), id(x)  # guarded, and held, by the program's guards
+
+
+_WORDS = (int, str, bytes, type(None), torch.dtype, torch.device)
+
+
+def is_by_identity(x: Any) -> bool:
+    """Whether a kind knows an argument as that very object, which guards hold."""
+    return not isinstance(x, (torch.Tensor, float, complex, *_WORDS, Static))
 
 
 def _attributes(x: torch.Tensor) -> tuple:

@@ -55,8 +55,6 @@ class Calls:
         if replays is None and config.now.replay == "check":
             replays = self._looked_at(func, eager)
         if replays is not None:
-            if replays.why is not None:
-                return eager(func, *args, **kwargs)
             instead = functools.partial(eager, func, *args, **kwargs)
             return replays.run((given, *args) if given else args, kwargs, instead)
         start = perf_counter()
