@@ -120,7 +120,9 @@ def without_collections() -> Iterator[None]:
     """Within it Python does not look for garbage; then only among what is new.
 
     A program is thousands of small objects, of which few outlive the recording. They would make
-    Python look through all that torch is made of, which takes longer than to record them.
+    Python look through all that torch is made of, which takes longer than to record them. So what
+    is left counts as old at once: to freeze all there is and let it go again does that, and no
+    more, unless somebody else has frozen something.
     """
     if not gc.isenabled():
         yield
@@ -130,4 +132,7 @@ def without_collections() -> Iterator[None]:
         yield
     finally:
         gc.collect(0)
+        if not gc.get_freeze_count():
+            gc.freeze()
+            gc.unfreeze()
         gc.enable()

@@ -83,7 +83,7 @@ class Replays(Unwatched):
         recorded = self.newest
         if recorded is not None and not kwargs and recorded.serves(len(args), args, args):
             return self.again(recorded, args, instead)
-        passes = self.attempts.rest > 0 and self.attempts.passes(self.hits)
+        passes = self.passes()
         if (passes and recorded is None) or not is_free():
             return instead()
         leaves, outline = trees.outlined(args, kwargs)
@@ -111,6 +111,10 @@ class Replays(Unwatched):
             recorded.served(outline, leaves, tensors)
         self.newest = recorded
         return self.again(recorded, tensors, instead)
+
+    def passes(self) -> bool:
+        """Whether a call is not looked at, which is counted."""
+        return self.attempts.rest > 0 and self.attempts.passes(self.hits)
 
     @property
     def why(self) -> str | None:
