@@ -140,7 +140,8 @@ class Ran(Everything):
     def _goes_on(self, frame: FrameType) -> None:
         """Leave it where that has taken too long: what runs in Python runs much slower so."""
         self._lines += 1
-        if not self._lines % _EACH and clock() > self._until:
+        is_late = not self._lines % _EACH and clock() > self._until
+        if is_late and sys.gettrace() == self._entered:  # and no other watches by now
             self._leave(frame, TOO_LONG)
 
     def _leave(self, frame: FrameType | None, why: str) -> None:

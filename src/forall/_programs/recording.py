@@ -6,6 +6,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import is_
+from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -73,9 +74,23 @@ class Unfinished:
 
     def __init__(self, steps: Steps) -> None:
         self.steps = steps
+        self._taken = Lock()  # by a thread
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether it was broken off, and no step is left."""
+        return self.steps.gi_frame is None
 
     def go_on(self, until: Deadline = NEVER) -> Recorded | None:
         """Take a step, and more while there is time for one like the last."""
+        if not self._taken.acquire(blocking=False):
+            return None
+        try:
+            return self._go_on(until)
+        finally:
+            self._taken.release()
+
+    def _go_on(self, until: Deadline) -> Recorded | None:
         while True:
             start = clock()
             try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
+from contextlib import suppress
 from math import inf
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -119,14 +120,14 @@ class Replays(Unwatched):
     @property
     def why(self) -> str | None:
         """What stands against replaying calls of the kinds that were met, if none is replayed."""
-        found = (due.why for due in reversed(self.due.values()) if due.why is not None)
+        found = (due.why for due in reversed([*self.due.values()]) if due.why is not None)
         return None if self.known else next(found, None)
 
     def doubt(self) -> str | None:
         """What stands against replaying calls, as far as is known."""
         if self.unseen is None:
             self.unseen = self._doubt(Guards(self.eager))
-        found = (due.why for due in self.due.values() if due.why is not None)
+        found = (due.why for due in [*self.due.values()] if due.why is not None)
         return next(found, None) or (None if self.hits else self.unseen)
 
     def _doubt(self, guards: Guards) -> str | None:
@@ -153,9 +154,10 @@ class Replays(Unwatched):
 
     def _put(self, kind: Any, due: _Due) -> None:
         self.due[kind] = due
-        self.due.move_to_end(kind)
-        if len(self.due) > _MOST_DUE:
-            self.due.popitem(last=False)
+        with suppress(KeyError):  # another thread's calls may have pushed it out
+            self.due.move_to_end(kind)
+            if len(self.due) > _MOST_DUE:
+                self.due.popitem(last=False)
 
     def _refuse(self, kind: Any, due: _Due, why: str | None) -> None:
         """Leave this kind as it is from now on."""
@@ -173,8 +175,7 @@ class Replays(Unwatched):
         """Whether an attempt to record a call is worth it, and there is room for a program."""
         oldest = None
         if len(self.known) >= _MOST:
-            oldest = min(self.known, key=lambda kind: self.known[kind].used)
-            found = self.known[oldest]
+            oldest, found = min(self.known.copy().items(), key=lambda item: item[1].used)
             if found is self.newest or self.attempts.looks - found.used < _LONG:
                 return False
         if not self.attempts.may_begin(self.hits):
@@ -302,6 +303,8 @@ class Replays(Unwatched):
             self._refuse(kind, due, f"its program cannot be made: {error}")
             return None
         if recorded is None:
+            if unfinished.is_broken and self.known.get(kind) is unfinished:
+                self._put_off(kind, due, "its program was not finished")
             return None
         why = None
         if recorded.writes_outside():  # half done where an operator fails
