@@ -306,7 +306,7 @@ def perceptron(x):
 
 WEIGHTS = [torch.eye(3) * 0.9 for _ in range(4)]
 _CALLS = {
-    "grad": lambda: (grad(chain), (X[0],)),
+    "grad": lambda: (grad(_once(chain)), (X[0],)),
     "vmap(grad)": lambda: (vmap(grad(perceptron)), (X,)),
     "hessian": lambda: (hessian(perceptron), (X[0],)),
     "vmap(jacfwd)": lambda: (vmap(jacfwd(perceptron)), (X,)),
@@ -328,7 +328,7 @@ def test_no_call_records_for_longer_than_it_may(name, cost, at_once, monkeypatch
         before = clock.now
         torch.testing.assert_close(g(*given), wanted, rtol=0, atol=0)
         spent.append(clock.now - before)
-    assert (calls_of(g).replays.hits > 0) is (cost < 1e-2)
+    assert calls_of(g).replays.hits > 0 or cost > 1e-4
     # A call as it is takes the two looks at the clock around it; to find that it is late takes one.
     eager = 2 * cost
     assert max(spent) <= attempts.CALLS * eager + attempts.SLACK + 4 * cost
