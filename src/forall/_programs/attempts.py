@@ -30,7 +30,8 @@ WORTH = 32  # replayed calls that make up for one attempt
 WINDOW = 64  # calls in a row that are looked at in vain
 LONGEST = 1024  # calls in a row that are not looked at
 CALLS, SLACK = 3.0, 0.05  # eager calls and seconds that the call which is recorded may take
-_SHARE = 0.9  # of these until something is broken off: to stop takes time too
+_SHARE = 0.96  # of these until something is broken off: to stop takes time too
+_UNRECORDED = 1.3  # the time of what goes on as it is, below a recorder that does not listen
 TOO_LONG = "to record it takes too long next to a call"
 
 clock = time.thread_time
@@ -41,12 +42,25 @@ class Deadline(NamedTuple):
 
     call: float  # where the call itself is under way: its rest goes on as it is
     work: float  # where nothing is left to do
+    seconds: float = 0.0  # that the call takes as it is
+    operators: int = 0  # that it comes to, if that is known
 
     @classmethod
-    def of(cls, seconds: float) -> Deadline:
+    def of(cls, seconds: float, operators: int = 0) -> Deadline:
         """That of a call which begins now and takes so long as it is."""
         start, most = clock(), CALLS * seconds + SLACK
-        return cls(start + _SHARE * (most - seconds), start + _SHARE * most)
+        late = start + _SHARE * most
+        return cls(late - seconds, late, seconds, operators)
+
+    def is_over(self, operators: int) -> bool:
+        """Whether a call is to go on as it is, that has come to so many operators.
+
+        How many are left is known where it was recorded before, and broken off.
+        """
+        if not self.operators:
+            return clock() > self.call
+        left = max(0.0, 1 - operators / self.operators)
+        return clock() + _UNRECORDED * left * self.seconds > self.work
 
 
 NEVER = Deadline(inf, inf)

@@ -114,8 +114,8 @@ class Recorder(DispatchMode):
         until: Deadline = NEVER,
     ) -> None:
         super().__init__()
-        self.until = until.call  # for how long it may go on
-        self._until_halted = until.work
+        self.until = until  # for how long it may go on
+        self.operators = 0  # that were met so far
         self._halts = False
         self.known = known  # what the function can be seen to capture
         self._draws = Draws(inputs, generators)
@@ -151,6 +151,7 @@ class Recorder(DispatchMode):
                 return dispatched(func, args, kwargs)
         if torch.is_inference_mode_enabled() is not self._inference:
             self.fails(_LEFT)
+        self.operators += 1
         known = _KNOWN.get(id(func)) or _Known.of(func)
         if known.statistics:
             self.writes_unsaid |= len(writes(func, args)) > len(known.facts.mutates)
@@ -190,15 +191,16 @@ class Recorder(DispatchMode):
                 self.__torch_dispatch__(_SHAPED, (), (t, [*t.shape]))
 
     def _watch_the_clock(self) -> None:
-        if clock() > self.until:
+        if self._halts and clock() > self.until.work:
             self.fails(TOO_LONG)
-            if self._halts:
-                raise Halted
+            raise Halted
+        if not self._halts and self.until.is_over(self.operators):
+            self.fails(TOO_LONG)
 
     @contextmanager
     def halting(self) -> Iterator[None]:
         """Within it nothing is run but for the recorder: what takes too long is broken off."""
-        self._halts, self.until = True, self._until_halted
+        self._halts = True
         try:
             yield
         finally:

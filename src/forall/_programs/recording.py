@@ -48,7 +48,8 @@ if TYPE_CHECKING:
 _WORDS = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
 
-Steps = Generator[None, None, Recorded]
+Steps = Generator[float | None, None, Recorded]  # the seconds that the next one takes, if known
+_WRITTEN = 3e-5  # of these, for each operator that is written down
 
 
 class Recording(NamedTuple):
@@ -59,6 +60,7 @@ class Recording(NamedTuple):
     why: str | None
     moved: bool = False  # Python's state alone was in the way, which a first call may set up
     recorded: Recorded | None = None  # where these were made
+    operators: int = 0  # that the call came to
 
     def finished(self) -> Recording:
         """The same with its program."""
@@ -82,7 +84,7 @@ class Unfinished:
         return self.steps.gi_frame is None
 
     def go_on(self, until: Deadline = NEVER) -> Recorded | None:
-        """Take a step, and more while there is time for one like the last."""
+        """Take a step, and more while there is time: for one like the last, if nothing is said."""
         if not self._taken.acquire(blocking=False):
             return None
         try:
@@ -94,11 +96,11 @@ class Unfinished:
         while True:
             start = clock()
             try:
-                next(self.steps)
+                expected = next(self.steps)
             except StopIteration as done:
                 return done.value
             now = clock()
-            if 2 * now - start > until.work:
+            if now + (expected or now - start) > until.work:
                 return None
 
 
@@ -180,6 +182,7 @@ class FirstCall:
         outside = [*tensors, *guards.tensors.values()]
         with handover.eagerly(), _same_history(recorder, outside):
             result = self._called(recorder, leaves, given)
+        operators = recorder.operators
         found, tree = trees.flatten(result)
         ends = [*filter(_is_tensor, found)]
         odd = next((x for x in found if not isinstance(x, (torch.Tensor, *_WORDS))), None)
@@ -195,7 +198,7 @@ class FirstCall:
         back = pulled_back(recorder, tensors, ends, self.asked, certain=self.certain)
         program = recorder.program(ends if views is None else views.numbers)
         if program is None:
-            return Recording(result, None, recorder.why, moved)
+            return Recording(result, None, recorder.why, moved, operators=operators)
         if back is None and views is not None:
             return Recording(result, None, SHARED)
         if back is not None and (why := entangled(program)) is not None:
@@ -214,6 +217,7 @@ class FirstCall:
         """All that is left to do when the call has been made: it looks at none of its tensors."""
         yield from cleaning(program, fastmath=self.fastmath)
         yield from asking(program)
+        yield _WRITTEN * len(program.nodes)
         return Recorded(program, *how)
 
     def _steps_of_both(
@@ -222,6 +226,7 @@ class FirstCall:
         kept = () if views is None else views.given
         back = yield from cleaning_both(program, back, kept, fastmath=self.fastmath)
         yield from asking(program)
+        yield _WRITTEN * len(program.nodes)
         return Differentiated(program, *how, back, again, views)
 
     def _called(self, recorder: Recorder, leaves: list, given: tuple[tuple, dict] | None) -> Any:

@@ -200,7 +200,7 @@ class Replays(Unwatched):
             self._put_off(kind, due._replace(tries=0) if paid else due, _CHANGES)
 
     def _first(self, call: _Call, due: _Due) -> Any:
-        until = NEVER if config.now.replay == "check" else Deadline.of(due.seconds)
+        until = NEVER if config.now.replay == "check" else Deadline.of(due.seconds, due.operators)
         if due.ran.seen or self.unseen is None:
             glance = due.ran if due.ran.seen or not _are_seen(call.leaves) else _GLANCE
             with glance.reading():
@@ -256,6 +256,7 @@ class Replays(Unwatched):
                 if made.moved:
                     self._put_off(call.kind, due, why)
                 elif why == TOO_LONG:
+                    due = due._replace(operators=made.operators)
                     self._put_off(call.kind, due, why, _LATER)
                 else:
                     self._refuse(call.kind, due, why)
@@ -365,6 +366,7 @@ class _Due(NamedTuple):
     ran: Everything = EVERYTHING  # what the last call was seen to run
     sights: int = 0  # calls that were made to see this
     seconds: float = inf  # that a call takes as it is
+    operators: int = 0  # that it came to where that was broken off
     things: tuple = ()  # the arguments that the kind knows by identity, held weakly
     tries: int = 0  # in a row that came to nothing
     wait: int = 0  # calls that are to pass before the next one
