@@ -129,7 +129,7 @@ def test_what_is_new_with_each_call_is_given_up(name, counted):
     _calls(g, make, range(800, 2600))
     assert counted["looks"] - before["looks"] <= 1800 // 5
     # What has slots and no weak references cannot be told from what lived where it lives.
-    most = attempts.ALLOWED + 6 if name in ("objects with slots", "two classes") else 14
+    most = attempts.ALLOWED + 6 if name in ("objects with slots", "two classes") else 20
     assert counted["attempts"] <= most
     _calls(g, make, range(2600, 3400))
     assert counted["attempts"] <= most
@@ -226,7 +226,7 @@ def test_one_kind_that_changes_leaves_another_alone(counted):
         State.n = float(i)
         (found,) = {*g(X[0], i % 2).tolist()}
         assert found == (State.n if i % 2 else 2)
-    assert counted["attempts"] <= 16 + calls_of(g).replays.hits // 8
+    assert counted["attempts"] <= 24 + calls_of(g).replays.hits // 8
 
 
 def test_what_changes_rarely_is_recorded_anew_each_time(counted):
@@ -580,3 +580,25 @@ def test_effects_and_errors_happen_as_without_replay(
             assert result == expected
         else:
             torch.testing.assert_close(result, expected, rtol=0, atol=0)
+
+
+class Ring:
+    def __init__(self):
+        self.own = self
+
+    def __del__(self):
+        Tally.n += 1
+
+
+def test_what_garbage_runs_while_a_call_is_recorded_is_not_the_functions(at_once):
+    def f(x):
+        if x.shape[0] == 99:
+            print("in doubt, so it has to be seen")
+        return (x * 2).sum()
+
+    g = grad(f)
+    for _ in range(12):
+        Ring()
+        g(X[0])
+    assert calls_of(g).replays.unseen is not None
+    assert calls_of(g).replays.hits > 4

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 _MOST = 64  # kinds of calls that are kept
 _MOST_DUE = 256  # kinds that were seen, the last ones
 _LONG = 1024  # looks at calls after which a kind that was not met makes room for another
+_AT_ONCE = 6  # attempts in a row for one kind
 _LATER = 4  # calls until one is recorded again that took too long
 _MOST_BYTES = 2**24  # of constants that a program keeps
 _GLANCE = Everything(most=1000)  # where the next call may be seen: more costs more than it does
@@ -164,10 +165,14 @@ class Replays(Unwatched):
         self.known.pop(kind, None)
         self._put(kind, due._replace(why=why, refused=True, ran=EVERYTHING))
 
-    def _put_off(self, kind: Any, due: _Due, why: str | None, first: int = 0) -> None:
-        """Try this kind again, after twice as many calls as the last time."""
+    def _put_off(self, kind: Any, due: _Due, why: str | None) -> None:
+        """Try this kind again, some times at once, then after twice as many calls each time.
+
+        Where it took too long, never at once.
+        """
         self.known.pop(kind, None)
-        wait = first + (1 << due.tries) - 1
+        at_once = (1 << max(0, due.tries - _AT_ONCE)) - 1
+        wait = _LATER << due.tries if why == TOO_LONG else at_once
         why = why if due.tries else None  # a first call may have set things up
         self._put(kind, due._replace(why=why, tries=due.tries + 1, wait=wait))
 
@@ -207,9 +212,12 @@ class Replays(Unwatched):
                 guards = guarding(self.eager, call.leaves, glance, until)
                 why = self._doubt(guards)
             if why is None:
-                return self._watched(call, due, guards, until)
+                with without_collections():  # nothing of what garbage runs is to be seen
+                    result = self._watched(call, due, guards, until)
+                    self._goes_on_at_once(call, result, until)
+                return result
             if why == TOO_LONG:
-                self._put_off(call.kind, due, why, _LATER)
+                self._put_off(call.kind, due, why)
                 return call.instead()
             if due.sights >= SIGHTS or not _are_seen((*call.leaves, *guards.tensors.values())):
                 self._refuse(call.kind, due, why)
@@ -219,7 +227,7 @@ class Replays(Unwatched):
         with ran.watching():
             result = call.instead()
         if ran.why == TOO_LONG:
-            self._put_off(call.kind, due, ran.why, _LATER)
+            self._put_off(call.kind, due, ran.why)
         else:
             self._put(call.kind, due._replace(ran=ran, sights=due.sights + 1))
         return result
@@ -237,7 +245,7 @@ class Replays(Unwatched):
         elif not ran <= due.ran:
             now = self.due.get(call.kind)
             if ran.why == TOO_LONG:
-                self._put_off(call.kind, due, TOO_LONG, _LATER)
+                self._put_off(call.kind, due, TOO_LONG)
             elif now is None:
                 self._put_off(call.kind, due._replace(ran=ran), _RUNS_OTHERS)
             elif not now.refused:
@@ -246,30 +254,35 @@ class Replays(Unwatched):
 
     def _record(self, call: _Call, due: _Due, guards: Guards, until: Deadline) -> Any:
         before = ambient()
-        with without_collections():
-            made = self._begun(call, due.asked, guards, until)
-            if made is None:
-                self._put_off(call.kind, due, _FAILS)
-                return call.instead()
-            if made.steps is None or ambient() != before:
-                why = "it changes the state of torch" if made.steps else made.why
-                if made.moved:
-                    self._put_off(call.kind, due, why)
-                elif why == TOO_LONG:
-                    due = due._replace(operators=made.operators)
-                    self._put_off(call.kind, due, why, _LATER)
-                else:
-                    self._refuse(call.kind, due, why)
-                return made.result
-            unfinished = _Begun(made.steps, due, guards)
-            unfinished.used = self.attempts.looks
-            self.known[call.kind] = unfinished
-            self.due.pop(call.kind, None)
-            recorded = self._goes_on(call.kind, unfinished, until)
+        made = self._begun(call, due.asked, guards, until)
+        if made is None:
+            self._put_off(call.kind, due, _FAILS)
+            return call.instead()
+        if made.steps is None or ambient() != before:
+            why = "it changes the state of torch" if made.steps else made.why
+            if made.moved:
+                self._put_off(call.kind, due, why)
+            elif why == TOO_LONG:
+                due = due._replace(operators=made.operators)
+                self._put_off(call.kind, due, why)
+            else:
+                self._refuse(call.kind, due, why)
+            return made.result
+        unfinished = _Begun(made.steps, due, guards)
+        unfinished.used = self.attempts.looks
+        self.known[call.kind] = unfinished
+        self.due.pop(call.kind, None)
+        return made.result
+
+    def _goes_on_at_once(self, call: _Call, result: Any, until: Deadline) -> None:
+        """What of a program can be made in the call that was recorded, if one was."""
+        unfinished = self.known.get(call.kind)
+        if type(unfinished) is not _Begun:
+            return
+        recorded = self._goes_on(call.kind, unfinished, until)
         if recorded is not None and config.now.replay == "check":
             tensors = [x for x in call.leaves if isinstance(x, torch.Tensor)]
-            _compared(recorded, tensors, made.result)
-        return made.result
+            _compared(recorded, tensors, result)
 
     def _begun(self, call: _Call, asked: Pass, guards: Guards, until: Deadline) -> Recording | None:
         """None where it fails before it has changed anything: the call itself tells what is wrong.
