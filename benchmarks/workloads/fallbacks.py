@@ -100,6 +100,7 @@ LOSSES = {
     "triplet_margin_loss": Row(F.triplet_margin_loss, (normal(8, 4), normal(8, 4), normal(8, 4))),
 }
 TABLES = {
+    **both("embedding", lambda w, i: F.embedding(i, w), normal(10, 8), whole(10, 8)),
     **both(
         "embedding_bag",
         lambda w, i: F.embedding_bag(i, w, BAGS),

@@ -469,9 +469,10 @@ def _(verbs):
 
 
 class Slow(NamedTuple):
-    """A value that was found for one example after the other, with a warning."""
+    """A value that was found in a slow way, with a warning."""
 
     value: Any
+    way: str
 
 
 def answer(run: Callable[[Any], Any], verbs: Any) -> Any:
@@ -483,8 +484,11 @@ def answer(run: Callable[[Any], Any], verbs: Any) -> Any:
             value = run(verbs)
         except Exception as error:
             return error
-    slow = any(w.category is forall.PerformanceWarning for w in told)
-    return Slow(value) if slow else value
+    slow = [str(w.message) for w in told if w.category is forall.PerformanceWarning]
+    if not slow:
+        return value
+    in_groups = all("ran in groups" in text for text in slow)
+    return Slow(value, "in groups" if in_groups else "one example at a time")
 
 
 def said(error: Exception) -> str:
@@ -500,7 +504,7 @@ def told(value: Any, truth: Any) -> str:
     """One cell."""
     if isinstance(value, Exception):
         return said(value)
-    way = ", one example at a time" if isinstance(value, Slow) else ""
+    way = f", {value.way}" if isinstance(value, Slow) else ""
     found = difference(value.value if isinstance(value, Slow) else value, truth)
     if found is None:
         return f"as the loop{way}"

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from by_groups import EXPECTED
 from forall import PerformanceWarning, grad, jacfwd, jvp, vmap
 from forall._core.errors import DataDependentError
 from forall._torch import numpys
@@ -254,6 +255,7 @@ def test_what_needs_the_number_of_one_example_is_refused_where_none_may_part(f):
         lambda x: float(x[0]),
     ],
 )
+@EXPECTED
 def test_examples_part_where_python_needs_their_numbers(f):
     assert difference(vmap(f)(X), loop(f)(X)) is None
 

@@ -23,6 +23,13 @@ from forall._core.parting import Apart
 from forall._torch import trees
 from forall._torch.dispatch import functions_off, no_dispatch
 from forall._torch.lazy import put_lazy_bits
+from forall._torch.posed import (
+    called_by_class,
+    has_posed_class,
+    has_users_class,
+    posing,
+    taken_out,
+)
 from forall._torch.wrapper import ENTRYWISE, READS, Wrapper, look_like, wrapper_of
 from forall._torch.wrapper import strides as strides_of
 
@@ -171,12 +178,16 @@ class Batched(Wrapper):
         # recomputation after the level has ended. The innermost value's level shares for itself.
         if not all(issubclass(t, torch.Tensor) for t in types):
             return NotImplemented
+        if has_users_class(types):
+            return called_by_class(func, types, args, kwargs or {})
         if getattr(func, "__name__", "") in ENTRYWISE:
             raise escaped(f"x.{func.__name__}()", args[0], args[0].level.origin)
         return called(func, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if posing.used and has_posed_class(types):
+            return taken_out(None, func, args, kwargs or {})
         return dispatched(func, args, kwargs or {})
 
 

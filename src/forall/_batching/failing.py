@@ -16,7 +16,7 @@ import torch
 from forall._batching.one_by_one import Copied, all_places, back_in, example_of, levels_of
 from forall._batching.parting import one_answer
 from forall._core.errors import DataDependentError, columns
-from forall._core.levels import outside
+from forall._core.levels import outside_all
 from forall._core.parting import Parted
 from forall._core.places import users_line
 from forall._torch import generators, trees
@@ -61,7 +61,7 @@ def first_error(
         errors: list[Exception | None] = []
         drawn = generators.states(flat)
         try:
-            with outside(levels[0]):
+            with outside_all():
                 for places in islice(all_places(levels), most):
                     a, k = trees.unflatten([example_of(x, places) for x in flat], spec)
                     try:

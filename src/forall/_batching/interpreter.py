@@ -53,6 +53,7 @@ from forall._torch.dispatch import (
 )
 from forall._torch.lazy import put_lazy_bits, set_lazy_bits, with_lazy_bits
 from forall._torch.names import DispatchMode, pop_functions, push_functions
+from forall._torch.posed import has_posed_class, posing, taken_out
 from forall._torch.schema import facts, written_by
 from forall._torch.wrapper import Wrapper
 from forall._torch.zeros import LINEAR, simpler
@@ -169,6 +170,8 @@ class VmapLevel(Level, DispatchMode):
         return border.leave(lift(example, self), 0, self)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if posing.used and has_posed_class(types):
+            return taken_out(self, func, args, kwargs or {})
         level: Any = self.part or self
         try:
             with functions_off():

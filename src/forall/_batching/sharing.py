@@ -19,7 +19,16 @@ from forall._core.ended import left_over, meets_ended
 from forall._core.levels import Level, complete, innermost, levels_in, stack, top
 from forall._torch.dispatch import in_backward, users_tangents
 from forall._torch.names import subclass_functions_are_on, subclass_functions_off
-from forall._torch.wrapper import Wrapper, has_own_meaning, kinds
+from forall._torch.posed import (
+    ask_anew,
+    by_class,
+    given_back,
+    has_own_meaning,
+    has_posed,
+    is_said_anew,
+    posing,
+    unposed,
+)
 
 _CALLS = table.CALLS
 _IN_PLACE = table.IN_PLACE
@@ -75,25 +84,34 @@ class Sharing(TorchFunctionMode):
     """One for all nested levels of a thread: it asks which level is innermost at each call."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
+        odd = posing.used and not subclass_functions_are_on()  # then no class is named
         for t in types:
             if t is Batched:
                 continue
             if t in _STRANGERS:
-                return self._by_class(t, func, args, kwargs or {})
+                return self._by_stranger(t, func, args, kwargs or {})
             if not issubclass(t, torch.Tensor):
                 return NotImplemented  # its own meaning is asked next, and what that calls is seen
             if has_own_meaning(t) and subclass_functions_are_on():
-                return self._by_class(t, func, args, kwargs or {})
-        if kinds.used and subclass_functions_are_on():
-            for a in args if not kwargs else (*args, *kwargs.values()):
-                if isinstance(a, Wrapper) and a.kind is not None:
-                    return self._by_class(a.kind, func, args, kwargs or {})
+                with self:  # what it asks of tensors in its turn is seen again
+                    return by_class(func, types, args, kwargs or {})
+            odd = posing.used
+        if odd and has_posed((*args, *kwargs.values()) if kwargs else args):
+            return self._of_bare(func, args, kwargs or {})
         with subclass_functions_off():
             if stack.parted and (stack.again or not in_backward()):
                 return self._of_those_that_run(func, args, kwargs or {})
             if stack.ever_parted and in_backward():
                 args = NARROWED[1](args)
             return self._call(func, args, kwargs)
+
+    def _of_bare(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        """The call on the wrappers that posed tensors hold."""
+        args, kwargs, stands = unposed(args, kwargs)
+        if is_said_anew(func, args):
+            with self:  # as where its user calls the method
+                return given_back(ask_anew(func, args, kwargs), stands)
+        return given_back(self.__torch_function__(func, (), args, kwargs), stands)
 
     def _of_those_that_run(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """The call where examples have parted: on what its tensors are for those that run."""
@@ -134,7 +152,7 @@ class Sharing(TorchFunctionMode):
         if out is NotImplemented:
             for a in args if not kwargs else (*args, *kwargs.values()):
                 if type(a) in _STRANGERS:
-                    return self._by_class(type(a), func, args, kwargs or {})
+                    return self._by_stranger(type(a), func, args, kwargs or {})
             out = func(*args, **kwargs) if kwargs else func(*args)
         if func in _GRADIENTS and not in_backward():
             out = _whole(func, args, out)
@@ -144,8 +162,8 @@ class Sharing(TorchFunctionMode):
             standing.settle()
         return out
 
-    def _by_class(self, kind: type, func: Any, args: tuple, kwargs: dict) -> Any:
-        """What a class says that this call means, for ours as for ordinary tensors."""
+    def _by_stranger(self, kind: type, func: Any, args: tuple, kwargs: dict) -> Any:
+        """What a class that is no tensor says that this call means."""
         with self:  # what it asks of tensors in its turn is seen again
             return kind.__torch_function__(func, (kind,), args, kwargs)
 

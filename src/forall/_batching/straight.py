@@ -33,7 +33,7 @@ from forall._torch.dispatch import (
     users_tangents,
 )
 from forall._torch.names import PLAIN
-from forall._torch.wrapper import kinds
+from forall._torch.posed import posing
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -199,7 +199,7 @@ def is_clear() -> bool:
     return (
         dispatch_modes() == 1
         and function_modes() == 1
-        and not kinds.used
+        and not posing.used
         and graph_task() == -1
         and not (forward_ad._current_level >= 0 and users_tangents())
         and (standing.copies.found is None or standing.copies.seen == written.times)

@@ -37,8 +37,26 @@ class Bare:
     def __iter__(self) -> Iterator[Any]:
         return self.kind.__iter__(self.value)
 
+    def __getitem__(self, key: Any) -> Any:
+        return self.kind.__getitem__(self.value, key)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.kind.__setitem__(self.value, key, value)
+
     def values(self) -> Iterable[Any]:
         return self.kind.values(self.value)
+
+    def items(self) -> Iterable[tuple[Any, Any]]:
+        return self.kind.items(self.value)
+
+    def clear(self) -> None:
+        self.kind.clear(self.value)
+
+    def extend(self, values: Iterable[Any]) -> None:
+        self.kind.extend(self.value, values)
+
+    def update(self, values: Any) -> None:
+        self.kind.update(self.value, values)
 
     def copy(self) -> Any:
         """What it holds, in a container of Python's own."""
@@ -48,6 +66,5 @@ class Bare:
 
     def become(self, copy: Any) -> None:
         """Hold what a copy holds."""
-        self.kind.clear(self.value)
-        add = getattr(self.kind, "extend", None) or self.kind.update
-        add(self.value, copy)
+        self.clear()
+        (self.extend if hasattr(self.kind, "extend") else self.update)(copy)

@@ -38,6 +38,7 @@ from forall._torch.dispatch import (
     users_tangents,
 )
 from forall._torch.names import subclass_functions_off
+from forall._torch.posed import Posed, bare, carried, posing
 from forall._torch.wrapper import Wrapper
 
 if TYPE_CHECKING:
@@ -62,6 +63,9 @@ def meets_ended(args: Any, kwargs: dict | None = None) -> bool:
     for a in args if not kwargs else (*args, *kwargs.values()):
         if isinstance(a, Wrapper):
             if not a.level.active:
+                return True
+        elif posing.used and isinstance(a, Posed):
+            if not bare(a).level.active:
                 return True
         elif type(a) in _SEQUENCES and meets_ended(a):
             return True
@@ -117,6 +121,9 @@ def what_is_left(a: Any) -> Any:
     """An argument, or list of some, without ended levels; one value per example stays as it is."""
     if type(a) in _SEQUENCES:
         return type(a)(map(what_is_left, a))
+    if posing.used and isinstance(a, Posed):
+        found = what_is_left(bare(a))
+        return a if found is bare(a) else carried(found, a)
     while isinstance(a, Wrapper) and is_over(a.level):
         found = left(a)
         if found is a:

@@ -68,6 +68,9 @@ def _shown(value: object) -> str:
 
 def shown(value: torch.Tensor) -> str:
     """The numbers behind a wrapper. To print must not fail, whatever is active around it."""
+    from forall._core.listening import numbers_told
+
+    numbers_told()
     if isinstance(value, Wrapper):
         return repr(value)
     try:

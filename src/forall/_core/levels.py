@@ -152,6 +152,7 @@ class _Stack(threading.local):
     again = 0  # how often code of a forward pass runs once more, for such a part
     recomputes = False  # whether code of a forward pass runs once more, for whichever examples
     reversing = 0  # how many calls and passes of ours run with torch's autograd on
+    run: Any = None  # whose variables are made now, see `_derivatives.reverse.Run`
     # What runs once more counts as run inside of ``place``, and before ``since`` was entered.
     place: Level | None = None
     since: Level | None = None

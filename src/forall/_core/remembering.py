@@ -336,4 +336,4 @@ def in_constant(constant: Any) -> Iterable[str]:
         return written_in(constant)
     if isinstance(constant, (tuple, frozenset)):
         return [name for c in constant for name in in_constant(c)]
-    return [constant] if isinstance(constant, str) and constant.isidentifier() else ()
+    return [constant] if isinstance(constant, str) else ()  # any text may name an attribute

@@ -29,6 +29,62 @@ def aminmax(x, *, dim=None, keepdim=False):
     return x.amin(dims, keepdim), x.amax(dims, keepdim)
 
 
+def logcumsumexp(x, dim):
+    """Each entry is the sum of the last 1, 2, 4, ... terms before it, doubled until that is all.
+
+    What is added is scaled by the larger term, so nothing overflows, at whatever order.
+    """
+    if x.dim() == 0:
+        return x.clone()
+    size, width = x.shape[dim], 1
+    while width < size:
+        later, earlier = x.narrow(dim, width, size - width), x.narrow(dim, 0, size - width)
+        x = torch.cat([x.narrow(dim, 0, width), _log_of_sum(later, earlier)], dim)
+        width *= 2
+    return x
+
+
+def _log_of_sum(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """``log(exp(a) + exp(b))``, without derivative where both are minus infinity."""
+    real = (a.real, b.real) if a.is_complex() else (a, b)
+    scale = torch.maximum(*real).detach()
+    infinite = scale.isinf()
+    scale = scale.masked_fill(infinite, 0)
+    total = (a - scale).exp() + (b - scale).exp()
+    none = infinite & (total == 0)
+    return (total.masked_fill(none, 1).log() + scale).masked_fill(none, -torch.inf)
+
+
+# ----------------------------------------------------------------------- norms
+
+
+def vector_norm(x, p=2, dim=None, keepdim=False, *, dtype=None):
+    x = _wide(x) if dtype is None else x.to(dtype)
+    dims = list(range(x.dim())) if dim is None else dim
+    return _length(x, p, dims, keepdim).to(dtype or x.dtype.to_real())
+
+
+def norm(x, p=2, dim=(), keepdim=False, *, dtype=None):
+    """The older operator of the same norm, whose forward formula takes another shape."""
+    return torch.linalg.vector_norm(x, 2 if p is None else p, dim or None, keepdim, dtype=dtype)
+
+
+def renorm(x, p, dim, maxnorm):
+    rest = [d for d in range(x.dim()) if d != dim % x.dim()]
+    length = torch.linalg.vector_norm(_wide(x), p, rest, keepdim=True)
+    return (x * torch.where(length > maxnorm, maxnorm / (length + 1e-7), 1)).to(x.dtype)
+
+
+def std(x, dim=None, *, correction=None, keepdim=False):
+    var = torch.var(_wide(x), dim, correction=correction, keepdim=keepdim)
+    return _root(var, 0.5).to(x.dtype.to_real())
+
+
+def std_mean(x, dim=None, *, correction=None, keepdim=False):
+    mean = torch.mean(x, () if dim is None else dim, keepdim)
+    return std(x, dim, correction=correction, keepdim=keepdim), mean
+
+
 # ------------------------------------------------------------------- attention
 
 
@@ -107,24 +163,70 @@ def pdist(x, p=2.0):
     return _length(x[i] - x[j], p)
 
 
-def _length(d: torch.Tensor, p: float) -> torch.Tensor:
-    """The p-norm over the last dim; where it has no derivative, this is zero, as in the kernels."""
+def _length(
+    d: torch.Tensor, p: float, dims: list[int] | int = -1, keepdim: bool = False
+) -> torch.Tensor:
+    """The p-norm; where it has no derivative, this is zero, as in the kernels."""
     if p == 0:
-        return (d != 0).sum(-1).to(d.dtype)
-    if p == 1 or d.shape[-1] == 0:
-        return d.abs().sum(-1)
+        return (d != 0).sum(dims, keepdim).to(d.abs().dtype)
+    if p == 1 or d.numel() == 0:
+        return d.abs().sum(dims, keepdim)
     if p == float("inf"):
-        return d.abs().amax(-1)
+        return d.abs().amax(dims, keepdim)
+    if p == -float("inf"):
+        return d.abs().amin(dims, keepdim)
     if p == 2:
-        return _root((d * d).sum(-1), 0.5)
+        return _root((d * d.conj()).real.sum(dims, keepdim), 0.5)
     a = d.abs()
-    return _root((_root(a, p) if p < 2 else a**p).sum(-1), 1 / p)
+    return _root((_root(a, p) if p < 2 else a**p).sum(dims, keepdim), 1 / p)
 
 
 def _root(s: torch.Tensor, power: float) -> torch.Tensor:
     """``s**power`` without derivative at zero."""
     none = s == 0
-    return s.masked_fill(none, 1).pow(power).masked_fill(none, 0)
+    return s.masked_fill(none, 1).pow(power).masked_fill(none, 0 if power > 0 else torch.inf)
+
+
+# -------------------------------------------------------------------- matrices
+
+
+def det(x):
+    """The determinant, whose derivatives are right where singular values are equal or zero.
+
+    Between the singular vectors at this point, which are constants, the matrix is diagonal here.
+    Of it the block of the largest values is eliminated; the rest, of three, is a polynomial.
+    """
+    n = x.shape[-1]
+    if n <= _SMALL:
+        return _small_det(x)
+    u, s, vh = torch.linalg.svd(x.detach())
+    phase = torch.linalg.det(u) * torch.linalg.det(vh)
+    m = u.mH @ x @ vh.mH
+    k = n - _SMALL
+    top = s[..., :k]
+    # Where one of these is zero as well, but for rounding, the first three derivatives are.
+    none = top <= s[..., :1] * (n * torch.finfo(x.dtype).eps)
+    rows = m[..., :k, :] / top.masked_fill(none, 1).unsqueeze(-1)
+    block = rows[..., :k] + torch.diag_embed(none.to(x.dtype))
+    sign, log = torch.linalg.slogdet(block)
+    rest = m[..., k:, k:] - m[..., k:, :k] @ torch.linalg.solve(block, rows[..., k:])
+    return phase * top.masked_fill(none, 0).prod(-1) * sign * log.exp() * _small_det(rest)
+
+
+_SMALL = 3
+
+
+def _small_det(x: torch.Tensor) -> torch.Tensor:
+    """Of a matrix of at most three rows, as a polynomial."""
+    n = x.shape[-1]
+    if n == 0:
+        return x.new_ones(x.shape[:-2])
+    if n == 1:
+        return x[..., 0, 0]
+    if n == 2:
+        return x[..., 0, 0] * x[..., 1, 1] - x[..., 0, 1] * x[..., 1, 0]
+    a, b, c = x.unbind(-2)
+    return (a * torch.linalg.cross(b, c)).sum(-1)
 
 
 def cholesky_inverse(x, upper=False):

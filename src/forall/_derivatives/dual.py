@@ -12,7 +12,8 @@ from forall._core.levels import complete, graph_free, outside, second_name
 from forall._core.listening import numbers_told
 from forall._torch.dispatch import autograd_below, forward_on, functions_off
 from forall._torch.names import split_tangent, subclass_functions_off
-from forall._torch.wrapper import READS, Wrapper, has_own_meaning, look_like, shell
+from forall._torch.posed import called_by_class, has_own_meaning, has_posed_class, posing, taken_out
+from forall._torch.wrapper import READS, Wrapper, look_like, shell
 
 if TYPE_CHECKING:
     from forall._derivatives.forward import JvpLevel
@@ -98,7 +99,7 @@ class Dual(Wrapper):
                 if not issubclass(t, torch.Tensor):
                     return NotImplemented
                 if has_own_meaning(t):
-                    return t.__torch_function__(func, (t,), args, kwargs or {})
+                    return called_by_class(func, types, args, kwargs or {})
         if meets_ended(args, kwargs):
             return called(func, args, kwargs or {})
         with subclass_functions_off():
@@ -106,6 +107,8 @@ class Dual(Wrapper):
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if posing.used and has_posed_class(types):
+            return taken_out(None, func, args, kwargs or {})
         return dispatched(func, args, kwargs or {})
 
 

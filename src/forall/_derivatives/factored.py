@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from forall._core.errors import shown
 from forall._core.levels import Level, complete, second_name, stack, top
 from forall._derivatives import factors, reverse
 from forall._torch.dispatch import AUTOGRAD, functions_off, is_excluded
@@ -89,7 +90,7 @@ class Factored(Wrapper):
         return self.seen(self.shape, self.stride())
 
     def describe(self) -> str:
-        return f"Factored({self.value!r})"
+        return f"Factored({shown(self.value)})"
 
     def memory(self, name: str, args: tuple, kwargs: dict) -> Any:
         return getattr(self.value, name)(*args, **kwargs)

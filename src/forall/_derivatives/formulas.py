@@ -54,6 +54,10 @@ _ONCE = frozenset(
         aten._safe_softmax.default,
         # write over what they use
         aten.linalg_householder_product.default,
+        aten.linalg_vector_norm.default,
+        aten.renorm.default,
+        aten.std.correction,
+        aten.std_mean.correction,
         # call what has no derivative
         aten.glu.default,
         aten.hardsigmoid.default,
@@ -71,13 +75,6 @@ _IN_PLACE = frozenset(
         aten._softmax.default,
         aten._log_softmax.default,
         aten.logsumexp.default,
-        aten.logcumsumexp.default,
-        aten.linalg_vector_norm.default,
-        aten.norm.Scalar,
-        aten.norm.ScalarOpt_dim,
-        aten.norm.ScalarOpt_dim_dtype,
-        aten.norm.ScalarOpt_dtype,
-        aten.renorm.default,
     }
 )
 # Formulas that write into the tangents of what does not move, which are zeros without memory: of
@@ -114,7 +111,7 @@ class _Nothing(DispatchMode):
 _NOTHING = _Nothing()
 
 
-# What torch's formulas of norms write into what they have just computed, which the tangent may be
+# What torch's backwards of norms write into what they have just computed, which the tangent may be
 # made of: a derivative further out needs it as it was.
 _FILLS = {
     aten.masked_fill_.Scalar: aten.masked_fill.Scalar,
@@ -125,13 +122,14 @@ _FILLS = {
 def made_anew(func: Any, value: Any) -> Any:
     """What gives anew what a formula writes into a value of its own; None for any other write."""
     fill = _FILLS.get(func)
-    if fill is None or not (in_backward() and value.requires_grad) or value._is_view():
+    if fill is None or not in_backward() or value._is_view():
         return None
-    inner = value
+    needed, inner = value.requires_grad, value
     while isinstance(inner, Wrapper):
         inner = inner.value
+        needed |= inner.requires_grad
     # Nobody has another name for it, so nobody sees that it is another tensor now.
-    return fill if has_memory(inner) and is_alone(inner) else None
+    return fill if needed and has_memory(inner) and is_alone(inner) else None
 
 
 class out_of_place:

@@ -45,6 +45,7 @@ from forall._torch.dispatch import (
 from forall._torch.inference import ordinary
 from forall._torch.lazy import attach_tangent, moving
 from forall._torch.names import DispatchMode, split_tangent
+from forall._torch.posed import has_posed_class, posing, taken_out
 from forall._torch.schema import facts, functional_of, written_by
 from forall._torch.zeros import LINEAR, plain_zeros, simpler
 
@@ -143,6 +144,8 @@ class JvpLevel(Level, DispatchMode):
         return wrap(tensor, self)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if posing.used and has_posed_class(types):
+            return taken_out(self, func, args, kwargs or {})
         for level in levels_in(args, kwargs or {}):
             if level is not self and not level.is_outside(self):
                 return NotImplemented

@@ -87,6 +87,11 @@ def segment_reduce(
     """Segments of ``axis``, which lies behind the dims that lengths and offsets have before it."""
     if offsets is None:
         offsets = torch.nn.functional.pad(lengths.cumsum(-1), (1, 0))
+        if not unsafe:
+            torch.ops.aten._assert_async.msg(
+                ((lengths >= 0).all() & (offsets[..., -1] == data.shape[axis]).all()),
+                "segment_reduce: lengths are at least 0, and their sum is the size of the axis",
+            )
     place = torch.arange(data.shape[axis], device=data.device).expand(data.shape[: axis + 1])
     inside = (place.unsqueeze(-1) >= offsets[..., None, :-1]) & (
         place.unsqueeze(-1) < offsets[..., None, 1:]

@@ -1,12 +1,12 @@
 """Nodes of backwards that torch does not differentiate, and their pull-backs in small steps.
 
 Each function here takes a node and gives the pull-back, and the tensors that this is a function of
-beside the cotangent, in the order of the node's gradients.
+beside the cotangents, in the order of the node's gradients.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -101,17 +101,143 @@ def _embedding_bag_node(node: Any) -> tuple[Callable, tuple]:
     return pull, _saved(node, "weight per_sample_weights")
 
 
-NODES: dict[str, Callable[[Any], tuple[Callable, tuple]]] = {
-    "ScaledDotProductFlashAttentionForCpuBackward0": _attention_node,
-    "ScaledDotProductFlashAttentionBackward0": _attention_node,
-    "ScaledDotProductEfficientAttentionBackward0": _biased_attention_node,
-    "CdistBackward0": _cdist_node,
-    "PdistBackward0": _pdist_node,
-    "HardsigmoidBackward0": _hardsigmoid_node,
-    "MultiMarginLossBackward0": _multi_margin_node,
-    "MultilabelMarginLossBackward0": _multilabel_margin_node,
-    "CtcLossBackward0": _ctc_node,
-    "CtcLossBackward1": _ctc_node,
-    "SegmentReduceBackward0": _segment_node,
-    "EmbeddingBagBackward0": _embedding_bag_node,
+# ------------------------------- backwards that torch differentiates, but not rightly
+
+
+def _det_node(node: Any) -> tuple[Callable, tuple]:
+    """Torch's takes the singular values apart under a mode, which fails where two are equal."""
+    return lambda g, x: pulled(composites.det, g, x), _saved(node, "A")
+
+
+def _logcumsumexp_node(node: Any) -> tuple[Callable, tuple]:
+    """Torch's takes the logarithm of the cotangent."""
+    dim = _signed(*_saved(node, "dim"))
+    return lambda g, x: pulled(lambda x: composites.logcumsumexp(x, dim), g, x), _saved(
+        node, "self"
+    )
+
+
+def _signed(dim: int) -> int:
+    """A node keeps a dim without its sign."""
+    return dim - 2**64 if dim >= 2**63 else dim
+
+
+def _weight_norm_node(node: Any) -> tuple[Callable, tuple]:
+    (dim,) = _saved(node, "dim")
+
+    def pull(g, v, size):
+        return pulled(lambda v, size: composites.weight_norm(v, size, _signed(dim))[0], g, v, size)
+
+    return pull, _saved(node, "v g")
+
+
+def _of_norm(f: Callable, names: str, dim: str = "dim") -> Callable[[Any], tuple[Callable, tuple]]:
+    """Torch's fills zeros into what a tangent may be made of, where ``f`` does not."""
+
+    def steps(node: Any) -> tuple[Callable, tuple]:
+        known = {name: getattr(node, f"_saved_{name}") for name in names.split()}
+        if known.get(dim) is not None:
+            dims = known[dim]
+            signed = [_signed(d) for d in dims] if isinstance(dims, tuple) else _signed(dims)
+            known[dim] = signed
+
+        def pull(*both):
+            *gs, x = both
+
+            def of(x):
+                out = f(x, **known)
+                outs = out if isinstance(out, tuple) else (out,)
+                pairs = zip(outs, gs, strict=True)
+                return tuple(y if g is None else y.to(g.dtype) for y, g in pairs)
+
+            return pulled(of, tuple(gs), x)
+
+        return pull, _saved(node, "self")
+
+    return steps
+
+
+def _length(x, ord=2, dim=None, keepdim=False):
+    return composites.vector_norm(x, ord, dim, keepdim)
+
+
+def _older_norm(x, p=2, dim=None, keepdim=False):
+    return composites.vector_norm(x, 2 if p is None else p, dim or None, keepdim)
+
+
+def _layer_norm_backward_node(node: Any) -> tuple[Callable, tuple]:
+    """Torch's takes the mean and deviation for constant, as the next one does."""
+    shape, mean, rstd = _saved(node, "normalized_shape mean rstd")
+
+    def f(g, x, weight):
+        bias = torch.zeros(shape, dtype=x.dtype, device=x.device)
+        return back.layer_norm_backward(g, x, shape, mean, rstd, weight, bias, [True] * 3)
+
+    def pull(gx, gw, gb, g, x, weight):
+        g, x, weight = pulled(f, (gx, gw, gb), g, x, weight)
+        return g, x, None, None, weight, None
+
+    return pull, _saved(node, "grad_out input weight")
+
+
+def _batch_norm_backward_node(node: Any) -> tuple[Callable, tuple]:
+    names = "running_mean running_var save_mean save_invstd train eps"
+    rest = _saved(node, names)
+
+    def f(g, x, weight):
+        return back.batch_norm_backward(g, x, weight, *rest, [True] * 3)
+
+    def pull(gx, gw, gb, g, x, weight):
+        g, x, weight = pulled(f, (gx, gw, gb), g, x, weight)
+        return g, x, weight, None, None
+
+    return pull, _saved(node, "grad_out input weight")
+
+
+class Node(NamedTuple):
+    """What is done about a node of torch's, whose numbers are right."""
+
+    steps: Callable[[Any], tuple[Callable, tuple]]
+    # Whether they need another history: torch's is not there, or lacks terms.
+    lacks_history: bool = True
+    # Whether they need other tangents as well.
+    lacks_tangents: bool = False
+    # How many cotangents the pull-back takes: the first ones of the node's.
+    cotangents: int = 1
+
+
+def _moving(steps: Callable, cotangents: int = 1) -> Node:
+    return Node(steps, lacks_history=False, lacks_tangents=True, cotangents=cotangents)
+
+
+NODES: dict[str, Node] = {
+    "ScaledDotProductFlashAttentionForCpuBackward0": Node(_attention_node),
+    "ScaledDotProductFlashAttentionBackward0": Node(_attention_node),
+    "ScaledDotProductEfficientAttentionBackward0": Node(_biased_attention_node),
+    "CdistBackward0": Node(_cdist_node),
+    "PdistBackward0": Node(_pdist_node),
+    "HardsigmoidBackward0": Node(_hardsigmoid_node),
+    "MultiMarginLossBackward0": Node(_multi_margin_node),
+    "MultilabelMarginLossBackward0": Node(_multilabel_margin_node),
+    "CtcLossBackward0": Node(_ctc_node),
+    "CtcLossBackward1": Node(_ctc_node),
+    "SegmentReduceBackward0": Node(_segment_node),
+    "EmbeddingBagBackward0": Node(_embedding_bag_node),
+    "WeightNormInterfaceBackward0": Node(_weight_norm_node),
+    "LinalgDetBackward0": Node(_det_node, lacks_tangents=True),
+    "LogcumsumexpBackward0": Node(_logcumsumexp_node, lacks_tangents=True),
+    "NativeLayerNormBackwardBackward0": Node(
+        _layer_norm_backward_node, lacks_tangents=True, cotangents=3
+    ),
+    "NativeBatchNormBackwardBackward0": Node(
+        _batch_norm_backward_node, lacks_tangents=True, cotangents=3
+    ),
+    "LinalgVectorNormBackward0": _moving(_of_norm(_length, "ord dim keepdim")),
+    "NormBackward0": _moving(_of_norm(_older_norm, "p")),
+    "NormBackward1": _moving(_of_norm(_older_norm, "p dim keepdim")),
+    "NormBackward2": _moving(_of_norm(_older_norm, "p")),
+    "NormBackward3": _moving(_of_norm(_older_norm, "p dim keepdim")),
+    "RenormBackward0": _moving(_of_norm(composites.renorm, "p dim maxnorm")),
+    "StdBackward0": _moving(_of_norm(composites.std, "dim correction keepdim")),
+    "StdMeanBackward0": _moving(_of_norm(composites.std_mean, "dim correction keepdim"), 2),
 }

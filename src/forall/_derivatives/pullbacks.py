@@ -17,15 +17,23 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 
 
-def pulled(f: Callable, g: torch.Tensor, *xs: torch.Tensor | None) -> tuple:
-    """The cotangent ``g`` of ``f``'s result, pulled back to each of ``xs``."""
+def pulled(f: Callable, g: Any, *xs: torch.Tensor | None) -> tuple:
+    """The cotangent ``g`` of ``f``'s result, pulled back to each of ``xs``.
+
+    Of several results it is a tuple, with None for those that nobody gave.
+    """
+    gs = g if isinstance(g, tuple) else (g,)
     there = [i for i, x in enumerate(xs) if x is not None]
-    level = deepest((g, *(xs[i] for i in there)))
+    level = deepest((*(c for c in gs if c is not None), *(xs[i] for i in there)))
     own = [variable(lift(xs[i], level)) for i in there]
     full: list = list(xs)
     for i, x in zip(there, own, strict=True):
         full[i] = x
-    found = dict(zip(there, gradients((f(*full),), (g,), own), strict=True))
+    ys = f(*full)
+    ys = ys if isinstance(ys, tuple) else (ys,)
+    pairs = [(y, c) for y, c in zip(ys, gs, strict=True) if y is not None and c is not None]
+    outs, given = tuple(y for y, _ in pairs), tuple(c for _, c in pairs)
+    found = dict(zip(there, gradients(outs, given, own), strict=True))
     return tuple(found.get(i) for i in range(len(xs)))
 
 
@@ -58,10 +66,11 @@ def _cudnn_backward(
     return attention_backward(g, q, k, v, p, causal, bias, scale)
 
 
-def _layer_norm_backward(g, x, shape, mean, rstd, weight, bias, mask):
+def layer_norm_backward(g, x, shape, mean, rstd, weight, bias, mask):
     """What was added to the variance is known by the kernel's result."""
     dims = list(range(-len(shape), 0))
-    eps = (rstd**-2 - x.var(dims, correction=0, keepdim=True)).detach()
+    spread = (x - x.mean(dims, keepdim=True)).square().mean(dims, keepdim=True)
+    eps = (rstd**-2 - spread).detach()
     found = pulled(
         lambda *xs: composites.layer_norm(*xs[:1], shape, *xs[1:], eps), g, x, weight, bias
     )
@@ -72,7 +81,7 @@ def _weight_norm_backward(grad, v, g, norm, dim):
     return pulled(lambda v, g: composites.weight_norm(v, g, dim)[0], grad, v, g)
 
 
-def _batch_norm_backward(g, x, weight, mean, var, saved, saved_var, train, eps, mask):
+def batch_norm_backward(g, x, weight, mean, var, saved, saved_var, train, eps, mask):
     found = pulled(
         lambda x, weight, shift: composites.batch_norm(
             x, weight, shift, mean, var, train, 0.0, eps
@@ -165,8 +174,8 @@ BACKWARD: dict[Any, Callable] = {
     aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
     aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
     aten._scaled_dot_product_cudnn_attention_backward.default: _cudnn_backward,
-    aten.native_layer_norm_backward.default: _layer_norm_backward,
-    aten.native_batch_norm_backward.default: _batch_norm_backward,
+    aten.native_layer_norm_backward.default: layer_norm_backward,
+    aten.native_batch_norm_backward.default: batch_norm_backward,
     aten._weight_norm_interface_backward.default: _weight_norm_backward,
     aten._cdist_backward.default: _cdist_backward,
     aten._pdist_backward.default: pdist_backward,

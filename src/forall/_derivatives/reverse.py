@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
+from weakref import ref
 
 import torch
 from torch.autograd import forward_ad
@@ -15,7 +16,6 @@ from forall._torch import inference, trees
 from forall._torch.dispatch import (
     ACCUMULATE,
     functions_off,
-    has_own_dispatch,
     in_torch_func,
     is_forward_enabled,
     run_backward,
@@ -26,13 +26,44 @@ from forall._torch.dispatch import (
 )
 from forall._torch.history import WRITTEN, nodes
 from forall._torch.names import SET_HOOKS, pop_functions, push_functions
-from forall._torch.wrapper import Wrapper, has_own_meaning, kind_of
+from forall._torch.posed import bare, carried, is_worn, worn
+from forall._torch.wrapper import Wrapper
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
 
-class recording:
+class Run:
+    """A time in which variables are made, and after which nobody asks for a derivative in them.
+
+    A graph that leads to nothing but these is of no use to anybody when the time is over.
+    """
+
+    __slots__ = ("around", "made")
+
+    def __enter__(self) -> Self:
+        self.made: dict[int, ref[torch.Tensor]] = {}
+        self.around: Run | None = stack.run
+        stack.run = self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        around, self.around = self.around, None
+        stack.run = around
+        if around is not None:
+            around.include(self)
+
+    def include(self, other: Run) -> None:
+        """Count the variables of another run, which has ended, among those of this one."""
+        self.made.update(other.made)
+
+    def has(self, leaf: torch.Tensor) -> bool:
+        """Whether a leaf is a variable of this run, or of one within it."""
+        known = self.made.get(id(leaf))
+        return known is not None and known() is leaf
+
+
+class recording(Run):
     """`torch.enable_grad` of our own: no function mode is asked about it.
 
     In inference mode nothing is recorded, whatever grad mode says, so it is left.
@@ -40,18 +71,21 @@ class recording:
 
     __slots__ = ("left", "was")
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Self:
+        super().__enter__()
         stack.reversing += 1
         self.left = inference.left()
         self.was = torch.is_grad_enabled()
         if not self.was:
             self._set(True)
+        return self
 
     def __exit__(self, *_: object) -> None:
         stack.reversing -= 1
         if torch.is_grad_enabled() is not self.was:
             self._set(self.was)
         inference.back(self.left)
+        super().__exit__()
 
     def _set(self, on: bool) -> None:
         with functions_off():
@@ -65,13 +99,28 @@ def variable(x: torch.Tensor) -> torch.Tensor:
     derivative over the examples.
     """
     with functions_off():
-        x = inference.ordinary(lift(x, top()))
-        kind = kind_of(x)
-        if not has_own_meaning(kind) or has_own_dispatch(kind):  # whose views are of the class
-            return x.view_as(x) if x.requires_grad else _alias(x).requires_grad_()
+        x = inference.ordinary(lift(bare(x), top()))
+        kind = type(x)
+        keeps_class = is_worn(kind)
         if x.requires_grad:
-            return x.view_as(x).as_subclass(kind)
-        return _alias(x).as_subclass(kind).requires_grad_()
+            return worn(x.view_as(x), kind) if keeps_class else x.view_as(x)
+        return leaf(worn(_alias(x), kind) if keeps_class else _alias(x))
+
+
+def leaf(x: torch.Tensor) -> torch.Tensor:
+    """A tensor without history as a variable of the run that goes on."""
+    x.requires_grad_()
+    if stack.run is not None:
+        stack.run.made[id(x)] = ref(x)
+    return x
+
+
+def shown(variables: list, given: list) -> list:
+    """Fresh variables as what the function knows these tensors by: classes and attributes."""
+    return [
+        v if type(x) is torch.Tensor and not x.__dict__ else carried(v, x)
+        for v, x in zip(variables, given, strict=True)
+    ]
 
 
 def _alias(x: torch.Tensor) -> torch.Tensor:
@@ -85,25 +134,44 @@ def _alias(x: torch.Tensor) -> torch.Tensor:
     return fresh if tangent is None else forward_ad.make_dual(fresh, tangent)
 
 
-def leads_outside(tensors: Iterable[torch.Tensor], own: Iterable[torch.Tensor]) -> bool:
-    """Whether the graphs of ``tensors`` reach a leaf other than our ``own`` variables."""
-    ours = {id(v) for v in own}
-    if any(t.requires_grad and t.grad_fn is None and id(t) not in ours for t in tensors):
+def leads_outside(tensors: Iterable[torch.Tensor], run: Run) -> bool:
+    """Whether the graphs of ``tensors`` reach a leaf other than a variable of ``run``."""
+    if any(t.requires_grad and t.grad_fn is None and not run.has(t) for t in tensors):
         return True
-    return any(type(n) is ACCUMULATE and id(n.variable) not in ours for n in nodes(tensors))
+    return any(type(n) is ACCUMULATE and not run.has(n.variable) for n in nodes(tensors))
 
 
-def is_closed(outputs: tuple[torch.Tensor, ...], own: list[torch.Tensor]) -> bool:
+def inward(tensors: list[torch.Tensor], run: Run) -> list[torch.Tensor]:
+    """Those of ``tensors``, all of which require grad, that do not lead outside."""
+    if len(tensors) == 1:
+        return [] if leads_outside(tensors, run) else tensors
+    before: dict[Any, list] = {}  # the nodes that each node is asked by
+    outside = []
+    for n in nodes(tensors):
+        if type(n) is ACCUMULATE and not run.has(n.variable):
+            outside.append(n)
+        for following, _ in n.next_functions:
+            if following is not None:
+                before.setdefault(following, []).append(n)
+    reaching = {*outside}
+    while outside:
+        for n in before.get(outside.pop(), ()):
+            if n not in reaching:
+                reaching.add(n)
+                outside.append(n)
+    return [t for t in tensors if (run.has(t) if t.grad_fn is None else t.grad_fn not in reaching)]
+
+
+def is_closed(outputs: tuple[torch.Tensor, ...], run: Run) -> bool:
     """Whether nobody can ask for the derivative of a backward pass, so that it need not record.
 
     A tangent would be lost in a pass that does not, and a Function's own backward may be told.
     """
     if in_torch_func() or may_carry_tangents():
         return False
-    ours = {id(v) for v in own}
     with functions_off():
         return all(
-            id(n.variable) in ours
+            run.has(n.variable)
             if type(n) is ACCUMULATE
             else not isinstance(n, WRITTEN) or getattr(n._forward_cls, "does_the_same", False)
             for n in nodes(outputs)
@@ -130,17 +198,17 @@ def gradients(
     *,
     retain_graph: bool = True,
     create_graph: bool = True,
-    closes: bool = False,
+    closes: Run | None = None,
 ) -> list[torch.Tensor]:
     """Cotangents pulled back to the inputs, zeros where nothing depends on one.
 
-    With ``closes`` the pass belongs to the call that runs now, whose results will be `closed`.
+    ``closes`` is the run of the call that the pass belongs to, where its results will be `closed`.
     """
     if cotangents is None:
         cotangents = tuple(ones(y) for y in outputs)
-    if closes and create_graph and retain_graph and is_closed(outputs, inputs):
+    if closes is not None and create_graph and retain_graph and is_closed(outputs, closes):
         try:
-            with _Heard(inputs):
+            with _Heard(closes):
                 found = reaching(outputs, cotangents, inputs, create_graph=False)
         except _Lost:
             found = reaching(outputs, cotangents, inputs)
@@ -157,8 +225,8 @@ class _Lost(BaseException):
 class _Heard(TorchFunctionMode):
     """Listens to the hooks in a pass that does not record: no graph tells what they capture."""
 
-    def __init__(self, own: list[torch.Tensor]) -> None:
-        self.own = own
+    def __init__(self, run: Run) -> None:
+        self.run = run
 
     def __enter__(self) -> None:
         push_functions(self)
@@ -170,7 +238,7 @@ class _Heard(TorchFunctionMode):
         if not torch.is_grad_enabled() and func not in _NO_HISTORY:
             with functions_off():
                 given = [t for t in trees.leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-                if leads_outside([t for t in given if t.requires_grad], self.own):
+                if leads_outside([t for t in given if t.requires_grad], self.run):
                     raise _Lost
         return func(*args, **(kwargs or {}))
 
@@ -251,26 +319,25 @@ class tangents_pass:
         set_forward_enabled(self.was)
 
 
-def closed(results: Any, own: list[torch.Tensor], outer_grad: bool) -> Any:
+def closed(results: Any, run: Run, outer_grad: bool) -> Any:
     """Results that require grad only if something outside does; the rest drop their graph."""
     if not outer_grad:
         cut = _alias if users_tangents() else torch.Tensor.detach
-        return trees.map_tensors(cut, results)
+        return trees.map_tensors(lambda t: carried(_without_functions(cut, t), t), results)
+    if not run.made:  # each variable is a view of one from outside
+        return results
     with functions_off():
-        return _closed(results, own)
+        found = [(t, bare(t)) for t in trees.leaves(results) if isinstance(t, torch.Tensor)]
+        found = [(t, b) for t, b in found if b.requires_grad]
+        if not found:
+            return results
+        free = {*map(id, inward([b for _, b in found], run))}
+        freed = {id(t) for t, b in found if id(b) in free}
+        return trees.map_tensors(
+            lambda t: carried(_alias(bare(t)), t) if id(t) in freed else t, results
+        )
 
 
-def _closed(results: Any, own: list[torch.Tensor]) -> Any:
-    if own and all(v.grad_fn is not None for v in own):
-        return results
-    tensors = [t for t in trees.leaves(results) if isinstance(t, torch.Tensor) and t.requires_grad]
-    if not tensors:
-        return results
-    if not leads_outside(tensors, own):
-        return trees.map_tensors(_freed, results)
-    inward = {id(t) for t in tensors if not leads_outside((t,), own)} if len(tensors) > 1 else ()
-    return trees.map_tensors(lambda t: _alias(t) if id(t) in inward else t, results)
-
-
-def _freed(t: torch.Tensor) -> torch.Tensor:
-    return _alias(t) if t.requires_grad else t
+def _without_functions(cut: Any, t: torch.Tensor) -> torch.Tensor:
+    with functions_off():
+        return cut(bare(t))

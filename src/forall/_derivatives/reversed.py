@@ -18,7 +18,7 @@ from forall._core.levels import at, deepest, graph_free, lift, outside, stack, t
 from forall._derivatives import forward
 from forall._derivatives.fused import READ, steps
 from forall._derivatives.pullbacks import BACKWARD
-from forall._derivatives.reverse import closed, gradients, leads_outside, reaching, variable
+from forall._derivatives.reverse import Run, closed, gradients, inward, leaf, reaching, variable
 from forall._random.scopes import resuming
 from forall._torch import generators, trees
 from forall._torch.dispatch import (
@@ -194,11 +194,12 @@ class _Lowered(torch.autograd.Function):
         given = [i for i, c in enumerate(cotangents) if c is not None]
 
         def pull(*both: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            xs = [variable(x) if i in asked else x for i, x in enumerate(both[:n])]
-            ys = ctx.h(*xs)
-            own = [xs[i] for i in asked]
-            found = gradients(tuple(ys[i] for i in given), both[n:], own)
-            return tuple(closed(found, own, torch.is_grad_enabled()))
+            with Run() as run:
+                xs = [variable(x) if i in asked else x for i, x in enumerate(both[:n])]
+                ys = ctx.h(*xs)
+                own = [xs[i] for i in asked]
+                found = gradients(tuple(ys[i] for i in given), both[n:], own)
+            return tuple(closed(found, run, torch.is_grad_enabled()))
 
         both = (*args, *(cotangents[i] for i in given))
         found = iter(at(deepest(both), pull, both))
@@ -227,7 +228,7 @@ def _pushed(
 
     Beside them the values that depend neither on what moves nor on the arguments ``asked`` about.
     """
-    with outside(level), autograd_below(grad=True, forward=False):
+    with outside(level), autograd_below(grad=True, forward=False), Run() as run:
         pairs = [forward.unpack(a, level) for a in args]
         moving = [i for i, (_, t) in enumerate(pairs) if t is not None]
         xs = [p for p, _ in pairs]
@@ -235,22 +236,22 @@ def _pushed(
         ys = h(*(own.get(i, x) for i, x in enumerate(xs)))
         varying = [y for y in ys if y is not None and y.requires_grad]
         live = varying if moving else []
-        us = [torch.zeros_like(y).requires_grad_() for y in live]
+        us = [leaf(torch.zeros_like(y)) for y in live]
         found = _transposed(live, us, [own[i] for i in moving], [pairs[i][1] for i in moving])
         # Not by an argument alone: a backward may read what it was not given.
-        tangents = [t for t in found if t is not None]
-        keeps = level.outer_grad and leads_outside([*varying, *tangents], [*own.values(), *us])
+        tangents = [t for t in found if t is not None and t.requires_grad]
+        both = [*varying, *tangents]
+        free = {*map(id, inward(both, run) if level.outer_grad else both)}
         pushed = iter(found)
         out, constant = [], []
         for y in ys:
             if y is None:  # a gradient that a backward operator was not asked for
                 out.append(None)
                 continue
-            tangent = next(pushed) if moving and y.requires_grad else None
             varies = y.requires_grad
-            if not keeps:
-                y = graph_free(y)
-                tangent = None if tangent is None else graph_free(tangent)
+            tangent = next(pushed) if moving and varies else None
+            y = graph_free(y) if id(y) in free else y
+            tangent = graph_free(tangent) if id(tangent) in free else tangent
             out.append(
                 forward.wrap(y, level) if tangent is None else forward.make_dual(y, tangent, level)
             )

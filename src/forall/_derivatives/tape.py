@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from forall._core.errors import shown
 from forall._core.levels import Level, at, deepest
 from forall._core.sparse import is_sparse
 from forall._torch.memory import has_memory, storage_of
@@ -126,7 +127,7 @@ class Tape(Wrapper):
         return True
 
     def describe(self) -> str:
-        return f"Tape({self.slot}, {self.value!r})"
+        return f"Tape({self.slot}, {shown(self.value)})"
 
     __torch_function__ = functions_pass  # pyright: ignore[reportAssignmentType]
 

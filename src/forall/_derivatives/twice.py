@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from forall._core.levels import graph_free
+from forall._core.levels import graph_free, moves
 from forall._derivatives import reverse
 from forall._derivatives.nodes import NODES
 from forall._derivatives.once import Refusing, is_once_node
-from forall._torch.dispatch import apply_function, functions_off
+from forall._torch.dispatch import apply_function, functions_off, users_tangents
 from forall._torch.history import nodes
 
 if TYPE_CHECKING:
@@ -52,12 +52,21 @@ class _Hook:
         self.node = node
 
     def __call__(self, found: tuple, cotangents: tuple) -> tuple | None:
-        if not any(t is not None and t.requires_grad for t in found):
+        there = [t for t in found if t is not None]
+        formula = NODES[type(self.node).__name__]
+        whole = formula.lacks_tangents and (users_tangents() or any(map(moves, there)))
+        if not whole and not (formula.lacks_history and any(t.requires_grad for t in there)):
             return None
-        pull, tensors = NODES[type(self.node).__name__](self.node)
+        pull, tensors = formula.steps(self.node)
         wanted = [i for i, t in enumerate(found) if t is not None]
-        numbers = [graph_free(found[i]) for i in wanted]
-        new = apply_function(_Twice, pull, wanted, len(tensors), *numbers, cotangents[0], *tensors)
+        cotangents = cotangents[: formula.cotangents]
+        if whole:
+            with torch.enable_grad(), functions_off():
+                pulled = pull(*cotangents, *tensors)
+            new = tuple(pulled[i] for i in wanted)
+        else:
+            numbers = [graph_free(t) for t in there]
+            new = apply_function(_Twice, pull, wanted, *numbers, *cotangents, *tensors)
         out = list(found)
         for i, t in zip(wanted, new, strict=True):
             out[i] = t
@@ -68,7 +77,7 @@ class _Twice(torch.autograd.Function):
     """Gradients that a kernel found, with the history of ``pull`` at the cotangent and tensors."""
 
     @staticmethod
-    def forward(ctx, pull: Callable, wanted: list[int], n: int, *rest):
+    def forward(ctx, pull: Callable, wanted: list[int], *rest):
         ctx.pull, ctx.wanted = pull, wanted
         ctx.save_for_backward(*rest[len(wanted) :])
         return tuple(map(graph_free, rest[: len(wanted)]))
@@ -76,7 +85,7 @@ class _Twice(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *cotangents):
         k = len(ctx.wanted)
-        asked = [i for i, need in enumerate(ctx.needs_input_grad[3 + k :]) if need]
+        asked = [i for i, need in enumerate(ctx.needs_input_grad[2 + k :]) if need]
         again = torch.is_grad_enabled()
         with torch.enable_grad(), functions_off():
             given = list(ctx.saved_tensors)
@@ -89,5 +98,5 @@ class _Twice(torch.autograd.Function):
             )
         out: list[Any] = [None] * (len(ctx.needs_input_grad))
         for i, g in zip(asked, found, strict=True):
-            out[3 + k + i] = g
+            out[2 + k + i] = g
         return tuple(out)

@@ -16,6 +16,7 @@ import sys
 from collections import deque
 from typing import Any
 
+from forall._core.bare import bare
 from forall._lanes.merging import UNDEFINED, Parts, merge, within
 from forall._lanes.words import words
 
@@ -166,6 +167,11 @@ class Container(Slot):
 
     __slots__ = ()
 
+    @property
+    def held(self) -> Any:
+        """The container past the methods of a user's class, which are for the function to call."""
+        return bare(self.owner)
+
     def read(self) -> Any:
         raise NotImplementedError
 
@@ -189,7 +195,7 @@ class Container(Slot):
             self.write(content)
 
     def values(self) -> Any:
-        return self.owner
+        return self.held
 
     def narrow(self, thread: Any) -> None:
         if self.key not in thread.mixed:
@@ -216,16 +222,15 @@ class Sequence(Container):
     __slots__ = ()
 
     def read(self) -> list:
-        return list(self.owner)
+        return list(self.held)
 
     def write(self, content: list) -> None:
-        if isinstance(self.owner, list):
-            list.__setitem__(self.owner, slice(None), content)
-        elif isinstance(self.owner, deque):
-            self.owner.clear()
-            self.owner.extend(content)
+        held = self.held
+        if isinstance(self.owner, deque):
+            held.clear()
+            held.extend(content)
         else:
-            self.owner[:] = content
+            held[:] = content
 
     def joined(self, parts: Parts) -> list | None:
         length = len(parts[0][1])
@@ -238,24 +243,25 @@ class Mapping(Container):
     __slots__ = ()
 
     def read(self) -> dict:
-        return dict(self.owner)
+        return dict(self.held.items())
 
     def write(self, content: dict) -> None:
         """What has the same keys is changed no more than need be: somebody may go through it."""
-        if list(self.owner) != list(content):
-            self.owner.clear()
-            self.owner.update(content)
+        held = self.held
+        if list(held) != list(content):
+            held.clear()
+            held.update(content)
             return
         for key, value in content.items():
-            if self.owner[key] is not value:
-                self.owner[key] = value
+            if held[key] is not value:
+                held[key] = value
 
     def values(self) -> Any:
-        return self.owner.values()
+        return self.held.values()
 
     def narrow(self, thread: Any) -> None:
         if self.key not in thread.mixed:
-            self.write({key: _narrowed(v) for key, v in self.owner.items()})
+            self.write({key: _narrowed(v) for key, v in self.held.items()})
 
     def hidden(self) -> dict:
         mixed = Mixed(type(self.owner))
@@ -272,11 +278,12 @@ class Set(Container):
     __slots__ = ()
 
     def read(self) -> set:
-        return set(self.owner)
+        return set(self.held)
 
     def write(self, content: Any) -> None:
-        self.owner.clear()
-        self.owner.update(content)
+        held = self.held
+        held.clear()
+        held.update(content)
 
     def joined(self, parts: Parts) -> set | None:
         first = parts[0][1]

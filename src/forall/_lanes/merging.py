@@ -10,6 +10,7 @@ import torch
 from forall._lanes import aliases
 from forall._lanes.words import both, either, words
 from forall._torch.dispatch import functions_off
+from forall._torch.posed import attributes, bare, kind_of, worn
 
 Parts = list[tuple[Any, Any]]  # worlds, disjoint, and what their lanes have
 
@@ -109,14 +110,29 @@ def _one(parts: Parts) -> Any:
 
 def tensors(parts: Parts) -> Any:
     """One tensor for all lanes, and what is the same tensor in the loop."""
-    joined = words.joined(parts)
-    aliases.remember(joined, parts)
-    return joined
+    bares = [(w, bare(t)) for w, t in parts]
+    joined = words.joined(bares)
+    aliases.remember(joined, bares)
+    if all(b is t for (_, b), (_, t) in zip(bares, parts, strict=True)):
+        return joined
+    return _dressed(joined, parts)
+
+
+def _dressed(joined: Any, parts: Parts) -> Any:
+    """What was joined, of the class that its parts have, with their attributes joined."""
+    own = [(w, attributes(t)) for w, t in parts]
+    made = worn(joined, kind_of(parts[0][1]))
+    for name in dict.fromkeys(k for _, found in own for k in found):
+        value = merge([(w, found.get(name, UNDEFINED)) for w, found in own])
+        if value is not UNDEFINED:
+            made.__dict__[name] = value
+    return made
 
 
 def _alike(a: Any, b: Any) -> bool:
-    if not isinstance(b, words.Tensor):
+    if not isinstance(b, words.Tensor) or kind_of(a) is not kind_of(b):
         return False
+    a, b = bare(a), bare(b)
     with functions_off():
         return (a.shape, a.dtype, a.device, a.layout) == (b.shape, b.dtype, b.device, b.layout)
 

@@ -67,7 +67,8 @@ def _written(
 ) -> Callable:
     """As `writing.function`, with pieces that are compiled."""
     asserted = {n for node in nodes if node.op in ASSERTED for n in node.reads()}
-    stretches = [(fits, [*part]) for fits, part in groupby(nodes, key=partial(_fits, asserted))]
+    fitting = partial(_fits, program, asserted)
+    stretches = [(fits, [*part]) for fits, part in groupby(nodes, key=fitting)]
     lines: list[Node] = []
     later = {*results}
     for fits, part in reversed(stretches):
@@ -77,9 +78,11 @@ def _written(
     return function(program, lines, given, results)
 
 
-def _fits(asserted: Collection[int], node: Node) -> bool:
+def _fits(program: Program, asserted: Collection[int], node: Node) -> bool:
     if node.outs is None and not node.writes():
         return False  # it is there to raise, and a compiler leaves it out
+    if program.may_raise(node) and program.is_on_cpu(node):
+        return False  # so it does with errors of others; on a GPU these are no errors of Python's
     if facts(node.op).dynamic and any(n in asserted for n in node.makes()):
         return False  # its numbers say of what shape the result is
     return not facts(node.op).seeded and _is_plain((node.args, node.kwargs))

@@ -28,10 +28,16 @@ from forall._core.again import where_it_first_ran
 from forall._programs.once_more import Call, stood_in
 from forall._programs.pulling import Pass
 from forall._programs.replayed import Recorded, Results
-from forall._programs.signature import ambient
 from forall._torch import generators
-from forall._torch.dispatch import functions_off, torch_funcs, users_tangents
+from forall._torch.dispatch import (
+    autocast_state,
+    functions_off,
+    is_autocast,
+    torch_funcs,
+    users_tangents,
+)
 from forall._torch.names import PLAIN, version
+from forall._torch.settings import settings_now
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -40,7 +46,7 @@ if TYPE_CHECKING:
     from forall._programs.open_views import Opened
     from forall._programs.program import Layout, Program
     from forall._programs.pulling import Pullback
-    from forall._programs.replayed import Meetings
+    from forall._programs.replayed import Met
 
     Tensor = torch.Tensor
 
@@ -50,15 +56,15 @@ _TURNS = 8  # recordings of one kind, each for other cotangents
 
 
 class Again(NamedTuple):
-    """How the function is called once more, where and under what state it was recorded."""
+    """How the function is called once more, where and under what settings it was recorded."""
 
     run: Callable
-    ambient: tuple
+    settings: Any
 
     @classmethod
     def of(cls, again: Callable) -> Again:
         """Taken where the call is recorded: it may be written down later."""
-        return cls(where_it_first_ran(partial(stood_in, again), recomputes=False), ambient())
+        return cls(where_it_first_ran(partial(stood_in, again), recomputes=False), settings_now())
 
 
 class Differentiated(Recorded):
@@ -77,14 +83,14 @@ class Differentiated(Recorded):
         program: Program,
         guards: Guards,
         results: Results,
-        met: Meetings,
+        met: Met,
         write: Callable,
         back: Pullback,
         again: Again,
         views: Opened | None = None,
     ) -> None:
         self.back = back
-        self.again, self.ambient = again
+        self.again, self.settings = again
         second = {id(node) for node in back.nodes}
         first = [node for node in program.nodes if id(node) not in second]
         self.halves = first, [node for node in program.nodes if id(node) in second]
@@ -117,10 +123,10 @@ class Differentiated(Recorded):
         self.backward = self.write(self.program, last, [*saved, *self.back.cotangents], found)
         return self.write(self.program, first, self.given, [*self.outputs, *fresh])
 
-    def is_current(self, tensors: Sequence[Tensor]) -> bool:
+    def is_current(self, tensors: Sequence[Tensor], nodes: Sequence[Any] = ()) -> bool:
         if self.asked is not None or (self.certain and self.is_in_vain()):
             return False
-        return super().is_current(tensors)
+        return super().is_current(tensors, nodes)
 
     def is_in_vain(self) -> bool:
         """Whether what is recorded of the backward pass is hardly ever of use."""
@@ -136,11 +142,11 @@ class Differentiated(Recorded):
         """Whether the second half is what these are pulled back by."""
         live = [*map(_is_given, cotangents)]
         self.passes += 1
-        graph = torch.is_grad_enabled()
-        if live != self.live or graph != self.back.graph:
+        graph, casts = torch.is_grad_enabled(), autocast_state() if is_autocast() else ()
+        if live != self.live or (graph, casts) != (self.back.graph, self.back.casts):
             if self.times < _TURNS:
                 moved = zip(self.back.moved, live, strict=True)
-                self.asked = Pass([i for i, c in moved if c], graph)
+                self.asked = Pass([i for i, c in moved if c], graph, casts)
             else:
                 self.missed += 1
             return False

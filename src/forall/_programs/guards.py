@@ -18,10 +18,13 @@ from collections import deque
 from collections.abc import Iterator
 from contextvars import ContextVar
 from types import (
+    CodeType,
     FunctionType,
+    GenericAlias,
     MappingProxyType,
     MemberDescriptorType,
     ModuleType,
+    UnionType,
 )
 from typing import TYPE_CHECKING, Any
 from weakref import ReferenceType
@@ -67,7 +70,7 @@ from forall._programs.single import (
 from forall._programs.watched import Watched
 from forall._torch.names import PLAIN
 from forall._torch.trees import is_registered
-from forall._torch.trusted import is_torchs, is_trusted
+from forall._torch.trusted import SCRIPTS, is_torchs, is_trusted, makes_lists
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -79,6 +82,17 @@ TOO_MUCH = "the function reaches too much of Python's state to watch"
 _MADE_OF = ("__code__", "__defaults__", "__kwdefaults__", "__dict__")
 _TOLD = (*_MADE_OF, "__name__", "__qualname__", "__doc__", "__module__", "__annotations__")
 _BUILTINS = vars(builtins)
+# Modules that run whenever anything is transformed, by what their names begin with: a replayed call
+# needs none of them. And those whose functions are read where nobody has seen what runs.
+_MACHINERY = (
+    "forall",
+    "torch._",
+    "torch.autograd",
+    "torch.overrides",
+    "torch.utils._python_dispatch",
+    "torch.utils._pytree",
+)
+_READ = ("torch.nn.", "torch.functional", "torch.distributions.")
 _OF_MODULES = frozenset({"__getattr__"})  # that Python asks for by itself
 
 
@@ -106,8 +120,12 @@ class Guards(Watched):
         # All that was met: no other takes its identity. Of all modules, code names what it asks.
         self._held: dict[int, Any] = {id(sys.modules): sys.modules}
         self._weakly: list[Weakly] = []
-        self._left = [func, *given]  # to be looked at: objects hang in each other without end
+        self.given = [*given]  # which a kind of calls may know by its identity
+        self._left = [func, *self.given]  # to be looked at: objects hang in each other without end
         self._entries(vars(torch.Tensor))  # of which any name may be asked
+        self._libraries: set[CodeType] = set()  # functions of libraries' whose names are watched
+        for code, home in ran.libraries():
+            self._library(code, home)
         self._look_at_all()
         while self._left and self.why is None:
             self._look_at_all()
@@ -117,6 +135,10 @@ class Guards(Watched):
     def reached(self) -> Iterable[Any]:
         """All that was met, but for modules that code names."""
         return [*self._held.values(), *self._kinds.values()]
+
+    def identities(self) -> frozenset[int]:
+        """Of all that was met, tensors too: an argument may be one of these."""
+        return frozenset((*self._held, *self.tensors))
 
     def leads_back(self) -> bool:
         """Whether what is held here may hold an object that is to be held weakly."""
@@ -151,9 +173,11 @@ class Guards(Watched):
             self._memory(value)
         elif look is not None:
             look(self, value)
-        elif isinstance(value, Iterator) and type(value).__module__ in ("builtins", "itertools"):
+        elif isinstance(value, Iterator) and not isinstance(type(value).__next__, FunctionType):
             self.why = "the function reaches an iterator, and nothing tells how far that has come"
-        elif not isinstance(value, Unwatched) and not is_hint(value):
+        elif is_hint(value):
+            self._hint(value)
+        elif not isinstance(value, Unwatched):
             self._object(value)
         if is_derived(value):
             self._object(value)  # of a class of the user's with entries: a NamedTuple, a dict
@@ -161,6 +185,11 @@ class Guards(Watched):
     def _tensor(self, value: torch.Tensor) -> None:
         self.tensors[id(value)] = value
         self._left.append(vars(value))  # attributes of the user's
+
+    def _script(self, value: Any) -> None:
+        if makes_lists(value):
+            self.why = "a function in TorchScript that it reaches makes a list of a tensor"
+        self._object(value)
 
     def _mapping(self, value: Mapping) -> None:
         self._entries(value)
@@ -229,6 +258,45 @@ class Guards(Watched):
             self._names += [(_BUILTINS, n, _BUILTINS.get(n, UNSET)) for n in missing]
             self._named(names, wanted, written)
             self._of_modules(func)
+
+    def watch_library(self, func: Any) -> None:
+        """A function of a library's that may be called: what it names may be patched.
+
+        Where it was seen what runs, it is known already.
+        """
+        if not self.ran.seen and isinstance(func, FunctionType):
+            self._library(func.__code__, func.__globals__)
+            self._holding = None
+
+    def _library(self, code: CodeType, home: dict[str, Any]) -> None:
+        """What a function of a library's names: it may be patched, or be where users register."""
+        where = home.get("__name__") or ""
+        if code in self._libraries or where.startswith(_MACHINERY):
+            return
+        self._libraries.add(code)
+        for name in code.co_names:
+            value = home.get(name, UNSET)
+            if value is UNSET:
+                continue
+            self._names.append((home, name, value))
+            if isinstance(value, ModuleType):
+                there = vars(value)
+                self._names += [(there, n, there[n]) for n in code.co_names if n in there]
+            elif isinstance(value, (dict, list, set, deque)) and id(value) not in self._held:
+                self._held[id(value)] = value
+                self._registry(bare(value))
+            elif where.startswith(_READ):
+                self.watch_library(value)
+
+    def _registry(self, value: Any) -> None:
+        if isinstance(value, dict):
+            self._entries(value)
+            found = value.values()
+        else:
+            self._lists.append((value, tuple(value)))
+            found = value
+        kinds = FunctionType, type
+        self._left += [x for x in found if isinstance(x, kinds) and not is_no_users(x)]
 
     def _of_modules(self, func: FunctionType) -> None:
         """What it has of modules of the user's, but for names of those that it names."""
@@ -306,6 +374,9 @@ class Guards(Watched):
         if is_no_users(kind):
             if kind.__flags__ & MUTABLE:
                 self._entries(names)
+            if kind.__module__.startswith(_READ):
+                for method in names.values():
+                    self.watch_library(method)
             known = is_trusted(kind)
             put = ((n, f) for n, f in names.items() if type(f) is FunctionType)
             self._aside.append({n: f for n, f in put if not is_no_users(f)} if known else names)
@@ -319,15 +390,16 @@ class Guards(Watched):
     def _object(self, thing: Any, weakly: Weakly | None = None) -> None:
         state = getattr(thing, "__dict__", None)
         if state is None and is_a_library(type(thing)):
+            self._slots(thing)
             return
-        row = (thing, "__class__") if weakly is None else (weakly, "of().__class__")
-        self._attributes.append((*row, type(thing)))
+        held = thing if weakly is None else weakly
+        self._attributes.append((held, "__class__", type(thing)))
         self._kind(type(thing))
         for kind in type(thing).__mro__:
             for name, found in () if is_a_library(kind) else vars(kind).items():
                 if type(found) is MemberDescriptorType:
                     value = getattr(thing, name, UNSET)
-                    self._attributes.append((thing, name, value))
+                    self._attributes.append((held, name, value))
                     self._left.append(value)
         if type(state) is dict:
             if weakly is None:
@@ -337,6 +409,20 @@ class Guards(Watched):
                 self._left.append(state)  # that others may read by any name
             else:
                 self._state(state, weakly)
+
+    def _slots(self, thing: Any) -> None:
+        """What an object of a library's has in slots; one without them holds nothing by name."""
+        if type(thing).__module__.partition(".")[0] == "forall":
+            return
+        for base in type(thing).__mro__:
+            for name, found in vars(base).items() if base.__flags__ & MUTABLE else ():
+                if type(found) is MemberDescriptorType:
+                    value = getattr(thing, name, UNSET)
+                    self._attributes.append((thing, name, value))
+                    self._left.append(value)
+
+    def _hint(self, value: Any) -> None:
+        self._left += [getattr(value, n, None) for n in ("__origin__", "__args__", "__metadata__")]
 
     def _state(self, state: dict[str, Any], weakly: Weakly | None = None) -> None:
         self._states.append((state, weakly))
@@ -353,17 +439,20 @@ class Guards(Watched):
                 self._names += [(state, name, state[name]) for name in asked]
                 self._missing.append((state, missing))
             else:  # the state may hold what leads back to the object, under other names
-                self._attributes += [(weakly, f"of().__dict__[{n!r}]", state[n]) for n in asked]
+                self._of_weakly += [(weakly, name, state[name]) for name in asked]
                 self._others.append(functools.partial(has_none, weakly, missing))
 
 
 # In this order: some are others too.
 _LOOKS: tuple[tuple[Any, Callable[[Guards, Any], None]], ...] = (
     (torch.Tensor, Guards._tensor),
+    (SCRIPTS, Guards._script),
     (torch.Generator, lambda guards, value: guards.generators.append(value)),
     ((dict, MappingProxyType), Guards._mapping),
     (VIEWS, lambda guards, value: guards._left.append(value.mapping)),
     ((list, tuple, deque, set, frozenset), Guards._several),
+    (slice, lambda guards, value: guards._left.extend((value.start, value.stop, value.step))),
+    ((GenericAlias, UnionType), Guards._hint),
     (FunctionType, Guards._function),
     (WRAPPERS, Guards._wrapper),
     (CACHED, Guards._cached),

@@ -3,37 +3,48 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Mapping
 from itertools import chain, repeat, starmap
 from operator import is_, methodcaller
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from forall._core.remembering import UNSET
+from forall._core.remembering import UNSET, Weakly
 from forall._torch.memory import has_memory
 from forall._torch.unchanged import alike, beneath, writes_into
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
 _SIZED = (dict, OrderedDict)  # that are true where they hold anything
+_NONE: Mapping[str, str] = MappingProxyType({})
 _FEW = 4  # entries of a list, each of which is asked for by itself
 _MANY = 64  # tests, beside which one more call is nothing, and one more text to compile is much
 _values = methodcaller("values")
 
 
 class Tests(NamedTuple):
-    """Tests as text, and what they name. Written out, each costs what it does and no call more."""
+    """Tests as text, and what they name. Written out, each costs what it does and no call more.
+
+    The text has no word of the user's: ``given`` are the things that it names, and ``attributes``
+    the true names of what it asks them for, which may be any text, a keyword too.
+    """
 
     texts: list[str]
     given: dict[str, Any]
+    attributes: Mapping[str, str] = _NONE
 
     def __add__(self, other: Tests) -> Tests:
         if any(
             other.given[name] is not self.given[name] for name in self.given & other.given.keys()
         ):
             raise ValueError("two things have one name")
-        return Tests(self.texts + other.texts, self.given | other.given)
+        if not self.attributes.keys().isdisjoint(other.attributes):
+            raise ValueError("two attributes have one name")
+        attributes = {**self.attributes, **other.attributes}
+        return Tests(self.texts + other.texts, self.given | other.given, attributes)
 
     def written_out(self, arguments: str = "") -> Callable[..., bool]:
         """A function that makes all of them; where one raises, it says no."""
@@ -41,7 +52,12 @@ class Tests(NamedTuple):
         source = f"def holds({arguments}):\n try: return {tests}\n except Exception: return False"
         names = {**self.given, "__name__": __name__}
         exec(source, names)  # noqa: S102 - our own text
-        return names["holds"]
+        holds = names["holds"]
+        if self.attributes:  # code asks for whatever its names are; only text has to be Python
+            code = holds.__code__
+            asked = tuple(self.attributes.get(name, name) for name in code.co_names)
+            holds.__code__ = code.replace(co_names=asked)
+        return holds
 
 
 class Holding(NamedTuple):
@@ -59,6 +75,7 @@ def holding(
     dicts: Iterable[tuple[Mapping, tuple, tuple]],
     lists: Iterable[tuple[Any, tuple]],
     looks: Looks,
+    weakly: Iterable[tuple[Weakly, str, Any]] = (),
     others: Iterable[Callable[[], bool]] = (),
 ) -> Holding:
     """What tells whether all of these hold what they held, compared by identity."""
@@ -67,6 +84,7 @@ def holding(
     dicts = [row for row in dicts if row[1] or type(row[0]) not in _SIZED]
     counted, counts, unwritten = _of_dicts([*names], [*missing], dicts)
     rest = _of_attributes([row for row in attributes if row[2] is not UNSET], empty)
+    rest += _of_weakly([*weakly])
     rest += _of_short([row for row in lists if _is_short(*row)])
     rest += _of_calls(
         [
@@ -102,7 +120,8 @@ class Looks:
 
 def _look(t: torch.Tensor) -> tuple:
     strides = t.stride() if has_memory(t) else t.layout
-    return type(t), t.shape, t.dtype, t.device, t.requires_grad, strides, t.is_inference()
+    bits = t.is_conj(), t.is_neg()
+    return type(t), t.shape, t.dtype, t.device, t.requires_grad, strides, t.is_inference(), bits
 
 
 def if_any(there: Any, check: Callable[[], bool]) -> list[Callable[[], bool]]:
@@ -117,8 +136,20 @@ def _of_attributes(rows: Sequence[tuple[Any, str, Any]], empty: Sequence[Any]) -
     given = {f"a{i}": thing for i, (thing, _, _) in enumerate(rows)}
     given |= {f"v{i}": value for i, (_, _, value) in enumerate(rows)}
     given |= {f"e{i}": d for i, d in enumerate(empty)}
-    tests = [f"a{i}.{name} is v{i}" for i, (_, name, _) in enumerate(rows)]
-    return Tests(tests + [f"not e{i}" for i, _ in enumerate(empty)], given)
+    of = [f"a{i}.of()" if type(row[0]) is Weakly else f"a{i}" for i, row in enumerate(rows)]
+    tests = [f"{thing}.asked{i} is v{i}" for i, thing in enumerate(of)]
+    tests += [f"not e{i}" for i, _ in enumerate(empty)]
+    # Where Python keeps a text as a name of code, it wants one of its own class.
+    asked = {f"asked{i}": str.__str__(name) for i, (_, name, _) in enumerate(rows)}
+    return Tests(tests, given, asked)
+
+
+def _of_weakly(rows: Sequence[tuple[Weakly, str, Any]]) -> Tests:
+    given = {f"w{i}": weakly for i, (weakly, _, _) in enumerate(rows)}
+    given |= {f"w{i}_name": name for i, (_, name, _) in enumerate(rows)}
+    given |= {f"w{i}_value": value for i, (_, _, value) in enumerate(rows)}
+    tests = [f"w{i}.of().__dict__[w{i}_name] is w{i}_value" for i, _ in enumerate(rows)]
+    return Tests(tests, given)
 
 
 def _of_tensors(tensors: Sequence[torch.Tensor], look: Callable[..., bool]) -> Tests:
@@ -194,7 +225,7 @@ def _of_lists(lists, entries):
 
 def _is_set(thing: Any, name: str) -> bool:
     try:
-        getattr(thing, name)
+        getattr(thing.of() if type(thing) is Weakly else thing, name)
     except (AttributeError, ValueError):  # a cell's is the latter
         return False
     return True

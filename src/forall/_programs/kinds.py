@@ -18,7 +18,8 @@ from forall._programs.pulling import FIRST
 from forall._programs.ran import EVERYTHING, SIGHTS, Everything, Ran
 from forall._programs.recording import guarding, record
 from forall._programs.replayed import MISSED, Recorded
-from forall._programs.signature import Unfit, is_free, kind_of
+from forall._programs.sameness import Unfit, outlined
+from forall._programs.signature import is_free, kind_of
 from forall._torch import trees
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ class Kinds(Unwatched):
         made = self.newest
         if made is not None and not kwargs and made.serves(len(args), args, args):
             # Tensors alone, each a leaf: the tree of them is their number.
-            if made.asks:
+            if made.may_fail:
                 return self._again(made, args, args, kwargs)
             self.hits += 1
             return made(args)
@@ -82,20 +83,22 @@ class Kinds(Unwatched):
             self.misses += 1
             return self.func(*args, **kwargs)
         given = self.boxed(args, kwargs) if self.boxed else (args, kwargs)
-        leaves, outline = trees.outlined(*given)
-        tensors = [x for x in leaves if isinstance(x, torch.Tensor)] if leaves else leaves
-        if made is not None and made.serves(outline, leaves, tensors):
-            return self._again(made, tensors, args, kwargs)
         try:
+            leaves, outline, nodes = outlined(*given)
+            tensors = [x for x in leaves if isinstance(x, torch.Tensor)] if leaves else leaves
+            if made is not None and made.serves(outline, leaves, tensors, nodes):
+                return self._again(made, tensors, args, kwargs)
             kind = kind_of(outline, leaves, tensors)
-            made = self.known.get(kind)
         except Unfit as unfit:
-            kind = str(unfit)
-            made = self.known.get(kind) or self._as_it_is(kind, given, kind)
+            if str(unfit) not in self.known:
+                self._as_it_is(str(unfit), given, str(unfit))
+            self.misses += 1
+            return self.func(*args, **kwargs)
+        made = self.known.get(kind)
         if type(made) is AsItIs:
             self.misses += 1
             return self.func(*args, **kwargs)
-        if made is None or not made.stands(tensors):
+        if made is None or not made.stands(tensors, nodes):
             self.misses += 1
             if made is None or not made.failed or made.times <= _TIMES:
                 return self._first(kind, given, leaves)
@@ -111,7 +114,7 @@ class Kinds(Unwatched):
     def _again(
         self, made: Recorded, tensors: Sequence[torch.Tensor], args: tuple, kwargs: dict
     ) -> Any:
-        if made.asks:
+        if made.may_fail:
             result, _ = made.attempt(tensors)
             if result is MISSED:
                 self.misses += 1
@@ -128,7 +131,7 @@ class Kinds(Unwatched):
         spec = trees.flatten(given)[1]
         count, ran = self.settling.pop(kind, (0, EVERYTHING))
         with ran.reading():
-            guards = guarding(self.func, leaves, ran)
+            guards = guarding(self.func, given, ran)
         watches = (ran.seen or guards.why == TOO_MUCH) and sys.gettrace() is None
         seen = Ran() if watches else EVERYTHING
         with seen.watching():

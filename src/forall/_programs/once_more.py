@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from forall._programs.signature import under
 from forall._torch import generators
 from forall._torch.dispatch import functions_on, in_torch_func, outside_torch_func, run_backward
 from forall._torch.history import Gate
+from forall._torch.settings import under_settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -59,7 +59,9 @@ class Call(NamedTuple):
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Its results that have a derivative, and what gradients are wanted of."""
         recorded, drawn = self.recorded, None
-        if not self.unchanged or not recorded.guards.hold():
+        with under_settings(recorded.settings):  # which the guards may ask for
+            unchanged = self.unchanged and recorded.guards.hold()
+        if not unchanged:
             raise RuntimeError(
                 "forall: a derivative needs a recorded call to be made once more, and what the "
                 "function captures, or was given, has changed since.\n"
@@ -111,11 +113,10 @@ def stood_in(
     """Others in the inputs' place, where gradients stop as in the recording; and their results."""
     # An argument that is also captured is one tensor, if it was one to the recording.
     one = recorded.guards.tensors.keys() - {*map(id, recorded.captured)}
-    inputs = [
-        through(t) if t.requires_grad and id(t) not in one else t
-        for t in tensors[: len(recorded.program.inputs)]
-    ]
-    with functions_on(), under(recorded.ambient):
+    given = tensors[: len(recorded.program.inputs)]
+    cut = {id(t): through(t) for t in given if t.requires_grad and id(t) not in one}
+    inputs = [cut.get(id(t), t) for t in given]
+    with functions_on(), under_settings(recorded.settings):
         return inputs, again(inputs)
 
 

@@ -8,7 +8,6 @@ NOTE [what passes may not do]
 
 from __future__ import annotations
 
-from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -110,7 +109,7 @@ def _is_constant(program: Program, node: Node, varying: set[int]) -> bool:
     of_layout = node.op in OF_LAYOUT or (node.op is _POWER and node.args[1:] == (0,))  # ones
     if varying and not of_layout:
         return False
-    return all(prod(program.values[n].layout.shape) <= MOST for n in node.makes())
+    return all(program.values[n].layout.room <= MOST for n in node.makes())
 
 
 def _value(program: Program, env: dict[int, torch.Tensor], n: int) -> torch.Tensor:
@@ -129,7 +128,10 @@ def _bind(outs: Any, made: Any, env: dict[int, torch.Tensor]) -> None:
 
 
 def dead(program: Program) -> None:
-    """Operators that neither lead to a result nor leave a trace."""
+    """Leave out operators that neither lead to a result nor leave a trace.
+
+    An error of a call's numbers is a trace too.
+    """
     roots = [v.root for v in program.values]
     lasting = {roots[n] for n in (*program.inputs, *program.captured)}
     needed = set(program.outputs)
@@ -137,7 +139,8 @@ def dead(program: Program) -> None:
     nodes = []
     for node in reversed(program.nodes):
         used = not needed.isdisjoint(node.makes()) or any(roots[n] in read for n in node.writes())
-        if used or node.outs is None or facts(node.op).seeded:  # it was called for its error
+        called = node.outs is None or program.may_raise(node)  # for its error, as far as is known
+        if used or called or facts(node.op).seeded:
             nodes.append(node)
             needed.update(node.reads())
             read.update(roots[n] for n in node.reads())

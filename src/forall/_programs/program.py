@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from forall._torch.raising import may_raise
 from forall._torch.schema import writes
 
 if TYPE_CHECKING:
@@ -46,6 +47,11 @@ class Layout(NamedTuple):
     def is_dense(self) -> bool:
         """Whether the entries follow each other in order."""
         return self.strides == dense_strides(self.shape)
+
+    @property
+    def room(self) -> int:
+        """How many entries it has; what is expanded has them once."""
+        return prod(n for n, step in zip(self.shape, self.strides, strict=True) if step or not n)
 
 
 def dense_strides(shape: Sequence[int]) -> tuple[int, ...]:
@@ -127,6 +133,19 @@ class Program:
         roots = [v.root for v in self.values]
         written = {roots[n] for node in nodes for n in node.writes()} | {roots[n] for n in results}
         return {n for n in self.constants if roots[n] in written}
+
+    def may_raise(self, node: Node) -> bool:
+        """Whether an operator may raise where numbers are others, see NOTE [errors of numbers]."""
+        if node.outs is None and not node.writes():
+            return True  # it gives nothing
+        return may_raise(node.op, node.args, node.kwargs, self._dtypes)
+
+    def is_on_cpu(self, node: Node) -> bool:
+        """Whether an operator reads a tensor on the CPU."""
+        return any(self.values[n].layout.device.type == "cpu" for n in node.reads())
+
+    def _dtypes(self, a: Any) -> Iterator[torch.dtype]:
+        return (self.values[n].layout.dtype for n in refs(a))
 
     def written(self) -> set[int]:
         """The roots of all memory that an operator writes into."""

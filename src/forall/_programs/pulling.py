@@ -17,6 +17,7 @@ from forall._programs.passes import cleaning
 from forall._programs.recorder import Halted
 from forall._programs.seeing import seen_by
 from forall._torch.history import are_apart, gradients_of, has_pythons, node_of
+from forall._torch.settings import under_autocast
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Generator, Sequence
@@ -35,10 +36,12 @@ class Pass(NamedTuple):
     """A backward pass to be recorded: the ``live`` results (or all), pulled back as ``graph`` says.
 
     Of some operators torch has another formula for a pass that records itself, with other rounding.
+    Autocast acts in a pass as ``casts`` says; most passes are made where the call's has ended.
     """
 
     live: Collection[int] = ()
     graph: bool = False
+    casts: tuple = ()
 
 
 FIRST = Pass()
@@ -51,6 +54,7 @@ class Pullback(NamedTuple):
     moved: list[int]  # the places of the results that have a derivative
     live: list[int]  # of those that have a cotangent
     graph: bool  # whether the pass records itself
+    casts: tuple  # what autocast does in it
     cotangents: list[int]  # what stands for these
     wanted: list[int]  # the inputs and captured tensors that require grad
     gradients: list[int | None]  # of these; None where nothing depends on one
@@ -76,7 +80,8 @@ def pulled_back(
     if recorder.why is not None or not moved:
         return None
     ways = [*zip(recorder.inputs, inputs, strict=True), *recorder.captured.items()]
-    wanted = [(n, t) for n, t in ways if t.requires_grad and node_of(t) is not None]
+    # A tensor in two places is one, with one gradient, in every call of the kind.
+    wanted = [*{id(t): (n, t) for n, t in reversed(ways) if _is_moved(t)}.values()][::-1]
     asked_of = {*asked.live}
     live = [i for i in places if i in asked_of]
     live = live or [i for i in places if node_of(ends[i]) is not None]
@@ -94,7 +99,11 @@ def pulled_back(
     if recorder.why is not None:
         return None
     nodes, numbered = recorder.nodes[first:], [n for n, _ in wanted]
-    return Pullback(nodes, places, live, asked.graph, numbers, numbered, gradients)
+    return Pullback(nodes, places, live, *asked[1:], numbers, numbered, gradients)
+
+
+def _is_moved(t: Tensor) -> bool:
+    return t.requires_grad and node_of(t) is not None
 
 
 def _pulled(
@@ -105,7 +114,8 @@ def _pulled(
     asked: Pass,
 ) -> Sequence[Tensor | None]:
     try:
-        return gradients_of(ends, wanted, cotangents, create_graph=asked.graph)
+        with under_autocast(asked.casts):
+            return gradients_of(ends, wanted, cotangents, create_graph=asked.graph)
     except Halted:
         return ()
     except RuntimeError as error:  # as who pulls back for themselves would meet
@@ -122,7 +132,7 @@ def _judge(
         recorder.fails("a result's history leads to a tensor that the function has made a leaf")
     elif certain and (recorder.makes_hooks or has_pythons(ends, wanted)):
         recorder.fails("a backward pass of the user's own is part of its history")
-    elif len({*map(id, wanted)}) < len(wanted) or not are_apart(wanted):
+    elif not are_apart(wanted):
         recorder.fails(ENTWINED)
 
 

@@ -210,6 +210,7 @@ class _Reading:
     def _may_use(self, value: Any, inside: ModuleType, name: str) -> bool:
         """Whether code may use what a module of a library's has under a name, watched from now."""
         self.guards.watch_name(vars(inside), name, value)
+        self.guards.watch_library(value)
         return self._is_trusted(value) or self._is_idle(value)
 
     def is_certain(self, value: Any) -> bool:
@@ -243,6 +244,8 @@ class _Reading:
     def _is_trusted(self, value: Any) -> bool:
         if trusted.is_question(value):
             self.guards.watch_answer(value)
+        if trusted.calls_registered(value) and not self.ran.seen:
+            return False  # nobody knows what of the user's it calls
         return trusted.is_trusted(value)
 
     def _is_never_made(self, value: Any) -> bool:

@@ -21,6 +21,7 @@ NOTE [answers]
 
 from __future__ import annotations
 
+import sys
 import weakref
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -28,15 +29,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from forall._core.ended import dispatched
+from forall._core.places import OURS, TORCH
 from forall._programs.attempts import NEVER, TOO_LONG, Deadline, clock
 from forall._programs.draws import Draws
 from forall._programs.program import Layout, Node, Program, Ref, Value
 from forall._programs.unfilled import are_given
 from forall._torch import trees
-from forall._torch.dispatch import functions_are_off, functions_off, in_torch_func
+from forall._torch.dispatch import functions_off, in_torch_func
 from forall._torch.lazy import is_zeros, with_lazy_bits
 from forall._torch.memory import has_memory, storage_of
 from forall._torch.names import DispatchMode, StorageWeakRef
+from forall._torch.posed import CALLS_ON
 from forall._torch.schema import Facts, facts, writes
 from forall._torch.wrapper import Wrapper
 
@@ -48,6 +51,8 @@ _EACH = 32  # operators after which it is asked how long that took
 _INDEX = aten.index.Tensor
 _INDEXING = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
 _FRESH = (aten.lift_fresh.default, aten.lift_fresh_copy.default)
+
+_HANDED_ON = f"{TORCH}_ops.py"  # what calls an operator by its overload
 
 _SEED = "it sets the state of a random generator"
 TORCHS = "a transform of torch.func's runs in it"
@@ -130,7 +135,7 @@ class Recorder(DispatchMode):
         self.makes_leaves = False  # a result's history may end in a tensor of the function's own
         self.makes_hooks = False  # that run in a backward pass
         self.tells = False  # of a tensor more than a kind of calls says
-        self.attends = False  # by a kernel that torch chooses as the user allows
+        self.chooses = False  # a kernel that torch chooses as the user allows
         self.given: Any = None  # the arguments of the call of the user's that is under way
         self._numbers: dict[int, int] = {}  # of each tensor's identity, as long as it lives
         self._tensors: list[weakref.ref] = []
@@ -161,7 +166,7 @@ class Recorder(DispatchMode):
         if in_torch_func():  # its wrappers have no memory, and their values are not ours to take
             self.fails(TORCHS)
             return func(*args, **kwargs)
-        if known.fresh and not functions_are_off() and _holds_tensors(self.given):
+        if known.fresh and self._may_read_tensors(sys._getframe()):
             self.fails("the numbers of tensors are read to make another")
         if known.reads and self._hears and is_whole(args[0]):
             return self._answer(func, args[0])
@@ -184,6 +189,15 @@ class Recorder(DispatchMode):
                 if known.facts.dynamic and _looks(func, args):
                     self._shaped(out)
         return out
+
+    def _may_read_tensors(self, frame: Any) -> bool:
+        """Whether the numbers of which a tensor is made may be those of tensors in a list."""
+        maker = _maker(frame)
+        name, file = maker.f_code.co_name, maker.f_code.co_filename
+        if file.startswith(OURS) and name != "__torch_function__":
+            return False  # no call of the user's, for whom a mode calls on
+        seen = self.given is not None and file.startswith((OURS, TORCH))
+        return not seen or _holds_tensors(self.given)
 
     def _shaped(self, out: Any) -> None:
         for t in trees.leaves(out):
@@ -438,18 +452,32 @@ def _looks(func: Any, args: tuple) -> bool:
     return facts(func).dynamic and not (func is _INDEX and not _has_mask(args[1]))
 
 
-def _holds_tensors(given: Any) -> bool:
+def _maker(frame: Any) -> Any:
+    """The frame that calls for a tensor of Python's numbers.
+
+    The frame that is given is that of the handler that meets the operator. A level hands the
+    operator on, so its handler is called by who made the tensor, or by the next level's.
+    """
+    while True:
+        while frame.f_code.co_name != "__torch_dispatch__":
+            frame = frame.f_back
+        frame = frame.f_back
+        if frame.f_code.co_filename != _HANDED_ON:
+            return frame.f_back if frame.f_code is CALLS_ON else frame
+
+
+def _holds_tensors(given: tuple) -> bool:
     """Whether numbers may be read of tensors in a list, which torch does unseen.
 
-    ``torch.Tensor([...])`` is no call that is seen. A tuple of tensors is an index.
+    ``torch.Tensor([...])`` is no call that is seen. A tuple of tensors is an index, but one inside
+    it is a list of numbers.
     """
-    if given is None:
-        return True
     func, args, kwargs = given
     rows = [a for a in (*args, *kwargs.values()) if isinstance(a, (list, tuple))]
     if func in _INDEXING:
         rows = [
-            [b for b in row if isinstance(b, list)] if type(row) is tuple else row for row in rows
+            [b for b in row if isinstance(b, (list, tuple))] if type(row) is tuple else row
+            for row in rows
         ]
     return any(isinstance(x, torch.Tensor) for x in trees.leaves(rows))
 

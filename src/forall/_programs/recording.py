@@ -29,12 +29,14 @@ from forall._programs.pulling import (
 )
 from forall._programs.ran import EVERYTHING, Everything
 from forall._programs.recorder import TELLING, Recorder
-from forall._programs.replayed import Recorded, Results, meetings
+from forall._programs.replayed import Met, Recorded, Results
+from forall._programs.sameness import Reading, Unfit, objects_of, outlined, unlike_others
 from forall._programs.seeing import Watch, seen_by
 from forall._programs.statics import unboxed
 from forall._programs.writing import function
 from forall._torch import generators, handover, trees
-from forall._torch.names import version
+from forall._torch.names import PLAIN, version
+from forall._torch.posed import kind_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -43,9 +45,6 @@ if TYPE_CHECKING:
     from forall._programs.pulling import Pullback
 
     Tensor = torch.Tensor
-
-# What a result may be besides a tensor: it comes back as it is with each call.
-_WORDS = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
 
 Steps = Generator[float | None, None, Recorded]  # the seconds that the next one takes, if known
@@ -105,10 +104,18 @@ class Unfinished:
 
 
 def guarding(
-    func: Callable, leaves: list, ran: Everything = EVERYTHING, until: Deadline = NEVER
+    func: Callable,
+    given: tuple[tuple, dict],
+    ran: Everything = EVERYTHING,
+    until: Deadline = NEVER,
 ) -> Guards:
-    """What a call depends on besides its tensors, as it is now."""
-    return Guards(func, [x for x in map(unboxed, leaves) if not _is_tensor(x)], ran, until)
+    """What a call with these arguments depends on besides tensors, as it is now."""
+    try:
+        return Guards(func, map(unboxed, objects_of(*given)), ran, until)
+    except Unfit as unfit:
+        guards = Guards(func, (), ran, until)
+        guards.why = str(unfit)
+        return guards
 
 
 class Before:
@@ -185,9 +192,12 @@ class FirstCall:
         operators = recorder.operators
         found, tree = trees.flatten(result)
         ends = [*filter(_is_tensor, found)]
-        odd = next((x for x in found if not isinstance(x, (torch.Tensor, *_WORDS))), None)
-        if odd is not None:
-            recorder.fails(f"a result of class {type(odd).__name__}")
+        nodes = outlined(*given)[2] if given is not None else []
+        known = guards.identities().union(map(id, tensors))
+        why = unlike_others(result, found, tree, known, nodes if self.certain else None)
+        why = why or next(filter(None, map(_users_own, ends)), None)
+        if why is not None:
+            recorder.fails(why)
         moved = recorder.why is None and not guards.hold()
         if moved:
             recorder.fails("it changes Python's state: a list, an attribute, a global")
@@ -201,13 +211,14 @@ class FirstCall:
             return Recording(result, None, recorder.why, moved, operators=operators)
         if back is None and views is not None:
             return Recording(result, None, SHARED)
-        if back is not None and (why := entangled(program)) is not None:
-            return Recording(result, None, why)
+        if back is not None:
+            why = entangled(program) or self._unlike_again(given, nodes)
+            if why is not None:
+                return Recording(result, None, why)
         guards.watch(program.captured.values())
-        if recorder.attends:
-            guards.watch_attention()
-        met = meetings(tensors, [*guards.tensors.values()])
-        how = guards, Results.of(found, tree), met, self.write
+        if recorder.chooses:
+            guards.watch_kernels()
+        how = guards, Results.of(found, tree), Met.of(tensors, nodes, guards), self.write
         if back is None:
             return Recording(result, self._steps(program, how), None)
         again = Again.of(self._again(views))
@@ -235,23 +246,37 @@ class FirstCall:
             args, kwargs = given
         else:
             args, kwargs = trees.unflatten(leaves, self.spec)
-        before, was = trees.flatten((args, kwargs))
+        before, was = trees.leaves((args, kwargs)), _told(args, kwargs)
         with seen_by(recorder), recorder.hearing(), Watch(recorder):
             result = self.func(*args, **kwargs)
-        after, now = trees.flatten((args, kwargs))
-        if now != was or not all(map(is_, after, before)):
-            recorder.fails("it changes what it is given: a list, a dict")
+        after = trees.leaves((args, kwargs))
+        try:
+            changed = not all(map(is_, after, before)) or _told(args, kwargs) != was
+        except Unfit:  # it has put in what no call can be told by
+            changed = True
+        if changed:
+            recorder.fails("it changes what it is given: a list, a dict, an attribute")
         return result
+
+    def _unlike_again(self, given: tuple[tuple, dict] | None, nodes: Sequence[Any]) -> str | None:
+        """Why arguments that are put together again would not do for a call that is made again."""
+        if given is None:
+            return None
+        args, kwargs = trees.unflatten(self.leaves, trees.fresh(self.spec))
+        met = not self.guards.identities().isdisjoint(map(id, nodes))
+        if met or _told(args, kwargs) != _told(*given):
+            return "an argument is more than its leaves, with a derivative at stake"
+        return None
 
     def _again(self, views: Opened | None) -> Callable[[Sequence[Tensor]], list[Tensor]]:
         """The function of tensors in the arguments' place, for its ends; it keeps no tensor."""
-        func, spec = self.func, self.spec
+        func, spec = self.func, trees.fresh(self.spec)
         leaves = [_TENSOR if _is_tensor(x) else x for x in self.leaves]
 
         def again(tensors: Sequence[Tensor]) -> list[Tensor]:
             stand_ins = iter(tensors)
             filled = [next(stand_ins) if x is _TENSOR else x for x in leaves]
-            args, kwargs = trees.unflatten(filled, spec)
+            args, kwargs = trees.unflatten(filled, trees.fresh(spec))
             results = [*filter(_is_tensor, trees.leaves(func(*args, **kwargs)))]
             return results if views is None else views.of(results)
 
@@ -272,7 +297,7 @@ def record(
 
     ``given`` are the user's own containers of the arguments, if they are at hand.
     """
-    guards = guards or guarding(func, leaves)
+    guards = guards or guarding(func, given or trees.unflatten(leaves, spec))
     leaves = [*map(unboxed, leaves)]
     before = before or Before(leaves, guards)
     return begun(func, leaves, spec, guards, before, given=given, **how).finished()
@@ -292,8 +317,24 @@ def begun(
     return FirstCall(func, leaves, spec, guards, before, **how).record(given)
 
 
+def _users_own(result: Tensor) -> str | None:
+    """What a program would not give a result: a class of the user's, or attributes."""
+    if type(result) not in PLAIN:
+        return f"a result of class {kind_of(result).__name__}"
+    return (
+        f"a result with an attribute, .{next(iter(result.__dict__))}" if result.__dict__ else None
+    )
+
+
 def _have_history(ends: Sequence[Tensor]) -> bool:
     return torch.is_grad_enabled() and any(t.requires_grad for t in ends)
+
+
+def _told(args: tuple, kwargs: dict) -> Any:
+    """All that is told of arguments, but for the numbers and layouts of tensors."""
+    leaves, shape, _ = outlined(args, kwargs)
+    attributes = [Reading(leaves).value(vars(x)) for x in leaves if _is_tensor(x) and vars(x)]
+    return shape, attributes
 
 
 def _is_tensor(x: Any) -> bool:
@@ -304,13 +345,10 @@ _TENSOR: Any = object()
 
 
 def _apart(leaves: list) -> list:
-    """The leaves with others in the place of tensors that have a history, or come twice."""
-    seen, found = set(), []
-    for x in leaves:
-        cut = _is_tensor(x) and x.requires_grad and (x.grad_fn is not None or id(x) in seen)
-        found.append(x.detach().requires_grad_() if cut else x)
-        seen.add(id(x))
-    return found
+    """The leaves with others in the place of tensors that have a history."""
+    made = [x for x in leaves if _is_tensor(x) and x.requires_grad and x.grad_fn is not None]
+    cut = {id(x): x.detach().requires_grad_() for x in made}
+    return [cut.get(id(x), x) for x in leaves]
 
 
 @contextmanager

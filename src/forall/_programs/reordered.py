@@ -156,14 +156,14 @@ class _Longer(Sequence):
     """A list of values that goes on after another one, which stays as it is."""
 
     def __init__(self, first: list[Value]) -> None:
-        self.first, self.count = first, len(first)
+        self.first, self.first_length = first, len(first)
         self.rest: list[Value] = []
 
     def __len__(self) -> int:
-        return self.count + len(self.rest)
+        return self.first_length + len(self.rest)
 
     def __getitem__(self, n: int) -> Value:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return self.first[n] if n < self.count else self.rest[n - self.count]
+        return self.first[n] if n < self.first_length else self.rest[n - self.first_length]
 
     def append(self, value: Value) -> None:
         self.rest.append(value)

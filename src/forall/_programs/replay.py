@@ -35,7 +35,8 @@ from forall._programs.purity import doubt
 from forall._programs.ran import EVERYTHING, SEEN, SIGHTS, Everything, Ran
 from forall._programs.recording import Before, Unfinished, begun, guarding
 from forall._programs.replayed import MISSED
-from forall._programs.signature import Unfit, ambient, is_by_identity, is_free, kind_of
+from forall._programs.sameness import Unfit, objects_of, outlined
+from forall._programs.signature import ambient, is_free, kind_of
 from forall._torch import generators, trees
 from forall._torch.history import node_of
 from forall._torch.names import has_global_hooks
@@ -88,14 +89,14 @@ class Replays(Unwatched):
         passes = self.passes()
         if (passes and recorded is None) or not is_free():
             return instead()
-        leaves, outline = trees.outlined(args, kwargs)
-        tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
-        if recorded is not None and recorded.serves(outline, leaves, tensors):
-            return self.again(recorded, tensors, instead)
-        if passes:
-            return instead()
-        self.attempts.looks += 1
         try:
+            leaves, outline, nodes = outlined(args, kwargs)
+            tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
+            if recorded is not None and recorded.serves(outline, leaves, tensors, nodes):
+                return self.again(recorded, tensors, instead)
+            if passes:
+                return instead()
+            self.attempts.looks += 1
             kind = kind_of(outline, leaves, tensors)
         except Unfit:
             self.attempts.missed(self.hits)
@@ -106,7 +107,7 @@ class Replays(Unwatched):
         recorded.used = self.attempts.looks
         if type(recorded) is _Begun:
             return self._one_more_step(kind, recorded, instead)
-        if not recorded.stands(tensors):
+        if not recorded.stands(tensors, nodes):
             self._changed(kind, recorded)
             return instead()
         if recorded is self.newest:
@@ -139,9 +140,14 @@ class Replays(Unwatched):
     def _not_known(self, call: _Call) -> Any:
         """A call of a kind of which there is no program (yet)."""
         due = self.due.get(call.kind)
-        if due is None or not due.is_of(call.leaves):  # others lived where these live now
+        try:
+            things = objects_of(call.args, call.kwargs)
+        except Unfit:
+            self.attempts.missed(self.hits)
+            return call.instead()
+        if due is None or not due.is_of(things):  # others lived where these live now
             is_due = config.now.replay == "check"  # at once
-            due = _Due(things=_things(call.leaves))
+            due = _Due(things=tuple(map(_weakly, things)))
         else:
             is_due = not due.wait and not due.refused
         if is_due and self._may_begin():
@@ -209,7 +215,7 @@ class Replays(Unwatched):
         if due.ran.seen or self.unseen is None:
             glance = due.ran if due.ran.seen or not _are_seen(call.leaves) else _GLANCE
             with glance.reading():
-                guards = guarding(self.eager, call.leaves, glance, until)
+                guards = guarding(self.eager, (call.args, call.kwargs), glance, until)
                 why = self._doubt(guards)
             if why is None:
                 with without_collections():  # nothing of what garbage runs is to be seen
@@ -386,15 +392,11 @@ class _Due(NamedTuple):
     why: str | None = None
     refused: bool = False  # for good
 
-    def is_of(self, leaves: Iterable[Any]) -> bool:
-        """Whether these are the arguments, and not others in their place in memory."""
-        found = filter(is_by_identity, leaves)
-        pairs = zip(self.things, found, strict=True)
-        return all(thing is None or thing() is x for thing, x in pairs)
-
-
-def _things(leaves: Iterable[Any]) -> tuple:
-    return tuple(map(_weakly, filter(is_by_identity, leaves)))
+    def is_of(self, things: Sequence[Any]) -> bool:
+        """Whether these are the things that it was met with, and not others in their place."""
+        pairs = zip(self.things, things, strict=False)
+        same = all(thing is None or thing() is x for thing, x in pairs)
+        return same and len(self.things) == len(things)
 
 
 def _weakly(x: Any) -> ref | None:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from forall._programs.holding import Tests
 from forall._programs.recorder import ASSERTED
 from forall._programs.signature import FREE, like
 from forall._programs.writing import function
@@ -21,10 +22,11 @@ if TYPE_CHECKING:
 
     Tensor = torch.Tensor
     Meetings = list[list[tuple[int, int]]]
+    Ones = list[tuple[int, int]]
 
 
 MISSED: Any = object()
-_CALL = "outline, leaves, tensors"
+_CALL = "outline, leaves, tensors, nodes=()"
 
 
 def _never(*_: Any) -> bool:
@@ -46,7 +48,7 @@ class Recorded:
         program: Program,
         guards: Guards,
         results: Results,
-        met: Meetings,
+        met: Met,
         write: Callable = function,
     ) -> None:
         self.program = program
@@ -56,6 +58,9 @@ class Recorded:
         self.captured = [*program.captured.values()]
         self.given = [*program.inputs, *program.captured]
         self.asks = any(node.op in ASSERTED for node in program.nodes)
+        # Of one that may fail by a call's numbers, the function is to say what is wrong.
+        raises = any(map(program.may_raise, program.nodes)) and not self.writes_outside()
+        self.may_fail = self.asks or raises
         self.failed = False  # to give the answers that were recorded
         self.draws = any(facts(node.op).seeded for node in program.nodes)
         self.run = self._compiled()
@@ -63,35 +68,56 @@ class Recorded:
         # An argument that is also captured is one tensor to the recording. And what is written to
         # the one is seen in the other.
         self._known = [*guards.tensors.values()]
-        self._met = met
+        self._met = met.meetings
         self._meet = bool(self._met) or self.writes_outside()
-        self._is_plain = not (self.asks or self._meet)
+        # Which arguments are what the function reaches: `is` asks for it.
+        self._reached, self._ones = met.reached, met.ones
+        self._is_plain = not (self.asks or self._meet or self._ones)
         self._like = self._glance = _never
 
-    def serves(self, outline: Any, leaves: Sequence[Any], tensors: Sequence[Tensor]) -> bool:
+    def serves(
+        self,
+        outline: Any,
+        leaves: Sequence[Any],
+        tensors: Sequence[Tensor],
+        nodes: Sequence[Any] = (),
+    ) -> bool:
         """Whether it is certain, at a glance, that this is the program of a call.
 
         Of tensors alone it is not yet known that they are given to a call that stands alone.
         """
         return (
-            self._glance(outline, leaves, tensors)
-            or (self._like(outline, leaves, tensors) and self.guards.hold())
-        ) and (self._is_plain or self.is_current(tensors))
+            self._glance(outline, leaves, tensors, nodes)
+            or (self._like(outline, leaves, tensors, nodes) and self.guards.hold())
+        ) and (self._is_plain or self.is_current(tensors, nodes))
 
     def served(self, outline: Any, leaves: Sequence[Any], tensors: Sequence[Tensor]) -> None:
         """Remember what calls look like that come one after the other."""
         if self._like is _never and (tests := like(outline, leaves, tensors)) is not None:
             tests = FREE + tests if type(outline) is int else tests
+            tests += self._is_apart(tensors, outline)
             self._like = tests.written_out(_CALL)
             self._glance = (tests + self.guards.at_once()).written_out(_CALL)
 
-    def stands(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether a call with these arguments is the one that was recorded."""
-        return self.is_current(tensors) and self.guards.hold()
+    def _is_apart(self, tensors: Sequence[Tensor], outline: Any) -> Tests:
+        """Tests that no argument is anything that the function reaches."""
+        if self._ones or not self._reached:
+            return Tests([], {})
+        rooms = ["tensors"] * bool(tensors and self._known) + ["nodes"] * (type(outline) is not int)
+        given = {"apart": self._reached.isdisjoint, "map": map, "id": id}
+        return Tests([f"apart(map(id, {room}))" for room in rooms], given)
 
-    def is_current(self, tensors: Sequence[Tensor]) -> bool:
+    def stands(self, tensors: Sequence[Tensor], nodes: Sequence[Any] = ()) -> bool:
+        """Whether a call with these arguments is the one that was recorded."""
+        return self.is_current(tensors, nodes) and self.guards.hold()
+
+    def is_current(self, tensors: Sequence[Tensor], nodes: Sequence[Any] = ()) -> bool:
         """The same, where the guards are known to hold."""
-        return not self.failed and (not self._meet or meetings(tensors, self._known) == self._met)
+        return (
+            not self.failed
+            and (not self._meet or meetings(tensors, self._known) == self._met)
+            and found_again(tensors, nodes, self._reached) == self._ones
+        )
 
     def writes_outside(self) -> bool:
         roots = [v.root for v in self.program.values]
@@ -116,6 +142,28 @@ class Recorded:
         return outs[0] if self._is_one else self.results.tree(outs)
 
 
+class Met(NamedTuple):
+    """How the arguments of a call meet with what the function reaches, when it is recorded."""
+
+    meetings: Meetings
+    reached: Any  # the identities of all that the guards have met
+    ones: Ones
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor], nodes: Sequence[Any], guards: Guards) -> Met:
+        reached = guards.identities()
+        found = meetings(tensors, [*guards.tensors.values()])
+        return cls(found, reached, found_again(tensors, nodes, reached))
+
+
+def found_again(tensors: Sequence[Tensor], nodes: Sequence[Any], reached: Any) -> Ones:
+    """Which tensors and containers of a call the function reaches by another way."""
+    given = [*map(id, tensors), *map(id, nodes)]
+    if reached.isdisjoint(given):
+        return []
+    return [(i, x) for i, x in enumerate(given) if x in reached]
+
+
 def meetings(tensors: Sequence[Tensor], known: Sequence[Tensor]) -> Meetings:
     """Who shares memory with something that the function captures, and from where on."""
     rooms: dict[int, list[tuple[int, int]]] = {}
@@ -133,13 +181,14 @@ class Results(NamedTuple):
 
     leaves: list
     spec: Any
+    has_contexts: bool  # with containers that each call makes anew
 
     @classmethod
     def of(cls, leaves: list, spec: Any) -> Results:
         count = iter(range(len(leaves)))
-        return cls(
-            [_Place(next(count)) if isinstance(x, torch.Tensor) else x for x in leaves], spec
-        )
+        places = [_Place(next(count)) if isinstance(x, torch.Tensor) else x for x in leaves]
+        own = trees.fresh(spec)  # what the user has is theirs to change
+        return cls(places, own, own is not spec)
 
     def is_one(self) -> bool:
         """Whether it is a tensor, and not a tree of some."""
@@ -147,7 +196,7 @@ class Results(NamedTuple):
 
     def tree(self, tensors: Sequence[Tensor]) -> Any:
         leaves = [tensors[x] if type(x) is _Place else x for x in self.leaves]
-        return trees.unflatten(leaves, self.spec)
+        return trees.unflatten(leaves, trees.fresh(self.spec) if self.has_contexts else self.spec)
 
 
 class _Place(int):

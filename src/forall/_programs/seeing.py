@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from forall._core.levels import outside, stack
+from forall._core.levels import outside_all, stack
 from forall._programs.recorder import TELLING, TORCHS, is_whole
 from forall._torch import trees
 from forall._torch.dispatch import aside, functions_off, in_torch_func, no_dispatch
@@ -31,14 +31,6 @@ def seen_by(recorder: Recorder) -> Iterator[None]:
             yield
     finally:
         stack.listening, aside.told = before
-
-
-def _outside_all() -> AbstractContextManager:
-    """Where the recorder alone sees what is done."""
-    level = stack.top
-    while level is not None and level.parent is not None:
-        level = level.parent
-    return nullcontext() if level is None else outside(level)
 
 
 class _Questions:
@@ -65,7 +57,7 @@ class _Questions:
         with no_dispatch(), functions_off():
             every, none = bool(values.all()), not bool(values.any())
         if every or none:
-            with _outside_all(), functions_off():  # it may be the same for all without being asked
+            with outside_all():  # it may be the same for all without being asked
                 bool(values.all() if every else values.any())
         return every or none
 
@@ -82,6 +74,7 @@ _UNSEEN = {
     for name in [
         "numpy",
         "__array__",
+        "__repr__",
         "tolist",
         "apply_",
         "map_",
@@ -109,11 +102,18 @@ _CHANGES = {
 _HOOKS = {torch.Tensor.register_hook, torch.Tensor.retain_grad}
 
 
-_ATTENTION = {
+# Calls that come down to one of several kernels, as the user allows.
+_CHOOSING = {
     "scaled_dot_product_attention",
     "multi_head_attention_forward",
     "_native_multi_head_attention",
     "_transformer_encoder_layer_fwd",
+    "batch_norm",
+    "instance_norm",
+    "lstm",
+    "gru",
+    "rnn_tanh",
+    "rnn_relu",
 }
 
 
@@ -153,7 +153,7 @@ class Watch(TorchFunctionMode):
         self.recorder.makes_leaves |= changes
         self.recorder.makes_hooks |= func in _HOOKS
         name = getattr(func, "__name__", "")
-        self.recorder.attends |= name in _ATTENTION
+        self.recorder.chooses |= name in _CHOOSING
         given = trees.leaves((args, kwargs)) if name in _READING else []
         if any(isinstance(x, torch.Tensor) and is_whole(x) for x in given):
             self.recorder.fails(f"{name} reads numbers of which no operator tells")

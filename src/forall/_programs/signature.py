@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack, contextmanager
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +10,7 @@ from torch import (
     are_deterministic_algorithms_enabled,
     get_default_dtype,
     is_anomaly_enabled,
+    is_deterministic_algorithms_warn_only_enabled,
     is_grad_enabled,
     is_inference_mode_enabled,
 )
@@ -19,6 +19,7 @@ from torch.compiler import is_dynamo_compiling
 
 from forall._core.levels import stack
 from forall._programs.holding import Tests
+from forall._programs.sameness import Reading, Unfit
 from forall._programs.statics import Static
 from forall._torch.dispatch import (
     autocast_state,
@@ -32,18 +33,14 @@ from forall._torch.names import PLAIN, hooks_on_saved
 from forall._torch.unchanged import alike, state
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Sequence
 
 _place = attrgetter("_cdata")
 _own = attrgetter("__dict__")
 _offset = torch.Tensor.storage_offset
 
 
-class Unfit(Exception):  # noqa: N818 - no error: the call runs as it is
-    """An argument that no program can be made for; its text says why."""
-
-
-def of_leaf(x: Any) -> Any:
+def of_leaf(x: Any, reading: Reading) -> Any:
     """What a program knows of an argument: all of it, but for the numbers of a tensor."""
     if type(x) in PLAIN:
         if x.layout is not torch.strided or x.is_quantized or x.is_nested:
@@ -63,31 +60,18 @@ def of_leaf(x: Any) -> Any:
         )
     if isinstance(x, torch.Tensor):
         raise Unfit(f"an argument of class {type(x).__name__}")
-    if isinstance(x, (float, complex)):  # 0.0 == -0.0, and nan is not nan
-        return type(x), repr(x)
-    if isinstance(x, _WORDS):
-        return type(x), x
-    if type(x) is Static:
-        return x.key
-    return type(x), id(x)  # guarded, and held, by the program's guards
-
-
-_WORDS = (int, str, bytes, type(None), torch.dtype, torch.device)
-
-
-def is_by_identity(x: Any) -> bool:
-    """Whether a kind knows an argument as that very object, which guards hold."""
-    return not isinstance(x, (torch.Tensor, float, complex, *_WORDS, Static))
+    return x.key if type(x) is Static else reading.leaf(x)
 
 
 def _attributes(x: torch.Tensor) -> tuple:
     """What the user has put on a tensor under names of their own."""
     if not x.__dict__:
         return ()
-    for name, value in x.__dict__.items():
-        if not isinstance(value, (int, float, str, type(None))):
-            raise Unfit(f"an argument with an attribute, .{name}, of class {type(value).__name__}")
-    return tuple((name, type(v), repr(v)) for name, v in x.__dict__.items())
+    reading = Reading()
+    found = tuple([(name, reading.value(value)) for name, value in x.__dict__.items()])
+    if reading.objects or reading.nodes:
+        raise Unfit("an argument with an attribute that may change: " + ", ".join(x.__dict__))
+    return found
 
 
 # Whether a call stands alone: no part of what records it, or of what takes it apart.
@@ -125,31 +109,14 @@ def ambient() -> tuple:
         autocast_state() if is_autocast() else None,
         get_default_dtype(),
         are_deterministic_algorithms_enabled(),
+        is_deterministic_algorithms_warn_only_enabled(),
     )
 
 
-@contextmanager
-def under(state: tuple) -> Iterator[None]:
-    """Within it torch's state is the one that `ambient` told, but for inference mode."""
-    grad, _, casts, dtype, deterministic = state
-    now, wanted = dict(autocast_state()), dict(casts or ())
-    before = get_default_dtype(), are_deterministic_algorithms_enabled()
-    warns = torch.is_deterministic_algorithms_warn_only_enabled()
-    with ExitStack() as contexts:
-        contexts.enter_context(torch.set_grad_enabled(grad))
-        for device in now.keys() | wanted.keys():
-            to = wanted.get(device)
-            contexts.enter_context(torch.autocast(device, dtype=to, enabled=to is not None))
-        contexts.callback(torch.set_default_dtype, before[0])
-        contexts.callback(torch.use_deterministic_algorithms, before[1], warn_only=warns)
-        torch.set_default_dtype(dtype)
-        torch.use_deterministic_algorithms(deterministic)
-        yield
-
-
-def kind_of(outline: Any, leaves: Iterable[Any], tensors: Sequence[torch.Tensor]) -> Any:
+def kind_of(outline: Any, leaves: Sequence[Any], tensors: Sequence[torch.Tensor]) -> Any:
     """What calls that one program serves have in common; ``tensors`` are those of the leaves."""
-    kind = (outline, *map(of_leaf, leaves), *ambient())
+    reading = Reading(leaves)
+    kind = (outline, *[of_leaf(x, reading) for x in leaves], *ambient())
     return (kind, _shared(tensors)) if len(tensors) > 1 else kind
 
 
@@ -175,9 +142,10 @@ def like(outline: Any, leaves: Sequence[Any], tensors: Sequence[torch.Tensor]) -
     return Tests(tests, given)
 
 
-def _shared(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
-    """Which arguments are the same tensor, or share memory: the first such of each, if any are."""
+def _shared(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    """Which arguments share memory, and which are one tensor: the first such, if any are."""
     places = [*map(_place, map(torch.Tensor.untyped_storage, tensors))]
     if len({*places}) == len(places):
         return ()
-    return tuple(map(places.index, places))
+    same = [*map(id, tensors)]
+    return (*map(places.index, places), *map(same.index, same))

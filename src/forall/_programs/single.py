@@ -24,7 +24,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from forall._core.remembering import Weakly, is_no_users
-from forall._torch.names import attention_kernels
+from forall._torch.settings import kernels_allowed
 from forall._torch.trusted import WORDS
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def answer(question: Callable[[], Any]) -> Any:
 
 
 def may_take(kernels: tuple) -> bool:
-    return attention_kernels() == kernels
+    return kernels_allowed() == kernels
 
 
 def has_none(weakly: Weakly, names: frozenset[str]) -> bool:

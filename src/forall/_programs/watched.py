@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING, Any
 from forall._core.bare import bare
 from forall._programs.holding import Holding, Looks, Tests, holding, if_any
 from forall._programs.single import MUTABLE, answer, is_array, may_take, numbers
-from forall._torch.names import PLAIN, attention_kernels
+from forall._torch.names import PLAIN
+from forall._torch.settings import kernels_allowed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     import torch
+
+    from forall._core.remembering import Weakly
 
 _MOST_BYTES = 4096  # that are compared with each call
 
@@ -27,6 +30,7 @@ class Watched:
         self._attributes: list[tuple[Any, str, Any]] = []
         self._names: list[tuple[dict[str, Any], str, Any]] = []
         self._missing: list[tuple[dict[str, Any], frozenset[str]]] = []
+        self._of_weakly: list[tuple[Weakly, str, Any]] = []  # entries of an object's `__dict__`
         self._dicts: list[tuple[Any, tuple, tuple]] = []
         self._lists: list[tuple[Any, tuple]] = []
         self._answers: dict[Callable[[], Any], Any] = {}
@@ -54,6 +58,7 @@ class Watched:
                 self._dicts,
                 self._lists,
                 self._looks,
+                self._of_weakly,
                 if_any(data, lambda: all(numbers(known) == copy for known, copy in data))
                 + if_any(answers, lambda: all(answer(ask) == known for ask, known in answers))
                 + self._others,
@@ -82,9 +87,9 @@ class Watched:
         self._answers[question] = answer(question)
         self._holding = None
 
-    def watch_attention(self) -> None:
-        """The kernels that it may take, of which the program has one."""
-        self._others.append(functools.partial(may_take, attention_kernels()))
+    def watch_kernels(self) -> None:
+        """Watch which kernels it may take, of which the program has one."""
+        self._others.append(functools.partial(may_take, kernels_allowed()))
         self._holding = None
 
     def _entries(self, names: Mapping[Any, Any]) -> None:

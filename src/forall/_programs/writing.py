@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from keyword import iskeyword
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +32,9 @@ class Text:
         """What a thing is called in the text."""
         name = self._known.get(id(thing))
         if name is None:
-            name = self._known[id(thing)] = f"{hint}{len(self.names)}"
+            # What is behind the last `_` is a number of its own, so that no two names meet:
+            # `log2` and `log` would, and a user's operator that is called `v` and a value.
+            name = self._known[id(thing)] = f"{hint}_{len(self.names)}"
             self.names[name] = thing
         return name
 
@@ -50,13 +53,19 @@ class Text:
     def node(self, node: Node, last: Sequence[int]) -> None:
         func, args, kwargs = binding(self.program, node)
         given = [*map(self.argument, args)]
-        given += [f"{k}={self.argument(a)}" for k, a in kwargs.items()]
-        hint = getattr(func, "__name__", "") or "op"
-        call = f"{self.name(func, hint if hint.isidentifier() else 'op')}({', '.join(given)})"
+        given += [self._keyword(k, a) for k, a in kwargs.items()]
+        hint = getattr(func, "__name__", "")
+        call = f"{self.name(func, hint if _is_plain(hint) else 'op')}({', '.join(given)})"
         target = _target(node.outs)
         self.lines.append(f"{target} = {call}" if target else call)
         if last:
             self.lines.append("del " + ", ".join(f"v{n}" for n in last))
+
+    def _keyword(self, name: str, a: Any) -> str:
+        """An argument by its name, which is any text where a user declares an operator."""
+        if _is_plain(name) and not iskeyword(name):
+            return f"{name}={self.argument(a)}"
+        return f"**{{{self.name(name, 'k')}: {self.argument(a)}}}"
 
     def function(self, given: Sequence[int], results: Sequence[str], within: str) -> Callable:
         """The lines as a function."""
@@ -69,6 +78,11 @@ class Text:
         run = self.names["program"]
         run.source = source
         return run
+
+
+def _is_plain(name: Any) -> bool:
+    """Whether a text is a name that Python reads as it is written: others it puts in a norm."""
+    return type(name) is str and name.isascii() and name.isidentifier()
 
 
 def _target(outs: Any) -> str:

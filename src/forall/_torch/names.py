@@ -119,27 +119,6 @@ has_global_hooks = torch.nn.modules.module._has_any_global_hook
 has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 
 
-_OF_ATTENTION = [
-    getattr(torch._C, f"_get_{name}")
-    for name in [
-        "flash_sdp_enabled",
-        "mem_efficient_sdp_enabled",
-        "math_sdp_enabled",
-        "cudnn_sdp_enabled",
-        "overrideable_sdp_enabled",
-        "fa3_sdp_enabled",
-        "sdp_priority_order",
-        "math_sdp_allow_fp16_bf16_reduction",
-    ]
-    if hasattr(torch._C, f"_get_{name}")
-]
-
-
-def attention_kernels() -> tuple:
-    """Which kernels attention may take, and which before which (torch.nn.attention.sdpa_kernel)."""
-    return tuple([ask() for ask in _OF_ATTENTION])
-
-
 def decompositions() -> dict[Any, Callable]:
     """Torch's operators in terms of others, in Python. Importing them takes a while."""
     from torch._decomp import decomposition_table

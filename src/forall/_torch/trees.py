@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections import OrderedDict, defaultdict, deque
+from operator import is_
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.utils._pytree import (
+    BUILTIN_TYPES,
     SUPPORTED_NODES,
     TreeSpec,
     _broadcast_to_and_flatten,
+    is_namedtuple_class,
     keystr,
     tree_flatten,
     tree_flatten_with_path,
@@ -21,7 +25,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "TreeSpec",
+    "classes",
     "flatten",
+    "fresh",
     "keystr",
     "leaves",
     "map_tensors",
@@ -62,19 +68,71 @@ def flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
     return found, spec
 
 
-def outlined(args: tuple, kwargs: dict) -> tuple[list[Any], Any]:
-    """Leaves of a call, and what hashes and says how they hang together, at less than a spec."""
-    if not kwargs and _LEAVES.issuperset(map(type, args)):
-        return [*args], len(args)
-    found: list[Any] = []
-    tree = (args, kwargs)
-    try:
-        return found, _walk(tree, found)
-    except _Unusual:
-        return tree_flatten(tree)
+class Outline(NamedTuple):
+    """The leaves of a call, and how they hang together, at less than a spec costs.
+
+    ``shape`` hashes. ``nodes`` are the containers, whose identity it leaves out, and ``odd`` those
+    of which it says the class alone: each with its children, and what its class keeps besides.
+    """
+
+    leaves: list[Any]
+    shape: Any
+    nodes: list[Any]
+    odd: list[tuple[Any, list[Any], Any]]
+
+
+def outlined(tree: Any) -> Outline:
+    """What a tree is made of, one class at a time."""
+    leaves: list[Any] = []
+    nodes: list[Any] = []
+    odd: list[tuple[Any, list[Any], Any]] = []
+    return Outline(leaves, _outline(tree, leaves, nodes, odd), nodes, odd)
 
 
 _LEAVES = frozenset({torch.Tensor, torch.nn.Parameter, int, float})  # that most leaves are of
+are_leaves = _LEAVES.issuperset  # of classes
+_ODD = object()
+
+
+def _outline(node: Any, leaves: list, nodes: list, odd: list) -> Any:
+    kind = type(node)
+    if kind in _LEAVES:
+        leaves.append(node)
+        return None
+    if kind is dict or (kind is OrderedDict and not node.__dict__):
+        nodes.append(node)
+        if _TEXT.issuperset(map(type, node)):
+            children = [_outline(child, leaves, nodes, odd) for child in node.values()]
+            return (kind, *node, *children)
+        odd.append((node, [*node.values()], [*node]))
+        return (_ODD, kind, *[_outline(child, leaves, nodes, odd) for child in node.values()])
+    if kind is tuple or kind is list:
+        nodes.append(node)
+        return (kind, *[_outline(child, leaves, nodes, odd) for child in node])
+    is_named = issubclass(kind, tuple) and is_namedtuple_class(kind)
+    if not is_named and kind not in SUPPORTED_NODES:
+        leaves.append(node)
+        return None
+    nodes.append(node)
+    children, context = SUPPORTED_NODES[_NAMED if is_named else kind].flatten_fn(node)
+    children = [*children]
+    if not is_named or kind.__dictoffset__ or kind.__basicsize__ > tuple.__basicsize__:
+        odd.append((node, children, context))
+    return (_ODD, kind, *[_outline(child, leaves, nodes, odd) for child in children])
+
+
+_NAMED: Any = next(kind for kind in BUILTIN_TYPES if not isinstance(kind, type))  # `namedtuple`
+_TEXT = frozenset({str})  # True and 1 are one key, but not one name
+
+
+def classes(spec: TreeSpec) -> set[type]:
+    """The classes of a tree's containers, but for those of Python's own."""
+    kind = spec._context if spec.type is _NAMED else spec.type
+    own = set() if kind is None or kind in _PYTHONS else {kind}
+    return own.union(*map(classes, spec._children))
+
+
+_PYTHONS = frozenset({tuple, list, dict, OrderedDict, defaultdict, deque})
 
 
 def _walk(node: Any, found: list[Any]) -> Any:
@@ -104,6 +162,29 @@ def unflatten(leaves: Iterable[Any], spec: TreeSpec) -> Any:
     if spec.type is None:
         return given[0]
     return _built(spec, iter(given))
+
+
+def fresh(spec: TreeSpec) -> TreeSpec:
+    """A shape with containers of its own in what classes keep besides their children."""
+    if type(spec) is not TreeSpec or spec.type is None:
+        return spec
+    children = [*map(fresh, spec._children)]
+    kept = spec._context if spec.type in BUILTIN_TYPES else _copied(spec._context)
+    if kept is spec._context and all(map(is_, children, spec._children)):
+        return spec
+    return TreeSpec(spec.type, kept, children)
+
+
+def _copied(x: Any) -> Any:
+    kind = type(x)
+    if kind is tuple:
+        found = tuple(map(_copied, x))
+        return x if all(map(is_, found, x)) else found
+    if kind is dict or kind is OrderedDict:
+        return kind((k, _copied(v)) for k, v in x.items())
+    if kind is list or kind is set or kind is deque:
+        return deque(x, x.maxlen) if kind is deque else kind(map(_copied, x))
+    return x
 
 
 def _built(spec: TreeSpec, leaves: Iterator[Any]) -> Any:

@@ -74,6 +74,7 @@ _BUILTINS = """
 """
 _TELLING = """
     _version grad grad_fn is_leaf retains_grad output_nr data_ptr const_data_ptr _base _is_view
+    storage_offset
     _cdata _use_count is_shared is_pinned _backward_hooks _post_accumulate_grad_hooks
     initial_seed seed manual_seed get_state set_state get_rng_state set_rng_state __dict__ __code__
     __globals__ __closure__ __subclasses__ f_back f_globals f_locals gi_frame cr_frame ag_frame
@@ -147,6 +148,10 @@ QUESTIONS = frozenset(
 # Torch's functions of tensors, and what is not found where they are.
 _HOMES = (*function_homes[:-1], F, torch.functional, torch.linalg, torch.fft, torch.special)
 _UNFIT = ("__", "set_", "_cufft_set", "from_file")
+_OF_TREES = [
+    getattr(pytree, f"tree_{n}")
+    for n in ["map", "flatten", "unflatten", "leaves", "iter", "all", "any"]
+]
 _MORE = (
     functions_pass,
     checkpoint,
@@ -192,10 +197,7 @@ _MORE = (
     torch.jit.ignore,
     torch.jit.unused,
     *QUESTIONS,
-    *(
-        getattr(pytree, f"tree_{n}")
-        for n in ["map", "flatten", "unflatten", "leaves", "iter", "all", "any"]
-    ),
+    *_OF_TREES,
     types.SimpleNamespace,
     collections.OrderedDict,
     collections.defaultdict,
@@ -208,6 +210,7 @@ _FUNCTIONS = frozenset(map(id, [*filter(callable, _FOUND), *_MORE]))  # none of 
 _QUESTIONS = frozenset(map(id, QUESTIONS))
 
 
+_FIELD = type(inspect.FullArgSpec.args)  # of a named tuple
 # Of these classes a value says all there is to say.
 WORDS = (
     int,
@@ -220,12 +223,12 @@ WORDS = (
     torch.device,
     torch.Size,
     types.CodeType,
-    types.GenericAlias,
-    types.UnionType,
 )
-# Of these too, or it has nothing that changes.
+# Of these too, or it has nothing that changes; the guards look at what they hold.
 _INERT = (
     *WORDS,
+    types.GenericAlias,
+    types.UnionType,
     type(...),
     type(NotImplemented),
     range,
@@ -238,10 +241,9 @@ _INERT = (
     types.GetSetDescriptorType,
     types.MemberDescriptorType,
     type(torch.LongTensor),  # what these make comes from nowhere that a recorder knows
+    _FIELD,
 )
-_INERT_MODULES = frozenset(
-    {"typing", "dataclasses", "_abc", "enum", "_collections", "numpy._globals"}
-)
+_INERT_MODULES = frozenset({"typing", "dataclasses", "_abc", "enum", "numpy._globals"})
 
 
 def is_inert(value: Any) -> bool:
@@ -262,11 +264,19 @@ def _is_of_onnx(value: Any) -> bool:
     return onnx is not None and value is getattr(onnx, "is_in_onnx_export", None)
 
 
+def calls_registered(value: Any) -> bool:
+    """True if a function calls what users have registered for their classes."""
+    if any(value is f for f in _OF_TREES):
+        return True
+    return isinstance(value, types.FunctionType) and value.__module__ == "torch.distributions.kl"
+
+
 def is_torchs(value: Any) -> bool:
     """Whether this is a function of torch's of which nothing but its name need be looked at."""
     return id(value) in _FUNCTIONS or _is_of_onnx(value)
 
 
+SCRIPTS = (torch.jit.ScriptFunction, torch.jit.ScriptModule, torch._C.ScriptMethod)
 # What a function in TorchScript may be made of, besides operators: it has no state of its own.
 _SCRIPTED = """
     Constant If Loop ListConstruct ListUnpack TupleConstruct TupleUnpack TupleIndex TupleSlice
@@ -283,6 +293,11 @@ def _is_plain_script(function: torch.jit.ScriptFunction) -> bool:
         kind in _OF_SCRIPTS or (kind.startswith("aten::") and kind not in _NOT_OF_SCRIPTS)
         for kind in _kinds(function.inlined_graph)
     )
+
+
+def makes_lists(scripted: Any) -> bool:
+    """Whether a function in TorchScript makes a list of a tensor, whose memory it reads itself."""
+    return "prim::tolist" in _kinds(scripted.inlined_graph)
 
 
 def _kinds(block: Any) -> Iterator[str]:
@@ -361,6 +376,7 @@ _BASES = frozenset(
         collections.Counter,
         re.Pattern,
         re.Match,
+        _FIELD,
         inspect.Signature,
         inspect.Parameter,
         inspect.Parameter.empty,

@@ -19,38 +19,6 @@ from forall._torch.lazy import lazy_bits_off, put_lazy_bits
 
 make_wrapper = torch.Tensor._make_wrapper_subclass
 
-_known: dict[type, bool] = {}
-
-
-def _function(kind: type) -> Any:
-    return getattr(kind.__torch_function__, "__func__", kind.__torch_function__)
-
-
-def has_own_meaning(kind: type) -> bool:
-    """Whether a subclass of Tensor takes part, by __torch_function__, in the calls on it."""
-    known = _known.get(kind)
-    if known is None:
-        known = kind is not torch.Tensor and not issubclass(kind, Wrapper)
-        known = _known[kind] = known and _function(kind) not in _SILENT
-    return known
-
-
-_SILENT = {torch._C._disabled_torch_function_impl}  # as a Parameter is
-
-
-def only_keeps_class(kind: type) -> bool:
-    """Whether all that a subclass makes of calls is that the results are of its class."""
-    return _function(kind) is _function(torch.Tensor)
-
-
-class _Kinds:
-    """Whether any wrapper stands for a tensor of a class with a meaning of its own."""
-
-    used = False
-
-
-kinds = _Kinds()
-
 
 class Wrapper(torch.Tensor):
     """A tensor without storage of its own that belongs to a level."""
@@ -80,19 +48,6 @@ class Wrapper(torch.Tensor):
         with functions_off(), no_dispatch():
             if (self.shape, self.stride()) != (value.shape, value.stride()):
                 look_like(self, shell(type(self), value))
-
-    # The class of the tensor that this stands for, if that class has a meaning of its own.
-    kind: type | None = None
-
-    def of_kind(self, kind: type | None) -> Wrapper:
-        """Stand for a tensor of this class."""
-        if kind is not None and has_own_meaning(kind):
-            self.kind, kinds.used = kind, True
-        return self
-
-    def as_subclass(self, cls: type) -> Wrapper:
-        """Another name that stands for a tensor of this class."""
-        return self.view_as(self).of_kind(cls) if has_own_meaning(cls) else self
 
     def __repr__(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
         with torch._C.DisableTorchFunction():
@@ -146,11 +101,6 @@ class Wrapper(torch.Tensor):
         return numpys.function(func, args, kwargs, self.level)
 
 
-def kind_of(tensor: torch.Tensor) -> type:
-    """The class of a tensor, or of the one that a wrapper stands for."""
-    return (isinstance(tensor, Wrapper) and tensor.kind) or type(tensor)
-
-
 def _of_memory(name: str) -> Any:
     """A method that reads memory: some crash if let through."""
 
@@ -190,6 +140,27 @@ def _number(name: str) -> Any:
 
 for _name in ("__float__", "__int__", "__index__", "__bool__", "__complex__"):
     setattr(Wrapper, _name, _number(_name))
+
+
+# What wrappers keep of their own among the attributes of a tensor.
+OURS = frozenset(
+    {"axis", "came", "chain", "family", "left", "level", "narrowed", "older", "peels", "read"}
+    | {"counts", "depth", "held", "make_it", "add_up", "parts", "slot", "value", "whole"}
+)
+
+# Functions of torch's for which wrappers have methods of their own, by the name of the method; of
+# those that set a property, behind an equals sign.
+OVERRIDDEN: dict[Any, str] = {
+    getattr(torch.Tensor, name): name
+    for name in (
+        *READS,
+        *_READS_TOO,
+        *ENTRYWISE,
+        *("__float__", "__int__", "__index__", "__bool__", "__complex__"),
+        *("__repr__", "__format__", "__deepcopy__", "detach_"),
+    )
+}
+OVERRIDDEN |= {torch.Tensor.data.__get__: "data", torch.Tensor.data.__set__: "=data"}
 
 
 def strides(value: torch.Tensor) -> tuple[int, ...]:

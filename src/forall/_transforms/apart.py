@@ -38,6 +38,7 @@ _PARTED: WeakSet[CodeType] = WeakSet()
 _DEEPLY: WeakSet[CodeType] = WeakSet()  # and where libraries had to be converted besides
 # What converted code raises where it cannot hold examples apart.
 UNABLE = (Apart, Undefined, Unsplittable)
+_NOWHERE = Place("?", 0)
 
 
 def run(call: Mapping) -> tuple[list, Any]:
@@ -67,7 +68,9 @@ def run(call: Mapping) -> tuple[list, Any]:
             try:
                 result = _converted(call, function)
             except Groups as gave_up:
-                why = Obstacle.of(gave_up.why)
+                found = Obstacle.of(gave_up.why)
+                # The second attempt converts libraries too: the first tells more of the user's.
+                why = found if why is None or not why.has_place else why
                 groups = [[*range(call.entering.size)]]
                 if not thread.met_others:
                     break
@@ -126,6 +129,11 @@ class Obstacle(NamedTuple):
     is_internal: bool = False  # an error of the conversion, for no example has it
     is_of_results: bool = False
 
+    @property
+    def has_place(self) -> bool:
+        """True if a line of the user's is known."""
+        return self.place != _NOWHERE
+
     @classmethod
     def at(cls, refused: Refused) -> Obstacle:
         file, _, line = refused.place.rpartition(":")
@@ -138,7 +146,7 @@ class Obstacle(NamedTuple):
             why = why.place
         if not isinstance(why, BaseException):
             reason = "code that is not converted asks, and cannot be run again on the spot"
-            return cls(reason, why or Place("?", 0))
+            return cls(reason, why or _NOWHERE)
         place = _place_of(why)
         if isinstance(why, (Apart, Unsplittable)):
             return cls(str(why), place, is_of_results=isinstance(why, SeveralKinds))
@@ -152,7 +160,7 @@ class Obstacle(NamedTuple):
 def _place_of(error: BaseException) -> Place:
     """The innermost line of the user's that an error has gone through."""
     trace = error.__traceback__
-    place = Place("?", 0)
+    place = _NOWHERE
     while trace is not None:
         if users_frame(trace.tb_frame) is trace.tb_frame:
             place = Place(trace.tb_frame.f_code.co_filename, trace.tb_lineno)
@@ -162,9 +170,11 @@ def _place_of(error: BaseException) -> Place:
 
 def warn(call: Mapping, why: Obstacle) -> None:
     """Tell, once for each function and reason, that examples ran in groups, and of the cure."""
-    rows = [("at", f"{why.place.near()}   {why.place.text()}".rstrip()), ("reason", why.reason)]
-    cure = "Write that line in another way"
-    if not why.place.text():
+    rows = [("reason", why.reason)]
+    if why.has_place:
+        rows = [("at", f"{why.place.near()}   {why.place.text()}".rstrip()), *rows]
+    cure = f"Write {'that line' if why.has_place else 'it'} in another way"
+    if why.has_place and not why.place.text():
         cure = "Define the function in a file, where its source can be read"
     if why.is_internal:
         cure = "This is a defect of forall: please report it. Until then, write it in another way"

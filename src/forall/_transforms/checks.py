@@ -12,7 +12,6 @@ from forall._core.errors import Call, columns, kind, short
 from forall._random.keys import check as check_key
 from forall._torch import trees
 from forall._torch.dispatch import functions_off
-from forall._torch.wrapper import has_own_meaning, kind_of, only_keeps_class
 from forall._transforms.chunking import Chunks
 
 
@@ -89,14 +88,6 @@ def primals(call: Call, given: tuple) -> tuple[list, Any]:
                 f"Close over anything else: lambda x: {short_name(call)}(x, {short(leaf)})."
             )
         differentiable(call, leaf, ValueError)
-        own = kind_of(leaf)
-        if has_own_meaning(own) and not only_keeps_class(own):
-            raise NotImplementedError(
-                f"{call}: a primal is of a subclass with a __torch_function__ of its own.\n"
-                f"{columns([('primal', short(leaf), own.__name__)])}\n"
-                "What it makes of each call would be lost. Use grad, vjp or jacrev, or give the "
-                "tensor itself: x.as_subclass(torch.Tensor)."
-            )
     return leaves, spec
 
 

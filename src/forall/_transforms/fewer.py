@@ -72,7 +72,7 @@ def _is_torchs(pull: Pullback) -> bool:
     with functions_off():
         if may_carry_tangents() or any(x.grad_fn is not None for x in pull.own):
             return False
-        if torch.is_grad_enabled() and reverse.leads_outside(pull.outputs, pull.own):
+        if torch.is_grad_enabled() and reverse.leads_outside(pull.outputs, pull.run):
             return False
         return all(_TORCHS.fullmatch(type(n).__name__) for n in nodes(pull.outputs))
 

@@ -34,16 +34,18 @@ from forall._core.levels import (
 )
 from forall._derivatives.once import is_once, remember
 from forall._random.scopes import resuming
-from forall._torch import checkpoints, trees
+from forall._torch import checkpoints, posed, trees
 from forall._torch.dispatch import (
     apply_users,
     function_modes,
     functions_are_off,
+    functions_off,
     in_backward,
     in_torch_func,
     install_forward_level,
 )
 from forall._torch.names import BACKWARD_HOOK
+from forall._torch.posed import Posed, bare, carried, posing, undressed
 from forall._torch.wrapper import Wrapper
 
 if TYPE_CHECKING:
@@ -61,11 +63,26 @@ def _applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
 
 def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     """torch.autograd.Function.apply, which see; under a level captured tensors are shared first."""
+    out = _apply(cls, args, kwargs)
+    return _with_history(out, args) if posing.used else out
+
+
+def _with_history(out: Any, args: tuple) -> Any:
+    """Posed results whose wrappers have the history that autograd has given these."""
+    if type(out) is tuple:
+        return tuple([_with_history(o, args) for o in out])
+    if not isinstance(out, Posed) or any(out is a for a in args):
+        return out
+    with functions_off():
+        return carried(out.view_as(out), out)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _apply(cls: Any, args: tuple, kwargs: dict) -> Any:
     args, kwargs = left_over(args, kwargs)
     if stack.parted:
         args, kwargs, _ = narrowed(None, args, kwargs)
     running = top()
-    level = deepest(args)
+    level = deepest(tuple(map(bare, args)))
     if level is None or (running is not None and level.is_outside(running)):
         level = running
     if level is None:
@@ -73,15 +90,17 @@ def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     if stack.parted and (stack.again or not in_backward()) and not functions_are_off():
         fit = narrowed(cls.apply, args, kwargs)
         if fit.stands:
-            return fit.given(apply(cls, *fit.args, **fit.kwargs))
+            return fit.given(_apply(cls, fit.args, fit.kwargs))
     if torch.is_grad_enabled() and not getattr(level, "records_values", False):
         args = tuple(
-            lift(a, level)
-            if isinstance(a, torch.Tensor) and a.requires_grad and is_from_outside(a, level)
+            carried(lift(bare(a), level), a)
+            if isinstance(a, torch.Tensor)
+            and bare(a).requires_grad
+            and is_from_outside(bare(a), level)
             else a
             for a in args
         )
-    if in_torch_func() or not any(isinstance(a, torch.Tensor) and peels(a) for a in args):
+    if in_torch_func() or not any(isinstance(a, torch.Tensor) and peels(bare(a)) for a in args):
         # Under a transform of torch.func it comes by once more, with the values below that.
         with outside(level) if level.peels else nullcontext():
             return _applied(cls, *args, **kwargs)
@@ -104,24 +123,30 @@ def _with_tangents(cls: Any, level: Level, args: tuple, kwargs: dict) -> Any:
     single: list[bool] = []
     others: list[Any] = []
     written: list[int | None] = []  # where an argument is the result, by mark_dirty
+    known: list[torch.Tensor] = []  # the results as the user knows them
 
     def h(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         filled = list(args)
         for i, t in zip(places, tensors, strict=True):
-            filled[i] = t.clone() if t.requires_grad else t  # a variable cannot be written to
+            made = t.clone() if t.requires_grad else t  # a variable cannot be written to
+            filled[i] = carried(made, args[i])
         out = _applied(cls, *filled, **kwargs)
         single[:] = [isinstance(out, torch.Tensor)]
         outs = (out,) if single[0] else out
         others[:] = [None if isinstance(o, torch.Tensor) else o for o in outs]
         tensors = tuple(o for o in outs if isinstance(o, torch.Tensor))
         written[:] = [next((i for i in places if filled[i] is o), None) for o in tensors]
-        return tensors
+        known[:] = tensors
+        return tuple(undressed(_with_history(o, ())) for o in tensors)
 
     # What is kept for a derivative must be what it was, also when an argument has been written to.
-    given = (args[i].clone() if args[i].requires_grad else args[i] for i in places)
-    found = at(level, h, tuple(given))
+    given = [undressed(args[i]) for i in places]
+    found = at(level, h, tuple([x.clone() if x.requires_grad else x for x in given]))
     tensors = iter(
-        [y if i is None else args[i].copy_(y) for i, y in zip(written, found, strict=True)]
+        [
+            carried(y, o) if i is None else args[i].copy_(y)
+            for i, y, o in zip(written, found, known, strict=True)
+        ]
     )
     outs = tuple(next(tensors) if o is None else o for o in others)
     return outs[0] if single[0] else outs
@@ -204,4 +229,5 @@ def install() -> None:
     checkpoints.install(
         where_it_first_ran, resuming, may_carry_tangents, _function_mode, _making, _theirs, _within
     )
+    posed.install()
     torch.autograd.Function.apply = classmethod(apply)  # pyright: ignore[reportAttributeAccessIssue]

@@ -8,9 +8,10 @@ import torch
 
 from forall._derivatives import reverse
 from forall._torch import handover
+from forall._torch.posed import bare
 from forall._transforms import checks
 from forall._transforms.arguments import Arguments, by_torch, called
-from forall._transforms.replaying import replaying
+from forall._transforms.replaying import replaying, told
 from forall._transforms.types import A, P, R, X
 
 if TYPE_CHECKING:
@@ -94,8 +95,9 @@ def grad(
         >>> grad(f, argnums=1)(w, x)                   # (3,)
         tensor([ 78., 112., 146.])
     """
+    how = told("grad", locals())
     checks.callable_("grad", func)
-    return _grad_and_value("grad", func, argnums, argnames, has_aux, valued=False)
+    return _grad_and_value(how, func, argnums, argnames, has_aux, valued=False)
 
 
 @overload
@@ -139,37 +141,40 @@ def grad_and_value(
         >>> grad_and_value(f, argnums=1)(w, x)         # (3,), ()
         (tensor([ 78., 112., 146.]), tensor(185.))
     """
+    how = told("grad_and_value", locals())
     checks.callable_("grad_and_value", func)
-    return _grad_and_value("grad_and_value", func, argnums, argnames, has_aux, valued=True)
+    return _grad_and_value(how, func, argnums, argnames, has_aux, valued=True)
 
 
 def _grad_and_value(
-    verb: str, func: Callable, argnums: Any, argnames: Any, has_aux: bool, *, valued: bool
+    how: tuple, func: Callable, argnums: Any, argnames: Any, has_aux: bool, *, valued: bool
 ) -> Callable:
+    verb = how[0]
+
     def given_back(tree: Any, value: Any, aux: Any) -> Any:
         """What the transform returns."""
         if valued:
             return tree, (value, aux) if has_aux else value
         return (tree, aux) if has_aux else tree
 
-    @replaying(func, verb, argnums, argnames, has_aux)
+    @replaying(func, how)
     def derivative(func: Callable, /, *args: Any, **kwargs: Any) -> Any:
         if handover.needed():
             name = "grad_and_value" if valued else "grad"
             return by_torch(name, func, args, kwargs, argnums, argnames, has_aux=has_aux)
         call = called(verb, func, argnums, argnames)
         outer = torch.is_grad_enabled()
-        with handover.eagerly(), reverse.recording():
+        with handover.eagerly(), reverse.recording() as run:
             given = Arguments(call, args, kwargs, argnums, argnames)
             variables = reverse.variables(given.tensors)
-            value = given.call(func, variables)
+            value = given.call(func, reverse.shown(variables, given.tensors))
             aux = None
             if has_aux:
                 value, aux = checks.with_aux(call, value, "value")
             checks.scalar(call, value)
             with reverse.tangents_pass():
-                gradients = reverse.gradients((value,), None, variables, closes=True)
+                gradients = reverse.gradients((bare(value),), None, variables, closes=run)
         found = given_back(given.shaped(gradients), value, aux)
-        return reverse.closed(found, variables, outer)
+        return reverse.closed(found, run, outer)
 
     return derivative

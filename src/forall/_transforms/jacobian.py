@@ -10,7 +10,7 @@ from forall._torch import handover
 from forall._transforms import checks
 from forall._transforms.arguments import Arguments, by_torch, called, valued
 from forall._transforms.chunking import for_torch
-from forall._transforms.replaying import replaying
+from forall._transforms.replaying import replaying, told
 from forall._transforms.sweeps import Blocks, First, answered, by_columns, by_rows
 from forall._transforms.types import Chunk, P, R, X
 
@@ -110,6 +110,7 @@ def jacrev(
                 [1., 1.],
                 [4., 0.]])
     """
+    how = told("jacrev", locals())
     del _preallocate_and_copy
     checks.callable_("jacrev", func)
     checks.chunk_size("jacrev", chunk_size)
@@ -119,7 +120,7 @@ def jacrev(
 
     which = (argnums, argnames)
     options = {"error": RuntimeError, "chunk_size": for_torch(chunk_size)}
-    return derived("jacrev", func, which, has_aux, return_value, rows, (chunk_size,), **options)
+    return derived(how, func, which, has_aux, return_value, rows, **options)
 
 
 @overload
@@ -216,6 +217,7 @@ def jacfwd(
                 [1., 1.],
                 [4., 0.]])
     """
+    how = told("jacfwd", locals())
     checks.callable_("jacfwd", func)
     checks.randomness("jacfwd", randomness)
     checks.chunk_size("jacfwd", chunk_size)
@@ -225,8 +227,7 @@ def jacfwd(
 
     which = (argnums, argnames)
     options = {"error": ValueError, "randomness": randomness}
-    how = randomness, chunk_size
-    return derived("jacfwd", func, which, has_aux, return_value, columns, how, **options)
+    return derived(how, func, which, has_aux, return_value, columns, **options)
 
 
 @overload
@@ -320,10 +321,11 @@ def hessian(
                 [[2., 0.],
                  [0., 0.]]])
     """
+    how = told("hessian", locals())
     checks.callable_("hessian", func)
     checks.chunk_size("hessian", chunk_size)
 
-    @replaying(func, "hessian", argnums, argnames, has_aux, return_value, chunk_size)
+    @replaying(func, how)
     def second(func: Callable, /, *args: Any, **kwargs: Any) -> Any:
         if handover.needed():
             return _hessian_by_torch(func, argnums, argnames, has_aux, return_value, args, kwargs)
@@ -345,21 +347,20 @@ def hessian(
 
 
 def derived(
-    verb: str,
+    how: tuple,  # what the transform was told
     func: Callable,
     which: tuple[Any, Any],  # argnums, argnames
     has_aux: bool,
     return_value: bool,
     sweep: Callable[..., Blocks],
-    how: tuple,  # what else tells a sweep
     error: type[Exception],
     torchs: str | None = None,  # the transform of torch.func that does the same
     **options: Any,
 ) -> Callable:
     """What ``sweep`` finds as a tree, and beside it what was asked for."""
-    beside = has_aux or return_value
+    verb, beside = how[0], has_aux or return_value
 
-    @replaying(func, verb, *which, has_aux, return_value, *how)
+    @replaying(func, how)
     def jacobian(func: Callable, /, *args: Any, **kwargs: Any) -> Any:
         f = valued(verb, func, has_aux) if return_value else func
         if handover.needed():

@@ -13,9 +13,10 @@ from forall._core.levels import lift, top
 from forall._derivatives import forward
 from forall._lanes import users
 from forall._torch import handover, trees
-from forall._torch.dispatch import forward_level
+from forall._torch.dispatch import forward_level, functions_off
+from forall._torch.posed import bare, carried
 from forall._transforms import checks
-from forall._transforms.replaying import is_on, replay
+from forall._transforms.replaying import is_on, replay, told
 from forall._transforms.types import R, Ts, X
 
 if TYPE_CHECKING:
@@ -79,12 +80,13 @@ def jvp(
         >>> jvp(f, (torch.tensor([2.0, 3.0]),), (torch.tensor([1.0, 10.0]),))
         (tensor([6., 5., 4.]), tensor([23., 11.,  4.]))
     """
+    how = told("jvp", locals())
     checks.callable_("jvp", func)
     if handover.needed():
         return handover.call("jvp", func, primals, tangents, strict=strict, has_aux=has_aux)
     eager = functools.partial(_jvp, strict, has_aux)
     if is_on():
-        return replay(func, eager, primals, tangents, how=("jvp", strict, has_aux))
+        return replay(func, eager, primals, tangents, how=how)
     return eager(func, primals, tangents)
 
 
@@ -105,7 +107,7 @@ def push(
     with handover.eagerly(), forward_level(), torch.enable_grad():
         level = forward.JvpLevel(below, outer)
         duals = [
-            forward.make_dual(lift(p, below), lift(t, below), level)
+            carried(forward.make_dual(lift(bare(p), below), lift(bare(t), below), level), p)
             for p, t in zip(flat, flat_t, strict=True)
         ]
         pairs, out_spec, aux = run(call, func, trees.unflatten(duals, spec), level, has_aux)
@@ -117,7 +119,7 @@ def push(
             tangent_out.append(torch.zeros_like(p) if t is None else t)
     result = trees.unflatten(primal_out, out_spec), trees.unflatten(tangent_out, out_spec), aux
     if not outer:
-        result = trees.map_tensors(torch.Tensor.detach, result)
+        result = detached(result)
     return result if has_aux else result[:2]
 
 
@@ -130,7 +132,23 @@ def run(
     aux = None
     if has_aux:
         out, aux = checks.with_aux(call, out)
-        aux = trees.map_tensors(lambda a: what_is_left(forward.unpack(a, level)[0]), aux)
+        aux = trees.map_tensors(lambda a: left(a, level)[0], aux)
     leaves, spec = checks.outputs(call, out)
-    pairs = [forward.unpack(y, level) for y in leaves]
-    return [(what_is_left(p), t) for p, t in pairs], spec, aux
+    return [left(y, level) for y in leaves], spec, aux
+
+
+def left(y: torch.Tensor, level: forward.JvpLevel) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The primal that a call leaves of a value, as what the user knows that by; and its tangent."""
+    primal, tangent = forward.unpack(bare(y), level)
+    return carried(what_is_left(primal), y), tangent
+
+
+def detached(results: Any) -> Any:
+    """Results without history; to the user they are what they were."""
+
+    def cut(t: torch.Tensor) -> torch.Tensor:
+        with functions_off():
+            found = bare(t).detach()
+        return carried(found, t)
+
+    return trees.map_tensors(cut, results)

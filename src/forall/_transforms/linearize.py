@@ -11,13 +11,14 @@ from forall._core.counting import Count
 from forall._core.ended import flatten
 from forall._core.errors import Call, columns, short
 from forall._core.levels import lift, top
-from forall._derivatives import forward
+from forall._derivatives import forward, reverse
 from forall._derivatives.tape import Linear, TapeLevel, settle, taken_out, tape
 from forall._torch import handover, trees
 from forall._torch.dispatch import forward_level
+from forall._torch.posed import bare, carried
 from forall._transforms import checks
-from forall._transforms.jvp import run
-from forall._transforms.replaying import Calls, is_on, replay
+from forall._transforms.jvp import detached, run
+from forall._transforms.replaying import Calls, is_on, replay, told
 from forall._transforms.types import R, Ts
 
 if TYPE_CHECKING:
@@ -64,13 +65,14 @@ def linearize(func: Callable, *primals: Any) -> tuple[Any, Callable]:
         >>> push(torch.tensor([0.0, 1.0]))
         tensor([2., 1., 0.])
     """
+    how = told("linearize", locals())
     checks.callable_("linearize", func)
     if handover.needed():
         return handover.linearize(func, primals)
     call = Call("linearize", func)
     flat, spec = checks.primals(call, primals)
     if is_on() and not torch.is_inference_mode_enabled():  # in which it makes other tensors
-        value, found = replay(func, _linearized, *primals, how=("linearize",))
+        value, found = replay(func, _linearized, *primals, how=how)
     else:
         value, found = _linearized(func, *primals)
     if type(found) is tuple:
@@ -154,26 +156,27 @@ def _run(
     call: Call, func: Callable, flat: list, spec: Any, has_aux: bool
 ) -> tuple[Any, Linear, Any, list, Any]:
     below, outer = top(), torch.is_grad_enabled()
-    with handover.eagerly(), forward_level(), torch.enable_grad():
+    with handover.eagerly(), forward_level(), torch.enable_grad(), reverse.Run() as own:
         tapes = TapeLevel(below)
         level = forward.JvpLevel(below, outer)
         level.tapes = tapes
         tapes.count = len(flat)  # from here on: making a dual may take steps
-        here = [lift(p, below) for p in flat]
+        here = [lift(bare(p), below) for p in flat]
         seeds = [torch.zeros_like(p) for p in here]
         duals = [
-            forward.make_dual(p, tape(seed, slot, tapes), level)
-            for slot, (p, seed) in enumerate(zip(here, seeds, strict=True))
+            carried(forward.make_dual(p, tape(seed, slot, tapes), level), given)
+            for slot, (p, seed, given) in enumerate(zip(here, seeds, flat, strict=True))
         ]
         try:
             pairs, out_spec, aux = run(call, func, trees.unflatten(duals, spec), level, has_aux)
         finally:
             level.tapes = None  # a ring of these by way of torch's graph would never be free
         settle(tapes)
-    linear, constants = taken_out(tapes, pairs, tuple(seed.stride() for seed in seeds))
     value = trees.unflatten([p for p, _ in pairs], out_spec)
-    if not outer:
-        value, aux, constants = trees.map_tensors(torch.Tensor.detach, (value, aux, constants))
+    pairs = [(bare(p), t) for p, t in pairs]
+    linear, constants = taken_out(tapes, pairs, tuple(seed.stride() for seed in seeds))
+    found = value, aux, constants
+    value, aux, constants = reverse.closed(found, own, outer) if outer else detached(found)
     return value, linear, out_spec, constants, aux
 
 

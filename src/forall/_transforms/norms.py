@@ -11,9 +11,10 @@ from forall._core.again import may_carry_tangents
 from forall._derivatives import factored, reverse
 from forall._torch import handover, trees
 from forall._torch.dispatch import functions_off
+from forall._torch.posed import bare
 from forall._transforms import checks
 from forall._transforms.arguments import Arguments, by_torch, called, places
-from forall._transforms.replaying import replaying
+from forall._transforms.replaying import replaying, told
 from forall._transforms.types import Chunk
 from forall._transforms.vmap import vmap
 
@@ -72,14 +73,13 @@ def per_example_grad_norm(
         >>> forall.per_example_grad_norm(loss)(w, xs, ys)            # of (6, 8) and (0, -6)
         tensor([10.,  6.])
     """
-    verb = "per_example_grad_norm"
+    how = told("per_example_grad_norm", locals())
+    verb = how[0]
     checks.callable_(verb, func)
     checks.randomness(verb, randomness, keys=True)
     checks.chunk_size(verb, chunk_size)
 
-    how = argnums, argnames, has_aux, return_value, in_dims, randomness, chunk_size
-
-    @replaying(func, verb, *how)
+    @replaying(func, how)
     def norms(func: Callable, /, *args: Any, **kwargs: Any) -> Any:
         @functools.wraps(func, updated=())
         def of_one(*args: Any, **kwargs: Any) -> tuple:
@@ -113,19 +113,20 @@ def _of_one(func: Callable, args: tuple, kwargs: dict, which: tuple, has_aux: bo
         norm = _root([g.abs().square().sum() for g in trees.leaves(gradient)])
         return norm, *(value if has_aux else (value,))
     outer = torch.is_grad_enabled()
-    with handover.eagerly(), reverse.recording():
+    with handover.eagerly(), reverse.recording() as run:
         given = Arguments(call, args, kwargs, *which)
         variables = reverse.variables(given.tensors)
-        out = given.call(func, variables)
+        out = given.call(func, reverse.shown(variables, given.tensors))
         value, *aux = checks.with_aux(call, out, "value") if has_aux else (out,)
         checks.scalar(call, value)
+        scalar = bare(value)
         with functions_off():  # a pass that is not recorded cuts tangents too
-            leads = outer and reverse.leads_outside((value,), variables)
+            leads = outer and reverse.leads_outside((scalar,), run)
             recorded = leads or may_carry_tangents()
-        squares = factored.squared_norms(value, variables, create_graph=recorded)
+        squares = factored.squared_norms(scalar, variables, create_graph=recorded)
         with functions_off():
             norm = _root(squares).to(_dtype(variables))
-    return reverse.closed((norm, value, *aux), variables, outer)
+    return reverse.closed((norm, value, *aux), run, outer)
 
 
 def _dtype(tensors: list[torch.Tensor]) -> torch.dtype:

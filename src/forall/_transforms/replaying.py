@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import operator
 import sys
+from dataclasses import fields
 from importlib import import_module
 from time import perf_counter
 from types import CodeType, FunctionType, MethodType
@@ -228,6 +229,18 @@ def replayed(func: Callable) -> Callable:
     return lambda *args: calls.run(func, given, operator.call, args, {})
 
 
+def told(verb: str, given: dict[str, Any]) -> tuple:
+    """What tells a transform from others of its function: all that it was given besides.
+
+    ``given`` are its ``locals()`` where it begins, which are the parameters of its signature: who
+    adds one has nothing to add here.
+    """
+    return verb, *[(name, value) for name, value in given.items() if name not in _DATA]
+
+
+_DATA = frozenset({"func", "primals", "tangents"})  # which are the call's
+
+
 def _key_of(how: tuple) -> Any:
     """Equal where two transforms were told the same; None where nothing tells."""
     try:
@@ -237,11 +250,17 @@ def _key_of(how: tuple) -> Any:
 
 
 def _key(value: Any) -> Any:
-    if isinstance(value, tuple):
+    kind = type(value)
+    if kind is tuple:
         return tuple(map(_key, value))
-    if value is None or isinstance(value, (int, str, Chunks)):
-        return type(value).__name__, value  # 1 and True are not the same
+    if value is None or kind in _WORDS:
+        return kind.__name__, value  # 1 and True are not the same
+    if kind is Chunks:
+        return kind.__name__, *[_key(getattr(value, f.name)) for f in fields(Chunks)]
     raise TypeError
+
+
+_WORDS = frozenset({bool, int, str})
 
 
 def _kept(owner: FunctionType | Module) -> dict[Any, Calls]:
@@ -251,11 +270,11 @@ def _kept(owner: FunctionType | Module) -> dict[Any, Calls]:
     return kept.calls
 
 
-def replaying(func: Callable, *how: Any) -> Callable[[Callable], Callable]:
+def replaying(func: Callable, how: tuple = ()) -> Callable[[Callable], Callable]:
     """A transform of ``func``, under the name of ``func``, and replayed where it can be.
 
-    ``how`` says all that the transform was given besides. What is decorated runs a call, of the
-    function that comes first.
+    ``how`` is what the transform was `told`. What is decorated runs a call, of the function that
+    comes first.
     """
     return functools.partial(_transformed, func, _key_of(how))
 

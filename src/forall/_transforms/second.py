@@ -14,7 +14,7 @@ from forall._transforms.chunking import for_torch
 from forall._transforms.chunks import each
 from forall._transforms.jvp import push
 from forall._transforms.linearize import program
-from forall._transforms.replaying import replaying
+from forall._transforms.replaying import replaying, told
 from forall._transforms.sweeps import First
 from forall._transforms.types import Chunk, P, R, X
 from forall._transforms.vmap import vmap
@@ -102,9 +102,10 @@ def hvp(
         >>> forall.hvp(f)(x, v)                        # (3,)
         tensor([2., 4., 2.])
     """
+    how = told("hvp", locals())
     checks.callable_("hvp", func)
 
-    @replaying(func, "hvp", argnums, argnames, has_aux, return_value)
+    @replaying(func, how)
     def product(func: Callable, /, *args_and_vector: Any, **kwargs: Any) -> Any:
         call = called("hvp", func, argnums, argnames)
         args, vector = checks.vector_last(call, args_and_vector)
@@ -204,10 +205,8 @@ def hessian_diag(
                 [0., 0.],
                 [2., 0.]])
     """
-    which = (argnums, argnames)
-    return _from_diagonal(
-        "hessian_diag", func, which, has_aux, return_value, chunk_size, First.tree
-    )
+    how, which = told("hessian_diag", locals()), (argnums, argnames)
+    return _from_diagonal(how, func, which, has_aux, return_value, chunk_size, First.tree)
 
 
 @overload
@@ -290,12 +289,12 @@ def laplacian(
         >>> forall.laplacian(f)(torch.tensor([1.0, 2.0, 3.0]))       # 6x + 2x + 2x at x = 1
         tensor(10.)
     """
-    which = (argnums, argnames)
-    return _from_diagonal("laplacian", func, which, has_aux, return_value, chunk_size, _trace)
+    how, which = told("laplacian", locals()), (argnums, argnames)
+    return _from_diagonal(how, func, which, has_aux, return_value, chunk_size, _trace)
 
 
 def _from_diagonal(
-    verb: str,
+    how: tuple,  # what the transform was told
     func: Callable,
     which: tuple[Any, Any],  # argnums, argnames
     has_aux: bool,
@@ -304,10 +303,11 @@ def _from_diagonal(
     result: Callable[[First, list], Any],
 ) -> Callable:
     """What ``result`` makes of the diagonals of a call, and beside it what was asked for."""
+    verb = how[0]
     checks.callable_(verb, func)
     checks.chunk_size(verb, chunk_size)
 
-    @replaying(func, verb, *which, has_aux, return_value, chunk_size)
+    @replaying(func, how)
     def second(func: Callable, /, *args: Any, **kwargs: Any) -> Any:
         first = First(called(verb, func, *which), func, args, kwargs, which, has_aux)
         found, j, y = _diagonal(first, chunk_size)

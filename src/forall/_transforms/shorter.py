@@ -8,6 +8,7 @@ from forall._transforms import checks
 from forall._transforms.chunking import for_torch
 from forall._transforms.fewer import by_fewer
 from forall._transforms.jacobian import derived
+from forall._transforms.replaying import told
 from forall._transforms.types import Chunk, P, R, X
 
 if TYPE_CHECKING:
@@ -102,6 +103,7 @@ def jacobian(
                 [4., 0.],
                 [3., 2.]])
     """
+    how = told("jacobian", locals())
     checks.callable_("jacobian", func)
     checks.chunk_size("jacobian", chunk_size)
 
@@ -114,4 +116,4 @@ def jacobian(
         "chunk_size": for_torch(chunk_size),
     }
     which = (argnums, argnames)
-    return derived("jacobian", func, which, has_aux, return_value, fewer, (chunk_size,), **options)
+    return derived(how, func, which, has_aux, return_value, fewer, **options)

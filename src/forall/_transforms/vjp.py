@@ -19,6 +19,7 @@ from forall._torch.dispatch import functions_off, torch_funcs
 from forall._torch.history import nodes
 from forall._torch.inference import ordinary
 from forall._torch.lazy import lazy_zeros_pass
+from forall._torch.posed import bare
 from forall._transforms import checks
 from forall._transforms.arguments import Moved
 from forall._transforms.replaying import replayed
@@ -96,18 +97,18 @@ def pullback(
 ) -> tuple[Pullback, Any, Any]:
     """Run ``func`` on fresh variables; what `vjp` and `jacrev` share."""
     outer = torch.is_grad_enabled()
-    with handover.eagerly(), reverse.recording():
+    with handover.eagerly(), reverse.recording() as run:
         moved = Moved(call, primals, primals)
         own = reverse.variables(moved.tensors)
-        out = users(func)(*moved.put(own))
+        out = users(func)(*moved.put(reverse.shown(own, moved.tensors)))
         aux = None
         if has_aux:
             out, aux = checks.with_aux(call, out)
         outputs, out_spec = checks.outputs(call, out)
         checks.floating(call, outputs)
-    pull = Pullback(own, moved, outputs, out_spec)
+    pull = Pullback(run, own, moved, [*map(bare, outputs)], out_spec)
     value = trees.unflatten(outputs, out_spec)
-    value, aux = reverse.closed((value, aux), own, outer)
+    value, aux = reverse.closed((value, aux), run, outer)
     return pull, value, aux
 
 
@@ -116,7 +117,10 @@ class Pullback:
 
     _nodes: set | None = None
 
-    def __init__(self, own: list, moved: Moved, outputs: list, out_spec: Any) -> None:
+    def __init__(
+        self, run: reverse.Run, own: list, moved: Moved, outputs: list, out_spec: Any
+    ) -> None:
+        self.run = run
         self.own = own
         self.moved = moved
         self.outputs = outputs
@@ -165,27 +169,25 @@ class Pullback:
         return self._run_stacked(stacks)
 
     def _run(self, cots: list, retain_graph: bool) -> list:
-        outer, asked = torch.is_grad_enabled(), any(c.requires_grad for c in cots)
-        with reverse.recording(), reverse.tangents_pass():
+        outer = torch.is_grad_enabled()
+        with reverse.recording() as run, reverse.tangents_pass():
+            run.include(self.run)
             found = reverse.gradients(
                 tuple(self.outputs),
                 tuple(map(ordinary, cots)),
                 self.own,
                 retain_graph=retain_graph,
-                closes=not any(map(reverse.has_history, cots)),
+                closes=None if any(map(reverse.has_history, cots)) else run,
             )
-        if asked and outer:
-            return found
-        return reverse.closed(found, self.own, outer)
+        return reverse.closed(found, run, outer)
 
     def _run_stacked(self, stacks: list) -> list:
         outer = torch.is_grad_enabled()
-        with reverse.recording(), reverse.tangents_pass():
+        with reverse.recording() as run, reverse.tangents_pass():
+            run.include(self.run)
             stacks = [*map(ordinary, stacks)]
             found = self._pulled(lambda ys, cots: reverse.gradients(ys, cots, self.own), stacks)
-        if any(s.requires_grad for s in stacks) and outer:
-            return found
-        return reverse.closed(found, self.own, outer)
+        return reverse.closed(found, run, outer)
 
     def _pulled(self, pull: Callable[[tuple, tuple], Iterable], stacks: list) -> list:
         """What ``pull`` finds for N cotangents of each output at once: (N, *I), or None."""

@@ -23,13 +23,15 @@ from forall._lanes.numbers import Number, as_tensor
 from forall._random.scopes import entered as drawing_in
 from forall._torch import collections, handover, tracers, trees
 from forall._torch.dispatch import functions_off
-from forall._torch.wrapper import Wrapper, has_own_meaning, kind_of
+from forall._torch.posed import carried, is_dressed, undressed
+from forall._torch.wrapper import Wrapper
 from forall._transforms import apart, checks, mapping
 from forall._transforms.chunking import for_torch
 from forall._transforms.chunks import in_chunks
+from forall._transforms.classes import Looks, looks, stacked_by_class
 from forall._transforms.groups import once_more, rows
 from forall._transforms.ragged import apiece, nested
-from forall._transforms.replaying import replaying
+from forall._transforms.replaying import replaying, told
 from forall._transforms.types import Chunk, P, R
 
 if TYPE_CHECKING:
@@ -123,6 +125,7 @@ def vmap(
         >>> vmap(root)(torch.tensor([1.0, 4.0, 100.0]))
         tensor([ 1.,  2., 10.])
     """
+    given = told("vmap", locals())
     checks.callable_("vmap", func)
     checks.randomness("vmap", randomness, keys=True)
     checks.chunk_size("vmap", chunk_size)
@@ -132,7 +135,7 @@ def vmap(
     how = in_dims, out_dims, randomness, chunk_size
     options = Options(divergence, ragged, max_steps, None)
 
-    @replaying(func, *how, *options[:3])
+    @replaying(func, given)
     def mapped(func: Callable, /, *args: Any, **kwargs: Any) -> Any:
         return Verb(func, *how).run(options, args, kwargs)
 
@@ -169,7 +172,9 @@ class Verb(NamedTuple):
                     "vmap", func, in_dims, out_dims, randomness, chunk_size=torchs
                 )(*args, **kwargs)
         places = Places(Call("vmap", func, out_dims=out_dims), out_dims)
-        entering = Entering(*mapping.inputs(call, args, kwargs, *dims), (args, kwargs))
+        entering = Entering(*mapping.inputs(call, args, kwargs, *dims), (args, kwargs), {})
+        if any(map(is_dressed, entering.leaves)):
+            entering = entering.looked_at(call)
         origin = Origin(call, users_instruction(), range(entering.size), entering.size)
         whole = Mapping(func, entering, places, Draws(randomness), origin, options)
         result = in_chunks(whole, chunk_size)
@@ -213,6 +218,17 @@ class Entering(NamedTuple):
     dims: list
     size: int
     given: tuple  # args and kwargs, as they came
+    looks: dict[int, Looks]  # what examples of a leaf of a class of the user's look like
+
+    def looked_at(self, call: Call) -> Entering:
+        """With plain tensors in the place of those of a class of the user's, which is noted."""
+        found = {
+            i: looks(call, leaf, dim, self.size)
+            for i, (leaf, dim) in enumerate(zip(self.leaves, self.dims, strict=True))
+            if dim is not None and is_dressed(leaf)
+        }
+        leaves = [undressed(x) if i in found else x for i, x in enumerate(self.leaves)]
+        return self._replace(leaves=leaves, looks=found)
 
     def unflatten(self, entered: list) -> tuple[tuple, dict]:
         """Args and kwargs of an example; an argument without a mapped leaf is the very object."""
@@ -272,7 +288,14 @@ class Mapping(NamedTuple):
             else [origin.numbers[n] for n in numbers]
         )
         return self._replace(
-            entering=entering._replace(leaves=leaves, size=len(numbers)),
+            entering=entering._replace(
+                leaves=leaves,
+                size=len(numbers),
+                looks={
+                    i: found.of_some(lambda t: _some(t, 0, numbers))
+                    for i, found in entering.looks.items()
+                },
+            ),
             origin=origin._replace(numbers=known),
         )
 
@@ -293,9 +316,12 @@ class Mapping(NamedTuple):
                 leaf = entering.leaves[i]
                 level.ledger.arguments.append(leaf)
                 entered[i] = border.enter(of_coordinates(leaf), dim, level)
-                if type(leaf) is not torch.Tensor:
-                    entered[i].of_kind(_kind_of_one(leaf, dim))
-        args, kwargs = entering.unflatten(entered)
+        examples = entered
+        if entering.looks:
+            examples = [*entered]
+            for i, found in entering.looks.items():
+                examples[i] = found.given_to(entered[i], level)
+        args, kwargs = entering.unflatten(examples)
         with once_more(self, level), handover.eagerly(), running(level), drawing_in(level.scope):
             with self.options.listening(self.origin.call.func, level):
                 result = self.func(*args, **kwargs)
@@ -322,14 +348,6 @@ def _some(leaf: torch.Tensor, dim: int, numbers: Sequence[int]) -> torch.Tensor:
     return rows(leaf, dim, numbers)
 
 
-def _kind_of_one(leaf: torch.Tensor, dim: int) -> type | None:
-    """The class that an example of a tensor has, if it has a meaning of its own."""
-    kind = kind_of(leaf)
-    if not has_own_meaning(kind):
-        return None
-    return kind_of(leaf.select(dim, 0)) if leaf.shape[dim] else kind
-
-
 def _hand_back(entering: Entering, entered: list, level: VmapLevel, origin: Origin) -> None:
     """Let the caller's tensors have the history of what was written into them."""
     with functions_off():
@@ -347,23 +365,23 @@ def _hand_back(entering: Entering, entered: list, level: VmapLevel, origin: Orig
 def _leave(r: Any, place: int | None, level: VmapLevel, call: Call, seen: set[int]) -> Any:
     if not isinstance(r, torch.Tensor):
         return mapping.as_it_is(call, r, level)
+    known = r
+    if type(r) is not torch.Tensor:
+        r = undressed(r)
     if isinstance(r, Wrapper) and r.level is not level:
         if r.level.root is level:
             r = r.level.completed(r, level)  # a derivative of some of the examples
         elif place is not None:
             ((r,), _) = without_ended(f"the result of {call}", (r,), {})
     if place is None:
-        return mapping.unmapped(call, r, level)
+        return carried(mapping.unmapped(call, r, level), known)
     with functions_off():
         rank = r.dim() + 1
     if not -rank <= place < rank:
         raise mapping.place_outside(call, r, place)
     stack = border.leave(r, place % rank, level)
-    kind = kind_of(r)
-    if kind is not torch.Tensor and has_own_meaning(kind):
-        stack = stack.as_subclass(kind)
     memory = id(getattr(r, "family", None) or r)
     if memory in seen:  # a tensor returned twice, or with a view of it: the loop would copy both
         stack = stack.clone()
     seen.add(memory)
-    return stack
+    return stack if known is r else stacked_by_class(known, stack, place % rank, level)

@@ -13,6 +13,7 @@ import torch
 
 from forall._batching.accounts import by_all, is_shared_older
 from forall._batching.batched import Batched, derive, refit, same
+from forall._batching.failing import first_error
 from forall._batching.ledger import note_read, summed_grad
 from forall._batching.parting import plain_numbers, told
 from forall._batching.standing import stand
@@ -198,8 +199,13 @@ def _as_tensor(data: Any, dtype: Any = None, device: Any = None) -> Any:
 def _narrow(x: Tensor, dim: int, start: Any, length: int) -> Any:
     if not differs(start):
         return NotImplemented
-    places = start.long() + torch.arange(length, device=start.device)
-    return stand(x.index_select(dim, places), x, [*[None] * (dim % x.dim()), places])
+    begin = torch.where(start < 0, start + x.shape[dim], start).long()
+    places = begin + torch.arange(length, device=start.device)
+    try:
+        found = x.index_select(dim, places)
+    except (IndexError, RuntimeError) as error:  # of `index_select`, which the user has not called
+        raise first_error("narrow", torch.narrow, (x, dim, start, length), {}) or error from None
+    return stand(found, x, [*[None] * (dim % x.dim()), places])
 
 
 def _tensor_split(x: Tensor, cuts: Any, dim: int = 0) -> Any:

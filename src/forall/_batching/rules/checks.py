@@ -6,11 +6,13 @@ from typing import Any
 
 import torch
 
-from forall._batching.batched import Batched, wrap
+from forall._batching.batched import wrap
 from forall._batching.failing import first_error
+from forall._batching.one_by_one import levels_of
 from forall._batching.table import CALLS, register
-from forall._torch import tracers
-from forall._torch.dispatch import no_dispatch
+from forall._core.levels import outside_all
+from forall._torch import tracers, trees
+from forall._torch.dispatch import functions_off, no_dispatch
 from forall._torch.wrapper import Wrapper
 
 aten = torch.ops.aten
@@ -18,26 +20,37 @@ Tensor = torch.Tensor
 
 
 def _stack(a: Any) -> Tensor | None:
-    """All examples of a mapped tensor, of whatever level."""
-    if type(a) is not Batched:
+    """All examples of a value of whatever levels; None for what torch itself looks at."""
+    if not isinstance(a, Wrapper):
         return None
     while isinstance(a, Wrapper):
         a = a.value
     return a
 
 
+def _plain(a: Tensor) -> Tensor:
+    return a if (examples := _stack(a)) is None else examples.detach()
+
+
 def checked(func: Any, fails: Any) -> Any:
     """A call that raises the first failing example's error where ``fails`` finds a bad value."""
+
+    def unseen(*args: Any, **kwargs: Any) -> Any:
+        with functions_off(), no_dispatch():  # where a mode is on, torch leaves the check out
+            return func(*args, **kwargs)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if tracers.are_on():
             return NotImplemented  # a trace is of no values
-        with no_dispatch():
+        with outside_all():  # a program that is being recorded makes the test too
             failed = fails(*args, **kwargs)
         if failed:
-            error = first_error(func.__name__, func, args, kwargs)
+            error = first_error(func.__name__, unseen, args, kwargs)
             if error is not None:
                 raise error
+            if not levels_of(trees.leaves((args, kwargs))):  # all are alike, and fail alike
+                args, kwargs = trees.map_tensors(_plain, (args, kwargs))
+                unseen(*args, **kwargs)
         return NotImplemented
 
     return call
@@ -45,7 +58,9 @@ def checked(func: Any, fails: Any) -> Any:
 
 def _one_hot(x: Any, num_classes: int = -1) -> bool:
     v = _stack(x)
-    return v is not None and bool((v < 0).any() or (num_classes > 0 and (v >= num_classes).any()))
+    if v is None or isinstance(num_classes, Wrapper):
+        return False
+    return bool((v < 0).any() or (num_classes > 0 and (v >= num_classes).any()))
 
 
 def _quantile(x: Any, q: Any, *_: Any, **__: Any) -> bool:
@@ -60,7 +75,9 @@ def _normal(mean: Any = 0.0, std: Any = 1.0, *_: Any, **__: Any) -> bool:
 
 def _histc(x: Any, bins: int = 100, min: float = 0, max: float = 0, **_: Any) -> bool:
     v = _stack(x)
-    return v is not None and (max < min or (max == min and not bool(v.isfinite().all())))
+    if v is None or isinstance(min, Wrapper) or isinstance(max, Wrapper):
+        return False
+    return max < min or (max == min and not bool(v.isfinite().all()))
 
 
 def _all_true(level: Any, func: Any, args: tuple, kwargs: dict) -> Tensor:

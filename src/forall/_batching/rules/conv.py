@@ -222,10 +222,12 @@ def _product(v: Tensor, w: Stack | Tensor, bias: Tensor | None, back: bool = Fal
 #     large. A product pays for a copy of the images, of each entry as often as the filter meets it.
 #     The copy is fast where its runs are long: a row of the result, places last, or a row of the
 #     filter with all channels, channels last. With channels last the product itself is faster too,
-#     but each weight has to be put in order. What costs least was measured on CPU
-#     (benchmarks/weight_gradients.py): this choice costs 11 % more than the best of the three, in
-#     the mean over 647 shapes; groups alone 125 %, places last 59 %, channels last 33 %. Float64
-#     has no fast convolution; elsewhere than on CPU nothing was measured, and groups stay.
+#     but each weight has to be copied into the order of one of its own (`g.view(B, -1)` is how
+#     these are asked for their norms): a lot where a weight is larger than the cotangents. What
+#     costs least was measured on CPU (benchmarks/weight_gradients.py): this choice costs 21 % more
+#     than the best of the three, in the mean over 421 shapes; groups alone 61 %, places last 50 %,
+#     channels last 76 %. Float64 has no fast convolution; elsewhere than on CPU nothing was
+#     measured, and groups stay.
 _BLOCK = 8  # channels
 _LONG = 100_000  # entries of one example's copy
 
@@ -242,7 +244,9 @@ def fastest(g: Tensor, x: Tensor, filters: Sequence[int], *how: Any) -> Callable
     # 1x1 needs no copy at all, and float16 has no fast product of matrices that lie in rows.
     if prod(filters[2:]) == 1 or x.dtype is torch.float16:
         return places_last
-    return channels_last if filters[-1] * filters[1] >= places[-1] else places_last
+    is_run_long = filters[-1] * filters[1] >= places[-1]
+    is_weight_small = filters[0] // groups <= x.shape[1] * prod(places)
+    return channels_last if is_run_long and is_weight_small else places_last
 
 
 def by_groups(g, x, filters, *how):
@@ -264,7 +268,7 @@ def channels_last(g, x, filters, *how):
     met = x.permute(0, 2, 1, *range(3, 3 + r), *range(4 + r, 4 + 2 * r), 3 + r)
     met = met.reshape(len(g), -1, prod(filters[1:]))  # (B*g, N*places, kernel*I)
     out = torch.bmm(g, met).view(len(x), filters[0], -1, filters[1])
-    return out.mT.reshape(len(x), *filters)
+    return out.mT.contiguous().view(len(x), *filters)
 
 
 def _operands(g, x, dim, filters, stride, padding, dilation, transposed, _, groups):

@@ -100,14 +100,21 @@ def _refused(func: Any) -> Exception:
 
 def _repeat_interleave(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     """(B, n) repeats -> (B, output_size): which entry each place repeats."""
-    ends = front(args[0]).cumsum(1)
+    repeats = front(args[0])
+    aten._assert_async.msg((repeats >= 0).all(), "repeats can not be negative")
+    ends = repeats.cumsum(1)
+    totals = ends[:, -1] if ends.shape[1] else ends.new_zeros(ends.shape[0])
     size = kwargs.get("output_size")
     if size is None:
-        totals = ends[:, -1] if ends.shape[1] else ends.new_zeros(ends.shape[0])
         cure = "Give output_size, the sum of repeats in every example."
         size = one_size(level, totals, "repeat_interleave(repeats)", cure)
+    else:
+        aten._assert_async.msg(
+            (totals == size).all(), "allocated size does not match required size"
+        )
     places = torch.arange(size, device=ends.device, dtype=ends.dtype).expand(ends.shape[0], size)
-    return wrap(torch.searchsorted(ends, places.contiguous(), right=True), 0, level)
+    found = torch.searchsorted(ends, places.contiguous(), right=True)
+    return wrap(found.to(repeats.dtype), 0, level)
 
 
 def _bincount(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:

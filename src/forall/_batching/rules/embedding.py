@@ -1,21 +1,38 @@
-"""Tables: an index of an example is a row of the stack of tables."""
+"""Tables: an index of an example is a row of the stack of tables.
+
+The kernels check an index against all rows of the stack. What is no row of an example's own table
+may be one of another example's, so it is checked here (`in_tables`).
+"""
 
 from __future__ import annotations
 
 import torch
 
 from forall._batching.families import Stack, by_front
+from forall._batching.indices import examples_of, flat
 from forall._batching.table import register
 
 aten = torch.ops.aten
 Tensor = torch.Tensor
 
 
-def offset(indices: Stack | Tensor, size: int, each: int) -> Tensor:
-    """(B, *I): indices into B tables of ``each`` rows, laid one after another."""
-    v = indices.v if isinstance(indices, Stack) else indices.unsqueeze(0)
-    first = torch.arange(size, device=v.device, dtype=v.dtype) * each
-    return v + first.view(size, *(1,) * (v.dim() - 1))
+def in_tables(indices: Stack | Tensor, size: int, each: int, rows: int | None = None) -> Tensor:
+    """(B, *I): indices into B tables, the next of which begins ``each`` rows further on.
+
+    An index that is none of the ``rows`` of its table is an error: `gather` looks up whose table it
+    is, at the index, and checks it as it does so.
+    """
+    v = (indices.v if isinstance(indices, Stack) else indices.unsqueeze(0)).long()
+    v = v.expand(size, *v.shape[1:])
+    examples = examples_of(size, v.device, 1).expand(size, each if rows is None else rows)
+    whose = examples.gather(1, flat(v)).view(v.shape)
+    return torch.add(v, whose, alpha=each)
+
+
+def moved(numbers: Tensor, each: int) -> Tensor:
+    """(B, *I): numbers that go on from one example to the next, or begin anew in each."""
+    examples = examples_of(len(numbers), numbers.device, numbers.dim() - 1)
+    return torch.add(numbers, examples.to(numbers.dtype), alpha=each)
 
 
 @by_front
@@ -23,12 +40,12 @@ def _embedding(size, weight, indices, *_):
     if not isinstance(weight, Stack):
         return aten.embedding.default(weight, indices.v)
     rows = weight.v.shape[1]
-    return aten.embedding.default(weight.v.flatten(0, 1), offset(indices, size, rows))
+    return aten.embedding.default(weight.v.flatten(0, 1), in_tables(indices, size, rows))
 
 
 @by_front
 def _embedding_dense_backward(size, g, indices, rows, padding, scale):
-    i = offset(indices, size, rows)
+    i = _in_use(indices, size, rows)
     g = g.v if isinstance(g, Stack) else g.expand(size, *g.shape)
     out = aten.embedding_dense_backward.default(g, i, size * rows, -1, scale)
     out = out.view(size, rows, out.shape[-1])
@@ -37,10 +54,20 @@ def _embedding_dense_backward(size, g, indices, rows, padding, scale):
     return out
 
 
+def _in_use(indices: Stack | Tensor, size: int, rows: int) -> Tensor:
+    """`in_tables`; as the kernel of the backward has it, what is no row of a table gets nothing."""
+    try:
+        return in_tables(indices, size, rows)
+    except (IndexError, RuntimeError):
+        v = _all(indices, size).long()
+        return torch.where((v >= 0) & (v < rows), moved(v, rows), -1)
+
+
 @by_front
 def _renorm(size, weight, indices, max_norm, norm_type):
     """Rows in use that are longer than ``max_norm``, cut to it."""
-    w, i = _all(weight, size), _all(indices, size).reshape(size, -1)
+    w, i = _all(weight, size), _all(indices, size).reshape(size, -1).long()
+    i = torch.where(i < 0, i + w.shape[1], i)  # the operator counts from the end too
     used = torch.zeros(w.shape[:2], dtype=torch.bool, device=w.device).scatter(1, i, True)
     norm = torch.linalg.vector_norm(w, norm_type, -1)
     cut = torch.where(used & (norm > max_norm), max_norm / (norm + 1e-7), 1)
@@ -79,40 +106,73 @@ def _bags(func):
         padding=-1,
     ):
         i, begin = _all(indices, size), _all(offsets, size)
+        if include_last and not _ends_with(begin, i.shape[1]):
+            given = (weight, indices, offsets, scale, mode, sparse, own, include_last, padding)
+            return _one_by_one(func, size, given)
         begin = begin[:, :-1] if include_last else begin
+        kind = torch.promote_types(i.dtype, begin.dtype)
         shift = 0
         if isinstance(weight, Stack):
             shift = weight.v.shape[1]
             i, weight, padding = _joined_tables(weight.v, i, padding)
-        begin = offset(Stack(begin), size, i.shape[1]).flatten()
+        begin = _starts(begin, i.shape[1], isinstance(offsets, Stack))
         own = None if own is None else _all(own, size).flatten()
         out, bag, count, best = func(
             weight, i.flatten(), begin, scale, mode, False, own, False, padding
         )
         best = best.view(size, -1, *best.shape[1:])
-        if shift and mode == MAX:
-            best = offset(Stack(best), size, -shift)
+        best = moved(best, -shift) if shift and mode == MAX else best
         # Which bag an index is in, counted within its example; the operator may leave it out.
         bag = bag.view(size, -1)
-        bag = offset(Stack(bag), size, -(begin.numel() // size)) if bag.numel() else bag
-        return out.unflatten(0, (size, -1)), bag, count.view(size, -1), best
+        bag = moved(bag, -(begin.numel() // size)) if bag.numel() else bag
+        out = out.unflatten(0, (size, -1))
+        return out, bag.to(kind), count.view(size, -1).to(kind), best.to(kind)
 
     return by_front(rule)
+
+
+def _starts(begin: Tensor, length: int, differ: bool) -> Tensor:
+    """(B * N,): where the bags of all examples begin, of which the kernel checks two alone.
+
+    A bag that begins outside of its example's indices would take those of another example. The
+    kernel sees of the first example alone whether its first bag begins at 0.
+    """
+    if differ and begin.shape[1]:
+        aten._assert_async.msg(
+            (begin[:, 0] == 0).all(), "embedding_bag: offsets[0] has to be 0 in each example"
+        )
+    return in_tables(Stack(begin), len(begin), length, length + 1).flatten()
+
+
+def _ends_with(begin: Tensor, length: int) -> bool:
+    """True if the last bag of each example ends with its indices, where that is told as well."""
+    try:
+        aten._assert_async.msg((begin[:, -1] == length).all(), "embedding_bag: what follows a bag")
+    except RuntimeError:
+        return False
+    return True
+
+
+def _one_by_one(func, size, given):
+    """Each example by itself: every kernel has its own idea of indices that follow the last bag."""
+    outs = [func(*(a.v[n] if isinstance(a, Stack) else a for a in given)) for n in range(size)]
+    return tuple(map(torch.stack, zip(*outs, strict=True)))
 
 
 def _joined_tables(tables: Tensor, indices: Tensor, padding: int) -> tuple[Tensor, Tensor, int]:
     """One table of all rows; its padding is a row of its own at the end."""
     size, rows, width = tables.shape
-    moved = offset(Stack(indices), size, rows)
+    found = in_tables(Stack(indices), size, rows)
     tables = tables.flatten(0, 1)
     if padding < 0:
-        return moved, tables, -1
+        return found, tables, -1
     tables = torch.cat([tables, tables.new_zeros(1, width)])
-    return torch.where(indices == padding, size * rows, moved), tables, size * rows
+    return torch.where(indices == padding, size * rows, found), tables, size * rows
 
 
-def _bag_of(indices: Tensor, offsets: Tensor) -> Tensor:
+def _bag_of(indices: Tensor, offsets: Tensor, bags: int) -> Tensor:
     """(B, L): the bag of each index; the last of those that begin no later."""
+    offsets = offsets[:, :bags]  # one more says where the last bag ends
     places = torch.arange(indices.shape[1], device=indices.device, dtype=offsets.dtype)
     places = places.expand(indices.shape).contiguous()
     return torch.searchsorted(offsets.contiguous(), places, right=True) - 1
@@ -137,7 +197,7 @@ def rows_of_bags(
     if mode == MAX:
         some = (count > 0).unsqueeze(-1)
         return torch.where(some, best, 0), torch.where(some, g, 0)
-    bag = _bag_of(i, offsets)
+    bag = _bag_of(i, offsets, g.shape[1])
     g = _picked(g, bag)
     g = g / count.gather(1, bag).unsqueeze(-1) if mode == MEAN else g
     g = g if own is None else g * own.unsqueeze(-1)
@@ -153,9 +213,7 @@ def _bags_backward(
     at, g = rows_of_bags(*given, mode, own, padding)
     if mode == MAX:
         return g.new_zeros(size, rows, g.shape[-1]).scatter_add(1, at, g)
-    out = aten.embedding_dense_backward.default(
-        g, offset(Stack(at), size, rows), size * rows, -1, scale
-    )
+    out = aten.embedding_dense_backward.default(g, moved(at, rows), size * rows, -1, scale)
     out = out.view(size, rows, -1)
     return out.to_sparse(2) if sparse else out
 
@@ -163,7 +221,9 @@ def _bags_backward(
 @by_front
 def _own_backward(size, g, weight, indices, offsets, _bag, mode, padding=-1):
     g, i = _all(g, size), _all(indices, size)
-    found = (_picked(g, _bag_of(i, _all(offsets, size))) * _picked(_all(weight, size), i)).sum(-1)
+    found = (
+        _picked(g, _bag_of(i, _all(offsets, size), g.shape[1])) * _picked(_all(weight, size), i)
+    ).sum(-1)
     return torch.where(i == padding, 0, found) if padding >= 0 else found
 
 

@@ -33,6 +33,19 @@ def _stacks(operands: Sequence[Tensor], cores: Sequence[int], level: Any) -> lis
     ]
 
 
+def _laid_out_as(x: Tensor, v: Tensor) -> Tensor:
+    """The stack ``v`` of ``x``, contiguous where one example is.
+
+    Kernels factor the transpose of what is contiguous, and formulas ask that of an example.
+    """
+    return v.contiguous() if x.is_contiguous() else v
+
+
+def _determinant(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    (x,) = args
+    return wrapped(func(_laid_out_as(x, front(x))), 0, level)
+
+
 def native(*cores: int, absent: Sequence[int] = (), columns: int | None = None) -> Callable:
     """A handler for an operator whose first arguments have these core ranks.
 
@@ -97,11 +110,11 @@ register(
                 aten.linalg_inv_ex.default,
                 aten.linalg_ldl_factor_ex.default,
                 aten.linalg_lu_factor_ex.default,
-                aten._linalg_det.default,
-                aten._linalg_slogdet.default,
             ),
             native(2),
         ),
+        aten._linalg_det.default: _determinant,
+        aten._linalg_slogdet.default: _determinant,
         aten._linalg_eigh.default: native(2, absent=(1,)),
         aten._linalg_svd.default: native(2, absent=(0, 2)),
         aten.linalg_lu.default: native(2, absent=(0,)),
@@ -137,7 +150,7 @@ def _solve_ex(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     left = kwargs.get("left", True)
     if is_mapped(a, level) or (_is_vector(a, b) and not left):
         v, w = _system(a, b, level)
-        result, *of_a = func(v, w, **kwargs)
+        result, *of_a = func(_laid_out_as(a, v), w, **kwargs)
         ones = v.dim() - 1 - a.dim()
         of_a = [wrap(o.reshape(o.shape[0], *o.shape[1 + ones :]), 0, level) for o in of_a]
         return wrap(result, 0, level), *of_a

@@ -1,0 +1,162 @@
+"""What a transform was given tells its calls from those of others of the same function."""
+
+from __future__ import annotations
+
+import inspect
+from itertools import combinations
+
+import pytest
+import torch
+
+import forall
+from forall import Chunks, grad, jacrev, jvp, vjp, vmap
+from forall._transforms import replaying
+
+X = torch.arange(1.0, 4.0)
+DATA = {"func", "primals", "tangents"}  # what a call is of
+# Of each keyword two values that a transform takes.
+VALUES = {
+    "argnums": (0, 1),
+    "argnames": (None, "x"),
+    "has_aux": (False, True),
+    "return_value": (False, True),
+    "strict": (False, True),
+    "randomness": ("error", "same"),
+    "chunk_size": (None, 1),
+    "in_dims": (0, 1),
+    "out_dims": (0, 1),
+    "divergence": ("split", "error"),
+    "ragged": (False, True),
+    "max_steps": (None, 5),
+    "_preallocate_and_copy": (False, True),
+}
+# Transforms whose calls are no one else's: a wrapper of `jit` has its kinds for itself, and what
+# `vjp` replays is the function that it was given, whatever it does with the results. The last is
+# torch's, and not replayed.
+OF_THEIR_OWN = {"jit", "vjp", "functionalize"}
+
+
+def transforms() -> dict:
+    """The public functions of a function."""
+    found = {n: getattr(forall, n) for n in forall.__all__}
+    functions = {n: f for n, f in found.items() if inspect.isfunction(f)}
+    return {
+        n: f
+        for n, f in functions.items()
+        if next(iter(inspect.signature(f).parameters), "") == "func"
+    }
+
+
+def key(name: str, monkeypatch: pytest.MonkeyPatch, **options) -> tuple:
+    """What tells a transform with these options from others."""
+    keys, original = [], replaying._key_of
+
+    def noted(how: tuple) -> tuple:
+        keys.append(original(how))
+        return keys[-1]
+
+    monkeypatch.setattr(replaying, "_key_of", noted)
+    args = {"jvp": ((X,), (X,)), "linearize": (X,)}.get(name, ())
+    transform = transforms()[name]
+    transform((lambda x: (x, x)) if options.get("has_aux") else (lambda x: 2 * x), *args, **options)
+    monkeypatch.setattr(replaying, "_key_of", original)
+    assert keys[0] is not None
+    return keys[0]
+
+
+KEYED = sorted({*transforms()} - OF_THEIR_OWN)
+KEYWORDS = [
+    (name, parameter)
+    for name in KEYED
+    for parameter in inspect.signature(transforms()[name]).parameters
+    if parameter not in DATA
+]
+
+
+def test_there_are_transforms_with_keywords():
+    assert {"vmap", "grad", "jvp", "hessian", "per_example_grad_norm"} <= {*KEYED}
+    assert len(KEYWORDS) > 50
+
+
+@pytest.mark.parametrize(("name", "keyword"), KEYWORDS)
+def test_each_keyword_of_each_transform_tells_it_from_others(name, keyword, at_once, monkeypatch):
+    one, other = VALUES[keyword]
+    first = key(name, monkeypatch, **{keyword: one})
+    assert first != key(name, monkeypatch, **{keyword: other})
+    assert first == key(name, monkeypatch, **{keyword: one})
+
+
+def test_each_transform_is_told_from_others(at_once, monkeypatch):
+    keys = [key(name, monkeypatch) for name in KEYED]
+    assert len({*keys}) == len(keys)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (0, False),
+        (1, True),
+        ((0,), 0),
+        ("a", ("a",)),
+        (Chunks(1), 1),
+        (Chunks(1), Chunks(2)),
+        (Chunks(1), Chunks(1, progress=True)),
+        (Chunks(), Chunks(memory_budget=9)),
+    ],
+)
+def test_values_that_are_equal_or_nearly_are_told_apart(one, other):
+    assert replaying._key_of((one,)) != replaying._key_of((other,))
+
+
+@pytest.mark.parametrize("value", [[0], {"x": 0}, 0.0, torch.ones(1), type("Place", (int,), {})(0)])
+def test_what_may_change_or_is_of_a_class_tells_nothing(value):
+    assert replaying._key_of(("grad", value)) is None
+
+
+def test_a_keyword_that_is_new_is_told(at_once):
+    def transform(func, argnums=0, *, new=False):
+        how = replaying.told("transform", locals())
+        return replaying.replaying(func, how)(lambda f, *args: f(*args) * (3 if new else 2))
+
+    def f(x):
+        return x.sin()
+
+    for new in [False] * 4 + [True] * 4:
+        assert transform(f, new=new)(X).equal(f(X) * (3 if new else 2))
+
+
+@pytest.mark.parametrize("has_aux", [False, True])
+def test_a_pull_back_has_no_options_in_what_is_replayed(has_aux, at_once):
+    def f(x):
+        return x.sin(), x.cos()
+
+    for aux in [has_aux] * 4 + [not has_aux] * 4:
+        value, pull, *rest = vjp(f, X, has_aux=aux)
+        cotangents = torch.ones(3) if aux else (torch.ones(3), torch.zeros(3))
+        assert pull(cotangents)[0].allclose(X.cos())
+        assert (rest == []) is not aux
+        assert (value if aux else value[0]).equal(X.sin())
+
+
+def test_options_of_one_function_alternate(at_once):
+    def f(x, y):
+        return (x * y.square()).sum()
+
+    def pair(x, y):
+        return f(x, y), x
+
+    ways = [
+        (lambda: grad(f)(X, X), X.square()),
+        (lambda: grad(f, 1)(X, X), 2 * X.square()),
+        (lambda: grad(f, (1,))(X, X)[0], 2 * X.square()),
+        (lambda: grad(f, argnames="y")(X, X), 2 * X.square()),
+        (lambda: grad(pair, has_aux=True)(X, X)[0], X.square()),
+        (lambda: jacrev(f)(X, X), X.square()),
+        (lambda: vmap(f)(X, X), X**3),
+        (lambda: vmap(f, (0, None))(X, X), X * X.square().sum()),
+        (lambda: jvp(f, (X, X), (X, 0 * X))[1], (X**3).sum()),
+    ]
+    for (one, a), (other, b) in combinations(ways, 2):
+        for _ in range(4):
+            assert one().allclose(a)
+            assert other().allclose(b)
