@@ -97,7 +97,7 @@ class ByJit(Replays):
             return self.eager(*args, **kwargs)
         leaves = trees.leaves((args, kwargs))
         tensors = [x for x in leaves if isinstance(x, Tensor)]
-        guards = guarding(self.eager, leaves)
+        guards = guarding(self.eager, (args, kwargs))
         state = State([*tensors, *guards.tensors.values()], guards.generators)
         known, hits = [*self.kinds.known.values()], self.kinds.hits
         try:

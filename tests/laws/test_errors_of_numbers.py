@@ -87,6 +87,11 @@ CASES = {
         HALVES,
         -HALVES,
     ),
+    "linspace of whole numbers": (
+        lambda x, e: torch.linspace(0, e[0], 3, dtype=torch.int64) * x,
+        HALVES,
+        HALVES * 1e30,
+    ),
     "max_unpool": (
         lambda x, t: F.max_unpool1d(x[None, None], t[None, None], 1)[0, 0],
         PLACES,
@@ -156,6 +161,18 @@ def test_error_of_each_call_is_the_first_ones(name, form, monkeypatch):
     ones = zip(X, bad, strict=True)
     row = next(row for row in ones if isinstance(outcome(f, *row), type))
     check(lambda: lambda x, t: made(x, t), (X[0], good[0]), row, monkeypatch)
+    if form in ("its result", "of no need"):  # numbers that are one for all examples
+        check(lambda: vmap(made, (0, None)), (X, good[0]), (X, row[1]), monkeypatch)
+
+
+@pytest.mark.parametrize("fails", [3, -1])
+@pytest.mark.parametrize("transform", [lambda f: f, jit])
+def test_class_that_does_not_exist_is_an_error_along_a_tangent(transform, fails):
+    made = transform(lambda x, t: jvp(lambda x: F.one_hot(t + 0 * x.long(), 3) * x, (x,), (x,)))
+    for _ in range(3):
+        made(X[0].expand(3, 3), PLACES[0])
+    with pytest.raises(RuntimeError, match="Class values must be"):
+        made(X[0].expand(3, 3), torch.tensor([0, 1, fails]))
 
 
 @pytest.mark.parametrize("form", ["its result", "of no need"])

@@ -36,6 +36,12 @@ def triple(x):
     ).sum()
 
 
+def eigenvalues(a):
+    mean, half = (a[0, 0] + a[1, 1]) / 2, (a[0, 0] - a[1, 1]) / 2
+    spread = (half.square() + a[0, 1].square()).sqrt()
+    return torch.stack([mean - spread, mean + spread])
+
+
 def partial_products(x):
     return torch.stack([x[0], x[0] * x[1], x[0] * x[1] * x[2], x[0] * x[1] * x[2] * x[3]])
 
@@ -66,9 +72,31 @@ FUNCTIONS = {
         lambda x: F.cosine_similarity(x, x.sin()),
         lambda x: (x * x.sin()).sum(1) / (length(x, 2, 1) * length(x.sin(), 2, 1)),
     ),
+    "dist": (lambda x: torch.dist(x, x.exp()), lambda x: length(x - x.exp())),
+    "copysign": (lambda x: torch.copysign(x, W), lambda x: x.abs() * W.sign()),
     "renorm": (
         lambda x: torch.renorm(x, 2, 0, 0.1),
         lambda x: x * (0.1 / (length(x, 2, 1) + 1e-7))[:, None],
+    ),
+    "glu": (lambda x: F.glu(x, 0), lambda x: x[:2] / (1 + (-x[2:]).exp())),
+    "mse_loss": (lambda x: F.mse_loss(x, W), lambda x: (x - W).square().mean()),
+    "mse_loss of what moves": (
+        lambda x: F.mse_loss(x.sin(), x, reduction="none"),
+        lambda x: (x.sin() - x).square(),
+    ),
+    "huber_loss": (
+        lambda x: F.huber_loss(x, W, reduction="sum", delta=0.7),
+        lambda x: torch.where(
+            (x - W).abs() < 0.7, (x - W).square() / 2, 0.7 * ((x - W).abs() - 0.35)
+        ).sum(),
+    ),
+    "soft_margin_loss": (
+        lambda x: F.soft_margin_loss(x, W.sign()),
+        lambda x: (1 + (-x * W.sign()).exp()).log().mean(),
+    ),
+    "polar": (
+        lambda x: torch.polar(x.exp(), x).real + torch.polar(W.exp(), x).imag,
+        lambda x: x.exp() * x.cos() + W.exp() * x.sin(),
     ),
     "layer_norm": (
         lambda x: F.layer_norm(x, (3,), W[0], W[1], eps=0.25),
@@ -94,6 +122,12 @@ FUNCTIONS = {
         lambda x: F.batch_norm(x, W[0], W[1].square(), x[0], x[1]),
         lambda x: (x - W[0]) / (W[1].square() + 1e-5).sqrt() * x[0] + x[1],
     ),
+    "aten._batch_norm_with_update": (
+        lambda x: torch.ops.aten._batch_norm_with_update(
+            x, x[0], W[1], W[0].clone(), W[1].square(), 0.1, 1e-5
+        )[0],
+        lambda x: normalised(x, 0) * x[0] + W[1],
+    ),
     "instance_norm": (lambda x: F.instance_norm(x[None])[0], lambda x: normalised(x, 1)),
     "group_norm": (
         lambda x: F.group_norm(x.T, 1, eps=0.25).T,
@@ -110,6 +144,10 @@ FUNCTIONS = {
     "weight_norm along the last dim": (
         lambda x: torch._weight_norm(x, x[:1].sin() + 2, 1),
         lambda x: x * (x[:1].sin() + 2) / length(x, 2, 0),
+    ),
+    "eigh": (
+        lambda x: torch.linalg.eigh(x[:2, :2] + x[:2, :2].T)[0],
+        lambda x: eigenvalues(x[:2, :2] + x[:2, :2].T),
     ),
     "det": (lambda x: torch.linalg.det(x[:3]), triple),
     "slogdet": (lambda x: torch.linalg.slogdet(x[:3])[1], lambda x: triple(x).abs().log()),

@@ -855,3 +855,52 @@ def test_derivatives_in_one_tensor_in_two_places(one, other, way, at_once):
             seconds = torch.autograd.grad(firsts[0].sum(), ends, **how)
             found.append((*firsts, *seconds))
         assert all(map(torch.allclose, *found))
+
+
+# What is made anew with each call, and is the same to a recorded one.
+ALIKE: dict[str, Any] = {
+    "numbers": lambda: [2, 2.0, True, 1j],
+    "texts": lambda: [str(2.5), bytes([1, 2])],
+    "torch's words": lambda: [torch.float32, torch.device("cpu"), torch.strided, torch.Size([2])],
+    "numpy's numbers": lambda: [np.float64(2), np.float32(2), np.int64(2), np.bool_(True)],
+    "lists": lambda: [[T.clone(), [1.0]], (2, (T.clone(),))],
+    "dicts": lambda: [{"a": T.clone(), 1: {"b": 2.0}, (1, "c"): 3}],
+    "ordered dicts": lambda: [OrderedDict(a=T.clone(), b=2.0)],
+    "an ordered dict with an attribute": lambda: [made(OrderedDict, a=1, scale=[2.0])],
+    "default dicts": lambda: [defaultdict(list, a=T.clone())],
+    "deques": lambda: [deque([T.clone(), 1], maxlen=3)],
+    "named tuples": lambda: [Named(T.clone(), 1), made(NamedMore, T.clone(), 1, scale=2.0)],
+    "dataclasses": lambda: [Data(T.clone()), Data(T.clone(), 1, [2.0])],
+    "nodes": lambda: [Node(T.clone(), None), Node(T.clone(), ("a", 1, [2.0], {"b": {3}}))],
+    "attributes beside the children": lambda: [made(Silent, T.clone(), scale=(2.0, "a"))],
+    "slots beside the children": lambda: [Slotted(T.clone())],
+    "results of torch's": lambda: [torch.ones(2, 3).max(0)],
+    "frozen sets": lambda: [frozenset([1])],
+    "slices": lambda: [slice(1, None), range(3), ...],
+    "words on a tensor": lambda: [tagged("a"), tagged((1, 2.0))],
+    # told by their identity, and the same ones
+    "an object": lambda: [THING],
+    "an object in a context": lambda: [Node(T.clone(), KEPT)],
+    "a member of an enum": lambda: [Mark.LOW, Flag.LOW, Text.LOW],
+    "an array": lambda: [ARRAY],
+    "a function": lambda: [by_identity],
+    "nan": lambda: [NAN, [math.nan]],
+    "who is whom": lambda: [T, T, *twice([1.0]), T.view(3)],
+    "who is captured": lambda: [ONCE, T],
+}
+
+
+@pytest.mark.parametrize("way", ["grad", "vmap", "jit"])
+@pytest.mark.parametrize("case", ALIKE)
+def test_what_is_the_same_to_a_recorded_call_is_replayed(case, way, at_once, hits):
+    make = ALIKE[case]
+    transform, truth = WAYS[way]
+
+    def f(x, *args):
+        return (x * len(args) * (2.0 if args[0] is ONCE else T)).sum()
+
+    g = transform(f, len(make()))
+    for _ in range(8):
+        args = make()
+        assert g(X, *args).equal(truth(f, *args))
+    assert len(hits) == 4 if way != "jit" else g.cache_info().hits == 7

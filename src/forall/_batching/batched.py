@@ -210,9 +210,8 @@ def wrap(value: torch.Tensor, axis: int | None, level: Level) -> Batched:
             shape = shape[:axis] + shape[axis + 1 :]
             strides = strides[:axis] + strides[axis + 1 :]
     b = wrapper_of(Batched, value, shape, strides)
-    b.value = value
-    b.axis = axis
-    b.level = level
+    own: Any = b.__dict__
+    own["value"], own["axis"], own["level"] = value, axis, level
     return b
 
 
@@ -270,10 +269,11 @@ def is_view(b: Batched) -> bool:
 def derive(base: Batched, value: torch.Tensor, axis: int | None, call: ViewCall) -> Batched:
     """A view of ``base``, of its family."""
     view = named(value, axis, base.level)
-    family = view.family = family_of(base)
-    view.chain = (*base.chain, call)
+    own: Any = view.__dict__
+    family = own["family"] = family_of(base)
+    own["chain"] = (*base.chain, call)
     if base.older:
-        view.older, view.came = True, base.came
+        own["older"], own["came"] = True, base.came
     family.add(view)
     return view
 
@@ -282,7 +282,7 @@ def family_of(b: Batched) -> Family:
     """The family of a tensor: of its own, where it is no view and has none yet."""
     family = b.family
     if family is None:
-        family = b.family = Family(b.value, b.axis, b.older)
+        family = vars(b)["family"] = Family(b.value, b.axis, b.older)
         family.add(b)
     return family
 

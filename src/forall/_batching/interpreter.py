@@ -53,7 +53,7 @@ from forall._torch.dispatch import (
 )
 from forall._torch.lazy import put_lazy_bits, set_lazy_bits, with_lazy_bits
 from forall._torch.names import DispatchMode, pop_functions, push_functions
-from forall._torch.posed import has_posed_class, posing, taken_out
+from forall._torch.posed import has_posed_class, is_posed, posing, taken_out
 from forall._torch.schema import facts, written_by
 from forall._torch.wrapper import Wrapper
 from forall._torch.zeros import LINEAR, simpler
@@ -322,6 +322,8 @@ class VmapLevel(Level, DispatchMode):
         return for_those_that_run(lift(t, self.root))
 
     def _shared(self, a: Any) -> Any:
+        if posing.used and is_posed(a):
+            return a  # what it holds is shared where that is asked
         if self.shares and isinstance(a, torch.Tensor):  # else autograd knows it as it is
             if (a.requires_grad or (users_tangents() and has_tangent(a))) and is_from_outside(
                 a, self

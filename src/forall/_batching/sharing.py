@@ -18,7 +18,7 @@ from forall._batching.shortcut import answer
 from forall._core.ended import left_over, meets_ended
 from forall._core.levels import Level, complete, innermost, levels_in, stack, top
 from forall._torch.dispatch import in_backward, users_tangents
-from forall._torch.names import subclass_functions_are_on, subclass_functions_off
+from forall._torch.names import PLAIN, subclass_functions_are_on, subclass_functions_off
 from forall._torch.posed import (
     ask_anew,
     by_class,
@@ -93,8 +93,9 @@ class Sharing(TorchFunctionMode):
             if not issubclass(t, torch.Tensor):
                 return NotImplemented  # its own meaning is asked next, and what that calls is seen
             if has_own_meaning(t) and subclass_functions_are_on():
+                args, kwargs = self._given_to_class(func, args, kwargs or {})
                 with self:  # what it asks of tensors in its turn is seen again
-                    return by_class(func, types, args, kwargs or {})
+                    return by_class(func, types, args, kwargs)
             odd = posing.used
         if odd and has_posed((*args, *kwargs.values()) if kwargs else args):
             return self._of_bare(func, args, kwargs or {})
@@ -161,6 +162,19 @@ class Sharing(TorchFunctionMode):
         ):
             standing.settle()
         return out
+
+    def _given_to_class(self, func: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """A call's arguments, captured tensors shared: the class may switch all functions off."""
+        level = sharing(top())
+        if level is None or not torch.is_grad_enabled() or func in ITSELF:
+            return args, kwargs
+        first = 1 if func in _IN_PLACE else 0
+        shared, more = level.share_captured(args[first:], kwargs)
+        pairs = zip(args[first:], shared, strict=True)
+        return (
+            args[:first] + tuple(s if type(a) in PLAIN else a for a, s in pairs),
+            {k: more[k] if type(a) in PLAIN else a for k, a in kwargs.items()},
+        )
 
     def _by_stranger(self, kind: type, func: Any, args: tuple, kwargs: dict) -> Any:
         """What a class that is no tensor says that this call means."""

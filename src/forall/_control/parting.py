@@ -16,6 +16,7 @@ from forall._lanes import aliases
 from forall._lanes.merging import tensors
 from forall._torch import trees
 from forall._torch.dispatch import functions_off
+from forall._torch.posed import bare
 from forall._torch.wrapper import Wrapper
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ Parts = list[tuple[World, Any]]
 def truth(call: Called, name: str, test: Any) -> bool | tuple[World, World]:
     """What a test answers, or who says yes and who no. Messages call it by this name."""
     if isinstance(test, torch.Tensor):
+        test = bare(test)
         with functions_off():
             count = test.numel()
         if count == 1:

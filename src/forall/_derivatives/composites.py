@@ -24,6 +24,35 @@ def hardsigmoid(x: torch.Tensor) -> torch.Tensor:
     return torch.where(inside, x / 6 + 0.5, (x >= 3).to(x.dtype))
 
 
+def glu(x, dim=-1):
+    a, b = x.chunk(2, dim)
+    return a * b.sigmoid()
+
+
+def mse_loss(x, y, reduction=1):
+    return _reduced((x - y).square(), reduction)
+
+
+def huber_loss(x, y, reduction=1, delta=1.0):
+    d = x - y
+    size = d.abs()
+    return _reduced(
+        torch.where(size <= delta, 0.5 * d * d, delta * (size - 0.5 * delta)), reduction
+    )
+
+
+def soft_margin_loss(x, y, reduction=1):
+    return _reduced(-torch.nn.functional.logsigmoid(x * y), reduction)
+
+
+def polar(size, angle):
+    return torch.complex(size * angle.cos(), size * angle.sin())
+
+
+def _reduced(x: torch.Tensor, reduction: int) -> torch.Tensor:
+    return (x, x.mean(), x.sum())[reduction]
+
+
 def aminmax(x, *, dim=None, keepdim=False):
     dims = () if dim is None else dim
     return x.amin(dims, keepdim), x.amax(dims, keepdim)
@@ -67,6 +96,10 @@ def vector_norm(x, p=2, dim=None, keepdim=False, *, dtype=None):
 def norm(x, p=2, dim=(), keepdim=False, *, dtype=None):
     """The older operator of the same norm, whose forward formula takes another shape."""
     return torch.linalg.vector_norm(x, 2 if p is None else p, dim or None, keepdim, dtype=dtype)
+
+
+def dist(x, y, p=2):
+    return torch.linalg.vector_norm(x - y, p)
 
 
 def renorm(x, p, dim, maxnorm):

@@ -8,9 +8,9 @@ import torch
 
 from forall._core.ended import called, dispatched, is_over, left, meets_ended, what_is_left
 from forall._core.errors import marks, short, shown
-from forall._core.levels import complete, graph_free, outside, second_name
+from forall._core.levels import complete, graph_free, outside, outside_all, second_name
 from forall._core.listening import numbers_told
-from forall._torch.dispatch import autograd_below, forward_on, functions_off
+from forall._torch.dispatch import autograd_below, forward_on, functions_off, no_dispatch
 from forall._torch.names import split_tangent, subclass_functions_off
 from forall._torch.posed import called_by_class, has_own_meaning, has_posed_class, posing, taken_out
 from forall._torch.wrapper import READS, Wrapper, look_like, shell
@@ -102,6 +102,8 @@ class Dual(Wrapper):
                     return called_by_class(func, types, args, kwargs or {})
         if meets_ended(args, kwargs):
             return called(func, args, kwargs or {})
+        if func is _ONE_HOT:
+            _check_classes(*args, **(kwargs or {}))
         with subclass_functions_off():
             return func(*args, **kwargs) if kwargs else func(*args)
 
@@ -112,10 +114,26 @@ class Dual(Wrapper):
         return dispatched(func, args, kwargs or {})
 
 
+_ONE_HOT = torch.nn.functional.one_hot
+
+
+def _check_classes(tensor: Any, num_classes: Any = -1) -> None:
+    """Raise torch's error of a class that does not exist, which it leaves out for wrappers."""
+    while isinstance(tensor, Wrapper):
+        tensor = tensor.value
+    if isinstance(num_classes, torch.Tensor) or not tensor.numel():
+        return
+    with outside_all():  # a program that is being recorded makes the test too
+        fails = bool((tensor < 0).any() or (num_classes > 0 and (tensor >= num_classes).any()))
+    if fails:
+        with functions_off(), no_dispatch():
+            _ONE_HOT(tensor.detach(), num_classes)
+
+
 def wrap(value: torch.Tensor, level: JvpLevel) -> Dual:
     d = shell(Dual, value)
-    d.value = value
-    d.level = level
+    own = d.__dict__
+    own["value"], own["level"] = value, level
     return d
 
 
@@ -124,7 +142,7 @@ class Share(torch.autograd.Function):
 
     @staticmethod
     def forward(tensor, level):
-        return wrap(tensor, level)
+        return wrap(level.within(tensor), level)
 
     @staticmethod
     def setup_context(ctx, inputs, output):

@@ -54,14 +54,25 @@ _ONCE = frozenset(
         aten._safe_softmax.default,
         # write over what they use
         aten.linalg_householder_product.default,
+        aten.copysign.Tensor,
+        aten.copysign.Scalar,
+        aten.dist.default,
         aten.linalg_vector_norm.default,
         aten.renorm.default,
         aten.std.correction,
         aten.std_mean.correction,
         # call what has no derivative
         aten.glu.default,
+        aten.glu_backward.default,
         aten.hardsigmoid.default,
-        # write into zeros without memory
+        # write into zeros without memory, or have a reverse pass that does
+        aten.mse_loss.default,
+        aten.mse_loss_backward.default,
+        aten.huber_loss.default,
+        aten.huber_loss_backward.default,
+        aten.soft_margin_loss.default,
+        aten.soft_margin_loss_backward.default,
+        aten.polar.default,
         aten.aminmax.default,
         aten.linalg_eig.default,
     }
@@ -87,7 +98,7 @@ ODD = _WRONG | _ONCE | _FORWARD | frozenset(FORWARD) | frozenset(BACKWARD)
 def is_trusted(func: Any, values: Iterable[Any]) -> bool:
     """Whether torch has a formula that holds for these values, as they are one level down."""
     if func in _FORWARD:
-        return not any(isinstance(v, torch.Tensor) and v.requires_grad for v in values)
+        return not any(isinstance(v, torch.Tensor) and _needs_grad(v) for v in values)
     return func in _ONCE and not any(map(_is_at_stake, values))
 
 
@@ -119,17 +130,23 @@ _FILLS = {
 }
 
 
+def _needs_grad(a: torch.Tensor) -> bool:
+    """Whether history hangs on a value, or on what it holds further out."""
+    while isinstance(a, Wrapper) and not a.requires_grad:
+        a = a.value
+    return a.requires_grad
+
+
 def made_anew(func: Any, value: Any) -> Any:
     """What gives anew what a formula writes into a value of its own; None for any other write."""
     fill = _FILLS.get(func)
     if fill is None or not in_backward() or value._is_view():
         return None
-    needed, inner = value.requires_grad, value
+    inner = value
     while isinstance(inner, Wrapper):
         inner = inner.value
-        needed |= inner.requires_grad
     # Nobody has another name for it, so nobody sees that it is another tensor now.
-    return fill if needed and has_memory(inner) and is_alone(inner) else None
+    return fill if _needs_grad(value) and has_memory(inner) and is_alone(inner) else None
 
 
 class out_of_place:

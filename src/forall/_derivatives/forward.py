@@ -20,6 +20,7 @@ from forall._core.levels import (
     entered,
     graph_free,
     levels_in,
+    lift,
     outside,
     second_name,
 )
@@ -66,6 +67,10 @@ class JvpLevel(Level, DispatchMode):
         self.outer_history = False  # whether an argument had one
         self.tapes: Any = None  # what writes down the tangents, where `linearize` asks for it
         self.left_on: list[torch.Tensor] = []  # leaves that got a gradient of this level
+        # Arguments from outside, by identity, and the values that stand for those that were used:
+        # what is written into an argument may have a tangent.
+        self.beside: dict[int, torch.Tensor] = {}
+        self.stand_ins: dict[int, Dual] = {}
 
     def __enter__(self):
         self.place = entered(self)
@@ -141,7 +146,25 @@ class JvpLevel(Level, DispatchMode):
     def share(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.requires_grad and torch.is_grad_enabled():
             return apply_function(Share, tensor, self)
-        return wrap(tensor, self)
+        return wrap(self.within(tensor), self)
+
+    def share_captured(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """What was written into has a history of values of this level, and is shared with it."""
+        args, kwargs = trees.map_tensors(self._shared_if_written, (args, kwargs))
+        return super().share_captured(args, kwargs)
+
+    def _shared_if_written(self, tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in self.stand_ins or not tensor.requires_grad:  # when that was made
+            return tensor
+        with functions_off():
+            shared: Any = self.share(tensor)
+        shared.is_of_outside = True  # what a view of it wrote, the tensor itself would not have
+        return shared
+
+    def within(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What a tensor from outside is one level down: of an argument, what has its tangent."""
+        found = self.stand_in(tensor)
+        return tensor if found is tensor else found.value
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if posing.used and has_posed_class(types):
@@ -152,10 +175,33 @@ class JvpLevel(Level, DispatchMode):
         if func is _DETACH and type(args[0]) is torch.Tensor and is_excluded(AUTOGRAD):
             return func(*args)  # numpy reads the memory of this one
         try:
+            if self.beside:
+                return self._run_beside(func, args, kwargs or {})
             return self.run(func, args, kwargs or {})
         except Exception as error:
             explain(error, self, func, args, kwargs or {})
             raise
+
+    def stand_in(self, a: Any) -> Any:
+        """The value of this level for an argument from outside; anything else as it is."""
+        if id(a) not in self.beside:
+            return a
+        found = self.stand_ins.get(id(a))
+        if found is None:
+            if a.requires_grad:  # its history is shared above autograd
+                return a
+            with functions_off():
+                found = self.stand_ins[id(a)] = wrap(lift(a, self.born_in), self)
+        return found
+
+    def _run_beside(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        """An operator with stand-ins; one that writes into an argument answers with that itself."""
+        if not facts(func).mutates:
+            return self.run(func, *trees.map_tensors(self.stand_in, (args, kwargs)))
+        self.shares = True
+        out = self.run(func, *trees.map_tensors(self.stand_in, (args, kwargs)))
+        own = {id(d): self.beside[n] for n, d in self.stand_ins.items()}
+        return trees.map_tensors(lambda t: own.get(id(t), t), out)
 
     def run(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """One operator on primals and tangents together, in torch's forward mode."""
@@ -232,7 +278,17 @@ class JvpLevel(Level, DispatchMode):
                 return self._written(func, args, kwargs, out)
             if is_sparse(out) and not any(map(self._is_at_stake, args)):
                 return constant(out)  # that no wrapper can stand for
-            return self._above(out)
+            made = self._above(out)
+            if fact.view and self._is_outside(args[0]):
+                for view in made if isinstance(made, (list, tuple)) else (made,):
+                    view.is_of_outside = True
+            return made
+
+    def _is_outside(self, a: Any) -> bool:
+        """Whether the memory is that of a tensor from before, which no value stands for."""
+        if type(a) is Dual and a.level is self:
+            return getattr(a, "is_of_outside", False)
+        return isinstance(a, torch.Tensor)
 
     def halves(self, a: Any) -> tuple[Any, torch.Tensor | None]:
         """An argument's primal and tangent, inside `autograd_below`."""
@@ -279,7 +335,7 @@ class JvpLevel(Level, DispatchMode):
         # No derivative is taken of running statistics.
         aside = {id(args[i]) for i in facts(func).statistics}
         targets = [t for t in written_by(func, args, kwargs) if id(t) not in aside]
-        foreign = [t for t in targets if not (type(t) is Dual and t.level is self)]
+        foreign = [t for t in targets if self._is_outside(t)]
         if foreign and any(self.moves(a) for a in (*args, *kwargs.values())):
             raise RuntimeError(
                 f"jvp: {func} writes a value that has a tangent into a tensor from outside.\n"

@@ -165,6 +165,15 @@ def _older_norm(x, p=2, dim=None, keepdim=False):
     return composites.vector_norm(x, 2 if p is None else p, dim or None, keepdim)
 
 
+def _dist_node(node: Any) -> tuple[Callable, tuple]:
+    (p,) = _saved(node, "p")
+
+    def pull(g, x, y):
+        return pulled(lambda x, y: composites.vector_norm(x - y, p), g, x, y)
+
+    return pull, _saved(node, "self other")
+
+
 def _layer_norm_backward_node(node: Any) -> tuple[Callable, tuple]:
     """Torch's takes the mean and deviation for constant, as the next one does."""
     shape, mean, rstd = _saved(node, "normalized_shape mean rstd")
@@ -180,18 +189,21 @@ def _layer_norm_backward_node(node: Any) -> tuple[Callable, tuple]:
     return pull, _saved(node, "grad_out input weight")
 
 
-def _batch_norm_backward_node(node: Any) -> tuple[Callable, tuple]:
-    names = "running_mean running_var save_mean save_invstd train eps"
-    rest = _saved(node, names)
+def _batch_norm_backward_node(names: str, none: int) -> Callable[[Any], tuple[Callable, tuple]]:
+    """Of the kernels' backwards; ``none`` are the arguments at the end without a derivative."""
 
-    def f(g, x, weight):
-        return back.batch_norm_backward(g, x, weight, *rest, [True] * 3)
+    def steps(node: Any) -> tuple[Callable, tuple]:
+        rest = _saved(node, names)
 
-    def pull(gx, gw, gb, g, x, weight):
-        g, x, weight = pulled(f, (gx, gw, gb), g, x, weight)
-        return g, x, weight, None, None
+        def f(g, x, weight):
+            return back.batch_norm_backward(g, x, weight, *rest, [True] * 3)
 
-    return pull, _saved(node, "grad_out input weight")
+        def pull(gx, gw, gb, g, x, weight):
+            return *pulled(f, (gx, gw, gb), g, x, weight), *(None,) * none
+
+        return pull, _saved(node, "grad_out input weight")
+
+    return steps
 
 
 class Node(NamedTuple):
@@ -230,9 +242,19 @@ NODES: dict[str, Node] = {
         _layer_norm_backward_node, lacks_tangents=True, cotangents=3
     ),
     "NativeBatchNormBackwardBackward0": Node(
-        _batch_norm_backward_node, lacks_tangents=True, cotangents=3
+        _batch_norm_backward_node(
+            "running_mean running_var save_mean save_invstd train eps", none=2
+        ),
+        lacks_tangents=True,
+        cotangents=3,
+    ),
+    "BatchNormBackwardBackward0": Node(
+        _batch_norm_backward_node("running_mean running_var save_mean save_var update eps", none=3),
+        lacks_tangents=True,
+        cotangents=3,
     ),
     "LinalgVectorNormBackward0": _moving(_of_norm(_length, "ord dim keepdim")),
+    "DistBackward0": _moving(_dist_node),
     "NormBackward0": _moving(_of_norm(_older_norm, "p")),
     "NormBackward1": _moving(_of_norm(_older_norm, "p dim keepdim")),
     "NormBackward2": _moving(_of_norm(_older_norm, "p")),

@@ -94,6 +94,12 @@ def batch_norm_backward(g, x, weight, mean, var, saved, saved_var, train, eps, m
     return _asked(found, mask)
 
 
+def _updated_batch_norm_backward(
+    g, x, weight, mean, var, saved, saved_var, update, eps, mask, reserve
+):
+    return batch_norm_backward(g, x, weight, mean, var, saved, saved_var, update, eps, mask)
+
+
 def _asked(found: tuple, mask: list[bool]) -> tuple:
     return tuple(t if wanted else None for t, wanted in zip(found, mask, strict=True))
 
@@ -108,6 +114,22 @@ def pdist_backward(g, x, p, dist):
 
 def hardsigmoid_backward(g, x):
     return torch.where((x > -3) & (x < 3), g / 6, 0)
+
+
+def _glu_backward(g, x, dim):
+    return pulled(lambda x: composites.glu(x, dim), g, x)[0]
+
+
+def _mse_loss_backward(g, x, y, reduction):
+    return pulled(lambda x: composites.mse_loss(x, y, reduction), g, x)[0]
+
+
+def _huber_loss_backward(g, x, y, reduction, delta):
+    return pulled(lambda x: composites.huber_loss(x, y, reduction, delta), g, x)[0]
+
+
+def _soft_margin_loss_backward(g, x, y, reduction):
+    return pulled(lambda x: composites.soft_margin_loss(x, y, reduction), g, x)[0]
 
 
 def multi_margin_backward(g, x, target, p, margin, weight=None, reduction=1):
@@ -176,9 +198,14 @@ BACKWARD: dict[Any, Callable] = {
     aten._scaled_dot_product_cudnn_attention_backward.default: _cudnn_backward,
     aten.native_layer_norm_backward.default: layer_norm_backward,
     aten.native_batch_norm_backward.default: batch_norm_backward,
+    aten.batch_norm_backward.default: _updated_batch_norm_backward,
     aten._weight_norm_interface_backward.default: _weight_norm_backward,
     aten._cdist_backward.default: _cdist_backward,
     aten._pdist_backward.default: pdist_backward,
+    aten.glu_backward.default: _glu_backward,
+    aten.mse_loss_backward.default: _mse_loss_backward,
+    aten.huber_loss_backward.default: _huber_loss_backward,
+    aten.soft_margin_loss_backward.default: _soft_margin_loss_backward,
     aten.hardsigmoid_backward.default: hardsigmoid_backward,
     aten.multi_margin_loss_backward.default: multi_margin_backward,
     aten.multilabel_margin_loss_backward.default: multilabel_margin_backward,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Self
 from weakref import ref
 
@@ -26,7 +25,7 @@ from forall._torch.dispatch import (
 )
 from forall._torch.history import WRITTEN, nodes
 from forall._torch.names import SET_HOOKS, pop_functions, push_functions
-from forall._torch.posed import bare, carried, is_worn, worn
+from forall._torch.posed import bare, carried, is_worn, posing, worn
 from forall._torch.wrapper import Wrapper
 
 if TYPE_CHECKING:
@@ -99,9 +98,9 @@ def variable(x: torch.Tensor) -> torch.Tensor:
     derivative over the examples.
     """
     with functions_off():
-        x = inference.ordinary(lift(bare(x), top()))
+        x = inference.ordinary(lift(bare(x) if posing.used else x, top()))
         kind = type(x)
-        keeps_class = is_worn(kind)
+        keeps_class = kind is not torch.Tensor and is_worn(kind)
         if x.requires_grad:
             return worn(x.view_as(x), kind) if keeps_class else x.view_as(x)
         return leaf(worn(_alias(x), kind) if keeps_class else _alias(x))
@@ -117,10 +116,10 @@ def leaf(x: torch.Tensor) -> torch.Tensor:
 
 def shown(variables: list, given: list) -> list:
     """Fresh variables as what the function knows these tensors by: classes and attributes."""
-    return [
-        v if type(x) is torch.Tensor and not x.__dict__ else carried(v, x)
-        for v, x in zip(variables, given, strict=True)
-    ]
+    for x in given:
+        if type(x) is not torch.Tensor or x.__dict__:
+            return [carried(v, x) for v, x in zip(variables, given, strict=True)]
+    return variables
 
 
 def _alias(x: torch.Tensor) -> torch.Tensor:
@@ -284,15 +283,15 @@ def pulled(
     create_graph: bool,
 ) -> tuple[torch.Tensor | None, ...]:
     """The same, each as the pass left it: where examples have parted, perhaps of some of them."""
-    from forall._derivatives.twice import differentiable
+    from forall._derivatives.twice import hooked
 
     with functions_off():
         live = [(y, c) for y, c in zip(outputs, cotangents, strict=True) if y.requires_grad]
         if not live or not inputs:
             return (None,) * len(inputs)
         ys = tuple(y for y, _ in live)
-        twice = differentiable(ys) if create_graph else nullcontext()
-    with twice:
+        hooks = hooked(ys, create_graph)
+    with hooks:
         return run_backward(
             ys,
             tuple(c for _, c in live),
@@ -327,12 +326,13 @@ def closed(results: Any, run: Run, outer_grad: bool) -> Any:
     if not run.made:  # each variable is a view of one from outside
         return results
     with functions_off():
-        found = [(t, bare(t)) for t in trees.leaves(results) if isinstance(t, torch.Tensor)]
-        found = [(t, b) for t, b in found if b.requires_grad]
-        if not found:
+        found = [t for t in trees.leaves(results) if isinstance(t, torch.Tensor)]
+        pairs = [(t, bare(t) if posing.used else t) for t in found]
+        pairs = [(t, b) for t, b in pairs if b.requires_grad]
+        if not pairs:
             return results
-        free = {*map(id, inward([b for _, b in found], run))}
-        freed = {id(t) for t, b in found if id(b) in free}
+        free = {*map(id, inward([b for _, b in pairs], run))}
+        freed = {id(t) for t, b in pairs if id(b) in free}
         return trees.map_tensors(
             lambda t: carried(_alias(bare(t)), t) if id(t) in freed else t, results
         )

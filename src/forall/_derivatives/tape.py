@@ -142,7 +142,7 @@ class Tape(Wrapper):
 
 def tape(value: torch.Tensor, slot: int, level: TapeLevel) -> Tape:
     t = shell(Tape, value)
-    t.value, t.slot, t.level = value, slot, level
+    t.__dict__.update(value=value, slot=slot, level=level)
     return t
 
 

@@ -1,4 +1,4 @@
-"""A second reverse pass through a backward whose kernel torch does not differentiate.
+"""Hooks of a pass: a second one through a backward that torch does not differentiate rightly.
 
 The numbers stay the kernel's. The history that torch puts on them says that there is no derivative;
 a hook on the node puts another in its place, the pull-back in small steps, computed if it is asked.
@@ -14,6 +14,7 @@ from forall._core.levels import graph_free, moves
 from forall._derivatives import reverse
 from forall._derivatives.nodes import NODES
 from forall._derivatives.once import Refusing, is_once_node
+from forall._derivatives.phases import PHASES, Asking, may_have_phases
 from forall._torch.dispatch import apply_function, functions_off, users_tangents
 from forall._torch.history import nodes
 
@@ -21,18 +22,27 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 
-class differentiable:
-    """While a pass runs that is to be differentiated, nodes of its graph in `NODES` can be.
+class hooked:
+    """While a pass runs, nodes of its graph have the hooks that torch's backwards lack.
 
-    Those that are marked not to be say so.
+    In one that is to be differentiated, nodes in `NODES` can be, and those that are marked not to
+    be say so. In any, decompositions ask whether a loss depends on the phase of vectors.
     """
 
     __slots__ = ("handles",)
 
-    def __init__(self, outputs: Iterable[torch.Tensor]) -> None:
+    def __init__(self, outputs: Iterable[torch.Tensor], create_graph: bool) -> None:
         self.handles = []
+        asks = may_have_phases()
+        if not create_graph and not asks:
+            return
         for node in nodes(outputs):
-            if type(node).__name__ in NODES:
+            name = type(node).__name__
+            if asks and name in PHASES:
+                self.handles.append(node.register_prehook(Asking(node)))
+            if not create_graph:
+                continue
+            if name in NODES:
                 self.handles.append(node.register_hook(_Hook(node)))
             elif is_once_node(node):
                 self.handles.append(node.register_hook(Refusing(node)))

@@ -10,6 +10,7 @@ from forall._lanes.merging import Parts, merge, within
 from forall._lanes.state import Region, close_down_to, each_world, thread
 from forall._lanes.varying import Varying
 from forall._lanes.words import both, either, words
+from forall._torch.posed import bare, is_posed
 
 PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), tuple})
 
@@ -36,6 +37,12 @@ def ask(test: Any, again: bool = False) -> Any:
         return _restricted(test.yes, test.no)
     if kind in PLAIN:
         return bool(test)
+    if is_posed(test):
+        if hasattr(kind.__bool__, "__code__"):  # the class says it anew
+            from forall._lanes.calls import call  # which asks
+
+            return ask(call(kind.__bool__, test))
+        test = bare(test)
     if isinstance(test, words.Tensor) or kind is words.Number:
         return words.again(test) if again else words.asked(test)
     if kind is Varying:

@@ -105,7 +105,7 @@ class Kinds(Unwatched):
             self._as_it_is(kind, given, "what it asks of numbers changes from call to call")
             return self.func(*args, **kwargs)
         if made is self.newest:
-            made.served(outline, leaves, tensors)
+            made.served(outline, leaves, tensors, nodes)
         self.newest = made
         with suppress(KeyError):  # another thread's calls may have pushed it out
             self.known.move_to_end(kind)

@@ -115,6 +115,9 @@ def stood_in(
     one = recorded.guards.tensors.keys() - {*map(id, recorded.captured)}
     given = tensors[: len(recorded.program.inputs)]
     cut = {id(t): through(t) for t in given if t.requires_grad and id(t) not in one}
+    for t in given:
+        if id(t) in cut and vars(t):  # what the user has put on it
+            vars(cut[id(t)]).update(vars(t))
     inputs = [cut.get(id(t), t) for t in given]
     with functions_on(), under_settings(recorded.settings):
         return inputs, again(inputs)

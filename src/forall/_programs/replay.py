@@ -111,7 +111,7 @@ class Replays(Unwatched):
             self._changed(kind, recorded)
             return instead()
         if recorded is self.newest:
-            recorded.served(outline, leaves, tensors)
+            recorded.served(outline, leaves, tensors, nodes)
         self.newest = recorded
         return self.again(recorded, tensors, instead)
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 
 MISSED: Any = object()
+_FEW = 4  # tensors, each of which is asked for by itself
 _CALL = "outline, leaves, tensors, nodes=()"
 
 
@@ -91,21 +92,32 @@ class Recorded:
             or (self._like(outline, leaves, tensors, nodes) and self.guards.hold())
         ) and (self._is_plain or self.is_current(tensors, nodes))
 
-    def served(self, outline: Any, leaves: Sequence[Any], tensors: Sequence[Tensor]) -> None:
+    def served(
+        self,
+        outline: Any,
+        leaves: Sequence[Any],
+        tensors: Sequence[Tensor],
+        nodes: Sequence[Any] = (),
+    ) -> None:
         """Remember what calls look like that come one after the other."""
         if self._like is _never and (tests := like(outline, leaves, tensors)) is not None:
             tests = FREE + tests if type(outline) is int else tests
-            tests += self._is_apart(tensors, outline)
+            tests += self._is_apart(tensors, nodes)
             self._like = tests.written_out(_CALL)
             self._glance = (tests + self.guards.at_once()).written_out(_CALL)
 
-    def _is_apart(self, tensors: Sequence[Tensor], outline: Any) -> Tests:
+    def _is_apart(self, tensors: Sequence[Tensor], nodes: Sequence[Any]) -> Tests:
         """Tests that no argument is anything that the function reaches."""
         if self._ones or not self._reached:
             return Tests([], {})
-        rooms = ["tensors"] * bool(tensors and self._known) + ["nodes"] * (type(outline) is not int)
-        given = {"apart": self._reached.isdisjoint, "map": map, "id": id}
-        return Tests([f"apart(map(id, {room}))" for room in rooms], given)
+        tests: list[str] = []
+        for room, things in (("nodes", nodes), ("tensors", tensors if self._known else ())):
+            if len(things) <= _FEW:
+                tests += [f"id({room}[{i}]) not in reached" for i, _ in enumerate(things)]
+            else:
+                tests.append(f"apart(map(id, {room}))")
+        given = {"apart": self._reached.isdisjoint, "reached": self._reached, "map": map, "id": id}
+        return Tests(tests, given)
 
     def stands(self, tensors: Sequence[Tensor], nodes: Sequence[Any] = ()) -> bool:
         """Whether a call with these arguments is the one that was recorded."""
@@ -158,9 +170,9 @@ class Met(NamedTuple):
 
 def found_again(tensors: Sequence[Tensor], nodes: Sequence[Any], reached: Any) -> Ones:
     """Which tensors and containers of a call the function reaches by another way."""
-    given = [*map(id, tensors), *map(id, nodes)]
-    if reached.isdisjoint(given):
+    if reached.isdisjoint(map(id, tensors)) and reached.isdisjoint(map(id, nodes)):
         return []
+    given = (*map(id, tensors), *map(id, nodes))
     return [(i, x) for i, x in enumerate(given) if x in reached]
 
 

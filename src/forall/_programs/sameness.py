@@ -48,7 +48,7 @@ class Unfit(Exception):  # noqa: N818 - no error: the call runs as it is
 
 
 # A value of one of these is all in its equality and its class.
-_EXACT = frozenset(
+EXACT = frozenset(
     {
         int,
         bool,
@@ -72,7 +72,7 @@ _KNOWN = frozenset(
     {
         object,
         type,
-        *_EXACT,
+        *EXACT,
         *_FRACTIONAL,
         *_SEQUENCES,
         *_DICTS,
@@ -140,7 +140,7 @@ class Reading:
     def value(self, x: Any) -> Any:
         """What hashes, and is equal for another value if that is the same in all that is asked."""
         kind: Any = type(x)
-        if kind in _EXACT:
+        if kind in EXACT:
             return kind, x
         if kind in _FRACTIONAL:
             if x == x:  # noqa: PLR0124 - all but nan, which a list holds by its identity
@@ -159,6 +159,10 @@ class Reading:
             self._looked_into(x)
         self.objects.append(x)
         return kind, id(x)
+
+    def changes(self) -> bool:
+        """Whether a container was met that may hold something else later."""
+        return any(isinstance(x, _CHANGING) for x in self.nodes)
 
     def leaf(self, x: Any) -> Any:
         """The same of an argument, which may be another's list: a set is told by its identity."""
@@ -267,29 +271,33 @@ def outlined(args: tuple, kwargs: dict) -> tuple[list[Any], Any, list[Any]]:
     """
     if not kwargs and trees.are_leaves(map(type, args)):
         return [*args], len(args), []
-    leaves, shape, nodes, odd = trees.outlined((args, kwargs))
-    if odd:
+    outline = trees.Outline()
+    shape = (len(args), *outline.all(args))
+    if kwargs:
+        shape += (outline.of(kwargs),)
+    leaves, nodes = outline.leaves, outline.nodes
+    if outline.odd:
         reading = Reading(leaves)
-        shape = (shape, *[reading.odd(*one) for one in odd])
+        shape = (shape, *[reading.odd(*one) for one in outline.odd])
         nodes += reading.nodes
-    del nodes[:2]  # those of the call itself
-    if len(nodes) > 1:
+    if len(nodes) > 1 and len({*map(id, nodes)}) < len(nodes):
         places = [*map(id, nodes)]
-        if len({*places}) < len(places):
-            shape = (shape, *map(places.index, places))
+        shape = (shape, *map(places.index, places))
     return leaves, shape, nodes
 
 
 def objects_of(args: tuple, kwargs: dict) -> list[Any]:
     """What a call is given that is told by its identity, or is no value: for guards to watch."""
-    leaves, _, _, odd = trees.outlined((args, kwargs))
-    reading = Reading(leaves)
-    for one in odd:
+    outline = trees.Outline()
+    outline.of((args, kwargs))
+    reading = Reading(outline.leaves)
+    for one in outline.odd:
         reading.odd(*one)
-    for leaf in leaves:
+    for leaf in outline.leaves:
         if not isinstance(leaf, torch.Tensor):
             reading.leaf(leaf)
-    return [*reading.objects, *trees.classes(trees.flatten((args, kwargs))[1])]
+    classes = trees.classes(trees.flatten((args, kwargs))[1])
+    return [*reading.objects, *[kind for kind in classes if not is_no_users(kind)]]
 
 
 def unlike_others(
@@ -306,20 +314,19 @@ def unlike_others(
                 return "a result with attributes, or one that is a Parameter"
         elif not _is_word(x):
             return f"a result of class {type(x).__name__}"
-    _, shape, nodes, odd = trees.outlined(result)
-    reading = Reading(leaves)
-    told = [reading.odd(*one) for one in odd]
+    outline, reading = trees.Outline(), Reading(leaves)
+    told = outline.of(result), [reading.odd(*one) for one in outline.odd]
     for x in reading.objects:
         if id(x) not in known and not _is_for_good(x):
             return f"a result that holds an object of class {type(x).__name__}"
-    if odd:
-        again = trees.outlined(trees.unflatten(leaves, trees.fresh(spec)))
-        other = Reading(leaves)
-        if (again.shape, [other.odd(*one) for one in again.odd]) != (shape, told):
+    if outline.odd:
+        again, other = trees.Outline(), Reading(leaves)
+        made = again.of(trees.unflatten(leaves, trees.fresh(spec)))
+        if (made, [other.odd(*one) for one in again.odd]) != told:
             return "a result that is more than its leaves"
     if given is None:
         return None
-    changing = [id(x) for x in (*nodes, *reading.nodes) if isinstance(x, _CHANGING)]
+    changing = [id(x) for x in (*outline.nodes, *reading.nodes) if isinstance(x, _CHANGING)]
     before = {*map(id, given)}
     if len({*changing}) < len(changing) or any(x in before or x in known for x in changing):
         return "a result that holds a list or dict twice, or one that was there before"
@@ -332,7 +339,7 @@ _CHANGING = (list, dict, set, deque)
 def _is_word(x: Any) -> bool:
     """Whether it may come back as it is with each call."""
     kind = type(x)
-    return kind in _EXACT or kind in _FRACTIONAL or _is_numpys_number(kind) or isinstance(x, Enum)
+    return kind in EXACT or kind in _FRACTIONAL or _is_numpys_number(kind) or isinstance(x, Enum)
 
 
 def _is_for_good(x: Any) -> bool:

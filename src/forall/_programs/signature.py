@@ -19,7 +19,7 @@ from torch.compiler import is_dynamo_compiling
 
 from forall._core.levels import stack
 from forall._programs.holding import Tests
-from forall._programs.sameness import Reading, Unfit
+from forall._programs.sameness import EXACT, Reading, Unfit
 from forall._programs.statics import Static
 from forall._torch.dispatch import (
     autocast_state,
@@ -40,13 +40,14 @@ _own = attrgetter("__dict__")
 _offset = torch.Tensor.storage_offset
 
 
-def of_leaf(x: Any, reading: Reading) -> Any:
+def of_leaf(x: Any) -> Any:
     """What a program knows of an argument: all of it, but for the numbers of a tensor."""
-    if type(x) in PLAIN:
+    kind = type(x)
+    if kind in PLAIN:
         if x.layout is not torch.strided or x.is_quantized or x.is_nested:
             raise Unfit(f"an argument of layout {'nested' if x.is_nested else x.layout}")
         return (
-            type(x),
+            kind,
             _attributes(x),
             x.shape,
             x.stride(),
@@ -58,9 +59,13 @@ def of_leaf(x: Any, reading: Reading) -> Any:
             x.is_neg(),
             x.is_inference(),
         )
+    if kind in EXACT:
+        return kind, x
+    if kind is float and x == x:  # noqa: PLR0124 - not nan; `Reading` says as much, for more
+        return kind, repr(x)
     if isinstance(x, torch.Tensor):
-        raise Unfit(f"an argument of class {type(x).__name__}")
-    return x.key if type(x) is Static else reading.leaf(x)
+        raise Unfit(f"an argument of class {kind.__name__}")
+    return x.key if kind is Static else Reading().leaf(x)
 
 
 def _attributes(x: torch.Tensor) -> tuple:
@@ -69,7 +74,7 @@ def _attributes(x: torch.Tensor) -> tuple:
         return ()
     reading = Reading()
     found = tuple([(name, reading.value(value)) for name, value in x.__dict__.items()])
-    if reading.objects or reading.nodes:
+    if reading.objects or reading.changes():
         raise Unfit("an argument with an attribute that may change: " + ", ".join(x.__dict__))
     return found
 
@@ -115,8 +120,7 @@ def ambient() -> tuple:
 
 def kind_of(outline: Any, leaves: Sequence[Any], tensors: Sequence[torch.Tensor]) -> Any:
     """What calls that one program serves have in common; ``tensors`` are those of the leaves."""
-    reading = Reading(leaves)
-    kind = (outline, *[of_leaf(x, reading) for x in leaves], *ambient())
+    kind = (outline, *map(of_leaf, leaves), *ambient())
     return (kind, _shared(tensors)) if len(tensors) > 1 else kind
 
 

@@ -43,6 +43,7 @@ def install(
     making: Callable[[Any], AbstractContextManager | None],
     theirs: Callable[[tuple, Any], Any],
     within: Callable[[], Keeps],
+    hooks: Callable[[Any, bool], AbstractContextManager],
 ) -> None:
     """Put all of this in torch's place, once.
 
@@ -51,7 +52,8 @@ def install(
     recomputed, for what autograd saves loses them on its way through the hooks of a checkpoint: the
     same numbers for more memory. A backward pass runs in ``modes()``, the user's part of a node in
     ``making(gradients)``, and what that gives goes on as ``theirs(gradients, it)``. A checkpoint
-    keeps the tensors for which ``within()``, asked where it begins, says so.
+    keeps the tensors for which ``within()``, asked where it begins, says so. A pass from outputs,
+    which is to be differentiated or not, runs in ``hooks(outputs, create_graph)``.
     """
     if checkpoint.CheckpointFunction.forward is not _forward:
         return
@@ -61,9 +63,9 @@ def install(
         setattr(BackwardCFunction, name, _in_its_place(backward, making, theirs))
 
     @functools.wraps(_engine)
-    def engine(*args: Any, **kwargs: Any) -> Any:
-        with modes():
-            return _engine(*args, **kwargs)
+    def engine(outputs: Any, given: Any, retain: Any, create_graph: bool, *args: Any, **kw: Any):
+        with modes(), hooks(outputs, create_graph):
+            return _engine(outputs, given, retain, create_graph, *args, **kw)
 
     torch.autograd._engine_run_backward = engine
 

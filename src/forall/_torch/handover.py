@@ -12,6 +12,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.func
 
 from forall._torch.dispatch import dynamo_loaded, in_torch_func, refuse_inside_linearize
 from forall._torch.names import pop_mode, push_mode
@@ -30,11 +31,13 @@ def needed() -> bool:
     return False
 
 
+# As they are at import: somebody may put ours in the place of these later, by name.
+_OWN = {name: f for name, f in vars(torch.func).items() if callable(f)}
+
+
 def call(name: str, *args: Any, **kwargs: Any) -> Any:
     """torch.func's transform of this name, with these arguments."""
-    import torch.func
-
-    return getattr(torch.func, name)(*args, **kwargs)
+    return _OWN[name](*args, **kwargs)
 
 
 def call_named(

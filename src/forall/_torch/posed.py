@@ -118,7 +118,8 @@ class _Defaults(torch.Tensor):
 
     def __array_ufunc__(self, func: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
         inputs, kwargs, _ = unposed(inputs, kwargs)
-        return numpys.ufunc(func, method, inputs, kwargs, self._forall_bare.level)
+        out = numpys.ufunc(func, method, inputs, kwargs, self._forall_bare.level)
+        return worn(out, kind_of(self)) if isinstance(out, Wrapper) else out
 
     def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         args, kwargs, _ = unposed(args, kwargs)
@@ -206,6 +207,11 @@ def bare(x: Any) -> Any:
     return x._forall_bare if posing.used and isinstance(x, Posed) else x
 
 
+def is_posed(x: Any) -> bool:
+    """True if this is a posed tensor."""
+    return posing.used and isinstance(x, Posed)
+
+
 def kind_of(tensor: torch.Tensor) -> type:
     """The class of a tensor as its user knows it."""
     kind = users_class(type(tensor))
@@ -214,7 +220,7 @@ def kind_of(tensor: torch.Tensor) -> type:
 
 def attributes(tensor: torch.Tensor) -> dict[str, Any]:
     """What the user has put on a tensor under names of their own."""
-    own = tensor.__dict__
+    own = vars(tensor)
     if own and isinstance(tensor, Wrapper):
         return {k: v for k, v in own.items() if k not in OURS}
     return own
@@ -460,7 +466,7 @@ def _make_subclass(*args: Any, **kwargs: Any) -> Any:
 @functools.wraps(_torchs_new)
 def _new(*args: Any, **kwargs: Any) -> Any:
     """torch.Tensor.__new__, by which a subclass is made of a tensor, of numbers or of sizes."""
-    if is_dynamo_compiling():
+    if args[0] is _Tensor or is_dynamo_compiling():
         return _torchs_new(*args, **kwargs)
     cls, *given = args
     kind = users_class(cls)

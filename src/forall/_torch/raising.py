@@ -71,8 +71,10 @@ _BY_ANY = frozenset(
     }
 )
 
-# The same of draws, where a tensor says of what they are.
-_DRAWN = frozenset({"bernoulli", "binomial", "multinomial", "normal", "poisson"})
+# The same, where a tensor says of what the draws are, or what the ends are of whole numbers.
+_BY_TENSORS = frozenset(
+    {"bernoulli", "binomial", "multinomial", "normal", "poisson", "linspace", "logspace"}
+)
 
 # By a whole number that is zero; a fraction gives inf or nan.
 _BY_ZERO = frozenset({"floor_divide", "fmod", "remainder", "div", "divide"})
@@ -88,7 +90,7 @@ def _kind(func: Any) -> tuple[int, tuple[int | str, ...]]:
     arguments = func._schema.arguments
     name = func.overloadpacket.__name__
     name = name.removesuffix("_") if not name.endswith("__") else name
-    if name in _BY_ANY or (name in _DRAWN and any(map(_is_read, arguments))):
+    if name in _BY_ANY or (name in _BY_TENSORS and any(map(_is_read, arguments))):
         return _ALWAYS, ()
     if name in _BY_ZERO:
         takes = name != "div" or any(a.name == "rounding_mode" for a in arguments)

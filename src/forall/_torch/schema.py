@@ -49,8 +49,13 @@ _STATISTICS = {
 }
 
 
+# Operators that a level or a recorder has met: those looked at, and decompositions under vmap.
+met: set[Any] = set()
+
+
 @cache
 def facts(func: Any) -> Facts:
+    met.add(func)
     schema = func._schema
     mutates: list[int | str] = []
     outs = []

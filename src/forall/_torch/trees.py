@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict, deque
 from operator import is_
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._pytree import (
@@ -24,14 +24,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
 __all__ = [
+    "Outline",
     "TreeSpec",
+    "are_leaves",
     "classes",
     "flatten",
     "fresh",
     "keystr",
     "leaves",
     "map_tensors",
-    "outlined",
     "prefix",
     "text",
     "tree_flatten_with_path",
@@ -68,61 +69,54 @@ def flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
     return found, spec
 
 
-class Outline(NamedTuple):
-    """The leaves of a call, and how they hang together, at less than a spec costs.
+class Outline:
+    """How trees hang together, at less than specs cost, and what they are made of.
 
-    ``shape`` hashes. ``nodes`` are the containers, whose identity it leaves out, and ``odd`` those
-    of which it says the class alone: each with its children, and what its class keeps besides.
+    What `of` gives for a tree hashes, and is None for a leaf. It leaves out the identity of the
+    containers, which are ``nodes``. Of those that are ``odd`` it says the class alone: each of
+    these is there with its children, and with what its class keeps besides.
     """
 
-    leaves: list[Any]
-    shape: Any
-    nodes: list[Any]
-    odd: list[tuple[Any, list[Any], Any]]
+    __slots__ = ("leaves", "nodes", "odd")
 
+    def __init__(self) -> None:
+        self.leaves: list[Any] = []
+        self.nodes: list[Any] = []
+        self.odd: list[tuple[Any, list[Any], Any]] = []
 
-def outlined(tree: Any) -> Outline:
-    """What a tree is made of, one class at a time."""
-    leaves: list[Any] = []
-    nodes: list[Any] = []
-    odd: list[tuple[Any, list[Any], Any]] = []
-    return Outline(leaves, _outline(tree, leaves, nodes, odd), nodes, odd)
+    def of(self, node: Any) -> Any:
+        kind = type(node)
+        if kind in _LEAVES:
+            return self.leaves.append(node)
+        if kind is dict or (kind is OrderedDict and not node.__dict__):
+            self.nodes.append(node)
+            for key in node:
+                if type(key) is not str:  # True and 1 are one key, but not one name
+                    self.odd.append((node, [*node.values()], [*node]))
+                    return (_ODD, kind, *self.all(node.values()))
+            return (kind, *node, *self.all(node.values()))
+        if kind is tuple or kind is list:
+            self.nodes.append(node)
+            return (kind, *self.all(node))
+        is_named = issubclass(kind, tuple) and is_namedtuple_class(kind)
+        if not is_named and kind not in SUPPORTED_NODES:
+            return self.leaves.append(node)
+        self.nodes.append(node)
+        children, context = SUPPORTED_NODES[_NAMED if is_named else kind].flatten_fn(node)
+        children = [*children]
+        if not is_named or kind.__dictoffset__ or kind.__basicsize__ > tuple.__basicsize__:
+            self.odd.append((node, children, context))
+        return (_ODD, kind, *self.all(children))
+
+    def all(self, nodes: Iterable[Any]) -> list[Any]:
+        add, of = self.leaves.append, self.of
+        return [add(node) if type(node) in _LEAVES else of(node) for node in nodes]
 
 
 _LEAVES = frozenset({torch.Tensor, torch.nn.Parameter, int, float})  # that most leaves are of
 are_leaves = _LEAVES.issuperset  # of classes
 _ODD = object()
-
-
-def _outline(node: Any, leaves: list, nodes: list, odd: list) -> Any:
-    kind = type(node)
-    if kind in _LEAVES:
-        leaves.append(node)
-        return None
-    if kind is dict or (kind is OrderedDict and not node.__dict__):
-        nodes.append(node)
-        if _TEXT.issuperset(map(type, node)):
-            children = [_outline(child, leaves, nodes, odd) for child in node.values()]
-            return (kind, *node, *children)
-        odd.append((node, [*node.values()], [*node]))
-        return (_ODD, kind, *[_outline(child, leaves, nodes, odd) for child in node.values()])
-    if kind is tuple or kind is list:
-        nodes.append(node)
-        return (kind, *[_outline(child, leaves, nodes, odd) for child in node])
-    is_named = issubclass(kind, tuple) and is_namedtuple_class(kind)
-    if not is_named and kind not in SUPPORTED_NODES:
-        leaves.append(node)
-        return None
-    nodes.append(node)
-    children, context = SUPPORTED_NODES[_NAMED if is_named else kind].flatten_fn(node)
-    children = [*children]
-    if not is_named or kind.__dictoffset__ or kind.__basicsize__ > tuple.__basicsize__:
-        odd.append((node, children, context))
-    return (_ODD, kind, *[_outline(child, leaves, nodes, odd) for child in children])
-
-
 _NAMED: Any = next(kind for kind in BUILTIN_TYPES if not isinstance(kind, type))  # `namedtuple`
-_TEXT = frozenset({str})  # True and 1 are one key, but not one name
 
 
 def classes(spec: TreeSpec) -> set[type]:

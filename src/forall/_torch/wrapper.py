@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -20,6 +21,13 @@ from forall._torch.lazy import lazy_bits_off, put_lazy_bits
 make_wrapper = torch.Tensor._make_wrapper_subclass
 
 
+# What wrappers keep of their own among the attributes of a tensor.
+OURS = frozenset(
+    {"axis", "came", "chain", "family", "left", "level", "narrowed", "older", "peels", "read"}
+    | {"counts", "depth", "held", "make_it", "add_up", "parts", "slot", "value", "whole"}
+)
+
+
 class Wrapper(torch.Tensor):
     """A tensor without storage of its own that belongs to a level."""
 
@@ -30,6 +38,18 @@ class Wrapper(torch.Tensor):
     left: Any = None  # what its ended level leaves of a value, and of which, see `_core.ended`
     narrowed: Any = None  # what it is for the examples that run, see `_batching.narrowing`
     read: Any = None  # the same, of what is only read
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refuse a user's attribute that would take the place of one of ours.
+
+        What makes many wrappers puts its attributes into their ``__dict__``, and pays nothing.
+        """
+        if name in OURS and not sys._getframe(1).f_globals["__name__"].startswith("forall."):
+            raise AttributeError(
+                f"x.{name} = ...: a tensor inside a transform of forall has a .{name} already.\n"
+                f"Take another name, or x.as_subclass(Sub), which keeps a .{name} of its own."
+            )
+        object.__setattr__(self, name, value)
 
     def graph_free(self) -> Wrapper:
         """A second name for this value that has no autograd history at this level."""
@@ -49,7 +69,7 @@ class Wrapper(torch.Tensor):
             if (self.shape, self.stride()) != (value.shape, value.stride()):
                 look_like(self, shell(type(self), value))
 
-    def __repr__(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def __repr__(self, *, tensor_contents: None = None) -> str:
         with torch._C.DisableTorchFunction():
             return self.describe()
 
@@ -141,12 +161,6 @@ def _number(name: str) -> Any:
 for _name in ("__float__", "__int__", "__index__", "__bool__", "__complex__"):
     setattr(Wrapper, _name, _number(_name))
 
-
-# What wrappers keep of their own among the attributes of a tensor.
-OURS = frozenset(
-    {"axis", "came", "chain", "family", "left", "level", "narrowed", "older", "peels", "read"}
-    | {"counts", "depth", "held", "make_it", "add_up", "parts", "slot", "value", "whole"}
-)
 
 # Functions of torch's for which wrappers have methods of their own, by the name of the method; of
 # those that set a property, behind an equals sign.

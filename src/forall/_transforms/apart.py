@@ -24,6 +24,7 @@ from forall._lanes import Refused, convert, deeply, is_running, thread
 from forall._lanes.heap import SeveralKinds, Unsplittable
 from forall._lanes.varying import Varying
 from forall._torch import trees
+from forall._torch.posed import bare
 from forall._torch.wrapper import Wrapper
 from forall._transforms.groups import Altered, Groups, in_groups, is_out_of_memory
 
@@ -193,7 +194,9 @@ def _whole(function: Callable, func: Callable) -> Callable:
     def whole(*args: Any, **kwargs: Any) -> Any:
         result = function(*args, **kwargs)
         for leaf in trees.leaves(result):
-            if type(leaf) is Varying or (isinstance(leaf, Wrapper) and is_partial(leaf)):
+            if type(leaf) is Varying or (
+                isinstance(bare(leaf), Wrapper) and is_partial(bare(leaf))
+            ):
                 raise SeveralKinds("results of several kinds")
         return result
 

@@ -85,6 +85,12 @@ class Arguments(Moved):
         asked = chosen if isinstance(self.places, tuple) else (chosen,)
         super().__init__(call, chosen, asked, error)
 
+    def beside(self) -> list[torch.Tensor]:
+        """The tensors among the arguments that are not moved."""
+        moved = set(map(id, self.tensors))
+        leaves = trees.leaves((self.args, self.kwargs))
+        return [x for x in leaves if isinstance(x, torch.Tensor) and id(x) not in moved]
+
     def call(self, func: Callable, new: Any) -> Any:
         """``func`` of these arguments, with others in the place of the tensors that move."""
         args, kwargs = put(self.args, self.kwargs, self.places, self.put(new))

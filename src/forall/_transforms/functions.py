@@ -33,10 +33,13 @@ from forall._core.levels import (
     top,
 )
 from forall._derivatives.once import is_once, remember
+from forall._derivatives.phases import may_have_phases
+from forall._derivatives.twice import hooked
 from forall._random.scopes import resuming
 from forall._torch import checkpoints, posed, trees
 from forall._torch.dispatch import (
     apply_users,
+    dispatch_modes,
     function_modes,
     functions_are_off,
     functions_off,
@@ -47,13 +50,14 @@ from forall._torch.dispatch import (
 from forall._torch.names import BACKWARD_HOOK
 from forall._torch.posed import Posed, bare, carried, posing, undressed
 from forall._torch.wrapper import Wrapper
+from forall._transforms.own_rules import by_own_rule
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 
 def _applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
-    out = apply_users(cls, *args, **kwargs)
+    out = apply_users(by_own_rule(cls, args), *args, **kwargs)
     if is_once(cls) and torch.is_grad_enabled():
         remember(args, out)
     if stack.parted and (stack.again or not in_backward()):
@@ -159,6 +163,15 @@ def _function_mode() -> AbstractContextManager:
     return SHARING
 
 
+def _hooks(outputs: Any, create_graph: bool) -> AbstractContextManager:
+    """Those of a pass of the user's: under a level, in a recorded call, or through an ended one."""
+    under = bool(dispatch_modes())
+    if not under and not may_have_phases():
+        return nullcontext()
+    with functions_off():
+        return hooked(outputs, create_graph and under)
+
+
 def _making(gradients: Any) -> AbstractContextManager | None:
     """Where the user's backward runs whose level has ended; None where nothing is to be told."""
     level = deepest(trees.leaves(gradients))
@@ -227,7 +240,14 @@ def install() -> None:
     """Put our apply in torch's place, once."""
     install_forward_level()
     checkpoints.install(
-        where_it_first_ran, resuming, may_carry_tangents, _function_mode, _making, _theirs, _within
+        where_it_first_ran,
+        resuming,
+        may_carry_tangents,
+        _function_mode,
+        _making,
+        _theirs,
+        _within,
+        _hooks,
     )
     posed.install()
     torch.autograd.Function.apply = classmethod(apply)  # pyright: ignore[reportAttributeAccessIssue]

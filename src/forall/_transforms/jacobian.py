@@ -115,8 +115,8 @@ def jacrev(
     checks.callable_("jacrev", func)
     checks.chunk_size("jacrev", chunk_size)
 
-    def rows(call: Call, f: Callable, xs: list, has_aux: bool) -> Blocks:
-        return by_rows(call, f, xs, has_aux, chunk_size)
+    def rows(call: Call, f: Callable, given: Arguments, has_aux: bool) -> Blocks:
+        return by_rows(call, f, given.tensors, has_aux, chunk_size)
 
     which = (argnums, argnames)
     options = {"error": RuntimeError, "chunk_size": for_torch(chunk_size)}
@@ -222,8 +222,8 @@ def jacfwd(
     checks.randomness("jacfwd", randomness)
     checks.chunk_size("jacfwd", chunk_size)
 
-    def columns(call: Call, f: Callable, xs: list, has_aux: bool) -> Blocks:
-        return by_columns(call, f, xs, has_aux, randomness, chunk_size)
+    def columns(call: Call, f: Callable, given: Arguments, has_aux: bool) -> Blocks:
+        return by_columns(call, f, given, has_aux, randomness, chunk_size)
 
     which = (argnums, argnames)
     options = {"error": ValueError, "randomness": randomness}
@@ -337,7 +337,7 @@ def hessian(
             j, y = first(*xs)
             return j, (j, y)
 
-        found = by_columns(call, beside, given.tensors, True, "error", chunk_size)
+        found = by_columns(call, beside, given, True, "error", chunk_size)
         columns = [given.shaped(c) for c in found.blocks]  # for each output and input of `first`
         n = len(given.tensors)
         h = first.tree([columns[i : i + n] for i in range(0, len(columns), n)])
@@ -367,7 +367,7 @@ def derived(
             return by_torch(torchs or verb, f, args, kwargs, *which, has_aux=beside, **options)
         call = called(verb, func, *which)
         given = Arguments(call, args, kwargs, *which, error)
-        found = sweep(call, lambda *xs: given.call(f, xs), given.tensors, beside)
+        found = sweep(call, lambda *xs: given.call(f, xs), given, beside)
         tree = found.tree(given.shaped)
         return (tree, found.aux) if beside else tree
 

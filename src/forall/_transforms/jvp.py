@@ -20,7 +20,7 @@ from forall._transforms.replaying import is_on, replay, told
 from forall._transforms.types import R, Ts, X
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 
 @overload
@@ -97,15 +97,23 @@ def _jvp(strict: bool, has_aux: bool, func: Callable, primals: Any, tangents: An
 
 
 def push(
-    call: Call, func: Callable, primals: Any, tangents: Any, *, strict: bool, has_aux: bool
+    call: Call,
+    func: Callable,
+    primals: Any,
+    tangents: Any,
+    *,
+    strict: bool,
+    has_aux: bool,
+    beside: Sequence[torch.Tensor] = (),
 ) -> Any:
-    """What `jvp` and `jacfwd` share."""
+    """What `jvp` and `jacfwd` share; ``beside`` are further arguments of ``func``."""
     flat, spec = checks.primals(call, primals)
     flat_t = checks.tangents(call, flat, spec, tangents)
     outer = torch.is_grad_enabled()
     below = top()
     with handover.eagerly(), forward_level(), torch.enable_grad():
         level = forward.JvpLevel(below, outer)
+        level.beside = {id(t): t for t in beside}
         duals = [
             carried(forward.make_dual(lift(bare(p), below), lift(bare(t), below), level), p)
             for p, t in zip(flat, flat_t, strict=True)
@@ -139,7 +147,7 @@ def run(
 
 def left(y: torch.Tensor, level: forward.JvpLevel) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The primal that a call leaves of a value, as what the user knows that by; and its tangent."""
-    primal, tangent = forward.unpack(bare(y), level)
+    primal, tangent = forward.unpack(bare(level.stand_in(y)), level)
     return carried(what_is_left(primal), y), tangent
 
 

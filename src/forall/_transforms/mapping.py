@@ -15,6 +15,7 @@ from forall._core.ended import flatten
 from forall._core.errors import Call, columns, kind, short
 from forall._torch import collections, trees
 from forall._torch.dispatch import functions_off
+from forall._torch.posed import bare
 from forall._transforms import checks
 from forall._transforms.arguments import signature
 
@@ -270,8 +271,9 @@ def _held(thing: Any, level: Any) -> torch.Tensor | None:
     names = getattr(type(thing), "__slots__", ())
     slots = [getattr(thing, n, None) for n in ((names,) if isinstance(names, str) else names)]
     for x in trees.leaves([getattr(thing, "__dict__", None), slots]):
-        if isinstance(x, Batched) and x.level is level and x.axis is not None:
-            return x
+        of = bare(x)
+        if isinstance(of, Batched) and of.level is level and of.axis is not None:
+            return of
     return None
 
 

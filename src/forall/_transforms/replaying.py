@@ -235,7 +235,7 @@ def told(verb: str, given: dict[str, Any]) -> tuple:
     ``given`` are its ``locals()`` where it begins, which are the parameters of its signature: who
     adds one has nothing to add here.
     """
-    return verb, *[(name, value) for name, value in given.items() if name not in _DATA]
+    return verb, *[value for name, value in given.items() if name not in _DATA]
 
 
 _DATA = frozenset({"func", "primals", "tangents"})  # which are the call's

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from forall._core.errors import Call
+    from forall._transforms.arguments import Arguments
     from forall._transforms.sweeps import Blocks
 
 
@@ -107,8 +108,8 @@ def jacobian(
     checks.callable_("jacobian", func)
     checks.chunk_size("jacobian", chunk_size)
 
-    def fewer(call: Call, f: Callable, xs: list, has_aux: bool) -> Blocks:
-        return by_fewer(call, f, xs, has_aux, chunk_size)
+    def fewer(call: Call, f: Callable, given: Arguments, has_aux: bool) -> Blocks:
+        return by_fewer(call, f, given.tensors, has_aux, chunk_size)
 
     options = {
         "error": RuntimeError,

@@ -8,6 +8,7 @@ from forall._batching import border
 from forall._batching.batched import Batched
 from forall._core.errors import kind
 from forall._core.levels import outside
+from forall._torch.posed import bare, is_dressed, kind_of, worn
 from forall._torch.wrapper import Wrapper
 
 
@@ -48,6 +49,7 @@ def stacked(tensor: torch.Tensor) -> torch.Tensor:
             f"stacked: the argument is no tensor.\n    given   {kind(tensor)}\n"
             "Give it one tensor at a time."
         )
+    known, tensor = tensor, bare(tensor)
     first = True
     while isinstance(tensor, Wrapper) and (first or not tensor.level.active):
         level, first = tensor.level, False
@@ -61,4 +63,6 @@ def stacked(tensor: torch.Tensor) -> torch.Tensor:
             )
         else:
             tensor = level.afterwards(tensor)
-    return tensor
+    return (
+        tensor if tensor is bare(known) or not is_dressed(known) else worn(tensor, kind_of(known))
+    )

@@ -144,20 +144,27 @@ def _rows(pull: Pullback, chunk: Chunk) -> list[torch.Tensor]:
 def by_columns(
     call: Call,
     func: Callable,
-    xs: list[torch.Tensor],
+    given: Arguments,
     has_aux: bool,
     randomness: str,
     chunk: Chunk,
 ) -> Blocks:
     """Forward mode: push every number of the inputs."""
-    xs = moved(call, xs)
+    xs, beside = moved(call, given.tensors), given.beside()
     specs: list[Any] = []
+    befores: list[Any] = []  # what the first directions have overwritten
 
     def column(*directions: torch.Tensor) -> Any:
         level: Any = top()
-        level.examples_are_of_one_call(first=not specs)
+        if specs and befores[0].values and level.parent is None:
+            befores[0].undo()  # what further directions read is what the first ones have read
+            level.examples_are_of_one_call(first=True)
+        else:
+            level.examples_are_of_one_call(first=not specs)
+        if not befores:
+            befores.append(level.ledger.before)
         value, tangent, *aux = push(
-            call, func, tuple(xs), directions, strict=False, has_aux=has_aux
+            call, func, tuple(xs), directions, strict=False, has_aux=has_aux, beside=beside
         )
         checks.real(call, "outputs", trees.leaves(value))
         leaves, spec = trees.flatten(tangent)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from forall._torch import handover
+from forall._torch.posed import bare
 from forall._torch.wrapper import Wrapper
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ def debug_unwrap(tensor: torch.Tensor, *, recurse: bool = True) -> torch.Tensor:
                 [3., 4., 5.]])
         tensor([3., 5., 7.])
     """
+    tensor = bare(tensor)
     if not isinstance(tensor, Wrapper):
         return handover.call("debug_unwrap", tensor, recurse=recurse)
     return debug_unwrap(tensor.value) if recurse else tensor.value

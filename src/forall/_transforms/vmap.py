@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from forall._batching import border
-from forall._batching.batched import without_ended
+from forall._batching.batched import Batched, without_ended
 from forall._batching.drawing import Draws
 from forall._batching.interpreter import VmapLevel, running
 from forall._batching.ledger import memory
@@ -133,7 +133,11 @@ def vmap(
     checks.max_steps("vmap", max_steps)
 
     how = in_dims, out_dims, randomness, chunk_size
-    options = Options(divergence, ragged, max_steps, None)
+    return _mapped(func, given, how, Options(divergence, ragged, max_steps, None))
+
+
+def _mapped(func: Callable, given: tuple, how: tuple, options: Options) -> Callable:
+    """A function of its own: Dynamo reads no ``locals()`` with names that a closure has later."""
 
     @replaying(func, given)
     def mapped(func: Callable, /, *args: Any, **kwargs: Any) -> Any:
@@ -173,8 +177,10 @@ class Verb(NamedTuple):
                 )(*args, **kwargs)
         places = Places(Call("vmap", func, out_dims=out_dims), out_dims)
         entering = Entering(*mapping.inputs(call, args, kwargs, *dims), (args, kwargs), {})
-        if any(map(is_dressed, entering.leaves)):
-            entering = entering.looked_at(call)
+        for x in entering.leaves:
+            if type(x) is not torch.Tensor and is_dressed(x):
+                entering = entering.looked_at(call)
+                break
         origin = Origin(call, users_instruction(), range(entering.size), entering.size)
         whole = Mapping(func, entering, places, Draws(randomness), origin, options)
         result = in_chunks(whole, chunk_size)
@@ -366,7 +372,7 @@ def _leave(r: Any, place: int | None, level: VmapLevel, call: Call, seen: set[in
     if not isinstance(r, torch.Tensor):
         return mapping.as_it_is(call, r, level)
     known = r
-    if type(r) is not torch.Tensor:
+    if type(r) is not Batched and is_dressed(r):
         r = undressed(r)
     if isinstance(r, Wrapper) and r.level is not level:
         if r.level.root is level:

@@ -29,7 +29,8 @@ def _stack(a: Any) -> Tensor | None:
 
 
 def _plain(a: Tensor) -> Tensor:
-    return a if (examples := _stack(a)) is None else examples.detach()
+    with functions_off(), no_dispatch():  # a level would take it for one of its own
+        return a if (examples := _stack(a)) is None else examples.detach()
 
 
 def checked(func: Any, fails: Any) -> Any:

@@ -128,6 +128,11 @@ def _steps(level: Any, start: Any, end: Any, steps: int, kwargs: dict) -> tuple[
         else torch.full((1, 1), a, dtype=working, device=device)
         for a in (start, end)
     )
+    if not (dtype.is_floating_point or dtype.is_complex):
+        most = torch.iinfo(dtype)
+        for e in (start, end):  # nan is in no range
+            fits = ((e >= most.min) & (e <= most.max)).all()
+            aten._assert_async.msg(fits, f"value cannot be converted to {dtype} without overflow")
     n = torch.arange(steps, device=device)
     step = (end - start) / max(steps - 1, 1)
     return torch.where(

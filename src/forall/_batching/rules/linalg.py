@@ -13,7 +13,7 @@ import torch
 from forall._batching.batched import wrap
 from forall._batching.families import front, is_mapped, lower, stacked, wrapped
 from forall._batching.table import register
-from forall._torch.schema import facts
+from forall._torch.schema import facts, met
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -55,6 +55,7 @@ def native(*cores: int, absent: Sequence[int] = (), columns: int | None = None) 
     """
 
     def handler(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+        met.add(func)  # a backward asks of decompositions what torch asks of one example alone
         others = [a for i, a in enumerate(args[: len(cores)]) if i != columns]
         if columns is not None and not any(is_mapped(a, level) for a in others):
             out = _as_columns(level, func, columns, args, kwargs)

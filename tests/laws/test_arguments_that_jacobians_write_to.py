@@ -1,0 +1,153 @@
+"""A Jacobian of a function that writes into its other arguments is that of what it computes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from forall import grad, hessian, jacfwd, jacrev, jit, jvp, linearize, vmap
+
+D = torch.float64
+X = torch.tensor([1.0, 2.0, 3.0], dtype=D)
+
+
+def written(write):
+    def f(x, y):
+        write(x, y)
+        return y * x
+
+    return f
+
+
+def kept_view(x, y):
+    z = y.view(-1)
+    y.copy_(x**2)
+    return z * y
+
+
+FUNCTIONS = {
+    "copy_": written(lambda x, y: y.copy_(x**2)),
+    "copy_ twice": written(lambda x, y: y.copy_(x).copy_(2 * y)),
+    "a constant": written(lambda x, y: y.fill_(2.0)),
+    "mul_": written(lambda x, y: y.mul_(x**2)),
+    "add_": written(lambda x, y: y.add_(x**2)),
+    "index_put_": written(lambda x, y: y.index_put_((torch.tensor([0]),), x[1])),
+    "a slice": written(lambda x, y: y[:2].copy_(x[:2] ** 2)),
+    "y[:2] = x": written(lambda x, y: y.__setitem__(slice(2), x[:2] ** 2)),
+    "y[0] = number": written(lambda x, y: y.__setitem__(0, x.sum() ** 2)),
+    "a view": written(lambda x, y: y.view(3, 1).mul_(x[:, None] ** 2)),
+    "read before": lambda x, y: (y + x, y.mul_(x))[0] * x,
+    "itself": lambda x, y: y.copy_(x**2),
+    "a view of before": kept_view,
+}
+
+
+def argument():
+    return torch.full((3,), 0.5, dtype=D)
+
+
+def truth(f, x):
+    return torch.autograd.functional.jacobian(lambda x: f(x.clone(), argument()), x)
+
+
+def total(f):
+    return lambda x, y: f(x, y).sin().sum()
+
+
+def second_time(f):
+    f(X, argument())
+    return f(X, argument())
+
+
+WAYS = {
+    "jacfwd": lambda f: jacfwd(f)(X, argument()),
+    "jacrev": lambda f: jacrev(f)(X, argument()),
+    "chunks": lambda f: jacfwd(f, chunk_size=2)(X, argument()),
+    "rows": lambda f: jacfwd(f, chunk_size=1)(X, argument()),
+    "by name": lambda f: jacfwd(lambda *, y, x: f(x, y), argnames="x")(y=argument(), x=X),
+    "in a tree": lambda f: jacfwd(lambda x, s: f(x, s["y"][0]))(X, {"y": [argument()]}),
+    "recorded": lambda f: second_time(jit(jacfwd(f))),
+    "mapped": lambda f: vmap(jacfwd(f))(X.repeat(2, 1), argument().repeat(2, 1))[1],
+    "mapped argument": lambda f: vmap(jacfwd(f), (None, 0))(X, argument().repeat(2, 1))[1],
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_jacobian_of_a_function_that_writes_into_another_argument(name, way):
+    torch.testing.assert_close(WAYS[way](FUNCTIONS[name]), truth(FUNCTIONS[name], X))
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_hessian_of_a_function_that_writes_into_another_argument(name):
+    f = total(FUNCTIONS[name])
+    right = torch.autograd.functional.hessian(lambda x: f(x.clone(), argument()), X)
+    torch.testing.assert_close(hessian(f)(X, argument()), right)
+    torch.testing.assert_close(jacfwd(jacfwd(f))(X, argument()), right)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_tangent_of_a_jacobian_whose_function_writes_into_an_argument(name):
+    f = FUNCTIONS[name]
+    right = torch.autograd.functional.jvp(
+        lambda x: torch.autograd.functional.jacobian(
+            lambda x: f(x.clone(), argument()), x, create_graph=True
+        ),
+        X,
+        X.sin(),
+    )[1]
+    found = jvp(lambda x: jacfwd(f)(x, argument()), (X,), (X.sin(),))[1]
+    torch.testing.assert_close(found, right)
+
+
+@pytest.mark.parametrize("chunk", [None, 1, 2])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_argument_holds_what_one_call_wrote(name, chunk):
+    right, y = argument(), argument()
+    FUNCTIONS[name](X, right)
+    jacfwd(FUNCTIONS[name], chunk_size=chunk)(X, y)
+    torch.testing.assert_close(y, right)
+
+
+@pytest.mark.parametrize("name", sorted(set(FUNCTIONS) - {"a constant"}))
+def test_write_of_a_tangent_into_a_captured_tensor_is_an_error(name):
+    y = argument()
+    calls = [
+        lambda f: jvp(f, (X,), (X,)),
+        lambda f: linearize(f, X)[1](X),
+        lambda f: jacfwd(f)(X),
+    ]
+    for call in calls:
+        with pytest.raises(RuntimeError, match="into a tensor from outside"):
+            call(lambda x: FUNCTIONS[name](x, y))
+
+
+@pytest.mark.parametrize("chunk", [1, 2])
+def test_directions_in_chunks_read_what_was_there_before_a_write(chunk):
+    b = torch.ones(3, dtype=D)
+
+    def read_then_write(x):
+        y = x * b
+        b.add_(1)
+        return y
+
+    def of_itself(x):
+        return x.mul_(x.sin())
+
+    torch.testing.assert_close(jacfwd(read_then_write, chunk_size=chunk)(X), torch.eye(3, dtype=D))
+    torch.testing.assert_close(b, torch.full((3,), 2.0, dtype=D))
+    right = torch.diag(X.sin() + X * X.cos())
+    torch.testing.assert_close(jacfwd(of_itself, chunk_size=chunk)(X.clone()), right)
+
+
+def test_view_of_what_has_a_history_is_an_error_not_another_number():
+    def f(x, y):
+        y.copy_(x)
+        y[1:].mul_(x[:2])
+        return (y.sum() * x).sum()
+
+    right = torch.autograd.functional.jacobian(lambda x: f(x, argument()), X)
+    torch.testing.assert_close(jacfwd(f)(X, argument()), right)
+    torch.testing.assert_close(grad(f)(X, argument()), right)
+    with pytest.raises(RuntimeError, match="into a tensor from outside"):
+        hessian(f)(X, argument())
