@@ -11,9 +11,19 @@ from forall._batching.batched import Batched
 from forall._batching.families import Stack, is_mapped, lower, stacked
 from forall._batching.rules.embedding import rows_of_bags
 from forall._batching.rules.grouped import summed as products_in_groups
-from forall._batching.unmade import DEPTH, Unmade, flat, is_linear, passed, pending, shown
+from forall._batching.unmade import (
+    DEPTH,
+    Unmade,
+    entries,
+    flat,
+    is_linear,
+    passed,
+    pending,
+    shape_of_convolution,
+)
 from forall._core.levels import stack
 from forall._torch.dispatch import users_tangents
+from forall._torch.shapes import broadcast_shapes
 from forall._torch.wrapper import Wrapper
 
 if TYPE_CHECKING:
@@ -87,8 +97,7 @@ def _linear(level: VmapLevel, func: Any, args: tuple) -> Batched | None:
     mapped = [a for a in flat(args) if is_mapped(a, level)]
     if not mapped or not is_linear(level, func, args):
         return None
-    entries = shown(func, args).numel()
-    return passed(level, func, args) if _pays(level, entries, *mapped) else None
+    return passed(level, func, args) if _pays(level, entries(func, args), *mapped) else None
 
 
 def _product(level: VmapLevel, func: Any, args: tuple) -> Batched | None:
@@ -109,7 +118,7 @@ def _multiplied(level: VmapLevel, func: Any, args: tuple) -> Batched | None:
     left, right = args
     if not isinstance(right, Tensor) or right.numel() <= 1:
         return None
-    shape = torch.broadcast_shapes(left.shape, right.shape)
+    shape = broadcast_shapes(left.shape, right.shape)
 
     def dims(a: Tensor) -> list[int]:
         return [d for d, n in enumerate(a.shape, len(shape) - a.dim()) if n > 1]
@@ -184,8 +193,8 @@ def _correlated(level: VmapLevel, func: Any, args: tuple) -> Unmade | None:
     x, w, bias, *how, transposed, padding, groups = args
     if transposed or bias is not None or not (is_mapped(x, level) and is_mapped(w, level)):
         return None
-    like = shown(func, args)
-    if level.size * max(like.numel(), x.numel(), w.numel()) < WORTH:
+    shape = shape_of_convolution(*args)
+    if level.size * max(prod(shape), x.numel(), w.numel()) < WORTH:
         return None
 
     def channels(v: Tensor, groups: int) -> Tensor:
@@ -197,7 +206,7 @@ def _correlated(level: VmapLevel, func: Any, args: tuple) -> Unmade | None:
         images, kernels = channels(stacked(x, level), groups), channels(stacked(w, level), 1)
         return func(images, kernels, None, *how, False, padding, groups)
 
-    return _begins(level, func, args, like.shape, add_up)
+    return _begins(level, func, args, shape, add_up)
 
 
 def _table(level: VmapLevel, func: Any, args: tuple) -> Unmade | None:
@@ -250,7 +259,7 @@ def _by_index(level: VmapLevel, into: Tensor, indices: list, values: Tensor, add
     given = [indices[d] for d in at]
     if not add or not at or any(i.dtype in (torch.bool, torch.uint8) for i in given):
         return into, values, None
-    shape = torch.broadcast_shapes(*(i.shape for i in given))
+    shape = broadcast_shapes(*(i.shape for i in given))
     first = at[0] if at == [*range(at[0], at[-1] + 1)] else 0
     rest = [n for d, n in enumerate(into.shape) if d not in at]
     if tuple(values.shape) != (*rest[:first], *shape, *rest[first:]):

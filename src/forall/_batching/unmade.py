@@ -18,6 +18,7 @@ NOTE [only when the call has ended]
 from __future__ import annotations
 
 import functools
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,7 +32,7 @@ from forall._torch.schema import in_arguments
 from forall._torch.wrapper import make_wrapper
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from forall._batching.interpreter import VmapLevel
 
@@ -164,8 +165,110 @@ def shown(func: Any, args: tuple) -> Any:
         return torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device="meta")
 
     with no_dispatch():  # nobody's mode is to see it
+        shape = _shape_of(func, args)
+        tensors = [a for a in flat(args) if isinstance(a, Tensor)]
+        if shape is not None and (func in _LIE_IN_ORDER or all(map(_lies_in_order, tensors))):
+            return torch.empty(shape, dtype=tensors[0].dtype, device="meta")
         values, _ = in_arguments(meta, args, {})
         return func(*values)
+
+
+def entries(func: Any, args: tuple) -> int:
+    """How many one example of a result has."""
+    shape = _shape_of(func, args)
+    return shown(func, args).numel() if shape is None else prod(shape)
+
+
+def _lies_in_order(a: Tensor) -> bool:
+    return a.is_contiguous()
+
+
+def _shape_of(func: Any, args: tuple) -> Sequence[int] | None:
+    """The shape of a result of the arguments' dtype; None where torch is to be asked.
+
+    Its kernels for tensors without memory import sympy on their first use: half a second.
+    """
+    find = _SHAPES.get(func)
+    if find is None or len({a.dtype for a in flat(args) if isinstance(a, Tensor)}) > 1:
+        return None
+    return find(*args)
+
+
+def _of_product(x: Tensor, y: Tensor) -> Sequence[int]:
+    return (*x.shape[:-1], y.shape[-1])
+
+
+def _of_two_alike(x: Tensor, y: Any, *_: Any) -> Sequence[int] | None:
+    """Not of integers, which another number may make something else."""
+    alike = not isinstance(y, Tensor) or y.shape == x.shape
+    return x.shape if alike and not isinstance(y, complex) and x.is_floating_point() else None
+
+
+def _of_stack(tensors: Sequence[Tensor], dim: int = 0) -> Sequence[int] | None:
+    if len({a.shape for a in tensors}) > 1:
+        return None
+    shape = [*tensors[0].shape]
+    shape.insert(dim + len(shape) + 1 if dim < 0 else dim, len(tensors))
+    return shape
+
+
+def _of_cat(tensors: Sequence[Tensor], dim: int = 0) -> Sequence[int] | None:
+    shape = [*tensors[0].shape]
+    dim = dim % max(len(shape), 1)
+    rest = {(*a.shape[:dim], *a.shape[dim:][1:]) for a in tensors}
+    if not shape or len(rest) > 1:  # empty ones of one dim fit anywhere
+        return None
+    shape[dim] = sum(a.shape[dim] for a in tensors)
+    return shape
+
+
+def shape_of_convolution(
+    x: Tensor, w: Tensor, bias: Any, stride: Any, padding: Any, dilation: Any, *rest: Any
+) -> Sequence[int]:
+    """Of one that is not transposed."""
+    count = x.dim() - 2
+    given = ([*v] * (count // len(v)) for v in (padding, dilation, stride))  # one for all, or each
+    ways = zip(x.shape[2:], w.shape[2:], *given, strict=True)
+    return (len(x), len(w), *((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, p, d, s in ways))
+
+
+# Zeros of the shape that they are told, but for what is put in.
+_IN_ZEROS = (
+    aten.select_backward.default,
+    aten.slice_backward.default,
+    aten.diagonal_backward.default,
+)
+_OF_TWO_ALIKE = (
+    aten.add.Tensor,
+    aten.sub.Tensor,
+    aten.mul.Tensor,
+    aten.div.Tensor,
+    aten.mul.Scalar,
+    aten.div.Scalar,
+    aten.tanh_backward.default,
+    aten.sigmoid_backward.default,
+    aten.threshold_backward.default,
+    aten.gelu_backward.default,
+    aten.silu_backward.default,
+)
+_AS_IT_WAS = (
+    aten.clone.default,
+    aten.neg.default,
+    aten.flip.default,
+    aten.roll.default,
+    aten.tril.default,
+    aten.triu.default,
+)
+_SHAPES: dict[Any, Callable[..., Sequence[int] | None]] = {
+    **dict.fromkeys(_IN_ZEROS, lambda _, shape, *rest: shape),
+    **dict.fromkeys(_OF_TWO_ALIKE, _of_two_alike),
+    **dict.fromkeys(_AS_IT_WAS, lambda x, *rest: x.shape),
+    aten.mm.default: _of_product,
+    aten.bmm.default: _of_product,
+    aten.cat.default: _of_cat,
+    aten.stack.default: _of_stack,
+}
+_LIE_IN_ORDER = frozenset((*_IN_ZEROS, aten.mm.default, aten.bmm.default))  # whatever is given
 
 
 # --- what is linear ----------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import torch
 from forall._programs.equals import frozen
 from forall._programs.program import Node, Piece, Program, Ref, with_refs
 from forall._programs.signature import ambient
-from forall._torch.dispatch import without_history
+from forall._torch.dispatch import is_autocast, without_history
 from forall._torch.names import DispatchMode, fast_operator, function_homes
 from forall._torch.schema import facts
 
@@ -26,6 +26,9 @@ def binding(program: Program, node: Node) -> tuple[Callable, tuple, dict]:
     """A function, and its arguments, that does what a node says."""
     if isinstance(node, Piece):
         return node.op, node.args, node.kwargs
+    asked = program.calls.get(id(node))
+    if asked is not None and asked[0] is node:
+        return asked[1], node.args, node.kwargs
     try:
         key = _key(program, node)
     except TypeError:
@@ -38,6 +41,17 @@ def binding(program: Program, node: Node) -> tuple[Callable, tuple, dict]:
     return func, node.args, node.kwargs
 
 
+def asking(program: Program) -> Iterator[None]:
+    """Find out how the operators are called, some at a time, before they are written down."""
+    if is_autocast():  # what is written down runs without, and is asked about there
+        return
+    for i, node in enumerate(program.nodes):
+        program.calls[id(node)] = node, binding(program, node)[0]
+        if not (i + 1) % _EACH:
+            yield
+
+
+_EACH = 64
 _MOST = 4096  # answers that are kept: one operator is asked about in program after program
 _known: dict[Any, Callable] = {}
 

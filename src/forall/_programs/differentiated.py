@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from functools import partial
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -46,12 +46,25 @@ if TYPE_CHECKING:
     from forall._programs.open_views import Opened
     from forall._programs.program import Layout, Program
     from forall._programs.pulling import Pullback
+    from forall._programs.replayed import Met
 
     Tensor = torch.Tensor
 
 _FEW = 2  # backward passes that the function makes again, besides one in so many:
 _WORTH = 32
 _TURNS = 8  # recordings of one kind, each for other cotangents
+
+
+class Again(NamedTuple):
+    """How the function is called once more, where and under what settings it was recorded."""
+
+    run: Callable
+    settings: Any
+
+    @classmethod
+    def of(cls, again: Callable) -> Again:
+        """Taken where the call is recorded: it may be written down later."""
+        return cls(where_it_first_ran(partial(stood_in, again), recomputes=False), settings_now())
 
 
 class Differentiated(Recorded):
@@ -70,16 +83,14 @@ class Differentiated(Recorded):
         program: Program,
         guards: Guards,
         results: Results,
-        tensors: Sequence[Tensor],
+        met: Met,
         write: Callable,
         back: Pullback,
-        again: Callable,
+        again: Again,
         views: Opened | None = None,
-        nodes: Sequence[Any] = (),
     ) -> None:
         self.back = back
-        self.again = where_it_first_ran(partial(stood_in, again), recomputes=False)
-        self.settings = settings_now()
+        self.again, self.settings = again
         second = {id(node) for node in back.nodes}
         first = [node for node in program.nodes if id(node) not in second]
         self.halves = first, [node for node in program.nodes if id(node) in second]
@@ -89,7 +100,7 @@ class Differentiated(Recorded):
         self.moves = [place[program.outputs[i]] for i in back.moved]
         self.live = [i in live for i in back.moved]
         self.constant = {*range(len(self.outputs))} - {*self.moves}
-        super().__init__(program, guards, results, tensors, write, nodes)
+        super().__init__(program, guards, results, met, write)
         self._is_plain = False
         self.open = None if views is None else views.run
         place = _places(self.given)

@@ -41,6 +41,7 @@ from forall._core.remembering import (
     is_ours,
     names_of,
 )
+from forall._programs.attempts import NEVER, TOO_LONG, Deadline, clock
 from forall._programs.imports import imported
 from forall._programs.libraries import asked_names, inner_functions, is_followed, of_users
 from forall._programs.namespaces import asked_for, in_hand, is_users
@@ -78,6 +79,7 @@ if TYPE_CHECKING:
 
     from forall._programs.ran import Everything
 
+_EACH = 32  # things after which it is asked how long that took
 TOO_MUCH = "the function reaches too much of Python's state to watch"
 _MADE_OF = ("__code__", "__defaults__", "__kwdefaults__", "__dict__")
 _TOLD = (*_MADE_OF, "__name__", "__qualname__", "__doc__", "__module__", "__annotations__")
@@ -90,10 +92,15 @@ class Guards(Watched):
     """The state that a function can be seen to reach, as it is now."""
 
     def __init__(
-        self, func: Callable, given: Iterable[Any] = (), ran: Everything = EVERYTHING
+        self,
+        func: Callable,
+        given: Iterable[Any] = (),
+        ran: Everything = EVERYTHING,
+        until: Deadline = NEVER,
     ) -> None:
         super().__init__()
         self.ran = ran
+        self.until = until  # for how long it may look
         self.generators: list[torch.Generator] = []
         self._modules: set[tuple[int, frozenset[str]]] = set()
         self._asked = Names(ran)
@@ -154,6 +161,8 @@ class Guards(Watched):
         look = next((look for kinds, look in _LOOKS if isinstance(value, kinds)), None)
         if len(self._held) > self.ran.most:
             self.why = TOO_MUCH
+        elif not len(self._held) % _EACH and clock() > self.until.call:
+            self.why = TOO_LONG
         elif is_moved_on(value):
             self.why = "the function reaches an iterator, and nothing tells how far that has come"
         elif is_of_environment(value):

@@ -23,6 +23,8 @@ from forall._torch.dispatch import without_history
 from forall._torch.schema import facts
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from forall._programs.program import Program
 
 aten = torch.ops.aten
@@ -36,24 +38,32 @@ def clean(program: Program, back: list[Node] | None = None, *, fastmath: bool = 
     ``back`` are the operators of a pull-back, which is run later than the others: ``fastmath`` puts
     others in their place, and adds these.
     """
-    back = [] if back is None else back
-    constants(program)
-    dead(program)
-    views(program)
-    copies(program, back)
-    twins(program, back)
-    before = len(program.values)
-    reordered(program, back, fastmath=fastmath)
-    biased(program, back, fastmath=fastmath)
-    along_columns(program, back)
-    if len(program.values) > before:
-        constants(program)
-    views(program)
-    dead(program)
-    numbers(program)
-    turned(program)
-    in_place(program, back)
+    for _ in cleaning(program, back, fastmath=fastmath):
+        pass
     return program
+
+
+def cleaning(
+    program: Program, back: list[Node] | None = None, *, fastmath: bool = False
+) -> Iterator[None]:
+    """The passes of `clean`, one after the other."""
+    back = [] if back is None else back
+    yield constants(program)
+    yield dead(program)
+    yield views(program)
+    yield copies(program, back)
+    yield twins(program, back)
+    before = len(program.values)
+    yield reordered(program, back, fastmath=fastmath)
+    yield biased(program, back, fastmath=fastmath)
+    yield along_columns(program, back)
+    if len(program.values) > before:
+        yield constants(program)
+    yield views(program)
+    yield dead(program)
+    yield numbers(program)
+    yield turned(program)
+    yield in_place(program, back)
 
 
 def constants(program: Program) -> None:

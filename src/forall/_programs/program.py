@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -122,6 +122,8 @@ class Program:
     constants: dict[int, torch.Tensor]
     nodes: list[Node]
     outputs: list[int]
+    # How operators are called, by their identity, as far as that was found out.
+    calls: dict[int, tuple[Node, Callable]] = field(default_factory=dict)
 
     def changing(self, nodes: Sequence[Node], results: Sequence[int]) -> set[int]:
         """The constants that are not what they were when ``nodes`` have run.

@@ -9,17 +9,18 @@ NOTE [whose history is whose]
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from forall._programs.passes import clean
+from forall._programs.passes import cleaning
+from forall._programs.recorder import Halted
 from forall._programs.seeing import seen_by
-from forall._torch.history import are_apart, has_pythons, node_of
+from forall._torch.history import are_apart, gradients_of, has_pythons, node_of
 from forall._torch.settings import under_autocast
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection, Generator, Sequence
 
     from forall._programs.program import Node, Program
     from forall._programs.recorder import Recorder
@@ -90,7 +91,7 @@ def pulled_back(
     cotangents = [torch.ones_like(ends[i]) for i in live]
     numbers = [recorder.named(c) for c in cotangents]
     first = len(recorder.nodes)
-    with seen_by(recorder):
+    with seen_by(recorder), recorder.halting():
         found = _pulled(
             recorder, [ends[i] for i in live], [t for _, t in wanted], cotangents, asked
         )
@@ -112,11 +113,11 @@ def _pulled(
     cotangents: Sequence[Tensor],
     asked: Pass,
 ) -> Sequence[Tensor | None]:
-    graph = asked.graph
-    how: dict[str, Any] = {"retain_graph": True, "create_graph": graph, "allow_unused": True}
     try:
         with under_autocast(asked.casts):
-            return torch.autograd.grad(ends, wanted, cotangents, **how)
+            return gradients_of(ends, wanted, cotangents, create_graph=asked.graph)
+    except Halted:
+        return ()
     except RuntimeError as error:  # as who pulls back for themselves would meet
         recorder.fails(f"its results cannot be pulled back: {str(error).splitlines()[0]}")
         return ()
@@ -150,15 +151,15 @@ def entangled(program: Program) -> str | None:
     return None
 
 
-def cleaned(
+def cleaning_both(
     program: Program, back: Pullback, kept: Collection[int], *, fastmath: bool = False
-) -> Pullback:
+) -> Generator[None, None, Pullback]:
     """Clean both halves as one, which hold on to all that gradients are wanted of, and ``kept``."""
     captured = dict(program.captured)
     results = len(program.outputs)
     program.inputs += back.cotangents
     program.outputs += [n for n in back.gradients if n is not None]
-    clean(program, back.nodes, fastmath=fastmath)
+    yield from cleaning(program, back.nodes, fastmath=fastmath)
     found = iter(program.outputs[results:])
     del program.outputs[results:]
     del program.inputs[len(program.inputs) - len(back.cotangents) :]

@@ -45,6 +45,7 @@ from forall._core.remembering import (
     rebinds,
     rebound_of,
 )
+from forall._programs.attempts import TOO_LONG, clock
 from forall._programs.imports import Imports
 from forall._programs.namespaces import ATTRIBUTES, is_users, ways
 from forall._programs.naming import BY_ANY_NAME, SKIPPED, asked_by_text
@@ -84,6 +85,8 @@ def doubt(guards: Guards, *, stands_in: bool = False) -> str | None:
     reading, ran = _Reading(guards), guards.ran
     reached = [*guards.reached()]
     for value in reached:
+        if clock() > guards.until.call:
+            return TOO_LONG
         if isinstance(value, FunctionType) and not is_ours(value):
             if reading.is_certain(value) or not ran.holds(value.__code__):
                 continue

@@ -20,6 +20,7 @@ from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any
 
 from forall._core import remembering
+from forall._programs.attempts import NEVER, TOO_LONG, Deadline, clock
 from forall._programs.naming import codes_of
 from forall._torch.names import PLAIN
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
     from forall._programs.program import Value
 
+_EACH = 64  # lines after which it is asked how long that took
 SIGHTS = 3  # of what calls run, before one may be recorded: the first may set things up
 SEEN = ("cpu", "meta")  # devices: a backward pass on others has threads of its own
 _GLOBALS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"})
@@ -99,9 +101,11 @@ class Ran(Everything):
 
     seen = True
 
-    def __init__(self) -> None:
+    def __init__(self, until: Deadline = NEVER) -> None:
         super().__init__(most=50_000)  # of which most are functions that do not run
         self.why: str | None = None  # it was not seen
+        self._until = until.call  # for how long it may be watched
+        self._lines = 0
         self._offsets: dict[CodeType, set[int]] = {}  # of the user's functions
         self._libraries: set[CodeType] = set()
         self._idle: set[CodeType] = set()  # what was asked for and had not run
@@ -126,15 +130,23 @@ class Ran(Everything):
             tracer = self._tracers[id(frame.f_code)] = self._tracer(frame)
             self._met.append(frame.f_code)
             if not _STOPS.isdisjoint(frame.f_code.co_names):
-                self._leave(frame)
+                self._leave(frame, "it calls a debugger")
                 return None
+        self._goes_on(frame)
         if tracer is not None:
             frame.f_trace_opcodes = True
         return tracer
 
-    def _leave(self, frame: FrameType | None) -> None:
-        """What runs is stopped for a debugger, which asks the frames for itself."""
-        self.why = "it calls a debugger"
+    def _goes_on(self, frame: FrameType) -> None:
+        """Leave it where that has taken too long: what runs in Python runs much slower so."""
+        self._lines += 1
+        is_late = not self._lines % _EACH and clock() > self._until
+        if is_late and sys.gettrace() == self._entered:  # and no other watches by now
+            self._leave(frame, TOO_LONG)
+
+    def _leave(self, frame: FrameType | None, why: str) -> None:
+        """What runs goes on unseen, as for a debugger, which asks the frames for itself."""
+        self.why = why
         sys.settrace(None)
         while frame is not None:
             frame.f_trace, frame.f_trace_opcodes = None, False
@@ -146,7 +158,7 @@ class Ran(Everything):
         if made or remembering.is_none_by_name(home):
             self._libraries.add(frame.f_code)
             return None
-        return _Noting(self._offsets.setdefault(frame.f_code, set()))
+        return _Noting(self._offsets.setdefault(frame.f_code, set()), self._goes_on)
 
     def codes(self) -> Iterable[CodeType]:
         return self._offsets
@@ -232,14 +244,16 @@ class Ran(Everything):
 class _Noting:
     """Where a frame is; an object, as a function that returns itself would be a ring."""
 
-    __slots__ = ("offsets",)
+    __slots__ = ("goes_on", "offsets")
 
-    def __init__(self, offsets: set[int]) -> None:
-        self.offsets = offsets
+    def __init__(self, offsets: set[int], goes_on: Callable[[FrameType], None]) -> None:
+        self.offsets, self.goes_on = offsets, goes_on
 
     def __call__(self, frame: FrameType, event: str, arg: Any) -> _Noting:
         if event == "opcode":
             self.offsets.add(frame.f_lasti)
+        elif event == "line":
+            self.goes_on(frame)
         return self
 
 

@@ -24,12 +24,13 @@ from __future__ import annotations
 import sys
 import weakref
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from forall._core.ended import dispatched
 from forall._core.places import OURS, TORCH
+from forall._programs.attempts import NEVER, TOO_LONG, Deadline, clock
 from forall._programs.draws import Draws
 from forall._programs.program import Layout, Node, Program, Ref, Value
 from forall._programs.unfilled import are_given
@@ -39,13 +40,14 @@ from forall._torch.lazy import is_zeros, with_lazy_bits
 from forall._torch.memory import has_memory, storage_of
 from forall._torch.names import DispatchMode, StorageWeakRef
 from forall._torch.posed import CALLS_ON
-from forall._torch.schema import facts, writes
+from forall._torch.schema import Facts, facts, writes
 from forall._torch.wrapper import Wrapper
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
 aten = torch.ops.aten
+_EACH = 32  # operators after which it is asked how long that took
 _INDEX = aten.index.Tensor
 _INDEXING = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
 _FRESH = (aten.lift_fresh.default, aten.lift_fresh_copy.default)
@@ -102,6 +104,10 @@ _ASIDE = {
 }
 
 
+class Halted(Exception):  # noqa: N818 - no error: what is broken off runs for the recorder alone
+    """A backward pass that takes too long to record."""
+
+
 class Recorder(DispatchMode):
     """Nodes and values of one call. ``why`` tells what of it cannot be recorded."""
 
@@ -110,8 +116,12 @@ class Recorder(DispatchMode):
         inputs: Sequence[torch.Tensor],
         known: dict[int, torch.Tensor],
         generators: Sequence[torch.Generator],
+        until: Deadline = NEVER,
     ) -> None:
         super().__init__()
+        self.until = until  # for how long it may go on
+        self.operators = 0  # that were met so far
+        self._halts = False
         self.known = known  # what the function can be seen to capture
         self._draws = Draws(inputs, generators)
         self.nodes: list[Node] = []
@@ -141,38 +151,43 @@ class Recorder(DispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if any(issubclass(t, Wrapper) for t in types):
+        if types and any(issubclass(t, Wrapper) for t in types):
             with self:  # a level that has ended takes its values apart
                 return dispatched(func, args, kwargs)
         if torch.is_inference_mode_enabled() is not self._inference:
             self.fails(_LEFT)
-        self.writes_unsaid |= len(writes(func, args)) > len(facts(func).mutates)
-        if self.why is not None or func in _ASIDE or func.namespace == "profiler":
-            return with_lazy_bits(func, args, kwargs)
+        self.operators += 1
+        known = _KNOWN.get(id(func)) or _Known.of(func)
+        if known.statistics:
+            self.writes_unsaid |= len(writes(func, args)) > len(known.facts.mutates)
+        if self.why is not None or known.aside:
+            with functions_off():  # what runs on is no call of the user's either
+                return with_lazy_bits(func, args, kwargs)
         if in_torch_func():  # its wrappers have no memory, and their values are not ours to take
             self.fails(TORCHS)
             return func(*args, **kwargs)
-        if func in _FRESH and self._may_read_tensors(sys._getframe()):
+        if known.fresh and self._may_read_tensors(sys._getframe()):
             self.fails("the numbers of tensors are read to make another")
-        if func in _READS and self._hears and is_whole(args[0]):
+        if known.reads and self._hears and is_whole(args[0]):
             return self._answer(func, args[0])
         with functions_off():  # a backward pass has them on, and what we ask is not the user's
-            node = self._met(func, args, kwargs)
+            node = self._met(func, known, args, kwargs)
             out = with_lazy_bits(func, args, kwargs)
-        if node is not None:
-            with functions_off():
-                if facts(func).seeded:
+            if node is not None:
+                if known.facts.seeded:
                     self._draws.made()
                 before = len(self.values)
                 if node.op is func:
                     node.outs = self._outs(node, args, out)
                 else:
                     node.outs = self._new(out, self._root(node, args, out))
-            # Else another name for what there was. What gives nothing is there to raise.
-            if out is None or len(self.values) > before or node.writes():
-                self.nodes.append(node)
-            if _looks(func, args):
-                self._shaped(out)
+                # Else another name for what there was. What gives nothing is there to raise.
+                if out is None or len(self.values) > before or node.writes():
+                    self.nodes.append(node)
+                    if not len(self.nodes) % _EACH:
+                        self._watch_the_clock()
+                if known.facts.dynamic and _looks(func, args):
+                    self._shaped(out)
         return out
 
     def _may_read_tensors(self, frame: Any) -> bool:
@@ -185,10 +200,25 @@ class Recorder(DispatchMode):
         return not seen or _holds_tensors(self.given)
 
     def _shaped(self, out: Any) -> None:
-        with functions_off():
-            for t in trees.leaves(out):
-                if isinstance(t, torch.Tensor):
-                    self.__torch_dispatch__(_SHAPED, (), (t, [*t.shape]))
+        for t in trees.leaves(out):
+            if isinstance(t, torch.Tensor):
+                self.__torch_dispatch__(_SHAPED, (), (t, [*t.shape]))
+
+    def _watch_the_clock(self) -> None:
+        if self._halts and clock() > self.until.work:
+            self.fails(TOO_LONG)
+            raise Halted
+        if not self._halts and self.until.is_over(self.operators):
+            self.fails(TOO_LONG)
+
+    @contextmanager
+    def halting(self) -> Iterator[None]:
+        """Within it nothing is run but for the recorder: what takes too long is broken off."""
+        self._halts = True
+        try:
+            yield
+        finally:
+            self._halts = False
 
     @contextmanager
     def hearing(self) -> Iterator[None]:
@@ -232,13 +262,17 @@ class Recorder(DispatchMode):
         be a name of any captured one that requires grad, so the program knows of them all.
         """
         place, layout = storage_of(t), Layout.of(t)
-        held, numbers = self._in_memory.get(place, (None, {}))
-        found = None if held is None or held.expired() else numbers.get(layout)
+        found = self._at(place).get(layout)
         for known in self._known_at.get((place, layout), ()):
             if found is None or known.requires_grad:
                 n = self._of_known(known)
                 found = n if found is None else found
         return found
+
+    def _at(self, place: int) -> dict[Layout, int]:
+        """The values that lie in a storage, as long as that is there."""
+        held, numbers = self._in_memory.get(place, (None, {}))
+        return {} if held is None or held.expired() else numbers
 
     def _of_known(self, t: torch.Tensor) -> int:
         n = self._numbers.get(id(t))
@@ -306,25 +340,31 @@ class Recorder(DispatchMode):
         self._named.add(named)
         return named
 
-    def _met(self, func: Any, args: tuple, kwargs: dict) -> Node | None:
-        fact = facts(func)
+    def _met(self, func: Any, known: _Known, args: tuple, kwargs: dict) -> Node | None:
+        fact = known.facts
         if fact.is_collective:  # a program may drop or reorder what processes have to meet in
             self.fails(f"{func} communicates between processes")
             return None
-        looks = _looks(func, args) and not self._hears
-        changes = torch.Tag.inplace_view in func.tags
+        looks = fact.dynamic and not self._hears and _looks(func, args)
+        changes = known.changes
         if changes and not self.is_from_outside(args[0]):
             func = _AS_VIEWS.get(func, func)  # the tensor goes on as a view of what it was
             changes = torch.Tag.inplace_view in func.tags
-        if func in _UNFIT or looks or changes:
+        if known.unfit or looks or changes:
             self.fails(f"{func} looks at numbers, or changes what a tensor is")
             return None
         if fact.seeded and (self._draws.stray() or self._draws.of_a_stranger((args, kwargs))):
             self.fails(_SEED)
-        if func in _FRESH and self.number(args[0]) is None:  # made of Python's numbers just now
+        if known.fresh and self.number(args[0]) is None:  # made of Python's numbers just now
             self.constants[self._new(args[0], None)] = args[0].clone()
-        args, kwargs = trees.map_tensors(self._given, (args, kwargs))
+        args = tuple([self._argument(a) for a in args])
+        kwargs = {name: self._argument(a) for name, a in kwargs.items()} if kwargs else kwargs
         return None if self.why is not None else Node(func, args, kwargs, None)
+
+    def _argument(self, a: Any) -> Any:
+        if isinstance(a, torch.Tensor):
+            return self._given(a)
+        return trees.map_tensors(self._given, a) if isinstance(a, _TREES) else a
 
     def _given(self, t: torch.Tensor) -> Ref | None:
         """What stands for an argument."""
@@ -353,6 +393,8 @@ class Recorder(DispatchMode):
     def _root(self, node: Node, args: tuple, out: torch.Tensor) -> int | None:
         """The root of the argument that a result shares memory with."""
         place = storage_of(out)
+        if not self._at(place):  # new memory, of no argument
+            return None
         tensors = [a for a in trees.leaves((args, node.kwargs)) if isinstance(a, torch.Tensor)]
         for n, a in zip(node.reads(), tensors, strict=False):
             if storage_of(a) == place:
@@ -372,6 +414,37 @@ class Recorder(DispatchMode):
             self._in_memory[place] = held, numbers
         numbers.setdefault(layout, n)
         return n
+
+
+class _Known(NamedTuple):
+    """What of an operator is asked at each call: to hash one takes as long as to look this up."""
+
+    func: Any  # that no other takes its identity
+    facts: Facts
+    aside: bool
+    fresh: bool
+    reads: bool
+    unfit: bool
+    changes: bool  # what a tensor is
+    statistics: bool
+
+    @classmethod
+    def of(cls, func: Any) -> _Known:
+        known = _KNOWN[id(func)] = cls(
+            func,
+            facts(func),
+            aside=func in _ASIDE or func.namespace == "profiler",
+            fresh=func in _FRESH,
+            reads=func in _READS,
+            unfit=func in _UNFIT,
+            changes=torch.Tag.inplace_view in func.tags,
+            statistics=bool(facts(func).statistics),
+        )
+        return known
+
+
+_KNOWN: dict[int, _Known] = {}
+_TREES = (list, tuple, dict)
 
 
 def _looks(func: Any, args: tuple) -> bool:

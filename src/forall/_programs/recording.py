@@ -2,30 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import is_
+from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from forall._programs.differentiated import Differentiated
+from forall._programs.attempts import NEVER, TOO_LONG, Deadline, clock
+from forall._programs.bindings import asking
+from forall._programs.differentiated import Again, Differentiated
 from forall._programs.guards import Guards
 from forall._programs.open_views import Opened, opened
-from forall._programs.passes import clean
+from forall._programs.passes import cleaning
 from forall._programs.pulling import (
     ENTWINED,
     FIRST,
     SHARED,
     WRITTEN,
     Pass,
-    cleaned,
+    cleaning_both,
     entangled,
     pulled_back,
 )
 from forall._programs.ran import EVERYTHING, Everything
 from forall._programs.recorder import TELLING, Recorder
-from forall._programs.replayed import Recorded, Results
+from forall._programs.replayed import Met, Recorded, Results
 from forall._programs.sameness import Reading, Unfit, objects_of, outlined, unlike_others
 from forall._programs.seeing import Watch, seen_by
 from forall._programs.statics import unboxed
@@ -37,24 +41,79 @@ from forall._torch.posed import kind_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from forall._programs.program import Program
+    from forall._programs.pulling import Pullback
+
     Tensor = torch.Tensor
+
+
+Steps = Generator[float | None, None, Recorded]  # the seconds that the next one takes, if known
+_WRITTEN = 3e-5  # of these, for each operator that is written down
 
 
 class Recording(NamedTuple):
     """A first call: what it gave, and its program; or why it has none."""
 
     result: Any
-    recorded: Recorded | None
+    steps: Steps | None  # that make the program, of what was seen
     why: str | None
     moved: bool = False  # Python's state alone was in the way, which a first call may set up
+    recorded: Recorded | None = None  # where these were made
+    operators: int = 0  # that the call came to
+
+    def finished(self) -> Recording:
+        """The same with its program."""
+        if self.steps is None:
+            return self
+        return self._replace(recorded=Unfinished(self.steps).go_on())
 
 
-def guarding(func: Callable, given: tuple[tuple, dict], ran: Everything = EVERYTHING) -> Guards:
+class Unfinished:
+    """A recorded call whose program is yet to be cleaned and written down, which can wait."""
+
+    used = 0  # the look at a call that found it last
+
+    def __init__(self, steps: Steps) -> None:
+        self.steps = steps
+        self._taken = Lock()  # by a thread
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether it was broken off, and no step is left."""
+        return self.steps.gi_frame is None
+
+    def go_on(self, until: Deadline = NEVER) -> Recorded | None:
+        """Take a step, and more while there is time: for one like the last, if nothing is said."""
+        if not self._taken.acquire(blocking=False):
+            return None
+        try:
+            return self._go_on(until)
+        finally:
+            self._taken.release()
+
+    def _go_on(self, until: Deadline) -> Recorded | None:
+        while True:
+            start = clock()
+            try:
+                expected = next(self.steps)
+            except StopIteration as done:
+                return done.value
+            now = clock()
+            if now + (expected or now - start) > until.work:
+                return None
+
+
+def guarding(
+    func: Callable,
+    given: tuple[tuple, dict],
+    ran: Everything = EVERYTHING,
+    until: Deadline = NEVER,
+) -> Guards:
     """What a call with these arguments depends on besides tensors, as it is now."""
     try:
-        return Guards(func, map(unboxed, objects_of(*given)), ran)
+        return Guards(func, map(unboxed, objects_of(*given)), ran, until)
     except Unfit as unfit:
-        guards = Guards(func, (), ran)
+        guards = Guards(func, (), ran, until)
         guards.why = str(unfit)
         return guards
 
@@ -104,6 +163,7 @@ class FirstCall:
     certain: bool = False
     fastmath: bool = False
     asked: Pass = FIRST
+    until: Deadline = NEVER  # for how long it may be recorded
 
     def record(self, given: tuple[tuple, dict] | None) -> Recording:
         """Make the call, and its program, which ``write`` makes a function."""
@@ -112,19 +172,24 @@ class FirstCall:
             return made
         if self.before.is_written_to():
             return made._replace(why=WRITTEN)
+        if clock() > self.until.call:
+            return made._replace(why=TOO_LONG)
         # Made once more, where only we see it, of arguments that are not made of each other.
         with self.before.drawing_again():
             alone = self._made(_apart(self.leaves), None)
-        return made._replace(recorded=alone.recorded, why=alone.why)
+        return made._replace(steps=alone.steps, why=alone.why)
 
     def _made(self, leaves: list, given: tuple[tuple, dict] | None) -> Recording:
         guards, tensors = self.guards, [*filter(_is_tensor, leaves)]
-        recorder = self.before.recorder = Recorder(tensors, guards.tensors, guards.generators)
+        recorder = self.before.recorder = Recorder(
+            tensors, guards.tensors, guards.generators, self.until
+        )
         if guards.why is not None:
             recorder.fails(guards.why)
         outside = [*tensors, *guards.tensors.values()]
         with handover.eagerly(), _same_history(recorder, outside):
             result = self._called(recorder, leaves, given)
+        operators = recorder.operators
         found, tree = trees.flatten(result)
         ends = [*filter(_is_tensor, found)]
         nodes = outlined(*given)[2] if given is not None else []
@@ -143,22 +208,37 @@ class FirstCall:
         back = pulled_back(recorder, tensors, ends, self.asked, certain=self.certain)
         program = recorder.program(ends if views is None else views.numbers)
         if program is None:
-            return Recording(result, None, recorder.why, moved)
-        how = guards, Results.of(found, tree), tensors, self.write
+            return Recording(result, None, recorder.why, moved, operators=operators)
         if back is None and views is not None:
             return Recording(result, None, SHARED)
-        if back is None:
-            made = Recorded(clean(program, fastmath=self.fastmath), *how, nodes)
-        elif (why := entangled(program) or self._unlike_again(given, nodes)) is not None:
-            return Recording(result, None, why)
-        else:
-            kept = () if views is None else views.given
-            back = cleaned(program, back, kept, fastmath=self.fastmath)
-            made = Differentiated(program, *how, back, self._again(views), views, nodes)
+        if back is not None:
+            why = entangled(program) or self._unlike_again(given, nodes)
+            if why is not None:
+                return Recording(result, None, why)
         guards.watch(program.captured.values())
         if recorder.chooses:
             guards.watch_kernels()
-        return Recording(result, made, None)
+        how = guards, Results.of(found, tree), Met.of(tensors, nodes, guards), self.write
+        if back is None:
+            return Recording(result, self._steps(program, how), None)
+        again = Again.of(self._again(views))
+        return Recording(result, self._steps_of_both(program, how, back, again, views), None)
+
+    def _steps(self, program: Program, how: tuple) -> Steps:
+        """All that is left to do when the call has been made: it looks at none of its tensors."""
+        yield from cleaning(program, fastmath=self.fastmath)
+        yield from asking(program)
+        yield _WRITTEN * len(program.nodes)
+        return Recorded(program, *how)
+
+    def _steps_of_both(
+        self, program: Program, how: tuple, back: Pullback, again: Again, views: Opened | None
+    ) -> Steps:
+        kept = () if views is None else views.given
+        back = yield from cleaning_both(program, back, kept, fastmath=self.fastmath)
+        yield from asking(program)
+        yield _WRITTEN * len(program.nodes)
+        return Differentiated(program, *how, back, again, views)
 
     def _called(self, recorder: Recorder, leaves: list, given: tuple[tuple, dict] | None) -> Any:
         """With the user's own lists and dicts, if they are at hand, which no program changes."""
@@ -220,6 +300,20 @@ def record(
     guards = guards or guarding(func, given or trees.unflatten(leaves, spec))
     leaves = [*map(unboxed, leaves)]
     before = before or Before(leaves, guards)
+    return begun(func, leaves, spec, guards, before, given=given, **how).finished()
+
+
+def begun(
+    func: Callable,
+    leaves: list,
+    spec: Any,
+    guards: Guards,
+    before: Before,
+    *,
+    given: tuple[tuple, dict] | None,
+    **how: Any,
+) -> Recording:
+    """Make a call, whose program can be made later: the same as `record`, unfinished."""
     return FirstCall(func, leaves, spec, guards, before, **how).record(given)
 
 

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from forall._programs.program import Program
 
     Tensor = torch.Tensor
+    Meetings = list[list[tuple[int, int]]]
+    Ones = list[tuple[int, int]]
 
 
 MISSED: Any = object()
@@ -38,15 +40,17 @@ class Recorded:
     arguments = ""  # of the call that was recorded, in words
     times = 1  # that this kind was recorded: what it captures may change
     certain = False  # nobody has said that the function is pure
+    due: Any = None  # how its kind was met
+    since = 0  # calls of the function that had been replayed when this was recorded
+    used = 0  # the look at a call that found it last
 
     def __init__(
         self,
         program: Program,
         guards: Guards,
         results: Results,
-        tensors: Sequence[Tensor],
+        met: Met,
         write: Callable = function,
-        nodes: Sequence[Any] = (),
     ) -> None:
         self.program = program
         self.write = write  # makes a function of operators
@@ -65,11 +69,10 @@ class Recorded:
         # An argument that is also captured is one tensor to the recording. And what is written to
         # the one is seen in the other.
         self._known = [*guards.tensors.values()]
-        self._met = self._meetings(tensors)
+        self._met = met.meetings
         self._meet = bool(self._met) or self.writes_outside()
         # Which arguments are what the function reaches: `is` asks for it.
-        self._reached = guards.identities()
-        self._ones = self._found_again(tensors, nodes)
+        self._reached, self._ones = met.reached, met.ones
         self._is_plain = not (self.asks or self._meet or self._ones)
         self._like = self._glance = _never
 
@@ -124,26 +127,9 @@ class Recorded:
         """The same, where the guards are known to hold."""
         return (
             not self.failed
-            and (not self._meet or self._meetings(tensors) == self._met)
-            and self._found_again(tensors, nodes) == self._ones
+            and (not self._meet or meetings(tensors, self._known) == self._met)
+            and found_again(tensors, nodes, self._reached) == self._ones
         )
-
-    def _found_again(
-        self, tensors: Sequence[Tensor], nodes: Sequence[Any]
-    ) -> list[tuple[int, int]]:
-        """Which tensors and containers of a call the function reaches by another way."""
-        reached = self._reached
-        if reached.isdisjoint(map(id, tensors)) and reached.isdisjoint(map(id, nodes)):
-            return []
-        given = (*map(id, tensors), *map(id, nodes))
-        return [(i, x) for i, x in enumerate(given) if x in reached]
-
-    def _meetings(self, tensors: Sequence[Tensor]) -> list[list[tuple[int, int]]]:
-        """Who shares memory with something that the function captures, and from where on."""
-        rooms: dict[int, list[tuple[int, int]]] = {}
-        for i, t in enumerate((*tensors, *self._known)):
-            rooms.setdefault(_memory(t), []).append((i, t.storage_offset() if has_memory(t) else 0))
-        return [room for room in rooms.values() if len(room) > 1 and room[-1][0] >= len(tensors)]
 
     def writes_outside(self) -> bool:
         roots = [v.root for v in self.program.values]
@@ -166,6 +152,36 @@ class Recorded:
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
         outs = self.run(*tensors, *self.captured)
         return outs[0] if self._is_one else self.results.tree(outs)
+
+
+class Met(NamedTuple):
+    """How the arguments of a call meet with what the function reaches, when it is recorded."""
+
+    meetings: Meetings
+    reached: Any  # the identities of all that the guards have met
+    ones: Ones
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor], nodes: Sequence[Any], guards: Guards) -> Met:
+        reached = guards.identities()
+        found = meetings(tensors, [*guards.tensors.values()])
+        return cls(found, reached, found_again(tensors, nodes, reached))
+
+
+def found_again(tensors: Sequence[Tensor], nodes: Sequence[Any], reached: Any) -> Ones:
+    """Which tensors and containers of a call the function reaches by another way."""
+    if reached.isdisjoint(map(id, tensors)) and reached.isdisjoint(map(id, nodes)):
+        return []
+    given = (*map(id, tensors), *map(id, nodes))
+    return [(i, x) for i, x in enumerate(given) if x in reached]
+
+
+def meetings(tensors: Sequence[Tensor], known: Sequence[Tensor]) -> Meetings:
+    """Who shares memory with something that the function captures, and from where on."""
+    rooms: dict[int, list[tuple[int, int]]] = {}
+    for i, t in enumerate((*tensors, *known)):
+        rooms.setdefault(_memory(t), []).append((i, t.storage_offset() if has_memory(t) else 0))
+    return [room for room in rooms.values() if len(room) > 1 and room[-1][0] >= len(tensors)]
 
 
 def _memory(t: Tensor) -> int:

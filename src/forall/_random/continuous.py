@@ -9,6 +9,7 @@ import torch
 
 from forall._core.errors import columns
 from forall._random.keys import of_width, split
+from forall._torch.shapes import broadcast_shapes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -56,7 +57,7 @@ def parameter(value: Any, dtype: torch.dtype, key: Tensor) -> Tensor:
 
 def fitting(verb: str, shape: Sequence[int] | None, *parameters: torch.Size) -> tuple[int, ...]:
     """The shape of a draw; the parameters broadcast to it."""
-    together = torch.broadcast_shapes(*parameters)
+    together = broadcast_shapes(*parameters)
     if shape is None:
         return tuple(together)
     shape = tuple(shape)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forall._random.threefry import LOW, library, threefry
+from forall._torch.shapes import broadcast_shapes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,7 +30,7 @@ def operator(name: str, parameters: str) -> Callable:
         def flat(k0: Tensor, k1: Tensor, place: Tensor, *given: Any) -> Tensor:
             all_of_them = (k0, k1, place, *given)
             tensors = [t for t in all_of_them if isinstance(t, torch.Tensor)]
-            shape = torch.broadcast_shapes(*(t.shape for t in tensors))
+            shape = broadcast_shapes(*(t.shape for t in tensors))
             lined = (
                 t.expand(shape).reshape(-1) if isinstance(t, torch.Tensor) else t
                 for t in all_of_them
@@ -38,7 +39,7 @@ def operator(name: str, parameters: str) -> Callable:
 
         def blank(k0: Tensor, k1: Tensor, place: Tensor, *given: Any) -> Tensor:
             tensors = [t for t in (k0, k1, place, *given) if isinstance(t, torch.Tensor)]
-            return tensors[3].new_empty(torch.broadcast_shapes(*(t.shape for t in tensors)))
+            return tensors[3].new_empty(broadcast_shapes(*(t.shape for t in tensors)))
 
         library.impl(name, flat, "CompositeExplicitAutograd")
         library.impl(name, blank, "Meta")

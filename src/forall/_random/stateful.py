@@ -18,6 +18,7 @@ from forall._random.discrete import below, permutation
 from forall._random.keys import of_width, words
 from forall._random.threefry import counters
 from forall._torch.schema import facts, functional_of
+from forall._torch.shapes import broadcast_shapes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -248,7 +249,7 @@ def _normal_of(key: Tensor, mean: Any, std: Any = 1.0) -> Tensor:
     if not isinstance(std, Tensor):
         _ask(std >= 0, f"normal expects std >= 0.0, but found std {std}")
     dtype = head.dtype if head.dtype.is_complex else _working(head.dtype)
-    z = normal(key.to(head.device), torch.broadcast_shapes(*given), dtype)
+    z = normal(key.to(head.device), broadcast_shapes(*given), dtype)
     return (z * std + mean).to(head.dtype)
 
 
@@ -259,7 +260,7 @@ def _bernoulli_of(key: Tensor, x: Tensor, p: Any = None) -> Tensor:
 
 def _entrywise(operator: Callable) -> Callable:
     def draw_(key: Tensor, x: Tensor, *rest: Any) -> Tensor:
-        shape = torch.broadcast_shapes(x.shape, *(r.shape for r in rest if isinstance(r, Tensor)))
+        shape = broadcast_shapes(x.shape, *(r.shape for r in rest if isinstance(r, Tensor)))
         place = counters(shape, x.device)[1]
         return operator(*words("draw", key.to(x.device)), place, x, *rest)
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from forall._torch.dispatch import in_torch_func
+from forall._torch.shapes import broadcast_shapes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -70,7 +71,7 @@ def _rounds_in_place(k0: Tensor, k1: Tensor, x0: Tensor, x1: Tensor) -> Words:
 
 def _few(k0: Tensor, k1: Tensor, x0: Tensor, x1: Tensor) -> Words:
     """For a handful of entries Python's ints are faster than a hundred operators."""
-    shape = torch.broadcast_shapes(k0.shape, k1.shape, x0.shape, x1.shape)
+    shape = broadcast_shapes(k0.shape, k1.shape, x0.shape, x1.shape)
     if not 0 < math.prod(shape) <= 6:
         return _rounds_in_place(k0, k1, x0, x1)
     entries = zip(*(t.expand(shape).reshape(-1).tolist() for t in (k0, k1, x0, x1)), strict=True)

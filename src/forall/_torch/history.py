@@ -71,9 +71,26 @@ def gradients(
     with functions_off():
         cotangents = torch.autograd._tensor_or_tensors_to_tuple(given, len(outputs))
         cotangents = torch.autograd._make_grads(outputs, cotangents, is_grads_batched=False)
+    return gradients_of(
+        outputs, stops, cotangents, retain_graph=retain_graph, create_graph=create_graph
+    )
+
+
+def gradients_of(
+    outputs: Sequence[Tensor],
+    stops: Iterable[End],
+    cotangents: Sequence[Tensor | None],
+    *,
+    create_graph: bool,
+    retain_graph: bool = True,
+) -> tuple[Tensor | None, ...]:
+    """torch.autograd.grad of cotangents that are known to be of the outputs' kinds.
+
+    Torch compares their shapes by what imports sympy on its first use: half a second.
+    """
     return torch.autograd._engine_run_backward(
-        outputs,
-        cotangents,
+        tuple(outputs),
+        tuple(cotangents),
         retain_graph,
         create_graph,
         tuple(stops),

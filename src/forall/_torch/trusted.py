@@ -141,7 +141,6 @@ QUESTIONS = frozenset(
         torch.mps.is_available,
         torch.backends.mps.is_available,
         torch.distributed.is_available,
-        torch.onnx.is_in_onnx_export,
         torch._C._are_functorch_transforms_active,
     }
 )
@@ -265,12 +264,18 @@ def is_inert(value: Any) -> bool:
 
 def is_question(value: Any) -> bool:
     """Whether it asks for torch's state, so that its answer has to be watched."""
-    return id(value) in _QUESTIONS
+    return id(value) in _QUESTIONS or _is_of_onnx(value)
+
+
+def _is_of_onnx(value: Any) -> bool:
+    """Whether it is onnx's question, which nobody holds before torch.onnx is imported: 0.2 s."""
+    onnx = sys.modules.get("torch.onnx")
+    return onnx is not None and value is getattr(onnx, "is_in_onnx_export", None)
 
 
 def is_torchs(value: Any) -> bool:
     """Whether this is a function of torch's of which nothing but its name need be looked at."""
-    return id(value) in _FUNCTIONS
+    return id(value) in _FUNCTIONS or _is_of_onnx(value)
 
 
 SCRIPTS = (torch.jit.ScriptFunction, torch.jit.ScriptModule, torch._C.ScriptMethod)

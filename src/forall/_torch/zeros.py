@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from forall._torch.dispatch import aside, functions_off, no_dispatch
+from forall._torch.shapes import broadcast_shapes
 from forall._torch.tracers import unseen
 from forall._torch.wrapper import Wrapper
 
@@ -57,7 +58,7 @@ def _zeros(func: Any, x: Any, y: Any) -> torch.Tensor:
     with functions_off(), no_dispatch():
         dtype = torch.result_type(x, y)
         shapes = () if func in _DOTS else (a.shape for a in (x, y) if isinstance(a, torch.Tensor))
-        shape = torch.broadcast_shapes(*shapes)
+        shape = broadcast_shapes(*shapes)
     return plain_zeros(shape, dtype=dtype, device=(x if _is_zero(x) else y).device)
 
 
@@ -65,7 +66,7 @@ def _is_of_sum(x: torch.Tensor, y: torch.Tensor) -> bool:
     """Whether a tensor has the shape, dtype and device of its sum with another."""
     with functions_off(), no_dispatch():
         same = torch.result_type(x, y) == x.dtype and x.device == y.device
-        return same and torch.broadcast_shapes(x.shape, y.shape) == x.shape
+        return same and broadcast_shapes(x.shape, y.shape) == x.shape
 
 
 def _is_zero(a: Any) -> bool:

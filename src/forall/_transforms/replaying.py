@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import functools
 import operator
+import sys
 from dataclasses import fields
+from importlib import import_module
 from time import perf_counter
 from types import CodeType, FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -23,6 +25,7 @@ from torch.nn import Module
 
 from forall._core import config
 from forall._core.levels import stack
+from forall._programs.attempts import clock, without_collections
 from forall._torch import handover
 from forall._torch.dispatch import dispatch_modes
 from forall._transforms import anew
@@ -35,6 +38,11 @@ if TYPE_CHECKING:
 
 _CALLS = 2  # of a function before it is looked at, however long they take
 _MOST = 16  # transforms of one function that are counted together
+_RECORDS = tuple(  # with all they import
+    f"forall._programs.{name}"
+    for name in ("recorder", "guards", "purity", "passes", "recording", "replay")
+)
+_AT_ONCE = 0.02  # seconds of one call that go into importing these
 
 
 class Calls:
@@ -56,17 +64,20 @@ class Calls:
         if replays is None and config.now.replay == "check":
             replays = self._looked_at(func, eager)
         if replays is not None:
-            if replays.why is not None:
-                return eager(func, *args, **kwargs)
             instead = functools.partial(eager, func, *args, **kwargs)
             return replays.run((given, *args) if given else args, kwargs, instead)
         start = perf_counter()
         result = eager(func, *args, **kwargs)
         self.spent += perf_counter() - start
         self.count += 1
-        if self.count >= _CALLS and self.spent >= config.now.patience:
+        if self.count >= _CALLS and self.spent >= config.now.patience and _can_record():
             self._looked_at(func, eager)
         return result
+
+    def passes(self) -> bool:
+        """Whether nothing is replayed, and the next call is not looked at."""
+        replays = self.replays
+        return replays is not None and replays.newest is None and replays.passes()
 
     def told(self, func: Any, eager: Callable) -> str:
         """How the calls are replayed, or why not; nothing where that is not known yet."""
@@ -90,6 +101,18 @@ class Calls:
             copied = any(isinstance(x, CodeType) for x in self.same)
             self.replays = Replays(run, leave, stands_in=copied)
         return self.replays
+
+
+def _can_record() -> bool:
+    """Whether all that records is imported: some of it for each call, which would wait for all."""
+    rooms = [room for room in _RECORDS if room not in sys.modules]
+    if not rooms:
+        return True
+    start = clock()
+    with without_collections():
+        while rooms and clock() - start < _AT_ONCE:
+            import_module(rooms.pop(0))
+    return not rooms
 
 
 def _stood_in(eager: Callable, template: Any, given: Sequence, /, *args: Any, **kwargs: Any) -> Any:
@@ -260,12 +283,16 @@ def _transformed(func: Callable, key: Any, eager: Callable) -> Callable:
     asked = key is not None and is_on() and anew.may_be_anew(func)
     own = None if isinstance(func, (FunctionType, Module)) else Calls()
     fixed = None if asked else _place(func, key, own)
+    last: Calls | None = None
 
     @functools.wraps(func, updated=())
     def transformed(*args: Any, **kwargs: Any) -> Any:
-        if not is_on():
+        nonlocal last
+        if not is_on() or (last is not None and last.passes()):
             return eager(func, *args, **kwargs)
         calls, given = fixed or _place(func, key, own)
+        if not fixed:
+            last = calls  # to find them may take longer than what they say
         return calls.run(func, given, eager, args, kwargs)
 
     def calls() -> Calls:

@@ -16,6 +16,7 @@ from forall._batching.families import front, is_mapped, level_on, lower, stacked
 from forall._batching.table import register
 from forall._core.errors import data_dependent
 from forall._torch.dispatch import no_dispatch
+from forall._torch.shapes import broadcast_shapes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -72,7 +73,7 @@ def _masked_select(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
 @families.by_front
 def _selected(size, x, mask):
     """A mask that is the same for all examples."""
-    shape = torch.broadcast_shapes(x.v.shape[1:], mask.shape)
+    shape = broadcast_shapes(x.v.shape[1:], mask.shape)
     v = x.v.reshape(x.v.shape[0], *(1,) * (len(shape) + 1 - x.v.dim()), *x.v.shape[1:])
     flat = v.expand(size, *shape).reshape(size, torch.Size(shape).numel())
     return aten.index.Tensor(flat, [None, mask.expand(shape).reshape(-1)])

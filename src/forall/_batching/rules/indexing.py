@@ -27,6 +27,7 @@ from forall._batching.indices import (
 from forall._batching.layouts import asks_first, not_in_a_row
 from forall._batching.table import CALLS, register
 from forall._core.axes import stacked_dim
+from forall._torch.shapes import broadcast_shapes
 
 aten = torch.ops.aten
 Tensor = torch.Tensor
@@ -99,7 +100,7 @@ register(
 def _broadcast(size: int, *operands: Any, shape: Any = None) -> list[Tensor]:
     """(B, *S) each, S the shape they broadcast to."""
     if shape is None:
-        shape = torch.broadcast_shapes(
+        shape = broadcast_shapes(
             *(a.v.shape[1:] if isinstance(a, Stack) else a.shape for a in operands)
         )
     found = []

@@ -28,6 +28,7 @@ from forall._random import stateful
 from forall._random.scopes import running
 from forall._torch import generators
 from forall._torch.names import DispatchKey, OpOverload
+from forall._torch.shapes import broadcast_shapes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -191,7 +192,7 @@ def _normal(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     """mean + std z, in the dtype of the mean, or of std where the mean is a number."""
     args = (*args, 1.0)[:2]  # std where it is left away
     given = [a for a in args if isinstance(a, Tensor)]
-    shape = torch.broadcast_shapes(*(a.shape for a in given))
+    shape = broadcast_shapes(*(a.shape for a in given))
     ours = any(is_mapped(a, level) for a in given)
     mean, std = (_lined(a, len(shape), level) if isinstance(a, Tensor) else a for a in args)
     head = mean if isinstance(mean, Tensor) else std
