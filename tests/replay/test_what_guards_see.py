@@ -26,7 +26,15 @@ CASES = {
     for name, lines in (b.split("\n", 1) for t in TEXTS for b in t.strip().split("\n\n"))
 }
 X = torch.tensor([1.0, 2.0, 3.0])
+XS = torch.stack([X, X * 2])
 # By which forall is told to call a function, and how the function is given.
+PRELUDE = """
+import array, collections, contextvars, copyreg, ctypes, dataclasses, io, itertools, operator
+import pickle, random, struct, types, unittest.mock as mock
+import torch.distributions as dist, torch.utils._pytree as pytree
+from torch.nn.utils import parametrizations, parametrize
+torch.manual_seed(0)
+"""
 WAYS = {
     "vmap": lambda f: vmap(lambda x: f(x) * 1.0),
     "grad": lambda f: grad(lambda x: (f(x) * x).sum()),
@@ -41,19 +49,19 @@ def made(name, *, seen):
     body = NEVER if seen else "def f(x):\n"
     source = source.replace("def f(x):\n", body).replace("\nf: ", f"\n{body} return ")
     later, last = ("\n".join(x[2:] for x in lines if x[:2] == mark) for mark in ("> ", "? "))
-    return module(source), later, last
+    return module(PRELUDE + source), later, last
 
 
 def history(name, way, *, seen, replay, monkeypatch):
     monkeypatch.setattr(forall.config, "replay", replay)
     m, later, last = made(name, seen=seen)
     g = WAYS[way](m.f) if replay or way != "jit" else m.f
-    found = []
+    found, x = [], XS if way == "vmap" else X
     try:
-        found += [outcome(g, X) for _ in range(9)]
+        found += [outcome(g, x) for _ in range(9)]
         told = _was_replayed(g, way) if replay else False
         exec(later, vars(m))  # noqa: S102
-        found += [outcome(g, X) for _ in range(3)]
+        found += [outcome(g, x) for _ in range(3)]
     finally:
         exec(last, vars(m))  # noqa: S102
         del sys.modules[m.__name__]
@@ -70,6 +78,8 @@ def _was_replayed(g, way):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", CASES)
 def test_a_change_of_what_is_reached_is_as_in_the_plain_call(name, way, seen, monkeypatch):
+    if way == "jit" and name.startswith("~"):
+        pytest.skip("jit is told that there is nothing of the kind")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         wanted, _ = history(name, way, seen=seen, replay=False, monkeypatch=monkeypatch)
@@ -77,6 +87,6 @@ def test_a_change_of_what_is_reached_is_as_in_the_plain_call(name, way, seen, mo
     assert not any(isinstance(w, str) for w in wanted), wanted
     assert same(found, wanted), (found, wanted)
     if way != "jit":  # which is told that nothing is hidden from it
-        assert not (replayed and name.startswith("-"))
+        assert not (replayed and name.startswith(("-", "~")))
     if seen and way == "vmap":  # where it is read alone, more is in doubt
-        assert replayed == (not name.startswith("-"))
+        assert replayed == (not name.startswith(("-", "~")))

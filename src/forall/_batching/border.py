@@ -22,6 +22,7 @@ from forall._torch.dispatch import (
     functions_off,
     has_tangent,
     is_accumulating,
+    plain_alias,
     torch_funcs,
     users_tangent,
     users_tangents,
@@ -127,14 +128,19 @@ def leave(example: torch.Tensor, axis: int, level: VmapLevel, worn: Dress = ()) 
                 return _own(example, example.value, axis)
             return _left(example, axis, level)
         refuse_torchs(example)
+        crosses = carries(example)
+        if crosses:  # by `Share` first, where it is what the function captures
+            example = lift(example, level)
         # Made here and not in the node: a node's forward runs under no_grad, and there the tangents
         # that a value holds, and its history further out, would be cut.
         value, worn = settle(_left(example, axis, level), worn)
-        if not carries(example):
+        if not crosses:
             return value
         bare, wears = strip(value)
-        # Another tensor than the value: it gets a history that may have saved the value.
-        made = [second_name(bare)]
+        # Another tensor than the value: it gets a history that may have saved the value. A tangent
+        # that the value has comes from outside, and crosses as the example's.
+        wrapped = isinstance(bare, Wrapper)
+        made = [second_name(bare) if wrapped else plain_alias(bare, moves=False)]
         if isinstance(example, Batched) and example.family is not None:
             example.family.left = Count(bare)
         return dress(apply_function(Exit, example, made, axis, level, (*wears, *worn)), wears)

@@ -6,6 +6,7 @@ into it, or into a view of it, is put back there.
 
 from __future__ import annotations
 
+import inspect
 import threading
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -55,6 +56,11 @@ _ITSELF = frozenset(getattr(Tensor, name).__get__ for name in _GETTERS.split()) 
     Tensor.is_complex,
     Tensor.register_hook,
     Tensor.retain_grad,
+}
+# Backward passes, with the names of what they may be given.
+_PASSES = {
+    f: tuple(inspect.signature(f).parameters)
+    for f in (torch.autograd.grad, Tensor.backward, torch.autograd.backward)
 }
 _SET_DATA = frozenset({Tensor.data.__set__})
 _SEQUENCES = frozenset({list, tuple})
@@ -106,12 +112,31 @@ def narrowed(func: Any, args: tuple, kwargs: dict) -> Fit:
         )
     # It makes no view either: nobody can write into what it takes.
     reads = is_pointwise(func) and (not kwargs or are_words(kwargs)) and not _says_yes(args)
-    if func is torch.autograd.grad:  # with respect to the very tensors
-        return Fit((_fit(args[0], stands, reads), *args[1:]), kwargs, stands)
+    if func in _PASSES:
+        return _pass(args, kwargs, *_PASSES[func])
     args = tuple([_fit(a, stands, reads) for a in args])
     if kwargs:
         kwargs = {k: _fit(a, stands, reads) for k, a in kwargs.items()}
     return Fit(args, kwargs, stands)
+
+
+def _pass(args: tuple, kwargs: dict, *names: str) -> Fit:
+    """A backward pass, of the examples that run.
+
+    It goes to the very tensors: a copy of their rows is no leaf, and nothing was made of it. Other
+    examples may have a pass of their own through what they all have computed together.
+    """
+    given = dict(zip(names, args, strict=False)) | kwargs
+    if len(args) > len(names) or given.keys() - set(names):
+        return Fit(args, kwargs, {})  # for torch to complain of
+    stands: dict[int, Tensor] = {}
+    inputs = given.pop("inputs", None)
+    given = {k: _fit(a, stands, reads=False) for k, a in given.items()}
+    given["retain_graph"] = True
+    if inputs is not None:
+        given["inputs"] = inputs
+    first = given.pop(names[0], None)
+    return Fit(() if first is None else (first,), given, stands)
 
 
 def _says_yes(args: tuple) -> bool:

@@ -326,13 +326,13 @@ def closed(results: Any, run: Run, outer_grad: bool) -> Any:
     if not run.made:  # each variable is a view of one from outside
         return results
     with functions_off():
-        tensors = [t for t in trees.leaves(results) if isinstance(t, torch.Tensor)]
-        bares = map(bare, tensors) if posing.used else tensors
-        found = [(t, b) for t, b in zip(tensors, bares, strict=True) if b.requires_grad]
-        if not found:
+        found = [t for t in trees.leaves(results) if isinstance(t, torch.Tensor)]
+        pairs = [(t, bare(t) if posing.used else t) for t in found]
+        pairs = [(t, b) for t, b in pairs if b.requires_grad]
+        if not pairs:
             return results
-        free = {*map(id, inward([b for _, b in found], run))}
-        freed = {id(t) for t, b in found if id(b) in free}
+        free = {*map(id, inward([b for _, b in pairs], run))}
+        freed = {id(t) for t, b in pairs if id(b) in free}
         return trees.map_tensors(
             lambda t: carried(_alias(bare(t)), t) if id(t) in freed else t, results
         )

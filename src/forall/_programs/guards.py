@@ -15,16 +15,13 @@ import gc
 import os
 import sys
 from collections import deque
-from collections.abc import Iterator
 from contextvars import ContextVar
 from types import (
-    CodeType,
+    CellType,
     FunctionType,
-    GenericAlias,
     MappingProxyType,
     MemberDescriptorType,
     ModuleType,
-    UnionType,
 )
 from typing import TYPE_CHECKING, Any
 from weakref import ReferenceType
@@ -42,37 +39,42 @@ from forall._core.remembering import (
     is_library,
     is_no_users,
     is_ours,
+    names_of,
 )
 from forall._programs.imports import imported
+from forall._programs.libraries import asked_names, inner_functions, is_followed, of_users
 from forall._programs.namespaces import asked_for, in_hand, is_users
-from forall._programs.naming import Names
+from forall._programs.naming import BY_TORCH, Names
 from forall._programs.ran import EVERYTHING
 from forall._programs.single import (
     CACHED,
-    MUTABLE,
     TELLERS,
     VIEWS,
     WRAPPERS,
     has_none,
     has_numbers,
+    held,
     is_alive,
     is_derived,
     is_hint,
     is_in_class,
     is_leaf,
+    is_moved_on,
     is_of_environment,
     keeping,
     kept,
     leads_to,
+    parts_of_hint,
     wrapped,
 )
 from forall._programs.watched import Watched
-from forall._torch.names import PLAIN
+from forall._torch.names import PLAIN, OpOverload, OpOverloadPacket
 from forall._torch.trees import is_registered
-from forall._torch.trusted import SCRIPTS, is_torchs, is_trusted, makes_lists
+from forall._torch.trusted import SCRIPTS, definition_of, is_torchs, is_trusted, makes_lists
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
+    from types import CodeType
 
     from forall._programs.ran import Everything
 
@@ -80,17 +82,7 @@ TOO_MUCH = "the function reaches too much of Python's state to watch"
 _MADE_OF = ("__code__", "__defaults__", "__kwdefaults__", "__dict__")
 _TOLD = (*_MADE_OF, "__name__", "__qualname__", "__doc__", "__module__", "__annotations__")
 _BUILTINS = vars(builtins)
-# Modules that run whenever anything is transformed, by what their names begin with: a replayed call
-# needs none of them. And those whose functions are read where nobody has seen what runs.
-_MACHINERY = (
-    "forall",
-    "torch._",
-    "torch.autograd",
-    "torch.overrides",
-    "torch.utils._python_dispatch",
-    "torch.utils._pytree",
-)
-_READ = ("torch.nn.", "torch.functional", "torch.distributions.")
+_OPERATORS = (OpOverload, OpOverloadPacket)
 _OF_MODULES = frozenset({"__getattr__"})  # that Python asks for by itself
 
 
@@ -110,15 +102,17 @@ class Guards(Watched):
         self._functions: list[FunctionType] = []  # the user's, and those that do not run
         self._aside: list[Mapping[str, Any]] = []  # of which only what code names is looked at
         self._kinds: dict[int, type] = {}  # of objects, and what these derive from
+        self._left_of_libraries: list[FunctionType] = []
+        self._kinds_of_libraries: list[type] = []
+        self._library_names: frozenset[str] = frozenset()
+        self._followed: set[CodeType] = set()
+        self._followed_methods: set[CodeType] = set()
         # All that was met: no other takes its identity. Of all modules, code names what it asks.
         self._held: dict[int, Any] = {id(sys.modules): sys.modules}
         self._weakly: list[Weakly] = []
         self.given = [*given]  # which a kind of calls may know by its identity
         self._left = [func, *self.given]  # to be looked at: objects hang in each other without end
-        self._entries(vars(torch.Tensor))  # of which any name may be asked
-        self._libraries: set[CodeType] = set()  # functions of libraries' whose names are watched
-        for code, home in ran.libraries():
-            self._library(code, home)
+        self.watch_class(torch.Tensor)  # which may be asked for any name
         self._look_at_all()
         while self._left and self.why is None:
             self._look_at_all()
@@ -146,7 +140,9 @@ class Guards(Watched):
                     self._look(value)
             except Exception as error:  # noqa: BLE001 - of the user's own `__class__`, `__dict__`
                 self.why = f"an object that it reaches raises {type(error).__name__} when looked at"
-        late = [getattr(f, name) for f in self._functions for name in self._told()]
+        self._look_at_libraries()
+        late = [*self._left]
+        late += [getattr(f, name) for f in self._functions for name in self._told()]
         late += [x for names in self._aside for n, x in names.items() if self._asked.asks(n)]
         self._left = [x for x in late if id(x) not in self._held and not is_leaf(x)]
 
@@ -158,16 +154,18 @@ class Guards(Watched):
         look = next((look for kinds, look in _LOOKS if isinstance(value, kinds)), None)
         if len(self._held) > self.ran.most:
             self.why = TOO_MUCH
+        elif is_moved_on(value):
+            self.why = "the function reaches an iterator, and nothing tells how far that has come"
         elif is_of_environment(value):
             self._entries(os.environ._data)
         elif has_numbers(value):
             self._memory(value)
         elif look is not None:
             look(self, value)
-        elif isinstance(value, Iterator) and not isinstance(type(value).__next__, FunctionType):
-            self.why = "the function reaches an iterator, and nothing tells how far that has come"
         elif is_hint(value):
             self._hint(value)
+        elif (inside := held(value)) is not None:
+            self._left += inside
         elif not isinstance(value, Unwatched):
             self._object(value)
         if is_derived(value):
@@ -191,6 +189,17 @@ class Guards(Watched):
         if not issubclass(kind, (tuple, frozenset)):
             self._lists.append((value, tuple(value)))  # sets have an order too
         self._left += value
+
+    def _hint(self, value: Any) -> None:
+        origin = getattr(value, "__origin__", None)
+        if not (isinstance(origin, type) and is_no_users(origin)):  # who calls the hint makes one
+            self._left.append(origin)
+        self._aside.append(parts_of_hint(value))
+
+    def _cell(self, cell: CellType) -> None:
+        value = contents(cell)
+        self._attributes.append((cell, "cell_contents", value))
+        self._left.append(value)
 
     def _weak(self, value: Weakly) -> None:
         self._weakly.append(value)
@@ -219,7 +228,57 @@ class Guards(Watched):
         self._others.append(keeping(func))
         self._left.append((*kept(func),))
 
+    def _library(self, func: FunctionType) -> None:
+        """What a function of a library's leads to, by the names in its code."""
+        if func.__code__ in self._followed or not is_followed(func):
+            return
+        if not self.ran.holds(func.__code__):
+            self.ran.idle(func)
+            return
+        self._followed.add(func.__code__)
+        self._library_names |= names_of(func.__code__)
+        for names, name, value in asked_names(func):
+            self._of_libraries.append((names, name, value))
+            if isinstance(value, FunctionType):
+                self._left_of_libraries.append(value)
+            elif isinstance(value, (dict, list)) and id(value) not in self._held:
+                self._held[id(value)] = value
+                self._registry(value)
+        self._left_of_libraries += inner_functions(func)
+
+    def _registry(self, value: Any) -> None:
+        """What a library keeps for its functions to ask, and may be given by others."""
+        if isinstance(value, dict):
+            self._entries(value)
+        else:
+            self._lists.append((value, tuple(value)))
+        self._left += of_users(value)
+
+    def _look_at_libraries(self) -> None:
+        """Functions of libraries that can be come to, and methods that have their names."""
+        while self._left_of_libraries or self._methods_are_left():
+            while self._left_of_libraries:
+                func = self._left_of_libraries.pop()
+                if is_no_users(func):
+                    self._library(func)
+                else:
+                    self._left.append(func)
+
+    def _methods_are_left(self) -> bool:
+        asks = self._asked.asks
+        for kind in self._kinds_of_libraries:
+            for name, found in vars(kind).items():
+                func = getattr(found, "fget", None) or getattr(found, "__func__", found)
+                if isinstance(func, FunctionType) and func.__code__ not in self._followed_methods:
+                    dunder = name[:2] == "__" or name in BY_TORCH
+                    if self.ran.seen or dunder or asks(name) or name in self._library_names:
+                        self._followed_methods.add(func.__code__)
+                        self._left_of_libraries.append(func)
+        return bool(self._left_of_libraries)
+
     def _function(self, func: FunctionType) -> None:
+        if is_no_users(func) and not is_ours(func):
+            self._left_of_libraries.append(func)
         if is_torchs(func):
             return
         if is_ours(func):
@@ -250,45 +309,6 @@ class Guards(Watched):
             self._named(names, wanted, written)
             self._of_modules(func)
 
-    def watch_library(self, func: Any) -> None:
-        """A function of a library's that may be called: what it names may be patched.
-
-        Where it was seen what runs, it is known already.
-        """
-        if not self.ran.seen and isinstance(func, FunctionType):
-            self._library(func.__code__, func.__globals__)
-            self._holding = None
-
-    def _library(self, code: CodeType, home: dict[str, Any]) -> None:
-        """What a function of a library's names: it may be patched, or be where users register."""
-        where = home.get("__name__") or ""
-        if code in self._libraries or where.startswith(_MACHINERY):
-            return
-        self._libraries.add(code)
-        for name in code.co_names:
-            value = home.get(name, UNSET)
-            if value is UNSET:
-                continue
-            self._names.append((home, name, value))
-            if isinstance(value, ModuleType):
-                there = vars(value)
-                self._names += [(there, n, there[n]) for n in code.co_names if n in there]
-            elif isinstance(value, (dict, list, set, deque)) and id(value) not in self._held:
-                self._held[id(value)] = value
-                self._registry(bare(value))
-            elif where.startswith(_READ):
-                self.watch_library(value)
-
-    def _registry(self, value: Any) -> None:
-        if isinstance(value, dict):
-            self._entries(value)
-            found = value.values()
-        else:
-            self._lists.append((value, tuple(value)))
-            found = value
-        kinds = FunctionType, type
-        self._left += [x for x in found if isinstance(x, kinds) and not is_no_users(x)]
-
     def _of_modules(self, func: FunctionType) -> None:
         """What it has of modules of the user's, but for names of those that it names."""
         imports = imported(func, self.ran)
@@ -318,6 +338,8 @@ class Guards(Watched):
         if not isinstance(value, ModuleType):
             self._left.append(value)
             return
+        if is_library(value.__name__):
+            self._module_of_library(value, inner)
         self._left += self._asked.by(value)
         if type(value) is not ModuleType:  # then its class has a say too
             self._left.append(value)
@@ -326,6 +348,23 @@ class Guards(Watched):
             self._attributes.append((value, "__class__", type(value)))
             self._missing.append((vars(value), inner - vars(value).keys()))
             self._named(vars(value), inner, inner)
+
+    def _module_of_library(self, module: ModuleType, inner: frozenset[str]) -> None:
+        """What code may ask a library's module for, by the names in it."""
+        if (id(module), inner) in self._modules:
+            return
+        self._modules.add((id(module), inner))
+        for name in inner & vars(module).keys():
+            value = vars(module)[name]
+            self._of_libraries.append((vars(module), name, value))
+            if isinstance(value, FunctionType):
+                self._left_of_libraries.append(value)
+            elif isinstance(value, _OPERATORS):
+                self._left.append(value)
+            elif isinstance(value, type):
+                self._kinds_of_libraries += value.__mro__[:-1]
+            elif isinstance(value, ModuleType) and is_library(value.__name__):
+                self._module_of_library(value, inner)
 
     def _module(self, module: ModuleType) -> None:
         if is_users(module):
@@ -363,14 +402,13 @@ class Guards(Watched):
             self.watch_answer(abc.get_cache_token)
         names = vars(kind)
         if is_no_users(kind):
-            if kind.__flags__ & MUTABLE:
-                self._entries(names)
-            if kind.__module__.startswith(_READ):
-                for method in names.values():
-                    self.watch_library(method)
+            for base in kind.__mro__:
+                if is_a_library(base) and base.__module__ != "builtins":
+                    self._kinds_of_libraries.append(base)
             known = is_trusted(kind)
             put = ((n, f) for n, f in names.items() if type(f) is FunctionType)
             self._aside.append({n: f for n, f in put if not is_no_users(f)} if known else names)
+            self.watch_class(kind)  # which may be given other methods, as its bases
             return
         self._attributes.append((kind, "__mro__", kind.__mro__))
         self._entries(names)
@@ -381,7 +419,6 @@ class Guards(Watched):
     def _object(self, thing: Any, weakly: Weakly | None = None) -> None:
         state = getattr(thing, "__dict__", None)
         if state is None and is_a_library(type(thing)):
-            self._slots(thing)
             return
         held = thing if weakly is None else weakly
         self._attributes.append((held, "__class__", type(thing)))
@@ -400,20 +437,6 @@ class Guards(Watched):
                 self._left.append(state)  # that others may read by any name
             else:
                 self._state(state, weakly)
-
-    def _slots(self, thing: Any) -> None:
-        """What an object of a library's has in slots; one without them holds nothing by name."""
-        if type(thing).__module__.partition(".")[0] == "forall":
-            return
-        for base in type(thing).__mro__:
-            for name, found in vars(base).items() if base.__flags__ & MUTABLE else ():
-                if type(found) is MemberDescriptorType:
-                    value = getattr(thing, name, UNSET)
-                    self._attributes.append((thing, name, value))
-                    self._left.append(value)
-
-    def _hint(self, value: Any) -> None:
-        self._left += [getattr(value, n, None) for n in ("__origin__", "__args__", "__metadata__")]
 
     def _state(self, state: dict[str, Any], weakly: Weakly | None = None) -> None:
         self._states.append((state, weakly))
@@ -442,8 +465,6 @@ _LOOKS: tuple[tuple[Any, Callable[[Guards, Any], None]], ...] = (
     ((dict, MappingProxyType), Guards._mapping),
     (VIEWS, lambda guards, value: guards._left.append(value.mapping)),
     ((list, tuple, deque, set, frozenset), Guards._several),
-    (slice, lambda guards, value: guards._left.extend((value.start, value.stop, value.step))),
-    ((GenericAlias, UnionType), Guards._hint),
     (FunctionType, Guards._function),
     (WRAPPERS, Guards._wrapper),
     (CACHED, Guards._cached),
@@ -452,4 +473,6 @@ _LOOKS: tuple[tuple[Any, Callable[[Guards, Any], None]], ...] = (
     (ModuleType, Guards._module),
     (TELLERS, Guards._teller),
     (Weakly, Guards._weak),
+    (CellType, Guards._cell),
+    (_OPERATORS, lambda guards, value: guards._left.append(definition_of(value))),
 )

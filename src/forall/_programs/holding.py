@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
 _SIZED = (dict, OrderedDict)  # that are true where they hold anything
+_offset = torch.Tensor.storage_offset
+_SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 _NONE: Mapping[str, str] = MappingProxyType({})
 _FEW = 4  # entries of a list, each of which is asked for by itself
 _MANY = 64  # tests, beside which one more call is nothing, and one more text to compile is much
@@ -76,13 +78,18 @@ def holding(
     lists: Iterable[tuple[Any, tuple]],
     looks: Looks,
     weakly: Iterable[tuple[Weakly, str, Any]] = (),
+    of_libraries: tuple[Sequence, Sequence] = ((), ()),
     others: Iterable[Callable[[], bool]] = (),
 ) -> Holding:
     """What tells whether all of these hold what they held, compared by identity."""
     attributes, dicts, lists = [*attributes], [*dicts], [*lists]
     empty = [row[0] for row in dicts if not row[1] and type(row[0]) in _SIZED]
     dicts = [row for row in dicts if row[1] or type(row[0]) not in _SIZED]
-    counted, counts, unwritten = _of_dicts([*names], [*missing], dicts)
+    own = _Dicts([*names], [*missing], dicts)
+    names, dicts_of_libraries = of_libraries
+    # Apart: whoever writes into a global of theirs has not all of these looked at.
+    theirs = _Dicts([*names], [], [*dicts_of_libraries])
+    counted, counts, unwritten = _of_dicts([own, theirs])
     rest = _of_attributes([row for row in attributes if row[2] is not UNSET], empty)
     rest += _of_weakly([*weakly])
     rest += _of_short([row for row in lists if _is_short(*row)])
@@ -95,6 +102,9 @@ def holding(
         ]
     )
     at_once = rest + _of_tensors(looks.tensors, looks.at_once or looks.exactly)
+    if looks.offsets:  # torch's own look does not ask for them
+        given = {"map": map, "offset_of": _offset, "offsets": looks.offsets}
+        at_once += Tests(["[*map(offset_of, held)] == offsets"], given)
     if counted:
         given = {"of": writes_into, "map": map, "counted": counted, "counts": counts}
         at_once += Tests(["[*map(of, counted)] == counts"], given)
@@ -112,6 +122,7 @@ class Looks:
     def __init__(self, tensors: Iterable[torch.Tensor] = ()) -> None:
         self.tensors = [*tensors]
         self.at_once = alike(self.tensors)
+        self.offsets = [*map(_offset, self.tensors)] if self.at_once else []
         self._now = [*map(_look, self.tensors)]
 
     def exactly(self, *tensors: torch.Tensor) -> bool:
@@ -120,8 +131,17 @@ class Looks:
 
 def _look(t: torch.Tensor) -> tuple:
     strides = t.stride() if has_memory(t) else t.layout
-    bits = t.is_conj(), t.is_neg()
-    return type(t), t.shape, t.dtype, t.device, t.requires_grad, strides, t.is_inference(), bits
+    bits = t.is_conj(), t.is_neg(), t.is_inference()
+    return type(t), t.shape, t.dtype, t.device, t.requires_grad, strides, bits, _rest(t)
+
+
+def _rest(t: torch.Tensor) -> tuple:
+    """What else Python may be told of it, and keep as a number."""
+    if has_memory(t):
+        return (t.storage_offset(),)
+    if t.layout in _SPARSE:
+        return (t._nnz(), t.is_coalesced() if t.layout == torch.sparse_coo else None)
+    return ()
 
 
 def if_any(there: Any, check: Callable[[], bool]) -> list[Callable[[], bool]]:
@@ -170,24 +190,45 @@ def _of_calls(checks: Sequence[Callable[[], bool]]) -> Tests:
     return Tests([f"{name}()" for name in given], given)
 
 
-def _of_dicts(
-    names: list, missing: list, dicts: list
-) -> tuple[list[dict], list[int], Callable[[], bool]]:
-    """Dicts, how often each was written into when all were looked at, and what looks anew."""
-    homes = [beneath(row[0]) for row in (*names, *missing, *dicts)]
-    counted = [*{id(d): d for d in homes if type(d) is dict}.values()]
-    checks = [
-        *_of_names(*_columns(names, 3)),
-        *if_any(missing, lambda: all(none.isdisjoint(home) for home, none in missing)),
-        *_of_entries(*_columns(dicts, 3)),
-    ]
+class _Dicts(NamedTuple):
+    """Entries of dicts, and those that are not there."""
+
+    names: list[tuple[Any, str, Any]]
+    missing: list[tuple[Any, frozenset[str]]]
+    dicts: list[tuple[Any, tuple, tuple]]
+
+    def homes(self) -> list[Any]:
+        return [beneath(row[0]) for row in (*self.names, *self.missing, *self.dicts)]
+
+    def checks(self) -> list[Callable[[], bool]]:
+        missing = self.missing
+        return [
+            *_of_names(*_columns(self.names, 3)),
+            *if_any(missing, lambda: all(none.isdisjoint(home) for home, none in missing)),
+            *_of_entries(*_columns(self.dicts, 3)),
+        ]
+
+
+def _of_dicts(groups: Sequence[_Dicts]) -> tuple[list[dict], list[int], Callable[[], bool]]:
+    """Dicts, how often each was written into when all were looked at, and what looks anew.
+
+    A group is looked at where one of its own was written into.
+    """
+    counted: list[dict] = []
+    parts: list[tuple[slice, list[Callable[[], bool]]]] = []
+    for group in groups:
+        found = {id(d): d for d in group.homes() if type(d) is dict}
+        parts.append((slice(len(counted), len(counted) + len(found)), group.checks()))
+        counted += found.values()
     counts: list[int] = []
 
     def unwritten() -> bool:
         now = [*map(writes_into, counted)]
         if now != counts:
-            if not all(check() for check in checks):
-                return False
+            for part, checks in parts:
+                written = now[part] != counts[part] or not counts
+                if written and not all(check() for check in checks):
+                    return False
             counts[:] = now
         return True
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from forall._programs.ran import Everything
 
 # What torch calls of a class without its name being written anywhere.
-_BY_TORCH = frozenset({"forward", "backward", "setup_context", "vmap", "jvp"})
+BY_TORCH = frozenset({"forward", "backward", "setup_context", "vmap", "jvp"})
 # What Python calls of a class without a say in what a function gives.
 _ASIDE = frozenset({"__hash__", "__reduce__", "__reduce_ex__", "__getstate__"})
 # By these an attribute is found whose name may be any, and by these built-in functions.
@@ -57,7 +57,7 @@ class Names:
     def __init__(self, ran: Everything) -> None:
         self._ran = ran
         self.any = False  # whether it can ask by each
-        self._met = {*_BY_TORCH}
+        self._met = {*BY_TORCH}
         self._written: set[str] = set()
         self._waiting: dict[str, list[Any]] = {}
 

@@ -19,6 +19,7 @@ import sys
 from contextvars import ContextVar
 from types import (
     BuiltinFunctionType,
+    CellType,
     CodeType,
     FunctionType,
     MappingProxyType,
@@ -207,7 +208,6 @@ class _Reading:
     def _may_use(self, value: Any, inside: ModuleType, name: str) -> bool:
         """Whether code may use what a module of a library's has under a name, watched from now."""
         self.guards.watch_name(vars(inside), name, value)
-        self.guards.watch_library(value)
         return self._is_trusted(value) or self._is_idle(value)
 
     def is_certain(self, value: Any) -> bool:
@@ -241,8 +241,6 @@ class _Reading:
     def _is_trusted(self, value: Any) -> bool:
         if trusted.is_question(value):
             self.guards.watch_answer(value)
-        if trusted.calls_registered(value) and not self.ran.seen:
-            return False  # nobody knows what of the user's it calls
         return trusted.is_trusted(value)
 
     def _is_never_made(self, value: Any) -> bool:
@@ -275,7 +273,7 @@ def _is_certain(value: Any) -> bool:
         return False  # nobody looks at what they hold
     if value is ReferenceType:  # the class of those that are judged by what they refer to
         return True
-    if isinstance(value, (FunctionType, Unwatched, CACHED, ContextVar)):
+    if isinstance(value, (FunctionType, Unwatched, CACHED, CellType, ContextVar)):
         return True  # ours, or looked at by the guards
     if isinstance(value, torch.Tensor):
         return kind in PLAIN

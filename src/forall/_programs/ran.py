@@ -66,10 +66,6 @@ class Everything:
         """The code of all functions of the user's that were seen to run."""
         return ()
 
-    def libraries(self) -> Iterable[tuple[CodeType, dict[str, Any]]]:
-        """Functions of libraries' that were seen to run, each with its globals."""
-        return ()
-
     def inner(self, code: CodeType) -> Iterable[CodeType]:
         """A function's code and that of all written inside it."""
         return codes_of(code)
@@ -107,7 +103,7 @@ class Ran(Everything):
         super().__init__(most=50_000)  # of which most are functions that do not run
         self.why: str | None = None  # it was not seen
         self._offsets: dict[CodeType, set[int]] = {}  # of the user's functions
-        self._libraries: dict[CodeType, dict[str, Any]] = {}  # with the globals of each
+        self._libraries: set[CodeType] = set()
         self._idle: set[CodeType] = set()  # what was asked for and had not run
         self._tracers: dict[int, Callable | None] = {}
         self._met: list[CodeType] = []  # so that no other takes their identity
@@ -148,15 +144,12 @@ class Ran(Everything):
         home = frame.f_globals.get("__name__") or ""
         made = home.startswith("namedtuple_")  # by Python, in a module of its own
         if made or remembering.is_none_by_name(home):
-            self._libraries[frame.f_code] = frame.f_globals
+            self._libraries.add(frame.f_code)
             return None
         return _Noting(self._offsets.setdefault(frame.f_code, set()))
 
     def codes(self) -> Iterable[CodeType]:
         return self._offsets
-
-    def libraries(self) -> Iterable[tuple[CodeType, dict[str, Any]]]:
-        return self._libraries.items()
 
     def __le__(self, other: Everything) -> bool:
         if not isinstance(other, Ran):
@@ -164,7 +157,7 @@ class Ran(Everything):
         if self.why is not None:
             return False
         theirs = other._offsets
-        if not other._idle.isdisjoint(self._libraries):
+        if not self._libraries.isdisjoint(other._idle):
             return False
         return all(code in theirs and ran <= theirs[code] for code, ran in self._offsets.items())
 

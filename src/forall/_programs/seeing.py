@@ -13,7 +13,8 @@ from forall._core.levels import outside_all, stack
 from forall._programs.recorder import TELLING, TORCHS, is_whole
 from forall._torch import trees
 from forall._torch.dispatch import aside, functions_off, in_torch_func, no_dispatch
-from forall._torch.trusted import TELLS
+from forall._torch.names import OpOverload, OpOverloadPacket
+from forall._torch.trusted import TELLS, is_made_of_users_calls
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -129,6 +130,9 @@ _READING = {
 }
 
 
+_OPERATORS = (OpOverload, OpOverloadPacket)
+
+
 class Watch(TorchFunctionMode):
     """Sees the calls that no operator tells of."""
 
@@ -140,6 +144,8 @@ class Watch(TorchFunctionMode):
         changes = func in _CHANGES
         if in_torch_func():
             self.recorder.fails(TORCHS)
+        elif isinstance(func, _OPERATORS) and is_made_of_users_calls(func):
+            self.recorder.fails(f"{func} is a function in Python that nothing leads to")
         elif func in TELLS and self.recorder.is_from_outside(args[0]):
             self.recorder.fails(TELLING)
         elif func in _UNSEEN or (changes and self.recorder.is_from_outside(args[0])):

@@ -11,12 +11,16 @@ import sys
 from collections import deque
 from contextlib import _GeneratorContextManager
 from itertools import chain
+from operator import itemgetter
 from types import (
     BuiltinFunctionType,
     FunctionType,
+    GenericAlias,
+    MethodDescriptorType,
     MethodType,
     MethodWrapperType,
     ModuleType,
+    WrapperDescriptorType,
 )
 from typing import TYPE_CHECKING, Any
 
@@ -50,12 +54,37 @@ WRAPPERS = (
     MethodWrapperType,
     _GeneratorContextManager,
 )
-LEAVES = (*WORDS, RemovableHandle, torch.fx.Graph)  # hooks are looked at where they hang
+LEAVES = (*WORDS, RemovableHandle)  # hooks are looked at where they hang
 
 
 def is_hint(value: Any) -> bool:
-    """Whether it is a hint of typing's, of which only the reader makes something."""
-    return type(value).__module__ == "typing"
+    """Whether it is a hint, of which only the reader makes something."""
+    return type(value).__module__ == "typing" or isinstance(value, GenericAlias)
+
+
+_MOVING = ("__next__", "__anext__", "send")
+_IN_C = (WrapperDescriptorType, MethodDescriptorType)
+
+
+def is_moved_on(value: Any) -> bool:
+    """Whether what asks it moves it on, in C: nothing tells how far it has come."""
+    kinds = type(value).__mro__
+    return any(isinstance(vars(kind).get(name), _IN_C) for kind in kinds for name in _MOVING)
+
+
+def held(value: Any) -> list[Any] | None:
+    """What something holds that is never given anything else; None where it is no such thing."""
+    if isinstance(value, slice):
+        return [value.start, value.stop, value.step]
+    if isinstance(value, itemgetter):
+        return [*value.__reduce__()[1]]
+    return None
+
+
+def parts_of_hint(value: Any) -> dict[str, Any]:
+    """What a hint is made of, by the names by which code asks for it."""
+    parts = {name: getattr(value, name, ()) for name in ("__args__", "__metadata__")}
+    return {**parts, "get_args": (*parts.values(),)}
 
 
 def is_of_environment(value: Any) -> bool:

@@ -30,6 +30,10 @@ class Watched:
         self._attributes: list[tuple[Any, str, Any]] = []
         self._names: list[tuple[dict[str, Any], str, Any]] = []
         self._missing: list[tuple[dict[str, Any], frozenset[str]]] = []
+        # Of libraries: hardly ever written into, and asked apart from what is.
+        self._of_libraries: list[tuple[dict[str, Any], str, Any]] = []
+        self._classes_of_libraries: list[tuple[Any, tuple, tuple]] = []
+        self._classes: dict[int, type] = {}  # of these
         self._of_weakly: list[tuple[Weakly, str, Any]] = []  # entries of an object's `__dict__`
         self._dicts: list[tuple[Any, tuple, tuple]] = []
         self._lists: list[tuple[Any, tuple]] = []
@@ -59,6 +63,7 @@ class Watched:
                 self._lists,
                 self._looks,
                 self._of_weakly,
+                (self._of_libraries, self._classes_of_libraries),
                 if_any(data, lambda: all(numbers(known) == copy for known, copy in data))
                 + if_any(answers, lambda: all(answer(ask) == known for ask, known in answers))
                 + self._others,
@@ -67,14 +72,16 @@ class Watched:
 
     def watch_name(self, names: dict[str, Any], name: str, value: Any) -> None:
         """What a module of a library's has under a name, beyond what is watched otherwise."""
-        self._names.append((names, name, value))
+        self._of_libraries.append((names, name, value))
         self._holding = None
 
     def watch_class(self, kind: type) -> None:
         """A class of a library's: what it has, if that can change."""
         for base in kind.__mro__:
-            if base.__flags__ & MUTABLE:
-                self._entries(vars(base))
+            if base.__flags__ & MUTABLE and id(base) not in self._classes:
+                self._classes[id(base)] = base
+                names = vars(base)
+                self._classes_of_libraries.append((names, tuple(names), tuple(names.values())))
         self._holding = None
 
     def watch(self, tensors: Iterable[torch.Tensor]) -> None:

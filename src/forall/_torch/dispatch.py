@@ -375,16 +375,17 @@ def has_own_dispatch(kind: type[torch.Tensor]) -> bool:
     return kind.__torch_dispatch__ is not _NO_DISPATCH
 
 
-def plain_alias(tensor: torch.Tensor) -> torch.Tensor:
+def plain_alias(tensor: torch.Tensor, *, moves: bool = True) -> torch.Tensor:
     """An ordinary tensor under a second name without history; a user's own tangent stays.
 
-    A tensor whose class dispatches for itself (DTensor) has its class do it: the kernel knows
-    nothing of what such a tensor holds, and would answer with a tensor that has no memory.
+    Unless it ``moves`` under that name, the tangent goes as well. A tensor whose class dispatches
+    for itself (DTensor) has its class do it: the kernel knows nothing of what such a tensor holds,
+    and would answer with a tensor that has no memory.
     """
     hidden = beneath_ours() if has_own_dispatch(type(tensor)) else unseen()
     with functions_off(), hidden:
         alias = tensor.detach()
-        if users_tangents():
+        if moves and users_tangents():
             tangent = forward_ad.unpack_dual(tensor).tangent
             if tangent is not None:
                 alias = forward_ad.make_dual(alias, tangent)

@@ -19,6 +19,7 @@ import types
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._library import custom_ops
 from torch.autograd import functional
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -74,7 +75,6 @@ _BUILTINS = """
 """
 _TELLING = """
     _version grad grad_fn is_leaf retains_grad output_nr data_ptr const_data_ptr _base _is_view
-    storage_offset
     _cdata _use_count is_shared is_pinned _backward_hooks _post_accumulate_grad_hooks
     initial_seed seed manual_seed get_state set_state get_rng_state set_rng_state __dict__ __code__
     __globals__ __closure__ __subclasses__ f_back f_globals f_locals gi_frame cr_frame ag_frame
@@ -146,13 +146,17 @@ QUESTIONS = frozenset(
     }
 )
 
+# By these keys a function is called before any mode sees its operator.
+_COMPOSITE = (
+    "CompositeImplicitAutograd",
+    "CompositeImplicitAutogradNestedTensor",
+    "AutocastCPU",
+    "AutocastCUDA",
+)
+
 # Torch's functions of tensors, and what is not found where they are.
 _HOMES = (*function_homes[:-1], F, torch.functional, torch.linalg, torch.fft, torch.special)
 _UNFIT = ("__", "set_", "_cufft_set", "from_file")
-_OF_TREES = [
-    getattr(pytree, f"tree_{n}")
-    for n in ["map", "flatten", "unflatten", "leaves", "iter", "all", "any"]
-]
 _MORE = (
     functions_pass,
     checkpoint,
@@ -198,7 +202,10 @@ _MORE = (
     torch.jit.ignore,
     torch.jit.unused,
     *QUESTIONS,
-    *_OF_TREES,
+    *(
+        getattr(pytree, f"tree_{n}")
+        for n in ["map", "flatten", "unflatten", "leaves", "iter", "all", "any"]
+    ),
     types.SimpleNamespace,
     collections.OrderedDict,
     collections.defaultdict,
@@ -211,7 +218,6 @@ _FUNCTIONS = frozenset(map(id, [*filter(callable, _FOUND), *_MORE]))  # none of 
 _QUESTIONS = frozenset(map(id, QUESTIONS))
 
 
-_FIELD = type(inspect.FullArgSpec.args)  # of a named tuple
 # Of these classes a value says all there is to say.
 WORDS = (
     int,
@@ -224,12 +230,12 @@ WORDS = (
     torch.device,
     torch.Size,
     types.CodeType,
+    types.UnionType,
 )
-# Of these too, or it has nothing that changes; the guards look at what they hold.
+# Of these too, or it has nothing that changes.
 _INERT = (
     *WORDS,
-    types.GenericAlias,
-    types.UnionType,
+    types.GenericAlias,  # which the guards look into, as into what follows
     type(...),
     type(NotImplemented),
     range,
@@ -238,13 +244,16 @@ _INERT = (
     torch.memory_format,
     torch.Generator,
     SDPBackend,
-    torch.fx.Graph,  # of which a module's forward was made, which is looked at
     types.GetSetDescriptorType,
     types.MemberDescriptorType,
+    type(inspect.FullArgSpec.args),  # what reads an entry of a tuple
     type(torch.LongTensor),  # what these make comes from nowhere that a recorder knows
-    _FIELD,
 )
 _INERT_MODULES = frozenset({"typing", "dataclasses", "_abc", "enum", "numpy._globals"})
+
+
+# Classes whose objects are known, or looked at each by itself.
+_LOOKED_AT = frozenset({torch.jit.ScriptFunction, *_INERT})
 
 
 def is_inert(value: Any) -> bool:
@@ -257,13 +266,6 @@ def is_inert(value: Any) -> bool:
 def is_question(value: Any) -> bool:
     """Whether it asks for torch's state, so that its answer has to be watched."""
     return id(value) in _QUESTIONS
-
-
-def calls_registered(value: Any) -> bool:
-    """True if a function calls what users have registered for their classes."""
-    if any(value is f for f in _OF_TREES):
-        return True
-    return isinstance(value, types.FunctionType) and value.__module__ == "torch.distributions.kl"
 
 
 def is_torchs(value: Any) -> bool:
@@ -341,7 +343,7 @@ def _is_of_numpy(value: Any) -> bool:
 
 def _is_trusted_class(kind: type) -> bool:
     module = kind.__module__
-    if module in _INERT_MODULES or kind is torch.jit.ScriptFunction:  # each of which is looked at
+    if module in _INERT_MODULES or kind in _LOOKED_AT:  # each of which is looked at
         return True
     if module == "builtins":
         return kind.__name__ in BUILTINS
@@ -371,7 +373,6 @@ _BASES = frozenset(
         collections.Counter,
         re.Pattern,
         re.Match,
-        _FIELD,
         inspect.Signature,
         inspect.Parameter,
         inspect.Parameter.empty,
@@ -398,3 +399,20 @@ def _is_namedtuple(kind: type) -> bool:
     functions = (getattr(f, "__func__", f) for f in vars(kind).values())
     homes = [f.__globals__["__name__"] for f in functions if isinstance(f, types.FunctionType)]
     return all(home == "collections" or home.startswith("namedtuple_") for home in homes)
+
+
+def definition_of(op: Any) -> Any:
+    """The object of `torch.library.custom_op` that has an operator's functions; None elsewhere."""
+    packet = getattr(op, "overloadpacket", op)
+    return custom_ops.OPDEFS.get(packet._qualified_op_name)
+
+
+def is_made_of_users_calls(op: Any) -> bool:
+    """Whether an operator is a function in Python that calls others, registered by its name.
+
+    Nobody keeps that function where Python finds it, so nothing tells what it reads.
+    """
+    packet = getattr(op, "overloadpacket", op)
+    home, _, name = packet._qualified_op_name.partition("::")
+    names = {f"{home}/{name}", *(f"{home}/{name}.{overload}" for overload in packet.overloads())}
+    return any(f"{n}/{key}" in torch.library._impls for n in names for key in _COMPOSITE)

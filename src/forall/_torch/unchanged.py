@@ -30,7 +30,8 @@ def beneath(names: Mapping) -> Any:
 def alike(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
     """What tells of others in the place of these tensors whether they are like them.
 
-    That is class, shape, strides, dtype, device and whether they require grad.
+    That is class, shape, strides, dtype, device, whether they require grad, and the conj and neg
+    bits.
     """
     if not all(map(has_memory, tensors)):
         return None  # it asks each for its strides

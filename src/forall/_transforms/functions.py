@@ -50,13 +50,14 @@ from forall._torch.dispatch import (
 from forall._torch.names import BACKWARD_HOOK
 from forall._torch.posed import Posed, bare, carried, posing, undressed
 from forall._torch.wrapper import Wrapper
+from forall._transforms.own_rules import by_own_rule
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 
 def _applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
-    out = apply_users(cls, *args, **kwargs)
+    out = apply_users(by_own_rule(cls, args), *args, **kwargs)
     if is_once(cls) and torch.is_grad_enabled():
         remember(args, out)
     if stack.parted and (stack.again or not in_backward()):
