@@ -22,7 +22,6 @@ NOTE [answers]
 from __future__ import annotations
 
 import weakref
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,6 +36,7 @@ from forall._torch.lazy import is_zeros, with_lazy_bits
 from forall._torch.memory import has_memory, storage_of
 from forall._torch.names import DispatchMode, StorageWeakRef
 from forall._torch.schema import facts, writes
+from forall._torch.whole import contextmanager
 from forall._torch.wrapper import Wrapper
 
 if TYPE_CHECKING:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import is_
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -31,6 +30,7 @@ from forall._programs.statics import unboxed
 from forall._programs.writing import function
 from forall._torch import generators, handover, trees
 from forall._torch.names import version
+from forall._torch.whole import contextmanager
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -24,7 +24,7 @@ from forall._programs.ran import EVERYTHING, SEEN, SIGHTS, Everything, Ran
 from forall._programs.recording import Before, guarding, record
 from forall._programs.replayed import MISSED
 from forall._programs.signature import Unfit, ambient, is_free, kind_of
-from forall._torch import generators, trees
+from forall._torch import generators, trees, whole
 from forall._torch.history import node_of
 from forall._torch.names import has_global_hooks
 from forall._torch.unchanged import writes_into
@@ -80,7 +80,9 @@ class Replays(Unwatched):
             return instead()
         recorded = self.known.get(kind, _NEW)
         if type(recorded) is _Due or (recorded is _NEW and config.now.replay == "check"):
-            return self._first(_Call(kind, args, kwargs, instead, *trees.flatten((args, kwargs))))
+            return whole.call(
+                self._first, _Call(kind, args, kwargs, instead, *trees.flatten((args, kwargs)))
+            )
         if type(recorded) is str:
             return instead()
         if recorded is _NEW or not recorded.stands(tensors):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +14,7 @@ from forall._programs.recorder import TELLING, TORCHS, is_whole
 from forall._torch import trees
 from forall._torch.dispatch import aside, functions_off, in_torch_func, no_dispatch
 from forall._torch.trusted import TELLS
+from forall._torch.whole import contextmanager
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

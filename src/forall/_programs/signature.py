@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +30,7 @@ from forall._torch.dispatch import (
 )
 from forall._torch.names import PLAIN, hooks_on_saved
 from forall._torch.unchanged import alike, state
+from forall._torch.whole import contextmanager
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

@@ -22,7 +22,7 @@ from torch.nn import Module
 
 from forall._core import config
 from forall._core.levels import stack
-from forall._torch import handover
+from forall._torch import handover, whole
 from forall._torch.dispatch import dispatch_modes
 from forall._transforms import anew
 from forall._transforms.chunking import Chunks
@@ -56,11 +56,11 @@ class Calls:
             replays = self._looked_at(func, eager)
         if replays is not None:
             if replays.why is not None:
-                return eager(func, *args, **kwargs)
-            instead = functools.partial(eager, func, *args, **kwargs)
+                return whole.call(eager, func, *args, **kwargs)
+            instead = functools.partial(whole.call, eager, func, *args, **kwargs)
             return replays.run((given, *args) if given else args, kwargs, instead)
         start = perf_counter()
-        result = eager(func, *args, **kwargs)
+        result = whole.call(eager, func, *args, **kwargs)
         self.spent += perf_counter() - start
         self.count += 1
         if self.count >= _CALLS and self.spent >= config.now.patience:
@@ -245,7 +245,7 @@ def _transformed(func: Callable, key: Any, eager: Callable) -> Callable:
     @functools.wraps(func, updated=())
     def transformed(*args: Any, **kwargs: Any) -> Any:
         if not is_on():
-            return eager(func, *args, **kwargs)
+            return whole.call(eager, func, *args, **kwargs)
         calls, given = fixed or _place(func, key, own)
         return calls.run(func, given, eager, args, kwargs)
 
