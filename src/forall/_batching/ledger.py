@@ -21,7 +21,7 @@ from forall._batching.batched import Batched, Family
 from forall._batching.undoing import Before, grad_of
 from forall._core.errors import columns, short
 from forall._core.levels import top
-from forall._torch import identities
+from forall._torch import identities, whole
 from forall._torch.dispatch import below_autograd, functions_off
 from forall._torch.memory import storage_of
 from forall._torch.wrapper import Wrapper
@@ -72,6 +72,7 @@ class _Written(threading.local):
 
 
 written = _Written()
+whole.PUT_BACK.append(lambda *_: written.named.clear())
 
 
 def note_write(target: Any) -> None:

@@ -7,7 +7,6 @@ into it, or into a view of it, is put back there.
 from __future__ import annotations
 
 import inspect
-import threading
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -33,6 +32,7 @@ from forall._batching.shortcut import are_words, is_pointwise
 from forall._batching.table import CALLS
 from forall._core.levels import act, lift, stack
 from forall._core.parting import Apart
+from forall._torch import whole
 from forall._torch.dispatch import forward_mode_runs, functions_off, no_dispatch
 from forall._torch.wrapper import Wrapper
 
@@ -66,13 +66,13 @@ _SET_DATA = frozenset({Tensor.data.__set__})
 _SEQUENCES = frozenset({list, tuple})
 
 
-class _Kept(threading.local):
+class _Kept(whole.Here):
     """What has been narrowed for the examples that run, with what it was before for others."""
 
     found: dict[int, tuple[Any, Any, Any]] | None = None
 
 
-kept = _Kept()
+kept = _Kept.made()
 
 
 def forget(found: dict[int, tuple[Any, Any, Any]]) -> None:

@@ -6,7 +6,6 @@ Nobody listens otherwise, and `stack.listening` is empty.
 from __future__ import annotations
 
 import sys
-from contextlib import contextmanager
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -18,6 +17,7 @@ from forall._core.parting import Parted
 from forall._core.places import OURS, TORCH, Place, users_frame, users_line
 from forall._torch import tracers
 from forall._torch.dispatch import functions_off, no_dispatch
+from forall._torch.whole import contextmanager
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

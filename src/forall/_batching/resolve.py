@@ -20,7 +20,7 @@ from forall._batching.ledger import written
 from forall._core.counting import counted
 from forall._core.errors import DataDependentError, collective, slow
 from forall._core.levels import outside
-from forall._torch import custom, trees
+from forall._torch import custom, trees, whole
 from forall._torch.names import DispatchKey, decompositions, has_kernel
 from forall._torch.schema import factory_of, facts, functional_of, writes, written_by
 
@@ -154,6 +154,7 @@ class _Running(threading.local):
 
 
 _running = _Running()
+whole.PUT_BACK.append(lambda *_: _running.now.clear())
 
 
 def _decomposition(func: Any) -> Any | None:

@@ -16,6 +16,7 @@ import torch
 
 from forall._batching.batched import Batched, Family, family_of, is_view, wrap
 from forall._batching.ledger import written
+from forall._torch import whole
 from forall._torch.dispatch import functions_off
 from forall._torch.names import version
 from forall._torch.wrapper import Wrapper
@@ -37,6 +38,7 @@ class _Copies(threading.local):
 
 
 copies = _Copies()
+whole.PUT_BACK.append(lambda *_: setattr(copies, "followed", False))
 FOLLOWING: list[Callable[[], None]] = []  # of code that knows other names of what is written
 
 

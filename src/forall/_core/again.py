@@ -7,7 +7,7 @@ what is made anew: examples may be written into it.
 
 from __future__ import annotations
 
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -18,6 +18,7 @@ from forall._torch.dispatch import functions_off, in_backward, users_tangents
 from forall._torch.lazy import lazy_zeros_stay
 from forall._torch.names import DispatchMode
 from forall._torch.schema import facts
+from forall._torch.whole import contextmanager
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -13,8 +13,7 @@ NOTE [inside and outside]
 
 from __future__ import annotations
 
-import threading
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from types import NoneType
 from typing import TYPE_CHECKING, Any
 from weakref import ref
@@ -22,7 +21,7 @@ from weakref import ref
 import torch
 
 from forall._core.order import numbered
-from forall._torch import fsdp
+from forall._torch import fsdp, whole
 from forall._torch.dispatch import (
     functions_off,
     in_torch_func,
@@ -32,6 +31,7 @@ from forall._torch.dispatch import (
     torch_funcs,
 )
 from forall._torch.names import pop_mode, push_mode
+from forall._torch.whole import contextmanager
 from forall._torch.wrapper import Wrapper
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ class Level:
         return self.root is not other.root and other.root not in self.around
 
 
-class _Stack(threading.local):
+class _Stack(whole.Here):
     top: Level | None = None
     parted = 0  # how many levels have a part of their examples act
     ever_parted = False
@@ -159,7 +159,7 @@ class _Stack(threading.local):
     listening: tuple = ()  # who hears of each question of Python's, see `questions`
 
 
-stack = _Stack()
+stack = _Stack.made()
 
 
 def top() -> Level | None:
@@ -201,6 +201,21 @@ class entered:
         self.level.active = False
         if self.level.lifted:
             _let_go(self.level)
+
+
+def _abandon(left: list, _: int) -> None:
+    """End the levels that an exception between two instructions has left active."""
+    inner = stack.top
+    while inner is not None:
+        left.append(inner.root)
+        inner = inner.parent
+    for level in left:
+        if isinstance(level, Level) and level.active and not is_mode_on(level):
+            level.active, level.part = False, None
+            level.lifted.clear()
+
+
+whole.PUT_BACK.append(_abandon)
 
 
 def _let_go(level: Level) -> None:

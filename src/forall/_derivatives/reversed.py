@@ -9,7 +9,6 @@ Source: Townsend, "A new trick for calculating Jacobian vector products" (2017).
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,6 +27,7 @@ from forall._torch.dispatch import (
     functions_off,
     no_dispatch,
 )
+from forall._torch.whole import contextmanager
 from forall._torch.wrapper import Wrapper
 
 if TYPE_CHECKING:

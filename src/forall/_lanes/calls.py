@@ -7,7 +7,6 @@ import re
 import sys
 import types
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from forall._batching.straight import called
@@ -24,6 +23,7 @@ from forall._lanes.state import close_down_to, each_world, thread
 from forall._lanes.varying import Varying, plain, varies, worlds_of
 from forall._lanes.words import words
 from forall._source import Refused, template
+from forall._torch.whole import contextmanager
 
 OVERRIDDEN: dict[Any, Callable] = {}  # builtins that mean something for lanes (see `builtin`)
 PASSED_ON: set[Any] = set()  # builtins that call the functions they are given, and nothing else

@@ -8,10 +8,10 @@ takes steps of its own length is an example.
 from __future__ import annotations
 
 import functools
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from forall._lanes.state import thread
+from forall._torch.whole import contextmanager
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -15,6 +15,7 @@ from forall._lanes.heap import Slot, Split, Unsplittable
 from forall._lanes.merging import Parts, merge
 from forall._lanes.report import Report
 from forall._lanes.words import words
+from forall._torch import whole
 
 
 class Thread(threading.local):
@@ -90,6 +91,16 @@ class Thread(threading.local):
 
 
 thread = Thread()
+
+
+def _begin_anew(_left: list, _level: int) -> None:
+    """Forget what ran, where an exception between two instructions has ended the outermost call."""
+    report = thread.report
+    thread.__init__()
+    thread.report = report
+
+
+whole.PUT_BACK.append(_begin_anew)
 
 
 class Region:

@@ -20,7 +20,7 @@ from forall._programs.recording import guarding, record
 from forall._programs.replayed import MISSED, Recorded
 from forall._programs.sameness import Unfit, outlined
 from forall._programs.signature import is_free, kind_of
-from forall._torch import trees
+from forall._torch import trees, whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -101,7 +101,7 @@ class Kinds(Unwatched):
         if made is None or not made.stands(tensors, nodes):
             self.misses += 1
             if made is None or not made.failed or made.times <= _TIMES:
-                return self._first(kind, given, leaves)
+                return whole.call(self._first, kind, given, leaves)
             self._as_it_is(kind, given, "what it asks of numbers changes from call to call")
             return self.func(*args, **kwargs)
         if made is self.newest:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dis
 import sys
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from itertools import takewhile
 from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ from forall._core import remembering
 from forall._programs.attempts import NEVER, TOO_LONG, Deadline, clock
 from forall._programs.naming import codes_of
 from forall._torch.names import PLAIN
+from forall._torch.whole import contextmanager
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

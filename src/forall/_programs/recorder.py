@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import sys
 import weakref
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -41,6 +40,7 @@ from forall._torch.memory import has_memory, storage_of
 from forall._torch.names import DispatchMode, StorageWeakRef
 from forall._torch.posed import CALLS_ON
 from forall._torch.schema import Facts, facts, writes
+from forall._torch.whole import contextmanager
 from forall._torch.wrapper import Wrapper
 
 if TYPE_CHECKING:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import is_
 from threading import Lock
@@ -37,6 +36,7 @@ from forall._programs.writing import function
 from forall._torch import generators, handover, trees
 from forall._torch.names import PLAIN, version
 from forall._torch.posed import kind_of
+from forall._torch.whole import contextmanager
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

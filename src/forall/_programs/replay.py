@@ -37,7 +37,7 @@ from forall._programs.recording import Before, Unfinished, begun, guarding
 from forall._programs.replayed import MISSED
 from forall._programs.sameness import Unfit, objects_of, outlined
 from forall._programs.signature import ambient, is_free, kind_of
-from forall._torch import generators, trees
+from forall._torch import generators, trees, whole
 from forall._torch.history import node_of
 from forall._torch.names import has_global_hooks
 from forall._torch.unchanged import writes_into
@@ -103,10 +103,10 @@ class Replays(Unwatched):
             return instead()
         recorded = self.known.get(kind)
         if recorded is None:
-            return self._not_known(_Call(kind, args, kwargs, instead, leaves))
+            return whole.call(self._not_known, _Call(kind, args, kwargs, instead, leaves))
         recorded.used = self.attempts.looks
         if type(recorded) is _Begun:
-            return self._one_more_step(kind, recorded, instead)
+            return whole.call(self._one_more_step, kind, recorded, instead)
         if not recorded.stands(tensors, nodes):
             self._changed(kind, recorded)
             return instead()

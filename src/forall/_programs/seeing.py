@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +14,7 @@ from forall._torch import trees
 from forall._torch.dispatch import aside, functions_off, in_torch_func, no_dispatch
 from forall._torch.names import OpOverload, OpOverloadPacket
 from forall._torch.trusted import TELLS, is_made_of_users_calls
+from forall._torch.whole import contextmanager
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -9,7 +9,7 @@ NOTE [the same bits]
 
 from __future__ import annotations
 
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from forall._programs.equals import frozen
 from forall._programs.program import with_refs
 from forall._programs.signature import ambient
 from forall._torch.dispatch import is_autocast, without_autocast, without_history
+from forall._torch.whole import contextmanager
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

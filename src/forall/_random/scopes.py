@@ -8,11 +8,11 @@ NOTE [draw numbers]
 
 from __future__ import annotations
 
-import threading
 from typing import TYPE_CHECKING, Any
 
 from forall._core.errors import columns
 from forall._random import keys, stateful
+from forall._torch import whole
 from forall._torch.dispatch import functions_off
 from forall._torch.names import DispatchMode
 from forall._torch.schema import facts
@@ -75,11 +75,11 @@ class Scope:
         return stateful.draw(self.reserve()(), func, args, kwargs)
 
 
-class _State(threading.local):
+class _State(whole.Here):
     running: Scope | None = None
 
 
-_state = _State()
+_state = _State.made()
 
 
 def running() -> Scope | None:

@@ -8,15 +8,16 @@ of a Function makes belongs to the level of its gradients.
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Generator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint
+
+from forall._torch import whole
+from forall._torch.whole import contextmanager
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -122,13 +123,13 @@ class _Kept(NamedTuple):
     tensor: torch.Tensor
 
 
-class _Now(threading.local):
+class _Now(whole.Here):
     """What the checkpoint keeps that begins now, or has kept that is computed again."""
 
     keeps: Keeps = staticmethod(lambda _: False)
 
 
-_now = _Now()
+_now = _Now.made()
 
 
 @contextmanager

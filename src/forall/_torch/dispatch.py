@@ -6,7 +6,7 @@ import functools
 import os
 import sys
 import threading
-from contextlib import contextmanager
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +15,9 @@ import torch.func
 from torch._C import DispatchKey
 from torch.autograd import forward_ad
 
-from forall._torch import inference
+from forall._torch import inference, whole
 from forall._torch.tracers import beneath_ours, unseen
+from forall._torch.whole import contextmanager
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -87,7 +88,7 @@ class forward_on:
         set_forward_enabled(self.was)
 
 
-class _Held(threading.local):
+class _Held(whole.Here):
     """What this thread does with the forward-mode level."""
 
     ours = 0  # jvps that are running
@@ -102,31 +103,45 @@ class _ForwardLevel:
     """
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.users = 0
-        self.held = _Held()
+        self.lock = threading.RLock()
+        self.threads: set[int] = set()  # in which jvps run
+        self.held = _Held.made()
         self.torchs_enter = forward_ad.enter_dual_level
         self.torchs_exit = forward_ad.exit_dual_level
 
     def enter(self) -> None:
         with self.lock:
-            if self.held.users or (self.users == 0 and forward_ad._current_level >= 0):
+            if self.held.users or (not self.threads and forward_ad._current_level >= 0):
                 raise NotImplementedError(
                     "jvp: called inside torch.autograd.forward_ad.dual_level().\n"
                     "PyTorch has one forward-mode level in a process, and it is taken.\n"
                     "Use forall.jvp for the outer derivative too."
                 )
-            if self.users == 0:
+            self.held.ours += 1
+            if not self.threads:
                 self.torchs_enter()
-            self.users += 1
-        self.held.ours += 1
+            self.threads.add(threading.get_ident())
 
     def exit(self) -> None:
+        if self.held.ours == 1:
+            with self.lock:
+                self.threads.discard(threading.get_ident())
+                if not self.threads:
+                    self.torchs_exit()
         self.held.ours -= 1
+
+    def put_back(self, _: list, level: int) -> None:
+        """Leave what an exception between two instructions has left entered."""
+        if not self.held.ours:
+            return
+        with suppress(RuntimeError):  # that this thread does not hold it
+            self.lock.release()
         with self.lock:
-            self.users -= 1
-            if self.users == 0:
-                self.torchs_exit()
+            self.threads.discard(threading.get_ident())
+            if not self.threads and level < 0:  # torch has this one level, and counts it apart
+                with suppress(RuntimeError):  # that it was not entered
+                    torch._C._exit_dual_level(level=0)
+                forward_ad._current_level = level
 
     def enter_users(self) -> int:
         """torch.autograd.forward_ad.enter_dual_level, which see."""
@@ -145,6 +160,7 @@ class _ForwardLevel:
 
 
 _forward_level = _ForwardLevel()
+whole.PUT_BACK.append(_forward_level.put_back)
 
 
 def install_forward_level() -> None:
@@ -184,7 +200,7 @@ def forward_mode_runs() -> bool:
 def users_tangents() -> bool:
     """Whether tensors may carry tangents that torch.autograd.forward_ad gave them, not we."""
     return forward_ad._current_level >= 0 and (
-        _forward_level.users == 0 or _forward_level.held.users > 0
+        not _forward_level.threads or _forward_level.held.users > 0
     )
 
 
@@ -392,11 +408,11 @@ def plain_alias(tensor: torch.Tensor, *, moves: bool = True) -> torch.Tensor:
         return alias
 
 
-class _Aside(threading.local):
+class _Aside(whole.Here):
     told: tuple[Callable, ...] = ()  # who is told of what no mode sees being made
 
 
-aside = _Aside()
+aside = _Aside.made()
 
 
 # torch.autograd.Function.apply as torch has it: what it runs is the user's code.

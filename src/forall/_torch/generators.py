@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import threading
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from forall._torch import whole
+from forall._torch.whole import contextmanager
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -14,11 +15,11 @@ if TYPE_CHECKING:
     States = dict[torch.device | torch.Generator, torch.Tensor]
 
 
-class _Noting(threading.local):
+class _Noting(whole.Here):
     states: tuple[States, ...] = ()
 
 
-_noting = _Noting()
+_noting = _Noting.made()
 
 
 def states(leaves: Iterable[Any]) -> States:

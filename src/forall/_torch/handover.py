@@ -8,12 +8,12 @@ inside ours, needs nothing: its wrappers lie on our values, and its operators re
 from __future__ import annotations
 
 import sys
-import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.func
 
+from forall._torch import whole
 from forall._torch.dispatch import dynamo_loaded, in_torch_func, refuse_inside_linearize
 from forall._torch.names import pop_mode, push_mode
 
@@ -64,11 +64,12 @@ def linearize(func: Callable, primals: tuple) -> tuple[Any, Callable]:
     return func(*primals), jvp_fn
 
 
-class _Eager(threading.local):
+class _Eager(whole.Here):
     depth = 0
+    callback: Any = None  # what the outermost has found
 
 
-_eager = _Eager()
+_eager = _Eager.made()
 
 
 def runs_eagerly() -> bool:
@@ -92,6 +93,8 @@ class eagerly:
         if dynamo_loaded():
             compiler = sys.modules["torch._dynamo.eval_frame"]
             self.callback = compiler.set_eval_frame(None)
+            if _eager.depth == 1:
+                _eager.callback = self.callback
             # While somebody counts, fullgraph=True does not ask how many frames it compiled.
             self.counted = compiler.set_fullgraph_compiled_frame_count(0)
             if compiler._callback_from_stance is not _callback_from_stance:
@@ -101,8 +104,19 @@ class eagerly:
         _eager.depth -= 1
         if self.counted < 0:
             sys.modules["torch._dynamo.eval_frame"].set_fullgraph_compiled_frame_count(-1)
+        if _eager.depth == 0:
+            _eager.callback = None
         if self.callback is not None:
             sys.modules["torch._dynamo.eval_frame"].set_eval_frame(self.callback)
+
+
+def _compile_again(_left: list, _level: int) -> None:
+    """Let the compiler hear of calls again, if it did before the outermost of ours."""
+    if _eager.callback is not None:
+        sys.modules["torch._dynamo.eval_frame"].set_eval_frame(_eager.callback)
+
+
+whole.PUT_BACK.append(_compile_again)
 
 
 def push(mode: DispatchMode) -> bool:

@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-import threading
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from forall._torch import whole
 from forall._torch.dispatch import functions_off
 from forall._torch.lazy import with_lazy_bits
 from forall._torch.memory import has_memory, storage_of
 from forall._torch.names import DispatchMode, StorageWeakRef
+from forall._torch.whole import contextmanager
 from forall._torch.wrapper import Wrapper
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-class _Aside(threading.local):
+class _Aside(whole.Here):
     on = False
 
 
-_aside = _Aside()
+_aside = _Aside.made()
 
 
 @contextmanager

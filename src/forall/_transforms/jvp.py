@@ -12,7 +12,7 @@ from forall._core.errors import Call
 from forall._core.levels import lift, top
 from forall._derivatives import forward
 from forall._lanes import users
-from forall._torch import handover, trees
+from forall._torch import handover, trees, whole
 from forall._torch.dispatch import forward_level, functions_off
 from forall._torch.posed import bare, carried
 from forall._transforms import checks
@@ -87,7 +87,7 @@ def jvp(
     eager = functools.partial(_jvp, strict, has_aux)
     if is_on():
         return replay(func, eager, primals, tangents, how=how)
-    return eager(func, primals, tangents)
+    return whole.call(eager, func, primals, tangents)
 
 
 def _jvp(strict: bool, has_aux: bool, func: Callable, primals: Any, tangents: Any) -> Any:

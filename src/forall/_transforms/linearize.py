@@ -13,7 +13,7 @@ from forall._core.errors import Call, columns, short
 from forall._core.levels import lift, top
 from forall._derivatives import forward, reverse
 from forall._derivatives.tape import Linear, TapeLevel, settle, taken_out, tape
-from forall._torch import handover, trees
+from forall._torch import handover, trees, whole
 from forall._torch.dispatch import forward_level
 from forall._torch.posed import bare, carried
 from forall._transforms import checks
@@ -74,7 +74,7 @@ def linearize(func: Callable, *primals: Any) -> tuple[Any, Callable]:
     if is_on() and not torch.is_inference_mode_enabled():  # in which it makes other tensors
         value, found = replay(func, _linearized, *primals, how=how)
     else:
-        value, found = _linearized(func, *primals)
+        value, found = whole.call(_linearized, func, *primals)
     if type(found) is tuple:
         linear, out_spec, constants = found
         return value, _pushing(call, flat, spec, _played(call, linear.play, constants), out_spec)
@@ -185,6 +185,6 @@ def _pushing(call: Call, flat: list, spec: Any, play: Callable, out_spec: Any) -
         """The derivative at the point, in the direction of ``tangents``."""
         seeds = checks.tangents(call, flat, spec, tangents)
         checks.alike(call, flat, seeds)
-        return trees.unflatten(play(seeds), out_spec)
+        return trees.unflatten(whole.call(play, seeds), out_spec)
 
     return jvp_fn

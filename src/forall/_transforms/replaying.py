@@ -26,7 +26,7 @@ from torch.nn import Module
 from forall._core import config
 from forall._core.levels import stack
 from forall._programs.attempts import clock, without_collections
-from forall._torch import handover
+from forall._torch import handover, whole
 from forall._torch.dispatch import dispatch_modes
 from forall._transforms import anew
 from forall._transforms.chunking import Chunks
@@ -64,10 +64,10 @@ class Calls:
         if replays is None and config.now.replay == "check":
             replays = self._looked_at(func, eager)
         if replays is not None:
-            instead = functools.partial(eager, func, *args, **kwargs)
+            instead = functools.partial(whole.call, eager, func, *args, **kwargs)
             return replays.run((given, *args) if given else args, kwargs, instead)
         start = perf_counter()
-        result = eager(func, *args, **kwargs)
+        result = whole.call(eager, func, *args, **kwargs)
         self.spent += perf_counter() - start
         self.count += 1
         if self.count >= _CALLS and self.spent >= config.now.patience and _can_record():
@@ -289,7 +289,7 @@ def _transformed(func: Callable, key: Any, eager: Callable) -> Callable:
     def transformed(*args: Any, **kwargs: Any) -> Any:
         nonlocal last
         if not is_on() or (last is not None and last.passes()):
-            return eager(func, *args, **kwargs)
+            return whole.call(eager, func, *args, **kwargs)
         calls, given = fixed or _place(func, key, own)
         if not fixed:
             last = calls  # to find them may take longer than what they say

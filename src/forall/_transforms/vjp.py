@@ -14,7 +14,7 @@ from forall._core.errors import Call
 from forall._core.levels import Level, lift, outside, top
 from forall._derivatives import forward, reverse
 from forall._lanes import users
-from forall._torch import handover, trees
+from forall._torch import handover, trees, whole
 from forall._torch.dispatch import functions_off, torch_funcs
 from forall._torch.history import nodes
 from forall._torch.inference import ordinary
@@ -79,7 +79,7 @@ def vjp(func: Callable, *primals: Any, has_aux: bool = False) -> Any:
     if handover.needed():
         return handover.call("vjp", func, *primals, has_aux=has_aux)
     call = Call("vjp", func)
-    pull, value, aux = pullback(call, replayed(func), primals, has_aux)
+    pull, value, aux = whole.call(pullback, call, replayed(func), primals, has_aux)
 
     def vjp_fn(
         cotangents: Any, retain_graph: bool = True, create_graph: bool | None = None
@@ -87,7 +87,8 @@ def vjp(func: Callable, *primals: Any, has_aux: bool = False) -> Any:
         """Pull cotangents, shaped like the output, back to the primals."""
         del create_graph  # decided by what the result can reach
         cots = checks.cotangents(call, pull.outputs, pull.out_spec, cotangents)
-        return pull.moved.shaped(pull.at(top(), cots, retain_graph=retain_graph))
+        found = whole.call(pull.at, top(), cots, retain_graph=retain_graph)
+        return pull.moved.shaped(found)
 
     return (value, vjp_fn, aux) if has_aux else (value, vjp_fn)
 
