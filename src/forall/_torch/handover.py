@@ -31,6 +31,11 @@ def needed() -> bool:
     return False
 
 
+def needed_by_levels() -> bool:
+    """Whether they must where ours would push a level, which torch.export's modes come before."""
+    return torch.compiler.is_exporting() or needed()
+
+
 # As they are at import: somebody may put ours in the place of these later, by name.
 _OWN = {name: f for name, f in vars(torch.func).items() if callable(f)}
 

@@ -82,7 +82,7 @@ def jvp(
     """
     how = told("jvp", locals())
     checks.callable_("jvp", func)
-    if handover.needed():
+    if handover.needed_by_levels():
         return handover.call("jvp", func, primals, tangents, strict=strict, has_aux=has_aux)
     eager = functools.partial(_jvp, strict, has_aux)
     if is_on():

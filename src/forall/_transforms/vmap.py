@@ -163,14 +163,14 @@ class Verb(NamedTuple):
         call = Call("vmap", func, in_dims=in_dims)
         if isinstance(in_dims, dict):
             args, kwargs, *dims = mapping.named(call, func, in_dims, args, kwargs)
-            if handover.needed():
+            if handover.needed_by_levels():
                 checks.no_key(call, randomness)
                 return handover.call_named(func, tuple(dims), out_dims, randomness, torchs)(
                     *args, **kwargs
                 )
         else:
             dims = [in_dims]
-            if handover.needed():
+            if handover.needed_by_levels():
                 checks.no_key(call, randomness)
                 return handover.call(
                     "vmap", func, in_dims, out_dims, randomness, chunk_size=torchs
