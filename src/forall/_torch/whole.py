@@ -29,33 +29,23 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _PLACES: list[Any] = []
+_IDLE: list[Any] = []
 # What else is done, before our own state is put back: told of the modes that were left on, and of
 # the level of torch's forward mode that is to be the current one.
 PUT_BACK: list[Callable[[list, int], None]] = []
-
-_EXCLUDED = torch._C._dispatch_tls_local_exclude_set
-_KEYS = tuple(
-    getattr(torch._C.DispatchKey, name)
-    for name in (
-        "AutogradFunctionality",
-        "ADInplaceOrView",
-        "Conjugate",
-        "Negative",
-        "ZeroTensor",
-        "Python",
-        "PythonTLSSnapshot",
-    )
-)
 
 
 class Here(threading.local):
     """State of a thread that is put back."""
 
     @classmethod
-    def made(cls) -> Any:
-        """The one object of its class, which is put back with all others."""
+    def made(cls, *, idle: bool = False) -> Any:
+        """The one object of its class, which is put back with all others.
+
+        What is ``idle`` outside of calls has its class's values there, and need not be kept.
+        """
         here = cls()
-        _PLACES.append(here)
+        (_IDLE if idle else _PLACES).append(here)
         return here
 
 
@@ -64,6 +54,7 @@ class _Now(threading.local):
 
     def __init__(self) -> None:
         self.open: list[Any] = []  # generators of contexts that have been entered
+        self.dicts: list[dict] = []  # of the objects whose state is put back
 
 
 _now = _Now()
@@ -109,7 +100,7 @@ def call(func: Callable, /, *args: Any, **kwargs: Any) -> Any:
         _now.before = None
     except BaseException:
         before, _now.before = _now.before, None
-        while _now.open:
+        while before is not None and len(_now.open) > before.open:
             with contextlib.suppress(Exception):  # of one that finds what others have left
                 _now.open.pop().close()
         if before is not None:
@@ -123,14 +114,13 @@ class _State:
 
     __slots__ = (
         "autocasts",
-        "excluded",
         "forward",
         "functions",
         "grad",
-        "inference",
         "levels",
         "modes",
         "on",
+        "open",
         "ours",
     )
 
@@ -138,13 +128,15 @@ class _State:
         self.on = torch._C._is_torch_function_enabled()
         self.grad = torch.is_grad_enabled()
         self.forward = torch._C._is_fwd_grad_enabled()
-        self.inference = torch.is_inference_mode_enabled()
         self.levels = forward_ad._current_level
         self.autocasts = torch.is_autocast_cache_enabled()
-        self.excluded = _EXCLUDED()
         self.modes = _modes() if torch._C._len_torch_dispatch_stack() else ()
         self.functions = _functions() if torch._C._len_torch_function_stack() else ()
-        self.ours = [vars(place).copy() for place in _PLACES]
+        dicts = _now.dicts
+        if len(dicts) != len(_PLACES):
+            dicts[:] = map(vars, _PLACES)
+        self.ours = [d.copy() for d in dicts]
+        self.open = len(_now.open)
 
     def put_back(self) -> None:
         """Put back all that is not as it was."""
@@ -152,19 +144,14 @@ class _State:
             left = _back(_modes, self.modes, lambda: pop_mode(None), push_mode)
             _back(_functions, self.functions, pop_functions, push_functions)
             torch.set_autocast_cache_enabled(self.autocasts)
-            for key in _KEYS:
-                was = self.excluded.has(key)
-                if torch._C._dispatch_tls_is_dispatch_key_excluded(key) is not was:
-                    torch._C._dispatch_tls_set_dispatch_key_excluded(key, was)
             for tell in PUT_BACK:
                 tell(left, self.levels)
-            for place, was in zip(_PLACES, self.ours, strict=False):
-                now = vars(place)
+            for place in _IDLE:
+                vars(place).clear()
+            for now, was in zip(_now.dicts, self.ours, strict=False):
                 if now != was:
                     now.clear()
                     now.update(was)
-        if torch.is_inference_mode_enabled() is not self.inference:
-            _entered(torch._C._InferenceMode(self.inference))
         if self.on and not torch._C._is_torch_function_enabled():
             _entered(torch._C._EnableTorchFunction())
         torch._C._set_grad_enabled(self.grad)
