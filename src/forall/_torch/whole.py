@@ -28,6 +28,13 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 
+_functions_are_on = torch._C._is_torch_function_enabled
+_records = torch.is_grad_enabled
+_is_forward_on = torch._C._is_fwd_grad_enabled
+_keeps_casts = torch.is_autocast_cache_enabled
+_count_modes = torch._C._len_torch_dispatch_stack
+_count_functions = torch._C._len_torch_function_stack
+
 _PLACES: list[Any] = []
 _IDLE: list[Any] = []
 # What else is done, before our own state is put back: told of the modes that were left on, and of
@@ -95,77 +102,68 @@ def call(func: Callable, /, *args: Any, **kwargs: Any) -> Any:
     if _now.before is not None:
         return func(*args, **kwargs)
     try:
-        _now.before = _State()
+        _now.before = _found()
         result = func(*args, **kwargs)
         _now.before = None
     except BaseException:
         before, _now.before = _now.before, None
-        while before is not None and len(_now.open) > before.open:
-            with contextlib.suppress(Exception):  # of one that finds what others have left
-                _now.open.pop().close()
         if before is not None:
-            before.put_back()
+            _put_back(before)
         raise
     return result
 
 
-class _State:
+def _found() -> tuple:
     """What this thread has set of torch's state and of ours."""
-
-    __slots__ = (
-        "autocasts",
-        "forward",
-        "functions",
-        "grad",
-        "levels",
-        "modes",
-        "on",
-        "open",
-        "ours",
+    now = _now
+    dicts = now.dicts
+    if len(dicts) != len(_PLACES):
+        dicts[:] = map(vars, _PLACES)
+    return (
+        len(now.open),
+        _functions_are_on(),
+        _records(),
+        _is_forward_on(),
+        forward_ad._current_level,
+        _keeps_casts(),
+        _modes() if _count_modes() else (),
+        _functions() if _count_functions() else (),
+        [d.copy() if d else None for d in dicts],
     )
 
-    def __init__(self) -> None:
-        self.on = torch._C._is_torch_function_enabled()
-        self.grad = torch.is_grad_enabled()
-        self.forward = torch._C._is_fwd_grad_enabled()
-        self.levels = forward_ad._current_level
-        self.autocasts = torch.is_autocast_cache_enabled()
-        self.modes = _modes() if torch._C._len_torch_dispatch_stack() else ()
-        self.functions = _functions() if torch._C._len_torch_function_stack() else ()
-        dicts = _now.dicts
-        if len(dicts) != len(_PLACES):
-            dicts[:] = map(vars, _PLACES)
-        self.ours = [d.copy() for d in dicts]
-        self.open = len(_now.open)
 
-    def put_back(self) -> None:
-        """Put back all that is not as it was."""
-        with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
-            left = _back(_modes, self.modes, lambda: pop_mode(None), push_mode)
-            _back(_functions, self.functions, pop_functions, push_functions)
-            torch.set_autocast_cache_enabled(self.autocasts)
-            for tell in PUT_BACK:
-                tell(left, self.levels)
-            for place in _IDLE:
-                vars(place).clear()
-            for now, was in zip(_now.dicts, self.ours, strict=False):
-                if now != was:
-                    now.clear()
-                    now.update(was)
-        if self.on and not torch._C._is_torch_function_enabled():
-            _entered(torch._C._EnableTorchFunction())
-        torch._C._set_grad_enabled(self.grad)
-        torch._C._set_fwd_grad_enabled(self.forward)
+def _put_back(before: tuple) -> None:
+    """Put back all that is not as it was."""
+    opened, on, grad, forward, level, caches, modes, functions, ours = before
+    while len(_now.open) > opened:
+        with contextlib.suppress(Exception):  # of one that finds what others have left
+            _now.open.pop().close()
+    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+        left = _back(_modes, modes, lambda: pop_mode(None), push_mode)
+        _back(_functions, functions, pop_functions, push_functions)
+        torch.set_autocast_cache_enabled(caches)
+        for tell in PUT_BACK:
+            tell(left, level)
+        for place in _IDLE:
+            vars(place).clear()
+        for now, was in zip(_now.dicts, [d or {} for d in ours], strict=False):
+            if now != was:
+                now.clear()
+                now.update(was)
+    if on and not _functions_are_on():
+        _entered(torch._C._EnableTorchFunction())
+    torch._C._set_grad_enabled(grad)
+    torch._C._set_fwd_grad_enabled(forward)
 
 
 def _modes() -> tuple:
     at = torch._C._get_dispatch_stack_at
-    return tuple(at(i) for i in range(torch._C._len_torch_dispatch_stack()))
+    return tuple(at(i) for i in range(_count_modes()))
 
 
 def _functions() -> tuple:
     at = torch._C._get_function_stack_at
-    return tuple(at(i) for i in range(torch._C._len_torch_function_stack()))
+    return tuple(at(i) for i in range(_count_functions()))
 
 
 def _back(found: Callable[[], tuple], was: tuple, pop: Callable, push: Callable) -> list:
