@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 from torch.autograd import forward_ad
+from torch.compiler import is_dynamo_compiling as is_compiling
 
 from forall._torch.names import pop_functions, pop_mode, push_functions, push_mode
 
@@ -99,7 +100,7 @@ def contextmanager(func: Callable[P, Iterator[T]]) -> Callable[P, AbstractContex
 
 def call(func: Callable, /, *args: Any, **kwargs: Any) -> Any:
     """``func(*args, **kwargs)``, after which this thread's state is as before if it fails."""
-    if _now.before is not None:
+    if is_compiling() or _now.before is not None:
         return func(*args, **kwargs)
     try:
         _now.before = _found()
