@@ -72,7 +72,7 @@ class _Kept(whole.Here):
     found: dict[int, tuple[Any, Any, Any]] | None = None
 
 
-kept = _Kept.made()
+kept = _Kept.made(idle=True)
 
 
 def forget(found: dict[int, tuple[Any, Any, Any]]) -> None:

@@ -105,7 +105,7 @@ class _ForwardLevel:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.threads: set[int] = set()  # in which jvps run
-        self.held = _Held.made()
+        self.held = _Held.made(idle=True)
         self.torchs_enter = forward_ad.enter_dual_level
         self.torchs_exit = forward_ad.exit_dual_level
 

@@ -74,7 +74,7 @@ class _Eager(whole.Here):
     callback: Any = None  # what the outermost has found
 
 
-_eager = _Eager.made()
+_eager = _Eager.made(idle=True)
 
 
 def runs_eagerly() -> bool:

@@ -5,9 +5,31 @@ Torch's own forward mode and `backward` are silent there, or give zeros.
 
 from __future__ import annotations
 
+import threading
+from contextlib import suppress
 from typing import Any
 
 import torch
+
+from forall._torch import whole
+
+
+class _Left(threading.local):
+    def __init__(self) -> None:
+        self.now: list[Any] = []  # how it was left, the last way last
+
+
+_left = _Left()
+
+
+def _put_back(_modes: list, _level: int) -> None:
+    """Be in it as before: a context that is only let go would have its effect at any later time."""
+    while _left.now:
+        with suppress(Exception):  # of one that was entered or exited in part
+            _left.now.pop().__exit__(None, None, None)
+
+
+whole.PUT_BACK.append(_put_back)
 
 
 def left() -> Any:
@@ -15,6 +37,7 @@ def left() -> Any:
     if not torch.is_inference_mode_enabled():
         return None
     off = torch.inference_mode(False)
+    _left.now.append(off)
     off.__enter__()
     return off
 
@@ -23,6 +46,7 @@ def back(off: Any) -> None:
     """Be in inference mode again, if it was left."""
     if off is not None:
         off.__exit__(None, None, None)
+        _left.now.remove(off)
 
 
 def ordinary(tensor: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 from torch.autograd import forward_ad
+from torch.compiler import is_dynamo_compiling as is_compiling
 
 from forall._torch.names import pop_functions, pop_mode, push_functions, push_mode
 
@@ -28,34 +29,31 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 
+_functions_are_on = torch._C._is_torch_function_enabled
+_records = torch.is_grad_enabled
+_is_forward_on = torch._C._is_fwd_grad_enabled
+_keeps_casts = torch.is_autocast_cache_enabled
+_count_modes = torch._C._len_torch_dispatch_stack
+_count_functions = torch._C._len_torch_function_stack
+
 _PLACES: list[Any] = []
+_IDLE: list[Any] = []
 # What else is done, before our own state is put back: told of the modes that were left on, and of
 # the level of torch's forward mode that is to be the current one.
 PUT_BACK: list[Callable[[list, int], None]] = []
-
-_EXCLUDED = torch._C._dispatch_tls_local_exclude_set
-_KEYS = tuple(
-    getattr(torch._C.DispatchKey, name)
-    for name in (
-        "AutogradFunctionality",
-        "ADInplaceOrView",
-        "Conjugate",
-        "Negative",
-        "ZeroTensor",
-        "Python",
-        "PythonTLSSnapshot",
-    )
-)
 
 
 class Here(threading.local):
     """State of a thread that is put back."""
 
     @classmethod
-    def made(cls) -> Any:
-        """The one object of its class, which is put back with all others."""
+    def made(cls, *, idle: bool = False) -> Any:
+        """The one object of its class, which is put back with all others.
+
+        What is ``idle`` outside of calls has its class's values there, and need not be kept.
+        """
         here = cls()
-        _PLACES.append(here)
+        (_IDLE if idle else _PLACES).append(here)
         return here
 
 
@@ -64,6 +62,7 @@ class _Now(threading.local):
 
     def __init__(self) -> None:
         self.open: list[Any] = []  # generators of contexts that have been entered
+        self.dicts: list[dict] = []  # of the objects whose state is put back
 
 
 _now = _Now()
@@ -101,84 +100,71 @@ def contextmanager(func: Callable[P, Iterator[T]]) -> Callable[P, AbstractContex
 
 def call(func: Callable, /, *args: Any, **kwargs: Any) -> Any:
     """``func(*args, **kwargs)``, after which this thread's state is as before if it fails."""
-    if _now.before is not None:
+    if is_compiling() or _now.before is not None:
         return func(*args, **kwargs)
     try:
-        _now.before = _State()
+        _now.before = _found()
         result = func(*args, **kwargs)
         _now.before = None
     except BaseException:
         before, _now.before = _now.before, None
-        while _now.open:
-            with contextlib.suppress(Exception):  # of one that finds what others have left
-                _now.open.pop().close()
         if before is not None:
-            before.put_back()
+            _put_back(before)
         raise
     return result
 
 
-class _State:
+def _found() -> tuple:
     """What this thread has set of torch's state and of ours."""
-
-    __slots__ = (
-        "autocasts",
-        "excluded",
-        "forward",
-        "functions",
-        "grad",
-        "inference",
-        "levels",
-        "modes",
-        "on",
-        "ours",
+    now = _now
+    dicts = now.dicts
+    if len(dicts) != len(_PLACES):
+        dicts[:] = map(vars, _PLACES)
+    return (
+        len(now.open),
+        _functions_are_on(),
+        _records(),
+        _is_forward_on(),
+        forward_ad._current_level,
+        _keeps_casts(),
+        _modes() if _count_modes() else (),
+        _functions() if _count_functions() else (),
+        [d.copy() if d else None for d in dicts],
     )
 
-    def __init__(self) -> None:
-        self.on = torch._C._is_torch_function_enabled()
-        self.grad = torch.is_grad_enabled()
-        self.forward = torch._C._is_fwd_grad_enabled()
-        self.inference = torch.is_inference_mode_enabled()
-        self.levels = forward_ad._current_level
-        self.autocasts = torch.is_autocast_cache_enabled()
-        self.excluded = _EXCLUDED()
-        self.modes = _modes() if torch._C._len_torch_dispatch_stack() else ()
-        self.functions = _functions() if torch._C._len_torch_function_stack() else ()
-        self.ours = [vars(place).copy() for place in _PLACES]
 
-    def put_back(self) -> None:
-        """Put back all that is not as it was."""
-        with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
-            left = _back(_modes, self.modes, lambda: pop_mode(None), push_mode)
-            _back(_functions, self.functions, pop_functions, push_functions)
-            torch.set_autocast_cache_enabled(self.autocasts)
-            for key in _KEYS:
-                was = self.excluded.has(key)
-                if torch._C._dispatch_tls_is_dispatch_key_excluded(key) is not was:
-                    torch._C._dispatch_tls_set_dispatch_key_excluded(key, was)
-            for tell in PUT_BACK:
-                tell(left, self.levels)
-            for place, was in zip(_PLACES, self.ours, strict=False):
-                now = vars(place)
-                if now != was:
-                    now.clear()
-                    now.update(was)
-        if torch.is_inference_mode_enabled() is not self.inference:
-            _entered(torch._C._InferenceMode(self.inference))
-        if self.on and not torch._C._is_torch_function_enabled():
-            _entered(torch._C._EnableTorchFunction())
-        torch._C._set_grad_enabled(self.grad)
-        torch._C._set_fwd_grad_enabled(self.forward)
+def _put_back(before: tuple) -> None:
+    """Put back all that is not as it was."""
+    opened, on, grad, forward, level, caches, modes, functions, ours = before
+    while len(_now.open) > opened:
+        with contextlib.suppress(Exception):  # of one that finds what others have left
+            _now.open.pop().close()
+    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+        left = _back(_modes, modes, lambda: pop_mode(None), push_mode)
+        _back(_functions, functions, pop_functions, push_functions)
+        torch.set_autocast_cache_enabled(caches)
+        for tell in PUT_BACK:
+            tell(left, level)
+        for place in _IDLE:
+            vars(place).clear()
+        for now, was in zip(_now.dicts, [d or {} for d in ours], strict=False):
+            if now != was:
+                now.clear()
+                now.update(was)
+    if on and not _functions_are_on():
+        _entered(torch._C._EnableTorchFunction())
+    torch._C._set_grad_enabled(grad)
+    torch._C._set_fwd_grad_enabled(forward)
 
 
 def _modes() -> tuple:
     at = torch._C._get_dispatch_stack_at
-    return tuple(at(i) for i in range(torch._C._len_torch_dispatch_stack()))
+    return tuple(at(i) for i in range(_count_modes()))
 
 
 def _functions() -> tuple:
     at = torch._C._get_function_stack_at
-    return tuple(at(i) for i in range(torch._C._len_torch_function_stack()))
+    return tuple(at(i) for i in range(_count_functions()))
 
 
 def _back(found: Callable[[], tuple], was: tuple, pop: Callable, push: Callable) -> list:

@@ -24,7 +24,7 @@ class _Aside(whole.Here):
     on = False
 
 
-_aside = _Aside.made()
+_aside = _Aside.made(idle=True)
 
 
 @contextmanager
