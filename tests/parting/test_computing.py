@@ -7,7 +7,7 @@ from forall import explain, grad, vmap
 from forall._batching import shortcut
 from forall._lanes import at_once, straightly
 from forall._source import template
-from forall._torch.wrapper import kinds
+from forall._torch.posed import posing
 from oracle import difference, loop
 
 D = torch.float64
@@ -18,7 +18,7 @@ MATRIX = torch.linspace(-1, 1, 9, dtype=D).reshape(3, 3)
 @pytest.fixture(autouse=True)
 def nobody_else_has_a_say(monkeypatch):
     """As in a new process: a class or a rule of the user's would need wrappers."""
-    monkeypatch.setattr(kinds, "used", False)
+    monkeypatch.setattr(posing, "used", False)
     monkeypatch.setattr(shortcut, "_overruled", set())
 
 

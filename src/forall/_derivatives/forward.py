@@ -51,6 +51,7 @@ from forall._torch.schema import facts, functional_of, written_by
 from forall._torch.zeros import LINEAR, plain_zeros, simpler
 
 aten = torch.ops.aten
+_LIFT_FRESH = torch.ops.aten.lift_fresh.default  # in its schema a view, of a new constant
 _DETACH = aten.detach.default
 _LAZY_ZEROS = aten._efficientzerotensor.default
 # Of these the inner forward mode must not hear: at this level they are names for the same value.
@@ -279,7 +280,7 @@ class JvpLevel(Level, DispatchMode):
             if is_sparse(out) and not any(map(self._is_at_stake, args)):
                 return constant(out)  # that no wrapper can stand for
             made = self._above(out)
-            if fact.view and self._is_outside(args[0]):
+            if fact.view and func is not _LIFT_FRESH and self._is_outside(args[0]):
                 for view in made if isinstance(made, (list, tuple)) else (made,):
                     view.is_of_outside = True
             return made
