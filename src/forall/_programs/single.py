@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import functools
 import gc
+import io
 import logging
 import os
 import sys
@@ -67,7 +68,14 @@ _IN_C = (WrapperDescriptorType, MethodDescriptorType)
 
 
 def is_moved_on(value: Any) -> bool:
-    """Whether what asks it moves it on, in C: nothing tells how far it has come."""
+    """Whether what asks it moves it on, in C: nothing tells how far it has come.
+
+    The process's own input is left out, to which libraries lead, and files that nobody can read.
+    """
+    if isinstance(value, io.IOBase) and (
+        getattr(value, "name", None) in ("<stdin>", 0) or value.closed or not value.readable()
+    ):
+        return False
     kinds = type(value).__mro__
     return any(isinstance(vars(kind).get(name), _IN_C) for kind in kinds for name in _MOVING)
 
