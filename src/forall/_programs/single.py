@@ -70,10 +70,10 @@ _IN_C = (WrapperDescriptorType, MethodDescriptorType)
 def is_moved_on(value: Any) -> bool:
     """Whether what asks it moves it on, in C: nothing tells how far it has come.
 
-    The process's own input is left out, to which libraries lead, and files that nobody can read.
+    The process's own input is left out, to which libraries lead, and files that are written to.
     """
     if isinstance(value, io.IOBase) and (
-        getattr(value, "name", None) in ("<stdin>", 0) or value.closed or not value.readable()
+        getattr(value, "name", None) in ("<stdin>", 0) or value.closed or value.writable()
     ):
         return False
     kinds = type(value).__mro__
