@@ -72,8 +72,11 @@ def is_moved_on(value: Any) -> bool:
 
     The process's own input is left out, to which libraries lead, and files that are written to.
     """
-    if isinstance(value, io.IOBase) and (
-        getattr(value, "name", None) in ("<stdin>", 0) or value.closed or value.writable()
+    is_in_memory = isinstance(value, (io.StringIO, io.BytesIO))
+    if (
+        isinstance(value, io.IOBase)
+        and not is_in_memory
+        and (getattr(value, "name", None) in ("<stdin>", 0) or value.closed or value.writable())
     ):
         return False
     kinds = type(value).__mro__
