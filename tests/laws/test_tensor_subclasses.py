@@ -188,7 +188,7 @@ def asked(x):
 
 def with_mixed_classes(x):
     with pytest.raises(TypeError):
-        x.as_subclass(Methods) + x.as_subclass(Slotted)
+        _ = x.as_subclass(Methods) + x.as_subclass(Slotted)
     return x
 
 

@@ -86,6 +86,7 @@ def segment_reduce(
 ):
     """Segments of ``axis``, which lies behind the dims that lengths and offsets have before it."""
     if offsets is None:
+        assert lengths is not None, "torch asks for one of both"
         offsets = torch.nn.functional.pad(lengths.cumsum(-1), (1, 0))
         if not unsafe:
             torch.ops.aten._assert_async.msg(
