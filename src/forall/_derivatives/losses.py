@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 
@@ -82,11 +84,17 @@ def _ctc_labels(targets, sizes, n, blank):
 
 
 def segment_reduce(
-    data, reduce, lengths=None, indices=None, offsets=None, axis=0, unsafe=False, initial=None
+    data,
+    reduce,
+    lengths: Any = None,
+    indices=None,
+    offsets: Any = None,
+    axis=0,
+    unsafe=False,
+    initial=None,
 ):
     """Segments of ``axis``, which lies behind the dims that lengths and offsets have before it."""
-    if offsets is None:
-        assert lengths is not None, "torch asks for one of both"
+    if offsets is None:  # then there are lengths
         offsets = torch.nn.functional.pad(lengths.cumsum(-1), (1, 0))
         if not unsafe:
             torch.ops.aten._assert_async.msg(
