@@ -36,9 +36,7 @@ def mse_loss(x, y, reduction=1):
 def huber_loss(x, y, reduction=1, delta=1.0):
     d = x - y
     size = d.abs()
-    return _reduced(
-        torch.where(size <= delta, 0.5 * d * d, delta * (size - 0.5 * delta)), reduction
-    )
+    return _reduced(torch.where(size < delta, 0.5 * d * d, delta * (size - 0.5 * delta)), reduction)
 
 
 def soft_margin_loss(x, y, reduction=1):

@@ -161,7 +161,8 @@ def test_what_a_checkpoint_computes_again_is_not_kept():
         return checkpoint(lambda x: x.sin().cos(), x, use_reentrant=False).sum()
 
     f(X)  # torch wraps `checkpoint` anew at its first call
-    assert names(grad(f), torch.randn(300, 300)).count("sin") == 2
+    asked = [name.rstrip("_") for name in names(grad(f), torch.randn(300, 300))]
+    assert asked.count("sin") == 2
     assert names(grad(f), torch.randn(3, 3)).count("sin") == 1
 
 
