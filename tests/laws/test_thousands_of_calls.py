@@ -119,7 +119,6 @@ def run(calls, seed):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.xfail(strict=True, reason="each call leaves about two small objects behind")
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads Linux's /proc")
 def test_thousands_of_calls_leave_nothing_behind(monkeypatch):
     monkeypatch.setattr(forall.config, "patience", 0)  # what is replayed is recorded at once

@@ -172,7 +172,11 @@ def by_columns(
         return leaves, aux
 
     directions = basis.rows(xs, 0, sum(x.numel() for x in xs))
-    stacks, aux = vmap(column, 0, (-1, None), one_draw(randomness), chunk_size=chunk)(*directions)
+    push_all = vmap(column, 0, (-1, None), one_draw(randomness), chunk_size=chunk)
+    try:
+        stacks, aux = push_all(*directions)
+    finally:
+        befores.clear()  # they lead to what may hold this function: a ring by way of torch's graph
     return Blocks([_split(s, xs) for s in stacks], specs[0], aux[0] if has_aux else None)
 
 
