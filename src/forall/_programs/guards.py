@@ -43,7 +43,13 @@ from forall._core.remembering import (
 )
 from forall._programs.attempts import NEVER, TOO_LONG, Deadline, clock
 from forall._programs.imports import imported
-from forall._programs.libraries import asked_names, inner_functions, is_followed, of_users
+from forall._programs.libraries import (
+    asked_names,
+    classes_in,
+    inner_functions,
+    is_followed,
+    of_users,
+)
 from forall._programs.namespaces import asked_for, in_hand, is_users
 from forall._programs.naming import BY_TORCH, Names
 from forall._programs.ran import EVERYTHING
@@ -110,6 +116,8 @@ class Guards(Watched):
         self._aside: list[Mapping[str, Any]] = []  # of which only what code names is looked at
         self._kinds: dict[int, type] = {}  # of objects, and what these derive from
         self._left_of_libraries: list[FunctionType] = []
+        # What is registered for classes, with those of these that have not been met.
+        self._registered: list[tuple[list[type], Any]] = []
         self._kinds_of_libraries: list[type] = []
         self._library_names: frozenset[str] = frozenset()
         self._followed: set[CodeType] = set()
@@ -124,7 +132,7 @@ class Guards(Watched):
         while self._left and self.why is None:
             self._look_at_all()
         self._of_objects()
-        del self._asked, self._states  # with what nothing asks for, which may lead anywhere
+        del self._asked, self._states, self._registered  # with what nothing asks for, which may lead anywhere
 
     def reached(self) -> Iterable[Any]:
         """All that was met, but for modules that code names."""
@@ -151,6 +159,7 @@ class Guards(Watched):
         late = [*self._left]
         late += [getattr(f, name) for f in self._functions for name in self._told()]
         late += [x for names in self._aside for n, x in names.items() if self._asked.asks(n)]
+        late += [value for kinds, value in self._registered if self._has_met(kinds)]
         self._left = [x for x in late if id(x) not in self._held and not is_leaf(x)]
 
     def _told(self) -> list[str]:
@@ -259,9 +268,14 @@ class Guards(Watched):
         """What a library keeps for its functions to ask, and may be given by others."""
         if isinstance(value, dict):
             self._entries(value)
+            self._registered += [(classes_in(key), x) for key, x in of_users(value.items())]
         else:
             self._lists.append((value, tuple(value)))
-        self._left += of_users(value)
+            self._left += [x for _, x in of_users(enumerate(value))]
+
+    def _has_met(self, kinds: list[type]) -> bool:
+        """Whether there may be an instance of each class, or of one derived from it."""
+        return all(id(kind) in self._kinds or id(kind) in self._held for kind in kinds)
 
     def _look_at_libraries(self) -> None:
         """Functions of libraries that can be come to, and methods that have their names."""

@@ -17,7 +17,7 @@ from forall._programs.namespaces import ways
 from forall._programs.naming import SKIPPED, codes_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
     from types import CodeType
 
 # Where functions of torch's lead to others that bear on what they give. What torch has around them
@@ -39,13 +39,18 @@ _AROUND = (
     "torch._library",
     "torch.library",
     "torch._subclasses",
+    "torch._functorch",  # who calls it is in doubt anyhow
 )
+# Functions that write into what a library keeps, and ask it at most for what must not be there yet.
+_REGISTERS = ("register_", "private_register_")
 
 
 def is_followed(func: FunctionType) -> bool:
     """Whether the names of a library's function are followed."""
     home = home_of(func)
-    return home.partition(".")[0] in _HOMES and not home.startswith(_AROUND)
+    if home.partition(".")[0] not in _HOMES or home.startswith(_AROUND):
+        return False
+    return not func.__name__.lstrip("_").startswith(_REGISTERS)
 
 
 def asked_names(func: FunctionType) -> Iterator[tuple[dict[str, Any], str, Any]]:
@@ -69,10 +74,15 @@ def inner_functions(func: FunctionType) -> Iterator[FunctionType]:
     yield from (value for value in held if isinstance(value, FunctionType))
 
 
-def of_users(entries: Any) -> list[Any]:
-    """What is not the library's own among the values of a dict that it asks."""
-    values = entries.values() if isinstance(entries, dict) else entries
-    return [value for value in values if not _is_librarys(value)]
+def of_users(entries: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+    """The entries whose values are not the library's own, of a dict or list that it asks."""
+    return [(key, value) for key, value in entries if not _is_librarys(value)]
+
+
+def classes_in(key: Any) -> list[type]:
+    """The user's classes that an entry of a library's dict is for."""
+    parts = key if isinstance(key, tuple) else (key,)
+    return [part for part in parts if isinstance(part, type) and not is_no_users(part)]
 
 
 def _is_librarys(value: Any) -> bool:

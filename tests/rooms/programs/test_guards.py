@@ -10,9 +10,10 @@ from types import FunctionType
 import numpy as np
 import pytest
 import torch
+from torch.utils._pytree import _deregister_pytree_node, register_pytree_node, tree_map
 
 from forall import jit, vmap
-from forall._programs.guards import Guards
+from forall._programs.guards import TOO_MUCH, Guards
 
 X = torch.arange(6.0).view(2, 3)
 
@@ -370,3 +371,27 @@ def test_many_things_are_held():
     assert guards.hold()
     things[-1].slots.left = 2
     assert not guards.hold()
+
+
+class Many:
+    """One of a library's collections: what takes it apart leads to all of that library."""
+
+
+LIBRARY = {i: [i] for i in range(20_000)}
+
+
+@pytest.fixture
+def registered():
+    node = (lambda m: ([len(LIBRARY)], None), lambda c, _: Many())
+    register_pytree_node(Many, *node, serialized_type_name="tests.Many")
+    yield
+    _deregister_pytree_node(Many)
+
+
+@pytest.mark.usefixtures("registered")
+def test_of_what_is_registered_only_classes_that_are_reached_are_watched():
+    table = Many()
+    without = Guards(lambda x: tree_map(torch.sin, {"a": x}))
+    assert without.why is None
+    assert without.hold()
+    assert Guards(lambda x: tree_map(torch.sin, {"a": x, "b": table})).why == TOO_MUCH
