@@ -132,7 +132,8 @@ class Guards(Watched):
         while self._left and self.why is None:
             self._look_at_all()
         self._of_objects()
-        del self._asked, self._states, self._registered  # with what nothing asks for, which may lead anywhere
+        # With what nothing asks for, which may lead anywhere.
+        del self._asked, self._states, self._registered
 
     def reached(self) -> Iterable[Any]:
         """All that was met, but for modules that code names."""
