@@ -13,7 +13,7 @@ from forall._core.levels import outside
 from forall._core.listening import numbers_told
 from forall._torch import numpys, trees
 from forall._torch.dispatch import functions_off
-from forall._torch.wrapper import Wrapper
+from forall._torch.wrapper import Wrapper, innermost
 
 
 def by_numpy(_level: Any, func: Any, args: tuple, kwargs: dict, /) -> Any:
@@ -32,7 +32,7 @@ def by_numpy(_level: Any, func: Any, args: tuple, kwargs: dict, /) -> Any:
     results = []
     for places in all_places(levels):
         with functions_off(), outside(levels[0]) if levels else functions_off():
-            given = [numpys.plain(_bare(example_of(a, places))) for a in flat]
+            given = [numpys.plain(innermost(example_of(a, places))) for a in flat]
         a, k = trees.unflatten(given, spec)
         results.append(trees.flatten(func(*a, **k)))
     columns = zip(*(leaves for leaves, _ in results), strict=True)
@@ -41,13 +41,6 @@ def by_numpy(_level: Any, func: Any, args: tuple, kwargs: dict, /) -> Any:
 
 def _name(func: Any) -> str:
     return f"np.{getattr(func, '__name__', func)}"
-
-
-def _bare(a: Any) -> Any:
-    """Without what levels further out have put around it, whose memory cannot be read."""
-    while isinstance(a, Wrapper):
-        a = a.value
-    return a
 
 
 def _refuse_derivatives(func: Any, a: Any) -> None:

@@ -191,6 +191,15 @@ class Batched(Wrapper):
         return dispatched(func, args, kwargs or {})
 
 
+def is_mapped(t: Any) -> bool:
+    """Whether ``t`` has one value for each example, of whatever level."""
+    while isinstance(t, Wrapper):
+        if type(t) is Batched and t.axis is not None:
+            return True
+        t = t.value
+    return False
+
+
 def without_ended(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """What ended levels leave of the arguments; an error where that is one value per example."""
     left = left_over(args, kwargs)

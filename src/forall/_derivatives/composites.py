@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import torch
 
+from forall._derivatives.losses import reduce_loss
+
 aten = torch.ops.aten
 
 _LOW = (torch.float16, torch.bfloat16)
@@ -30,25 +32,23 @@ def glu(x, dim=-1):
 
 
 def mse_loss(x, y, reduction=1):
-    return _reduced((x - y).square(), reduction)
+    return reduce_loss((x - y).square(), reduction)
 
 
 def huber_loss(x, y, reduction=1, delta=1.0):
     d = x - y
     size = d.abs()
-    return _reduced(torch.where(size < delta, 0.5 * d * d, delta * (size - 0.5 * delta)), reduction)
+    return reduce_loss(
+        torch.where(size < delta, 0.5 * d * d, delta * (size - 0.5 * delta)), reduction
+    )
 
 
 def soft_margin_loss(x, y, reduction=1):
-    return _reduced(-torch.nn.functional.logsigmoid(x * y), reduction)
+    return reduce_loss(-torch.nn.functional.logsigmoid(x * y), reduction)
 
 
 def polar(size, angle):
     return torch.complex(size * angle.cos(), size * angle.sin())
-
-
-def _reduced(x: torch.Tensor, reduction: int) -> torch.Tensor:
-    return (x, x.mean(), x.sum())[reduction]
 
 
 def aminmax(x, *, dim=None, keepdim=False):

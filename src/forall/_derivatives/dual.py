@@ -13,7 +13,8 @@ from forall._core.listening import numbers_told
 from forall._torch.dispatch import autograd_below, forward_on, functions_off, no_dispatch
 from forall._torch.names import split_tangent, subclass_functions_off
 from forall._torch.posed import called_by_class, has_own_meaning, has_posed_class, posing, taken_out
-from forall._torch.wrapper import READS, Wrapper, look_like, shell
+from forall._torch.raising import has_unknown_class
+from forall._torch.wrapper import READS, Wrapper, innermost, look_like, shell
 
 if TYPE_CHECKING:
     from forall._derivatives.forward import JvpLevel
@@ -119,12 +120,11 @@ _ONE_HOT = torch.nn.functional.one_hot
 
 def _check_classes(tensor: Any, num_classes: Any = -1) -> None:
     """Raise torch's error of a class that does not exist, which it leaves out for wrappers."""
-    while isinstance(tensor, Wrapper):
-        tensor = tensor.value
+    tensor = innermost(tensor)
     if isinstance(num_classes, torch.Tensor) or not tensor.numel():
         return
     with outside_all():  # a program that is being recorded makes the test too
-        fails = bool((tensor < 0).any() or (num_classes > 0 and (tensor >= num_classes).any()))
+        fails = has_unknown_class(tensor, num_classes)
     if fails:
         with functions_off(), no_dispatch():
             _ONE_HOT(tensor.detach(), num_classes)

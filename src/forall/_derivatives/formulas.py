@@ -17,7 +17,7 @@ from forall._derivatives.pullbacks import BACKWARD
 from forall._torch.dispatch import dispatch_modes, in_backward
 from forall._torch.memory import has_memory, is_alone
 from forall._torch.names import DispatchMode, pop_mode, push_mode
-from forall._torch.wrapper import Wrapper
+from forall._torch.wrapper import Wrapper, has_history, innermost
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -98,7 +98,7 @@ ODD = _WRONG | _ONCE | _FORWARD | frozenset(FORWARD) | frozenset(BACKWARD)
 def is_trusted(func: Any, values: Iterable[Any]) -> bool:
     """Whether torch has a formula that holds for these values, as they are one level down."""
     if func in _FORWARD:
-        return not any(isinstance(v, torch.Tensor) and _needs_grad(v) for v in values)
+        return not any(isinstance(v, torch.Tensor) and has_history(v) for v in values)
     return func in _ONCE and not any(map(_is_at_stake, values))
 
 
@@ -130,23 +130,14 @@ _FILLS = {
 }
 
 
-def _needs_grad(a: torch.Tensor) -> bool:
-    """Whether history hangs on a value, or on what it holds further out."""
-    while isinstance(a, Wrapper) and not a.requires_grad:
-        a = a.value
-    return a.requires_grad
-
-
 def made_anew(func: Any, value: Any) -> Any:
     """What gives anew what a formula writes into a value of its own; None for any other write."""
     fill = _FILLS.get(func)
     if fill is None or not in_backward() or value._is_view():
         return None
-    inner = value
-    while isinstance(inner, Wrapper):
-        inner = inner.value
+    inner = innermost(value)
     # Nobody has another name for it, so nobody sees that it is another tensor now.
-    return fill if _needs_grad(value) and has_memory(inner) and is_alone(inner) else None
+    return fill if has_history(value) and has_memory(inner) and is_alone(inner) else None
 
 
 class out_of_place:

@@ -7,20 +7,21 @@ from typing import Any
 import torch
 
 
-def _reduced(loss: torch.Tensor, reduction: int) -> torch.Tensor:
+def reduce_loss(loss: torch.Tensor, reduction: int) -> torch.Tensor:
+    """All losses, their mean or their sum, as aten numbers the reductions: 0, 1, 2."""
     return loss if reduction == 0 else loss.mean() if reduction == 1 else loss.sum()
 
 
 def multi_margin_loss(x, target, p=1, margin=1, weight=None, reduction=1):
     if x.ndim < 2:
         loss = multi_margin_loss(x.reshape(1, -1), target.reshape(1), p, margin, weight, 0)
-        return loss.squeeze(0) if target.ndim == 0 else _reduced(loss, reduction)
+        return loss.squeeze(0) if target.ndim == 0 else reduce_loss(loss, reduction)
     own = target.unsqueeze(1)
     z = (margin - x.gather(1, own) + x).clamp_min(0)
     z = z if p == 1 else z * z
     z = z if weight is None else z * weight[target].unsqueeze(1)
     others = torch.arange(x.shape[1], device=x.device) != own
-    return _reduced((z * others).sum(1) / x.shape[1], reduction)
+    return reduce_loss((z * others).sum(1) / x.shape[1], reduction)
 
 
 def multilabel_margin_loss(x, target, reduction):
@@ -33,7 +34,7 @@ def multilabel_margin_loss(x, target, reduction):
     named = ((place.unsqueeze(2) == labels) & meant.bool().unsqueeze(2)).any(1)
     z = (1 - x.gather(1, place).unsqueeze(2) + x.unsqueeze(1)).clamp_min(0)
     z = z * meant.unsqueeze(2) * ~named.unsqueeze(1)
-    return _reduced(z.sum((1, 2)) / x.shape[1], reduction)
+    return reduce_loss(z.sum((1, 2)) / x.shape[1], reduction)
 
 
 _FAR = -1e30  # minus infinity, but for differences of it

@@ -177,13 +177,6 @@ def is_closed(outputs: tuple[torch.Tensor, ...], run: Run) -> bool:
         )
 
 
-def has_history(t: torch.Tensor) -> bool:
-    """Whether a tensor requires grad, or what it holds further out."""
-    while not t.requires_grad and isinstance(t, Wrapper):
-        t = t.value
-    return t.requires_grad
-
-
 def variables(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Fresh variables for floating-point and complex tensors."""
     with functions_off():

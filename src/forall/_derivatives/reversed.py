@@ -28,7 +28,7 @@ from forall._torch.dispatch import (
     no_dispatch,
 )
 from forall._torch.whole import contextmanager
-from forall._torch.wrapper import Wrapper
+from forall._torch.wrapper import innermost
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -303,7 +303,5 @@ def _refuse_unrecorded(pulled: list, ys: list, xs: list) -> None:
 
 def _is_something(t: torch.Tensor) -> bool:
     """Whether any number of any example is not zero."""
-    while isinstance(t, Wrapper):
-        t = t.value
     with no_dispatch(), functions_off():
-        return bool(t.any())
+        return bool(innermost(t).any())

@@ -18,7 +18,7 @@ from forall._core.sparse import is_sparse
 from forall._torch.memory import has_memory, storage_of
 from forall._torch.names import OpOverload, functions_pass, split_tangent
 from forall._torch.schema import facts, in_arguments, tensors_in
-from forall._torch.wrapper import Wrapper, shell
+from forall._torch.wrapper import Wrapper, innermost, shell
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -158,8 +158,7 @@ class Slot(int):
 
 def _room(t: torch.Tensor) -> int | None:
     """The memory of a tensor's numbers; None where that cannot be told, as of sparse ones."""
-    while isinstance(t, Wrapper):
-        t = t.value
+    t = innermost(t)
     return storage_of(t) if has_memory(t) else None
 
 

@@ -84,12 +84,3 @@ def rebuilt(numbers: Any, dtype: torch.dtype, shape: tuple, levels: list) -> Ten
         for n in reversed(range(len(levels))):
             stack = wrap(stack, n, levels[n])
         return stack
-
-
-def differs(t: Any) -> bool:
-    """Whether ``t`` has one value for each example, of whatever level."""
-    while isinstance(t, Wrapper):
-        if type(t) is Batched and t.axis is not None:
-            return True
-        t = t.value
-    return False

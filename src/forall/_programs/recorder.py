@@ -45,6 +45,7 @@ from forall._torch.wrapper import Wrapper
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
+    from contextlib import AbstractContextManager
 
 aten = torch.ops.aten
 _EACH = 32  # operators after which it is asked how long that took
@@ -211,23 +212,21 @@ class Recorder(DispatchMode):
         if not self._halts and self.until.is_over(self.operators):
             self.fails(TOO_LONG)
 
-    @contextmanager
-    def halting(self) -> Iterator[None]:
+    def halting(self) -> AbstractContextManager:
         """Within it nothing is run but for the recorder: what takes too long is broken off."""
-        self._halts = True
-        try:
-            yield
-        finally:
-            self._halts = False
+        return self._with("_halts")
+
+    def hearing(self) -> AbstractContextManager:
+        """Within it answers are recorded: a backward pass has no call to go back to."""
+        return self._with("_hears")
 
     @contextmanager
-    def hearing(self) -> Iterator[None]:
-        """Within it answers are recorded: a backward pass has no call to go back to."""
-        self._hears = True
+    def _with(self, flag: str) -> Iterator[None]:
+        setattr(self, flag, True)
         try:
             yield
         finally:
-            self._hears = False
+            setattr(self, flag, False)
 
     def _answer(self, func: Any, t: Any) -> Any:
         answer = func(t)

@@ -120,6 +120,14 @@ def may_raise(func: Any, args: tuple, kwargs: dict, dtypes: Any) -> bool:
     return any(_is_whole(d) for d in dtypes(given))
 
 
+def has_unknown_class(x: torch.Tensor, num_classes: int) -> bool:
+    """Whether `torch.nn.functional.one_hot` raises; it asks that only of what has its own numbers.
+
+    ``x`` has all examples, and ``num_classes`` is -1 where the largest number tells how many.
+    """
+    return bool((x < 0).any() or (num_classes > 0 and (x >= num_classes).any()))
+
+
 def _is_read(argument: Any) -> bool:
     written = argument.alias_info is not None and argument.alias_info.is_write
     return "Tensor" in str(argument.type) and not written

@@ -121,6 +121,20 @@ class Wrapper(torch.Tensor):
         return numpys.function(func, args, kwargs, self.level)
 
 
+def innermost(t: Any) -> Any:
+    """What wrappers of whatever levels hold: a tensor of the user's, with all examples."""
+    while isinstance(t, Wrapper):
+        t = t.value
+    return t
+
+
+def has_history(t: torch.Tensor) -> bool:
+    """Whether a tensor requires grad, or what it holds further out."""
+    while not t.requires_grad and isinstance(t, Wrapper):
+        t = t.value
+    return t.requires_grad
+
+
 def _of_memory(name: str) -> Any:
     """A method that reads memory: some crash if let through."""
 

@@ -14,7 +14,7 @@ from forall._torch.lazy import with_lazy_bits
 from forall._torch.memory import has_memory, storage_of
 from forall._torch.names import DispatchMode, StorageWeakRef
 from forall._torch.whole import contextmanager
-from forall._torch.wrapper import Wrapper
+from forall._torch.wrapper import innermost
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -71,8 +71,7 @@ class Budget(DispatchMode):
             if isinstance(x, (list, tuple)):
                 self._note(x, made=made)
             elif isinstance(x, torch.Tensor):
-                while isinstance(x, Wrapper):  # of a level that the limit is set within
-                    x = x.value
+                x = innermost(x)  # below a level that the limit is set within
                 if has_memory(x) and storage_of(x) not in self._made:
                     memory = x.untyped_storage()
                     size = memory.nbytes() if made else 0

@@ -20,6 +20,7 @@ from forall._torch.history import nodes
 from forall._torch.inference import ordinary
 from forall._torch.lazy import lazy_zeros_pass
 from forall._torch.posed import bare
+from forall._torch.wrapper import has_history
 from forall._transforms import checks
 from forall._transforms.arguments import Moved
 from forall._transforms.replaying import replayed
@@ -178,7 +179,7 @@ class Pullback:
                 tuple(map(ordinary, cots)),
                 self.own,
                 retain_graph=retain_graph,
-                closes=None if any(map(reverse.has_history, cots)) else run,
+                closes=None if any(map(has_history, cots)) else run,
             )
         return reverse.closed(found, run, outer)
 

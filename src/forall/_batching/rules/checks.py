@@ -13,7 +13,8 @@ from forall._batching.table import CALLS, register
 from forall._core.levels import outside_all
 from forall._torch import tracers, trees
 from forall._torch.dispatch import functions_off, no_dispatch
-from forall._torch.wrapper import Wrapper
+from forall._torch.raising import has_unknown_class
+from forall._torch.wrapper import Wrapper, innermost
 
 aten = torch.ops.aten
 Tensor = torch.Tensor
@@ -21,11 +22,7 @@ Tensor = torch.Tensor
 
 def _stack(a: Any) -> Tensor | None:
     """All examples of a value of whatever levels; None for what torch itself looks at."""
-    if not isinstance(a, Wrapper):
-        return None
-    while isinstance(a, Wrapper):
-        a = a.value
-    return a
+    return innermost(a) if isinstance(a, Wrapper) else None
 
 
 def _plain(a: Tensor) -> Tensor:
@@ -61,7 +58,7 @@ def _one_hot(x: Any, num_classes: int = -1) -> bool:
     v = _stack(x)
     if v is None or isinstance(num_classes, Wrapper):
         return False
-    return bool((v < 0).any() or (num_classes > 0 and (v >= num_classes).any()))
+    return has_unknown_class(v, num_classes)
 
 
 def _quantile(x: Any, q: Any, *_: Any, **__: Any) -> bool:
