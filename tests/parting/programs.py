@@ -261,6 +261,11 @@ class Writer:
 
     # --- the whole -------------------------------------------------------------------------------
 
+    # How a helper may leave its loop, what it calls itself with, and what it returns in the end.
+    EXITS = ("break", "continue", "return a.cos()", "k = k - 1", "a = -a")
+    INNER = "a.sin()"
+    ENDS = ("return a.tanh()", "return a.sin() if k > 1 else a.cos()")
+
     def helper(self, name: str) -> None:
         """A function of a number and an integer, with a loop and perhaps calls of its own."""
         self.write(0, f"def {name}(a, k):")
@@ -268,14 +273,14 @@ class Writer:
         self.write(1, self.pick(f"for i in range({limit}):", f"for i in range(min(k, {limit})):"))
         self.write(2, f"a = a * {self.constant(-0.9, 0.9)} + {self.constant()}")
         self.write(2, f"if a {self.pick('<', '>')} {self.constant()}:")
-        self.write(3, self.pick("break", "continue", "return a.cos()", "k = k - 1", "a = -a"))
+        self.write(3, self.pick(*self.EXITS))
         if self.chance(0.5):
             self.write(2, f"while a < {self.constant(-0.8, -0.2)}:")
             self.write(3, f"a = a * 0.5 + {self.constant(0.1, 0.6)}")
         if self.chance(0.5):
             self.write(1, f"if k > 0 and a > {self.constant()}:")
-            self.write(2, f"return {name}(a.sin(), k - 1) * {self.constant()}")
-        self.write(1, self.pick("return a.tanh()", "return a.sin() if k > 1 else a.cos()"))
+            self.write(2, f"return {name}({self.INNER}, k - 1) * {self.constant()}")
+        self.write(1, self.pick(*self.ENDS))
         self.write(0, "")
 
     def program(self) -> str:
@@ -307,6 +312,10 @@ class Numbers(Writer):
     number, `z` a text, `c` a tuple, `s` a list of numbers, `v` a vector. `e` is bound by some
     branches alone: who reads it without having it fails, as in the loop.
     """
+
+    EXITS = ("break", "continue", "return 1", "k = k - 1", "return math.cos(a)")
+    INNER = "math.sin(a)"
+    ENDS = ("return math.tanh(a)", "return a if k > 1 else k")
 
     def number(self) -> str:
         """A number of order one, mostly a float."""
@@ -442,22 +451,6 @@ class Numbers(Writer):
         self.otherwise(depth, nested)
         if self.chance(0.2):
             self.write(depth, f"g = {name}")  # who has had no step does not have it
-
-    def helper(self, name: str) -> None:
-        self.write(0, f"def {name}(a, k):")
-        limit = self.random.randint(1, 3)
-        self.write(1, self.pick(f"for i in range({limit}):", f"for i in range(min(k, {limit})):"))
-        self.write(2, f"a = a * {self.constant(-0.9, 0.9)} + {self.constant()}")
-        self.write(2, f"if a {self.pick('<', '>')} {self.constant()}:")
-        self.write(3, self.pick("break", "continue", "return 1", "k = k - 1", "return math.cos(a)"))
-        if self.chance(0.5):
-            self.write(2, f"while a < {self.constant(-0.8, -0.2)}:")
-            self.write(3, f"a = a * 0.5 + {self.constant(0.1, 0.6)}")
-        if self.chance(0.5):
-            self.write(1, f"if k > 0 and a > {self.constant()}:")
-            self.write(2, f"return {name}(math.sin(a), k - 1) * {self.constant()}")
-        self.write(1, self.pick("return math.tanh(a)", "return a if k > 1 else k"))
-        self.write(0, "")
 
     def program(self) -> str:
         self.lines += HEADER
