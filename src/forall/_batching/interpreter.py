@@ -32,6 +32,7 @@ from forall._core.levels import (
     is_from_outside,
     levels_in,
     lift,
+    made_of,
     outside,
     second_name,
     stack,
@@ -134,7 +135,12 @@ class VmapLevel(Level, DispatchMode):
 
     def push(self, h: Any, args: tuple) -> tuple:
         """``h`` as a function of stacks, one level further out."""
+        around = around_of(self, args) if self.records_values else self
+        with outside(around):
+            stacked = made_of(h, self._of_stacks)
+            return tuple(map(self._taken, at(around.parent, stacked, (*map(self._given, args),))))
 
+    def _of_stacks(self, h: Any) -> Any:
         def stacked(*stacks: torch.Tensor) -> tuple[torch.Tensor, ...]:
             again = VmapLevel(self.size, self.randomness, top())
             again.origin = self.origin
@@ -147,9 +153,7 @@ class VmapLevel(Level, DispatchMode):
             return tuple(border.leave(y, 0, again) for y in outs)
 
         vars(stacked)["enters"] = True  # a level of its own; for `reversed`
-        around = around_of(self, args) if self.records_values else self
-        with outside(around):
-            return tuple(map(self._taken, at(around.parent, stacked, (*map(self._given, args),))))
+        return stacked
 
     def _scope_at(self, again: VmapLevel) -> scopes.Scope | None:
         """The scope of this level's examples, as those of another level."""

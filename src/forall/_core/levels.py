@@ -424,6 +424,15 @@ def at(level: Level | None, h: Function, args: tuple) -> tuple:
     return level.push(h, args)
 
 
+def made_of(h: Function, make: Callable[[Function], Function]) -> Function:
+    """``make(h)``, and what gives its tangents made likewise, where ``h`` has a rule for these."""
+    made = make(h)
+    rule = getattr(h, "rule", None)
+    if rule is not None:
+        vars(made)["rule"] = lambda *how: make(rule(*how))
+    return made
+
+
 def deepest(args: tuple) -> Level | None:
     """The level that values meet in: the innermost of theirs."""
     levels = [a.level for a in args if isinstance(a, Wrapper)]

@@ -9,11 +9,12 @@ Source: Townsend, "A new trick for calculating Jacobian vector products" (2017).
 
 from __future__ import annotations
 
+import operator
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from forall._core.levels import at, deepest, graph_free, lift, outside, stack, top
+from forall._core.levels import at, deepest, graph_free, lift, made_of, outside, stack, top
 from forall._derivatives import forward
 from forall._derivatives.fused import READ, steps
 from forall._derivatives.pullbacks import BACKWARD
@@ -24,9 +25,12 @@ from forall._torch.dispatch import (
     apply_users,
     autograd_below,
     forward_level,
+    forward_on,
     functions_off,
     no_dispatch,
 )
+from forall._torch.lazy import attach_tangent
+from forall._torch.names import split_tangent
 from forall._torch.whole import contextmanager
 from forall._torch.wrapper import innermost
 
@@ -47,11 +51,34 @@ def lowered(h: Function, args: tuple, level: forward.JvpLevel) -> tuple:
 def handed_on(h: Function, args: tuple, level: forward.JvpLevel) -> tuple:
     """`lowered`, for ``h`` of any level: those further out take it apart likewise."""
 
-    def further_out(*values: torch.Tensor) -> tuple:
-        return at(level.parent, h, values)
+    def further_out(h: Function) -> Function:
+        def run(*values: torch.Tensor) -> tuple:
+            return at(level.parent, h, values)
 
-    vars(further_out).update(vars(h))
-    return lowered(further_out, args, level)
+        vars(run).update(vars(h))
+        return run
+
+    return lowered(made_of(h, further_out), args, level)
+
+
+def push_by_rule(h: Function, moving: Sequence[int], counts: list[int]) -> Function:
+    """``h`` of its arguments and of the tangents of those that move, in torch's forward mode.
+
+    It gives the results of ``h``, whose number it puts into ``counts``, and then the tangents of
+    those that can have one. A Function's own ``jvp`` is called on the way.
+    """
+
+    def pushed(*both: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        given = list(both[: len(both) - len(moving)])
+        with forward_on():
+            for i, t in zip(moving, both[len(given) :], strict=True):
+                given[i] = attach_tangent(given[i], t)
+            halves = [split_tangent(y, level=0) for y in h(*given)]
+        counts[:] = [len(halves)]
+        tangents = (torch.zeros_like(y) if t is None else t for y, t in halves if _moves(y))
+        return (*(y for y, _ in halves), *tangents)
+
+    return pushed
 
 
 def _derived(
@@ -208,17 +235,20 @@ class _Lowered(torch.autograd.Function):
 
 def _drawing_again(h: Function, args: tuple) -> Function:
     """``h``, drawing at any later time the random numbers that it would draw now."""
-    again, states = resuming(h), generators.states(args)
+    again, states = resuming(operator.call), generators.states(args)
 
-    def drawn(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        now = generators.states(tensors)
-        generators.restore(states)
-        try:
-            return again(*tensors)
-        finally:
-            generators.restore(now)
+    def drawing_again(h: Function) -> Function:
+        def drawn(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            now = generators.states(tensors)
+            generators.restore(states)
+            try:
+                return again(h, *tensors)
+            finally:
+                generators.restore(now)
 
-    return drawn
+        return drawn
+
+    return made_of(h, drawing_again)
 
 
 def _pushed(
@@ -233,11 +263,11 @@ def _pushed(
         moving = [i for i, (_, t) in enumerate(pairs) if t is not None]
         xs = [p for p, _ in pairs]
         own = {i: variable(xs[i]) for i in {*moving, *asked}}
-        ys = h(*(own.get(i, x) for i, x in enumerate(xs)))
+        given = [own.get(i, x) for i, x in enumerate(xs)]
+        ts = [t for _, t in pairs if t is not None]
+        by = _by_rule if moving and hasattr(h, "rule") else _by_transposing
+        ys, found = by(h, given, moving, ts)
         varying = [y for y in ys if y is not None and y.requires_grad]
-        live = varying if moving else []
-        us = [leaf(torch.zeros_like(y)) for y in live]
-        found = _transposed(live, us, [own[i] for i in moving], [pairs[i][1] for i in moving])
         # Not by an argument alone: a backward may read what it was not given.
         tangents = [t for t in found if t is not None and t.requires_grad]
         both = [*varying, *tangents]
@@ -258,6 +288,22 @@ def _pushed(
             if not varies:
                 constant.append(out[-1])
         return tuple(out), constant
+
+
+def _by_rule(h: Any, args: list, moving: list[int], ts: list) -> tuple[Sequence, list]:
+    """Results, and the tangents of those that vary, by the rule that ``h`` has."""
+    counts: list[int] = []
+    both = h.rule(moving, counts)(*args, *ts)
+    ys, tangents = both[: counts[0]], iter(both[counts[0] :])
+    pairs = [(y, next(tangents) if _moves(y) else None) for y in ys]
+    return ys, [t for y, t in pairs if y.requires_grad]
+
+
+def _by_transposing(h: Function, args: list, moving: list[int], ts: list) -> tuple[Sequence, list]:
+    ys = h(*args)
+    live = [y for y in ys if y is not None and y.requires_grad] if moving else []
+    us = [leaf(torch.zeros_like(y)) for y in live]
+    return ys, _transposed(live, us, [args[i] for i in moving], ts)
 
 
 def _transposed(ys: list, us: list, xs: list, ts: list) -> list:

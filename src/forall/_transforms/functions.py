@@ -6,6 +6,7 @@ shared there too, and where a jvp is active the tangent is derived from the user
 
 from __future__ import annotations
 
+import functools
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,7 @@ from forall._core.levels import (
 )
 from forall._derivatives.once import is_once, remember
 from forall._derivatives.phases import may_have_phases
+from forall._derivatives.reversed import push_by_rule
 from forall._derivatives.twice import hooked
 from forall._random.scopes import resuming
 from forall._torch import checkpoints, posed, trees
@@ -143,6 +145,9 @@ def _with_tangents(cls: Any, level: Level, args: tuple, kwargs: dict) -> Any:
         known[:] = tensors
         return tuple(undressed(_with_history(o, ())) for o in tensors)
 
+    if cls.jvp is not torch.autograd.Function.jvp:
+        h = functools.partial(h)
+        vars(h)["rule"] = functools.partial(push_by_rule, h.func)
     # What is kept for a derivative must be what it was, also when an argument has been written to.
     given = [undressed(args[i]) for i in places]
     found = at(level, h, tuple([x.clone() if x.requires_grad else x for x in given]))
