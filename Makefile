@@ -6,14 +6,18 @@ PIP := $(RUN) -m pip --disable-pip-version-check install -q -c constraints.txt
 # MACHINES=0/1 is the part of the entries that this machine takes: 0/2 and 1/2 are halves.
 MACHINES ?= 0/1
 
-.PHONY: replayed jitted leaks demo test check static doctest limitations bench coverage fuzz format clean
+.PHONY: whole replayed jitted leaks demo test check static doctest limitations bench coverage fuzz format clean
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/.installed
 	$(RUN) examples/digits.py
 
-# A process for each core, so one thread of torch's for each.
+# A process for each core, so one thread of torch's for each. Of the longest sweeps a sample, always the same.
 test: $(VENV)/.installed
+	FORALL_SAMPLED=1 OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n auto --dist worksteal
+
+# All cases of all sweeps.
+whole: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n auto --dist worksteal
 
 # All tests, each replayed call compared with the call itself.

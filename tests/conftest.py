@@ -23,6 +23,7 @@ REPLAY = forall.config.replay
 ONE_IN = 16  # tests whose replayed calls are compared with the calls themselves
 BY_JIT = os.environ.get("FORALL_TESTS") in ("jit", "fastmath")
 ASIDE = {"replay", "jit", "test_not_replayed.py"}  # that test the recording itself
+SAMPLED = bool(os.environ.get("FORALL_SAMPLED"))
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
@@ -46,6 +47,23 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
         for line in by_jit.summary():
             terminalreporter.write_line(line)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With FORALL_SAMPLED=1, leave out all but one in so many cases of the sweeps.
+
+    Which ones is told by their names, so that it is the same ones each time.
+    """
+    if SAMPLED:
+        left_out = [item for item in items if not _is_in_sample(item)]
+        config.hook.pytest_deselected(items=left_out)
+        gone = {*map(id, left_out)}
+        items[:] = [item for item in items if id(item) not in gone]
+
+
+def _is_in_sample(item: pytest.Item) -> bool:
+    sweep = item.get_closest_marker("sweep")
+    return sweep is None or not crc32(item.nodeid.encode()) % sweep.args[0]
 
 
 def pytest_collection_finish() -> None:

@@ -83,6 +83,7 @@ def check(name, ways, x, p):
     assert found is None, found
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("p", [0, 1, 3, 5])
 @pytest.mark.parametrize("way", ONE)
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -91,6 +92,7 @@ def test_one_example(name, way, p):
     check(name, ONE[way], X[0], torch.tensor(p))
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("p", [0, 3])
 @pytest.mark.parametrize("way", mapped(shared=True))
 @pytest.mark.parametrize("name", PROGRAMS)

@@ -82,6 +82,7 @@ def outcome(f, x):
         return type(error).__name__
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.counted
 @pytest.mark.filterwarnings("ignore::forall.PerformanceWarning")
 @pytest.mark.parametrize("examples", [1, 2])
