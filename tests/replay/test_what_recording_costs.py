@@ -336,7 +336,7 @@ def test_no_call_records_for_longer_than_it_may(name, cost, at_once, monkeypatch
 
 def test_a_recording_is_spread_over_calls(at_once, monkeypatch):
     g, given = grad(_once(perceptron)), (X[0],)
-    Clock(monkeypatch, 3e-3)
+    Clock(monkeypatch, 6e-3)
     seen = []
     for _ in range(40):
         g(*given)

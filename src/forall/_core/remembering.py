@@ -282,11 +282,17 @@ SETTERS = frozenset({"setattr", "delattr"})  # of modules too, whose names are g
 _NAMESPACES = SETTERS | {"globals", "eval", "exec", "__closure__", "__globals__"}
 
 
+@functools.lru_cache(maxsize=1024)
+def instructions_of(code: CodeType) -> tuple[dis.Instruction, ...]:
+    """What a function's code consists of, without what is written inside it."""
+    return (*dis.get_instructions(code),)
+
+
 @functools.lru_cache(maxsize=4096)
 def globals_of(code: CodeType) -> tuple[tuple[str, bool], ...]:
     """The globals that a function, or one written inside it, names, and whether it rebinds them."""
     found: dict[str, bool] = {}
-    for i in dis.get_instructions(code):
+    for i in instructions_of(code):
         if i.opname in _GLOBALS:
             found[i.argval] = found.get(i.argval, False) or i.opname in _REBINDS_GLOBALS
     for constant in code.co_consts:
@@ -300,7 +306,7 @@ def globals_of(code: CodeType) -> tuple[tuple[str, bool], ...]:
 def rebound_of(code: CodeType) -> frozenset[str]:
     """The names of closures that code, or what is written inside it, gives another value."""
     inner = [rebound_of(c) for c in code.co_consts if isinstance(c, CodeType)]
-    own = (i.argval for i in dis.get_instructions(code) if i.opname in _REBINDS)
+    own = (i.argval for i in instructions_of(code) if i.opname in _REBINDS)
     return frozenset(own).union(*inner)
 
 

@@ -129,6 +129,15 @@ class Attempts:
         return self._debt > (ALLOWED - 1) * WORTH
 
 
+class _Freezer:
+    """Where Python keeps what is never looked at."""
+
+    is_used = False  # by somebody else
+
+
+_freezer = _Freezer()
+
+
 @contextmanager
 def without_collections() -> Iterator[None]:
     """Within it Python does not look for garbage; then only among what is new.
@@ -136,7 +145,8 @@ def without_collections() -> Iterator[None]:
     A program is thousands of small objects, of which few outlive the recording. They would make
     Python look through all that torch is made of, which takes longer than to record them. So what
     is left counts as old at once: to freeze all there is and let it go again does that, and no
-    more, unless somebody else has frozen something.
+    more, unless somebody else has frozen something. Python counts what is frozen one by one, so it
+    is not asked again where there was something.
     """
     if not gc.isenabled():
         yield
@@ -146,7 +156,9 @@ def without_collections() -> Iterator[None]:
         yield
     finally:
         gc.collect(0)
-        if not gc.get_freeze_count():
+        if not _freezer.is_used and not gc.get_freeze_count():
             gc.freeze()
             gc.unfreeze()
+        else:
+            _freezer.is_used = True
         gc.enable()

@@ -25,8 +25,12 @@ def imported(func: FunctionType, ran: Everything) -> dict[CodeType, Imports]:
     return {
         code: Imports(ran.instructions(code), func.__globals__, libraries=False)
         for code in ran.inner(func.__code__)
-        if _IMPORT in code.co_code[::2]
+        if has_imports(code)
     }
+
+
+def has_imports(code: CodeType) -> bool:
+    return _IMPORT in code.co_code[::2]
 
 
 class Imports:

@@ -7,12 +7,17 @@ library asks (`torch.distributions.kl.register_kl`).
 
 from __future__ import annotations
 
-import dis
 import functools
 from types import FunctionType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any
 
-from forall._core.remembering import contents, home_of, is_no_users, is_none_by_name
+from forall._core.remembering import (
+    contents,
+    home_of,
+    instructions_of,
+    is_no_users,
+    is_none_by_name,
+)
 from forall._programs.namespaces import ways
 from forall._programs.naming import SKIPPED, codes_of
 
@@ -107,6 +112,6 @@ def _made_of(value: MethodType | functools.partial) -> tuple:
 def _ways(code: CodeType) -> tuple[tuple[str, ...], ...]:
     found = {}
     for inner in codes_of(code):
-        instructions = [i for i in dis.get_instructions(inner) if i.opname not in SKIPPED]
+        instructions = [i for i in instructions_of(inner) if i.opname not in SKIPPED]
         found.update(dict.fromkeys(tuple(way) for way in ways(instructions, ()) if way[0]))
     return (*found,)

@@ -46,7 +46,7 @@ from forall._core.remembering import (
     rebound_of,
 )
 from forall._programs.attempts import TOO_LONG, clock
-from forall._programs.imports import Imports
+from forall._programs.imports import Imports, has_imports
 from forall._programs.namespaces import ATTRIBUTES, is_users, ways
 from forall._programs.naming import BY_ANY_NAME, SKIPPED, asked_by_text
 from forall._programs.single import (
@@ -67,6 +67,7 @@ if TYPE_CHECKING:
     from forall._programs.guards import Guards
     from forall._programs.ran import Everything
 
+_EACH = 32  # things after which it is asked how long that took
 _WRAPPERS = {MappingProxyType, *WRAPPERS} - {BuiltinFunctionType, MethodWrapperType}
 _METHODS = (MethodDescriptorType, WrapperDescriptorType, MethodWrapperType)
 _NAMED = ATTRIBUTES | {"STORE_ATTR", "DELETE_ATTR", "IMPORT_FROM"}  # of whatever it may be
@@ -84,8 +85,8 @@ def doubt(guards: Guards, *, stands_in: bool = False) -> str | None:
         return guards.why or guards.ran.why
     reading, ran = _Reading(guards), guards.ran
     reached = [*guards.reached()]
-    for value in reached:
-        if clock() > guards.until.call:
+    for i, value in enumerate(reached):
+        if not i % _EACH and clock() > guards.until.call:
             return TOO_LONG
         if isinstance(value, FunctionType) and not is_ours(value):
             if reading.is_certain(value) or not ran.holds(value.__code__):
@@ -159,7 +160,8 @@ class _Reading:
         self, code: CodeType, home: dict[str, Any], modules: dict[str, ModuleType]
     ) -> str | None:
         instructions = [i for i in self.ran.instructions(code) if i.opname not in SKIPPED]
-        imports = Imports(instructions, home, libraries=not self.ran.seen)
+        importing = instructions if has_imports(code) else ()
+        imports = Imports(importing, home, libraries=not self.ran.seen)
         if imports.why is not None:
             return imports.why
         for name, module in imports.found:

@@ -82,7 +82,7 @@ class Everything:
         return False
 
     def instructions(self, code: CodeType) -> Iterable[dis.Instruction]:
-        return dis.get_instructions(code)
+        return remembering.instructions_of(code)
 
     def globals(self, code: CodeType) -> Iterable[str]:
         """The globals that a function, or one written inside it, names."""
@@ -211,7 +211,7 @@ class Ran(Everything):
 
     def _those_that_ran(self, code: CodeType) -> Iterator[dis.Instruction]:
         ran, extended = self._offsets.get(code, ()), False
-        for i in dis.get_instructions(code) if ran else ():
+        for i in remembering.instructions_of(code) if ran else ():
             if i.opname == "EXTENDED_ARG":
                 extended = extended or i.offset in ran
             else:
