@@ -76,6 +76,7 @@ def of(h, x):
     return values, len(ends), [*slopes, *again, *once]
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_each_has_the_slopes_of_the_function(name, recorded, replayed):
     f = FUNCTIONS[name]

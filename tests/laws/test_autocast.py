@@ -125,6 +125,7 @@ def gradient(value: Callable) -> Callable:
     return found
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("dims", [(0, None), (None, 0), (0, 0)], ids=str)
 @pytest.mark.parametrize("name", [*MATRICES, *IMAGES])

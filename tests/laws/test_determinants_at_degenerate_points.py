@@ -49,6 +49,7 @@ CASES += [(1, D, "any"), (1, D, "zeros"), (5, D, "of rank one"), (5, D, "identit
 CASES += [(n, torch.complex128, name) for n in (2, 4) for name in NAMES[1:8:2]]
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(("n", "dtype", "name"), CASES)
 def test_second_derivatives_are_those_of_the_polynomial_in_each_call(n, dtype, name):
     x = dict(points(n, dtype))[name]

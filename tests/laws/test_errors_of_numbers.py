@@ -152,6 +152,7 @@ def check(make, good, bad, monkeypatch, calls=5):
         assert is_same(found[1], wanted[1])
 
 
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", CASES)
 def test_error_of_each_call_is_the_first_ones(name, form, monkeypatch):

@@ -160,6 +160,7 @@ def verdict(name: str) -> str | None:
     return None
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.filterwarnings("ignore")  # entries warn, and out= that is resized does
 @pytest.mark.parametrize("name", DRAWN)
 def test_out_of_an_entry_equals_the_loop(name):

@@ -52,6 +52,7 @@ def nudged(t):
     return t * (1 + 1e-11) if t.is_floating_point() else t
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", CASES)
 def test_a_last_bit_does_not_decide(name):
     case = CASES[name]

@@ -72,6 +72,7 @@ def key_of(case):
     return KEY if case.keyed else None
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("size", [2, 13])
 @pytest.mark.parametrize("name", OUTSIDE)
 def test_gradient_outside(name, size):
@@ -106,6 +107,7 @@ def test_a_branch_in_a_backward_pass_after_the_call_is_refused():
     assert alike.grad.tolist() == forall.vmap(forall.grad(f))(alike.detach()).tolist()
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("size", [1, 2, 13])
 @pytest.mark.parametrize("name", REVERSE)
 def test_vmap_of_grad(name, size):
@@ -121,6 +123,7 @@ def test_vmap_of_grad(name, size):
     assert told is None, told
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", FORWARD)
 def test_vmap_of_jacfwd(name):
     case = CASES[name]
@@ -135,6 +138,7 @@ def test_vmap_of_jacfwd(name):
     assert told is None, told
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", FORWARD)
 def test_jacfwd_of_vmap(name):
     case = CASES[name]

@@ -31,6 +31,7 @@ def outer_loop(case, f, in_dims):
     return looped(f, in_dims, KEY if case.keyed else None)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", CASES)
 def test_both_mapped(name):
     case = CASES[name]

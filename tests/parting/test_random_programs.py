@@ -150,6 +150,7 @@ def shrunk(
     return text
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("seed", range(PROGRAMS))
 def test_values(seed):
     told = complaint(source(seed), seed)
