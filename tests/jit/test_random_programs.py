@@ -441,7 +441,7 @@ def all_agree(programs_: int, *ways: Way) -> Counter[str]:
 
 
 def test_histories():
-    count = all_agree(200, jitted, replayed, anew)
+    count = all_agree(100, jitted, replayed, anew)
     assert 5 * count["jitted"] > count["calls"], count
     assert 10 * count["replayed"] > count["calls"], count
     assert 20 * count["anew"] > count["calls"], count

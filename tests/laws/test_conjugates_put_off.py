@@ -62,6 +62,7 @@ def test_directional_derivatives(name, of_point, of_direction):
         assert same(push(t), truth)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize("of_point", BITS)
 @pytest.mark.parametrize("of_direction", BITS)

@@ -264,6 +264,7 @@ def test_a_second_derivative(name):
         assert found is None or same(found, wanted)
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
     "derived",

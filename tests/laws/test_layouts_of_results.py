@@ -64,6 +64,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("dim", [0, 1, 2, -1])
 @pytest.mark.parametrize("shape", [(3, 4), (2, 3, 4)])
 @pytest.mark.parametrize("name", OPERATORS)

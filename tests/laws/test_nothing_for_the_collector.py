@@ -143,6 +143,7 @@ def is_ours(x):
     return any(isinstance(home, str) and home.partition(".")[0] == "forall" for home in homes)
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("f", FUNCTIONS, ids=lambda f: f.__name__)
 def test_transforms(f, way):

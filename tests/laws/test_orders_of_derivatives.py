@@ -172,6 +172,7 @@ def derivative(f, order):
     return nested
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_each_order_of_derivatives_is_that_of_elementary_operators(name, monkeypatch):
     monkeypatch.setattr(config, "replay", False)

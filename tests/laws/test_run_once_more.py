@@ -32,6 +32,7 @@ WAYS = {
 }
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.filterwarnings("ignore:.*is kept, not computed again:forall.PerformanceWarning")
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize("way", WAYS)

@@ -179,6 +179,7 @@ OPS = {
 DRAWN = sorted({*ALWAYS} | set(random.Random(0).sample(sorted(OPS), 40)))
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", DRAWN)
 def test_an_operators_second_derivatives_agree(name):

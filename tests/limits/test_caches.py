@@ -141,6 +141,7 @@ def wrong(made: Cached, used: list, first: str, truth: dict[str, list[Any]]) -> 
             yield f"{first}, then {then}: {off}"
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("made", MADE)
 def test_each_call_can_use_what_another_has_cached(made):
     truth = truths(MADE[made], USED)

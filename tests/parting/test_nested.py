@@ -44,6 +44,7 @@ def test_both_mapped(name):
     assert difference(mine, theirs) is None
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", PURE)
 def test_of_x_under_vmap_over_y(name):
     case = CASES[name]
@@ -55,6 +56,7 @@ def test_of_x_under_vmap_over_y(name):
     assert told is None, told
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", PURE)
 def test_of_x_with_a_vmap_over_y_around_it(name):
     case = CASES[name]

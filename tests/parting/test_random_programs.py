@@ -157,6 +157,7 @@ def test_values(seed):
     assert told is None, f"{told}\n\n{source(seed)}"
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("seed", [s for s in range(PROGRAMS) if s != 71])  # a gap
 def test_numbers(seed):
     text = source(seed, Numbers)
@@ -164,6 +165,7 @@ def test_numbers(seed):
     assert told is None, f"{told}\n\n{text}"
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("seed", range(0, PROGRAMS, 5))
 def test_gradients(seed):
     told = complaint(source(seed), seed, gradients)

@@ -11,6 +11,7 @@ from parting.truth import by_loop, by_vmap, copies
 SIZES = (1, 2, 13, 40, 256)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", CASES)
 def test_values_and_what_is_left_in_the_arguments(name, size):

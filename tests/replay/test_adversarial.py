@@ -15,12 +15,14 @@ from jit.test_adversarial import six_calls
 pytestmark = pytest.mark.usefixtures("at_once")
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", CASES)
 def test_six_calls_are_those_of_the_function(name):
     told = six_calls(name, lambda f: replaying(f)(operator.call))
     assert not any("not recorded" in text for text in told)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", CASES)
 def test_six_calls_are_those_of_a_function_that_captures_what_it_holds(name):
     def of_its_own(f):
@@ -32,6 +34,7 @@ def test_six_calls_are_those_of_a_function_that_captures_what_it_holds(name):
     assert not any("not recorded" in text for text in told)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", CASES)
 def test_six_calls_are_those_of_functions_that_are_made_anew(name):
     def one_of_many(f):

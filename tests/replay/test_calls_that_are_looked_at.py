@@ -251,6 +251,7 @@ _CASES = [
 ]
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(("f", "how"), _CASES, ids=lambda x: getattr(x, "__name__", x))
 def test_side_effects_of_first_calls_count_as_without_replay(f, how):
     X = torch.randn(3, 3, generator=torch.Generator().manual_seed(0))

@@ -145,6 +145,7 @@ STEPS = {
 }
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", STEPS)
 def test_it_is_replayed(name, hits):
     for i in range(12):

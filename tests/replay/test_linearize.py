@@ -83,6 +83,7 @@ def test_each_call_is_the_functions(name, hits):
     assert "play" in hits
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_with_a_derivative_outside(name, hits):
     p = torch.linspace(0.5, 1.5, 3, dtype=D).requires_grad_()

@@ -328,6 +328,7 @@ def chosen(name):
     return random.Random(crc32(name.encode())).sample(found, min(4, len(found)))
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("name", DOORS)
 def test_number_that_is_read_is_the_calls_own(name):
     f, dtype, values = DOORS[name]
