@@ -116,7 +116,7 @@ class Guards(Watched):
         self._aside: list[Mapping[str, Any]] = []  # of which only what code names is looked at
         self._kinds: dict[int, type] = {}  # of objects, and what these derive from
         self._left_of_libraries: list[FunctionType] = []
-        # What is registered for classes, with those of these that have not been met.
+        # What others have registered with a library, and the classes of the user that it is for.
         self._registered: list[tuple[list[type], Any]] = []
         self._kinds_of_libraries: list[type] = []
         self._library_names: frozenset[str] = frozenset()
