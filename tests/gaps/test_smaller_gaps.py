@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from forall import grad, hessian, jacrev, jit, jvp, vmap
+from forall import grad, hessian, jacrev, jit, jvp, vjp, vmap
 
 D = torch.float64
 
@@ -183,3 +183,16 @@ def test_which_of_two_equal_texts_it_is_asks_for_identity():
     x = torch.ones(2)
     assert f(x, sentinel).equal(2 * x)
     assert f(x, str(2.5)).equal(3 * x)
+
+
+@pytest.mark.xfail(
+    strict=True,
+    reason="the pull-back of examples has no history at the level of these",
+    raises=NotImplementedError,
+)
+def test_a_gradient_of_examples_through_an_earlier_pull_back():
+    x = torch.tensor([0.1, 0.2, 0.3], dtype=D)
+    _, pull = vjp(torch.sin, x)
+    cots = torch.arange(6.0, dtype=D).reshape(2, 3)
+    found = vmap(grad(lambda c: (pull(c)[0] ** 2).sum()))(cots)
+    torch.testing.assert_close(found, 2 * cots * x.cos() ** 2)

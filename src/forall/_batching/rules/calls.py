@@ -16,6 +16,7 @@ from forall._batching.batched import Batched, derive, is_mapped, refit, same
 from forall._batching.failing import first_error
 from forall._batching.ledger import note_read, summed_grad
 from forall._batching.parting import plain_numbers, told
+from forall._batching.rules.checks import check_fits
 from forall._batching.standing import stand
 from forall._batching.table import CALLS, IN_PLACE
 from forall._batching.undoing import grad_of
@@ -128,6 +129,7 @@ def _dtype_of_number(v: Tensor) -> torch.dtype:
 def _filled(like: Tensor, value: Tensor) -> Tensor:
     """``like`` with one number everywhere; a number carries no derivative."""
     requires_grad = like.requires_grad
+    check_fits(value, like.dtype)
     out = like.detach().copy_(value.detach())
     return out.requires_grad_() if requires_grad else out
 

@@ -54,6 +54,38 @@ def checked(func: Any, fails: Any) -> Any:
     return call
 
 
+def check_fits(value: Tensor, dtype: torch.dtype) -> None:
+    """Raise torch's error of a number that is not in a dtype's range; it is asked of Python's."""
+    name = _NAMES.get(dtype)
+    if value.dtype == dtype or value.is_complex() or name is None:
+        return
+    floats = dtype.is_floating_point
+    low, high = (info := torch.finfo(dtype) if floats else torch.iinfo(dtype)).min, info.max
+    if dtype is torch.uint8 and not value.is_floating_point():
+        low = -high  # which torch lets wrap
+    with outside_all():  # a program that is being recorded makes the test too
+        v = innermost(value)
+        fits = (v >= low) & (v <= high)
+        if floats and v.is_floating_point():
+            fits |= ~v.isfinite()
+        if bool(fits.all()):
+            return
+    raise RuntimeError(f"value cannot be converted to type {name} without overflow")
+
+
+# As torch's errors call them.
+_NAMES = {
+    torch.uint8: "uint8_t",
+    torch.int8: "int8_t",
+    torch.int16: "int16_t",
+    torch.int32: "int",
+    torch.int64: "int64_t",
+    torch.float16: "at::Half",
+    torch.bfloat16: "at::BFloat16",
+    torch.float32: "float",
+}
+
+
 def _one_hot(x: Any, num_classes: int = -1) -> bool:
     v = _stack(x)
     if v is None or isinstance(num_classes, Wrapper):

@@ -25,6 +25,7 @@ from forall._batching.indices import (
     taken,
 )
 from forall._batching.layouts import asks_first, not_in_a_row
+from forall._batching.rules.checks import check_fits
 from forall._batching.table import CALLS, register
 from forall._core.axes import stacked_dim
 from forall._torch.shapes import broadcast_shapes
@@ -132,6 +133,7 @@ def _masked_fill(size, x, mask, value):
         raise RuntimeError("masked_fill only supports a 0-dimensional value tensor")
     v, mask = _broadcast(size, x, mask)
     value = value.v if isinstance(value, Stack) else value
+    check_fits(value, v.dtype)
     value = value.reshape(-1, *(1,) * (v.dim() - 1))
     return torch.where(mask, value.to(dtype=v.dtype, device=v.device), v)
 

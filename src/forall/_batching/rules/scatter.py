@@ -24,6 +24,7 @@ from forall._batching.indices import (
     taken,
 )
 from forall._batching.layouts import asks_first, expanded_inside
+from forall._batching.rules.checks import check_fits
 from forall._batching.table import register
 from forall._batching.writing import writable
 from forall._core.axes import stacked_dim
@@ -123,6 +124,7 @@ def _fill(w, x, dim, index, value):
     index = torch.where(index < 0, index + x.shape[dim], index)  # scatter counts from 0 only
     if isinstance(value, (Stack, Tensor)):
         value = value.v if isinstance(value, Stack) else value
+        check_fits(value, x.dtype)
         value = value.reshape(-1, *(1,) * (x.dim() - 1)).to(dtype=x.dtype, device=x.device)
         value = value.expand(index.shape)
     return w.scatter(x, dim, index, value)
