@@ -16,7 +16,7 @@ import pytest
 
 import forall
 from by_groups import GAPS
-from forall._programs import interpreted, replay
+from forall._programs import attempts, interpreted, replay
 from forall._transforms import apart
 
 REPLAY = forall.config.replay
@@ -75,6 +75,9 @@ def pytest_collection_finish() -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     before = forall.config.replay, interpreted.LENGTH, interpreted.CALLS
+    slack = attempts.SLACK
+    if item.path.name != "test_what_recording_costs.py":
+        attempts.SLACK = 1e6  # else it hangs on the machine's speed what is recorded
     forall.config.replay = _how(item, before[0])
     if crc32(item.nodeid.encode()) % 2:
         interpreted.LENGTH, interpreted.CALLS = 1, 0
@@ -92,6 +95,7 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
         return result
     finally:
         apart.warn = warn
+        attempts.SLACK = slack
         forall.config.replay, interpreted.LENGTH, interpreted.CALLS = before
         replay.Replays = own
 
