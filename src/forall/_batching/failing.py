@@ -22,6 +22,7 @@ from forall._core.places import users_line
 from forall._torch import generators, trees
 from forall._torch.dispatch import functions_off
 from forall._torch.schema import writes
+from forall._torch.wrapper import innermost
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -118,3 +119,43 @@ def name_example(error: Exception, origin: Origin, number: int) -> None:
         notes[ours[0]] += f"\n{columns([row])}"
     else:
         error.add_note(f"{_FAILED}\n{columns([row])}")
+
+
+def check_fits(value: torch.Tensor, dtype: torch.dtype) -> None:
+    """Raise torch's error of a number that is not in a dtype's range; it is asked of Python's."""
+    name = _NAMES.get(dtype)
+    if value.dtype in (dtype, torch.bool) or value.is_complex() or name is None:
+        return
+    low, high = _range(dtype)
+    if dtype is torch.uint8 and not value.is_floating_point():
+        low = -high  # which torch lets wrap
+    floats = dtype.is_floating_point or not value.is_floating_point()
+    least, most = _range(value.dtype)
+    if floats and low <= least and most <= high:
+        return  # whatever it is
+    with outside_all():  # a program that is being recorded makes the test too
+        v = innermost(value)
+        fits = (v >= low) & (v <= high)
+        if dtype.is_floating_point and v.is_floating_point():
+            fits |= ~v.isfinite()
+        if bool(fits.all()):
+            return
+    raise RuntimeError(f"value cannot be converted to type {name} without overflow")
+
+
+def _range(dtype: torch.dtype) -> tuple[float, float]:
+    info = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
+    return info.min, info.max
+
+
+# As torch's errors call them.
+_NAMES = {
+    torch.uint8: "uint8_t",
+    torch.int8: "int8_t",
+    torch.int16: "int16_t",
+    torch.int32: "int",
+    torch.int64: "int64_t",
+    torch.float16: "at::Half",
+    torch.bfloat16: "at::BFloat16",
+    torch.float32: "float",
+}

@@ -13,10 +13,9 @@ import torch
 
 from forall._batching.accounts import by_all, is_shared_older
 from forall._batching.batched import Batched, derive, is_mapped, refit, same
-from forall._batching.failing import first_error
+from forall._batching.failing import check_fits, first_error
 from forall._batching.ledger import note_read, summed_grad
 from forall._batching.parting import plain_numbers, told
-from forall._batching.rules.checks import check_fits
 from forall._batching.standing import stand
 from forall._batching.table import CALLS, IN_PLACE
 from forall._batching.undoing import grad_of

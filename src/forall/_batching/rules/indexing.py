@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from forall._batching.batched import Batched, wrap
+from forall._batching.failing import check_fits
 from forall._batching.families import Stack, by_front, front, is_mapped, lower
 from forall._batching.indices import (
     Places,
@@ -25,7 +26,6 @@ from forall._batching.indices import (
     taken,
 )
 from forall._batching.layouts import asks_first, not_in_a_row
-from forall._batching.rules.checks import check_fits
 from forall._batching.table import CALLS, register
 from forall._core.axes import stacked_dim
 from forall._torch.shapes import broadcast_shapes

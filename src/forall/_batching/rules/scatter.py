@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forall._batching.batched import wrap
+from forall._batching.failing import check_fits
 from forall._batching.families import Stack, front, is_mapped, lower, stacked
 from forall._batching.indices import (
     MASKS,
@@ -24,7 +25,6 @@ from forall._batching.indices import (
     taken,
 )
 from forall._batching.layouts import asks_first, expanded_inside
-from forall._batching.rules.checks import check_fits
 from forall._batching.table import register
 from forall._batching.writing import writable
 from forall._core.axes import stacked_dim
