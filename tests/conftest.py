@@ -55,10 +55,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     Which ones is told by their names, so that it is the same ones each time.
     """
     if SAMPLED:
-        left_out = [item for item in items if not _is_in_sample(item)]
-        config.hook.pytest_deselected(items=left_out)
-        gone = {*map(id, left_out)}
-        items[:] = [item for item in items if id(item) not in gone]
+        config.hook.pytest_deselected(items=[i for i in items if not _is_in_sample(i)])
+        items[:] = filter(_is_in_sample, items)
 
 
 def _is_in_sample(item: pytest.Item) -> bool:
@@ -76,7 +74,7 @@ def pytest_collection_finish() -> None:
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     before = forall.config.replay, interpreted.LENGTH, interpreted.CALLS
     slack = attempts.SLACK
-    if item.path.name != "test_what_recording_costs.py":
+    if item.get_closest_marker("timed") is None:
         attempts.SLACK = 1e6  # else it hangs on the machine's speed what is recorded
     forall.config.replay = _how(item, before[0])
     if crc32(item.nodeid.encode()) % 2:

@@ -22,6 +22,8 @@ from forall._programs import attempts, ran, recorder, recording, replay
 from forall._programs import guards as guarding
 from forall._transforms.replaying import calls_of
 
+pytestmark = pytest.mark.timed
+
 X = torch.linspace(0.1, 1, 6).reshape(2, 3)
 
 

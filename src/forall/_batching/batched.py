@@ -191,8 +191,8 @@ class Batched(Wrapper):
         return dispatched(func, args, kwargs or {})
 
 
-def is_mapped(t: Any) -> bool:
-    """Whether ``t`` has one value for each example, of whatever level."""
+def is_mapped_at_any(t: Any) -> bool:
+    """True if ``t`` differs between the examples of any level."""
     while isinstance(t, Wrapper):
         if type(t) is Batched and t.axis is not None:
             return True

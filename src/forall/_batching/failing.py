@@ -129,9 +129,9 @@ def check_fits(value: torch.Tensor, dtype: torch.dtype) -> None:
     low, high = _range(dtype)
     if dtype is torch.uint8 and not value.is_floating_point():
         low = -high  # which torch lets wrap
-    floats = dtype.is_floating_point or not value.is_floating_point()
     least, most = _range(value.dtype)
-    if floats and low <= least and most <= high:
+    may_be_nan = value.is_floating_point() and not dtype.is_floating_point  # which does not fit
+    if not may_be_nan and low <= least and most <= high:
         return  # whatever it is
     with outside_all():  # a program that is being recorded makes the test too
         v = innermost(value)

@@ -141,6 +141,8 @@ class VmapLevel(Level, DispatchMode):
             return tuple(map(self._taken, at(around.parent, stacked, (*map(self._given, args),))))
 
     def _of_stacks(self, h: Any) -> Any:
+        """``h`` of stacks, whose examples are those of another level like this one."""
+
         def stacked(*stacks: torch.Tensor) -> tuple[torch.Tensor, ...]:
             again = VmapLevel(self.size, self.randomness, top())
             again.origin = self.origin

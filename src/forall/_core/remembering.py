@@ -284,7 +284,7 @@ _NAMESPACES = SETTERS | {"globals", "eval", "exec", "__closure__", "__globals__"
 
 @functools.lru_cache(maxsize=1024)
 def instructions_of(code: CodeType) -> tuple[dis.Instruction, ...]:
-    """What a function's code consists of, without what is written inside it."""
+    """The instructions of a function, without those of functions written inside it."""
     return (*dis.get_instructions(code),)
 
 

@@ -52,11 +52,11 @@ def handed_on(h: Function, args: tuple, level: forward.JvpLevel) -> tuple:
     """`lowered`, for ``h`` of any level: those further out take it apart likewise."""
 
     def further_out(h: Function) -> Function:
-        def run(*values: torch.Tensor) -> tuple:
+        def run_there(*values: torch.Tensor) -> tuple:
             return at(level.parent, h, values)
 
-        vars(run).update(vars(h))
-        return run
+        vars(run_there).update(vars(h))
+        return run_there
 
     return lowered(made_of(h, further_out), args, level)
 
@@ -68,7 +68,7 @@ def push_by_rule(h: Function, moving: Sequence[int], counts: list[int]) -> Funct
     those that can have one. A Function's own ``jvp`` is called on the way.
     """
 
-    def pushed(*both: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def push(*both: torch.Tensor) -> tuple[torch.Tensor, ...]:
         given = list(both[: len(both) - len(moving)])
         with forward_on():
             for i, t in zip(moving, both[len(given) :], strict=True):
@@ -78,7 +78,7 @@ def push_by_rule(h: Function, moving: Sequence[int], counts: list[int]) -> Funct
         tangents = (torch.zeros_like(y) if t is None else t for y, t in halves if _moves(y))
         return (*(y for y, _ in halves), *tangents)
 
-    return pushed
+    return push
 
 
 def _derived(
@@ -300,6 +300,7 @@ def _by_rule(h: Any, args: list, moving: list[int], ts: list) -> tuple[Sequence,
 
 
 def _by_transposing(h: Function, args: list, moving: list[int], ts: list) -> tuple[Sequence, list]:
+    """The same, by transposing the pull-back of ``h``."""
     ys = h(*args)
     live = [y for y in ys if y is not None and y.requires_grad] if moving else []
     us = [leaf(torch.zeros_like(y)) for y in live]

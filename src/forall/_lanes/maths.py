@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from forall._batching.batched import is_mapped
+from forall._batching.batched import is_mapped_at_any
 from forall._lanes.arithmetic import DTYPES, all_finite, any_, wider
 from forall._lanes.numbers import Number, by_lane, operand, trunc
 
@@ -27,7 +27,7 @@ def _ours(a: Any) -> bool:
     """Whether there is a Number in it, or a tensor that differs and has one entry."""
     if type(a) in (list, tuple):
         return any(map(_ours, a))
-    return type(a) is Number or (isinstance(a, Tensor) and a.numel() == 1 and is_mapped(a))
+    return type(a) is Number or (isinstance(a, Tensor) and a.numel() == 1 and is_mapped_at_any(a))
 
 
 def as_number(a: Any) -> Any:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from forall._batching import table, worlds
-from forall._batching.batched import is_mapped
+from forall._batching.batched import is_mapped_at_any
 from forall._batching.failing import first_error
 from forall._batching.merging import is_stale, narrow
 from forall._core.errors import columns
@@ -220,7 +220,7 @@ def number(t: Tensor) -> Any:
 
     Its values are what they are now, whatever is written into ``t`` later.
     """
-    if not is_mapped(t):
+    if not is_mapped_at_any(t):
         return t.item()
     stacks.tell(t)
     kind = complex if t.is_complex() else float if t.is_floating_point() else int

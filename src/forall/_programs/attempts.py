@@ -30,6 +30,7 @@ WORTH = 32  # replayed calls that make up for one attempt
 WINDOW = 64  # calls in a row that are looked at in vain
 LONGEST = 1024  # calls in a row that are not looked at
 CALLS, SLACK = 3.0, 0.05  # eager calls and seconds that the call which is recorded may take
+EACH = 32  # steps of whatever kind after which the clock is asked
 _SHARE = 0.96  # of these until something is broken off: to stop takes time too
 _UNRECORDED = 1.3  # the time of what goes on as it is, below a recorder that does not listen
 TOO_LONG = "to record it takes too long next to a call"
@@ -129,13 +130,10 @@ class Attempts:
         return self._debt > (ALLOWED - 1) * WORTH
 
 
-class _Freezer:
-    """Where Python keeps what is never looked at."""
+class _Frozen:
+    """Objects that Python's collector is told to leave alone."""
 
-    is_used = False  # by somebody else
-
-
-_freezer = _Freezer()
+    is_users = False  # as soon as some were found
 
 
 @contextmanager
@@ -156,9 +154,8 @@ def without_collections() -> Iterator[None]:
         yield
     finally:
         gc.collect(0)
-        if not _freezer.is_used and not gc.get_freeze_count():
+        _Frozen.is_users = _Frozen.is_users or gc.get_freeze_count() > 0
+        if not _Frozen.is_users:
             gc.freeze()
             gc.unfreeze()
-        else:
-            _freezer.is_used = True
         gc.enable()

@@ -41,7 +41,7 @@ from forall._core.remembering import (
     is_ours,
     names_of,
 )
-from forall._programs.attempts import NEVER, TOO_LONG, Deadline, clock
+from forall._programs.attempts import EACH, NEVER, TOO_LONG, Deadline, clock
 from forall._programs.imports import imported
 from forall._programs.libraries import (
     asked_names,
@@ -85,7 +85,6 @@ if TYPE_CHECKING:
 
     from forall._programs.ran import Everything
 
-_EACH = 32  # things after which it is asked how long that took
 TOO_MUCH = "the function reaches too much of Python's state to watch"
 _MADE_OF = ("__code__", "__defaults__", "__kwdefaults__", "__dict__")
 _TOLD = (*_MADE_OF, "__name__", "__qualname__", "__doc__", "__module__", "__annotations__")
@@ -171,7 +170,7 @@ class Guards(Watched):
         look = next((look for kinds, look in _LOOKS if isinstance(value, kinds)), None)
         if len(self._held) > self.ran.most:
             self.why = TOO_MUCH
-        elif not len(self._held) % _EACH and clock() > self.until.call:
+        elif not len(self._held) % EACH and clock() > self.until.call:
             self.why = TOO_LONG
         elif is_moved_on(value):
             self.why = "the function reaches an iterator, and nothing tells how far that has come"
@@ -269,13 +268,14 @@ class Guards(Watched):
         """What a library keeps for its functions to ask, and may be given by others."""
         if isinstance(value, dict):
             self._entries(value)
-            self._registered += [(classes_in(key), x) for key, x in of_users(value.items())]
+            entries = value.items()
         else:
             self._lists.append((value, tuple(value)))
-            self._left += [x for _, x in of_users(enumerate(value))]
+            entries = enumerate(value)
+        self._registered += [(classes_in(key), x) for key, x in of_users(entries)]
 
     def _has_met(self, kinds: list[type]) -> bool:
-        """Whether there may be an instance of each class, or of one derived from it."""
+        """True if each class was met, itself or as the class or base of an object."""
         return all(id(kind) in self._kinds or id(kind) in self._held for kind in kinds)
 
     def _look_at_libraries(self) -> None:

@@ -30,6 +30,7 @@ def imported(func: FunctionType, ran: Everything) -> dict[CodeType, Imports]:
 
 
 def has_imports(code: CodeType) -> bool:
+    """True if code imports anything, without what is written inside it."""
     return _IMPORT in code.co_code[::2]
 
 

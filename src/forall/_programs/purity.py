@@ -45,7 +45,7 @@ from forall._core.remembering import (
     rebinds,
     rebound_of,
 )
-from forall._programs.attempts import TOO_LONG, clock
+from forall._programs.attempts import EACH, TOO_LONG, clock
 from forall._programs.imports import Imports, has_imports
 from forall._programs.namespaces import ATTRIBUTES, is_users, ways
 from forall._programs.naming import BY_ANY_NAME, SKIPPED, asked_by_text
@@ -67,7 +67,6 @@ if TYPE_CHECKING:
     from forall._programs.guards import Guards
     from forall._programs.ran import Everything
 
-_EACH = 32  # things after which it is asked how long that took
 _WRAPPERS = {MappingProxyType, *WRAPPERS} - {BuiltinFunctionType, MethodWrapperType}
 _METHODS = (MethodDescriptorType, WrapperDescriptorType, MethodWrapperType)
 _NAMED = ATTRIBUTES | {"STORE_ATTR", "DELETE_ATTR", "IMPORT_FROM"}  # of whatever it may be
@@ -86,7 +85,7 @@ def doubt(guards: Guards, *, stands_in: bool = False) -> str | None:
     reading, ran = _Reading(guards), guards.ran
     reached = [*guards.reached()]
     for i, value in enumerate(reached):
-        if not i % _EACH and clock() > guards.until.call:
+        if not i % EACH and clock() > guards.until.call:
             return TOO_LONG
         if isinstance(value, FunctionType) and not is_ours(value):
             if reading.is_certain(value) or not ran.holds(value.__code__):

@@ -29,7 +29,7 @@ import torch
 
 from forall._core.ended import dispatched
 from forall._core.places import OURS, TORCH
-from forall._programs.attempts import NEVER, TOO_LONG, Deadline, clock
+from forall._programs.attempts import EACH, NEVER, TOO_LONG, Deadline, clock
 from forall._programs.draws import Draws
 from forall._programs.program import Layout, Node, Program, Ref, Value
 from forall._programs.unfilled import are_given
@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
 aten = torch.ops.aten
-_EACH = 32  # operators after which it is asked how long that took
 _INDEX = aten.index.Tensor
 _INDEXING = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
 _FRESH = (aten.lift_fresh.default, aten.lift_fresh_copy.default)
@@ -185,7 +184,7 @@ class Recorder(DispatchMode):
                 # Else another name for what there was. What gives nothing is there to raise.
                 if out is None or len(self.values) > before or node.writes():
                     self.nodes.append(node)
-                    if not len(self.nodes) % _EACH:
+                    if not len(self.nodes) % EACH:
                         self._watch_the_clock()
                 if known.facts.dynamic and _looks(func, args):
                     self._shaped(out)
@@ -214,14 +213,14 @@ class Recorder(DispatchMode):
 
     def halting(self) -> AbstractContextManager:
         """Within it nothing is run but for the recorder: what takes too long is broken off."""
-        return self._with("_halts")
+        return self._while_set("_halts")
 
     def hearing(self) -> AbstractContextManager:
         """Within it answers are recorded: a backward pass has no call to go back to."""
-        return self._with("_hears")
+        return self._while_set("_hears")
 
     @contextmanager
-    def _with(self, flag: str) -> Iterator[None]:
+    def _while_set(self, flag: str) -> Iterator[None]:
         setattr(self, flag, True)
         try:
             yield

@@ -121,7 +121,7 @@ def may_raise(func: Any, args: tuple, kwargs: dict, dtypes: Any) -> bool:
 
 
 def has_unknown_class(x: torch.Tensor, num_classes: int) -> bool:
-    """Whether `torch.nn.functional.one_hot` raises; it asks that only of what has its own numbers.
+    """True if `torch.nn.functional.one_hot` would raise; it does not ask that of our wrappers.
 
     ``x`` has all examples, and ``num_classes`` is -1 where the largest number tells how many.
     """

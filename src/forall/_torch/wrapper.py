@@ -122,14 +122,14 @@ class Wrapper(torch.Tensor):
 
 
 def innermost(t: Any) -> Any:
-    """What wrappers of whatever levels hold: a tensor of the user's, with all examples."""
+    """The tensor below all wrappers, which has the numbers of all examples."""
     while isinstance(t, Wrapper):
         t = t.value
     return t
 
 
 def has_history(t: torch.Tensor) -> bool:
-    """Whether a tensor requires grad, or what it holds further out."""
+    """True if a tensor requires grad, or a tensor that it wraps."""
     while not t.requires_grad and isinstance(t, Wrapper):
         t = t.value
     return t.requires_grad

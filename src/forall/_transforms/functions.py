@@ -146,7 +146,7 @@ def _with_tangents(cls: Any, level: Level, args: tuple, kwargs: dict) -> Any:
         return tuple(undressed(_with_history(o, ())) for o in tensors)
 
     if cls.jvp is not torch.autograd.Function.jvp:
-        h = functools.partial(h)
+        h = functools.partial(h)  # what leads to itself would wait for Python's collector
         vars(h)["rule"] = functools.partial(push_by_rule, h.func)
     # What is kept for a derivative must be what it was, also when an argument has been written to.
     given = [undressed(args[i]) for i in places]

@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from forall._batching.batched import Batched, wrap
+from forall._batching.families import is_mapped
 from forall._batching.interpreter import VmapLevel
 from forall._core.errors import columns, kind, short
 from forall._core.levels import deepest, outside, stack
@@ -59,11 +60,7 @@ def _level_of(args: tuple) -> VmapLevel | None:
     if stack.parted or level.root is not level:
         return None
     leaves = trees.leaves(args)
-    return level if any(_is_mapped(a, level) for a in leaves) else None
-
-
-def _is_mapped(a: Any, level: VmapLevel) -> bool:
-    return type(a) is Batched and a.level is level and a.axis is not None
+    return level if any(is_mapped(a, level) for a in leaves) else None
 
 
 def _forward_of(cls: Any) -> Any:
@@ -73,7 +70,7 @@ def _forward_of(cls: Any) -> Any:
             return cls.forward(*args)
 
         leaves, spec = trees.flatten(args)
-        axes = [a.axis if _is_mapped(a, level) else None for a in leaves]
+        axes = [a.axis if is_mapped(a, level) else None for a in leaves]
         own = [a.value if type(a) is Batched and a.level is level else a for a in leaves]
         in_dims, stacks = trees.unflatten(axes, spec), trees.unflatten(own, spec)
         with outside(level):

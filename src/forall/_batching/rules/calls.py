@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forall._batching.accounts import by_all, is_shared_older
-from forall._batching.batched import Batched, derive, is_mapped, refit, same
+from forall._batching.batched import Batched, derive, is_mapped_at_any, refit, same
 from forall._batching.failing import check_fits, first_error
 from forall._batching.ledger import note_read, summed_grad
 from forall._batching.parting import plain_numbers, told
@@ -36,7 +36,7 @@ _BASIC = (int, slice, type(None))
 
 def differs(a: Any) -> bool:
     """Whether ``a`` is one number for each example, of whatever level."""
-    return isinstance(a, Wrapper) and not a.dim() and is_mapped(a)
+    return isinstance(a, Wrapper) and not a.dim() and is_mapped_at_any(a)
 
 
 def _is_place(p: Any) -> bool:
@@ -222,7 +222,12 @@ def _truth(x: Tensor) -> Any:
             count = count_of(numbers if numbers.dtype is torch.bool else numbers != 0)
         if count in (0, x.level.size):
             return count > 0
-    if not isinstance(x, Wrapper) or x.numel() != 1 or x.dtype is torch.bool or not is_mapped(x):
+    if (
+        not isinstance(x, Wrapper)
+        or x.numel() != 1
+        or x.dtype is torch.bool
+        or not is_mapped_at_any(x)
+    ):
         return NotImplemented
     return bool(x.detach() != 0)
 
