@@ -54,9 +54,18 @@ def total(f):
     return lambda x, y: f(x, y).sin().sum()
 
 
-def second_time(f):
-    f(X, argument())
-    return f(X, argument())
+def second_time(f, *args):
+    f(*(args or (X, argument())))
+    return f(*(args or (X, argument())))
+
+
+def in_a_branch(f):
+    def rows(x, y):
+        if x.sum() > 0:
+            return jacfwd(f, chunk_size=1)(x, y)
+        return jacfwd(f)(x, y)
+
+    return rows
 
 
 WAYS = {
@@ -69,6 +78,18 @@ WAYS = {
     "recorded": lambda f: second_time(jit(jacfwd(f))),
     "mapped": lambda f: vmap(jacfwd(f))(X.repeat(2, 1), argument().repeat(2, 1))[1],
     "mapped argument": lambda f: vmap(jacfwd(f), (None, 0))(X, argument().repeat(2, 1))[1],
+    "mapped, in rows": lambda f: vmap(jacfwd(f, chunk_size=1), (None, 0))(
+        X, argument().repeat(2, 1)
+    )[1],
+    "mapped, in chunks": lambda f: vmap(jacfwd(f, chunk_size=2))(
+        X.repeat(2, 1), argument().repeat(2, 1)
+    )[1],
+    "mapped twice, in rows": lambda f: vmap(vmap(jacfwd(f, chunk_size=1), (None, 0)), (None, 0))(
+        X, argument().repeat(2, 2, 1)
+    )[1, 1],
+    "where examples part": lambda f: vmap(in_a_branch(f))(X.repeat(2, 1), argument().repeat(2, 1))[
+        1
+    ],
 }
 
 
@@ -151,3 +172,96 @@ def test_view_of_what_has_a_history_is_an_error_not_another_number():
     torch.testing.assert_close(grad(f)(X, argument()), right)
     with pytest.raises(RuntimeError, match="into a tensor from outside"):
         hessian(f)(X, argument())
+
+
+@pytest.mark.parametrize("chunk", [None, 1, 2])
+def test_each_example_holds_what_one_call_wrote(chunk):
+    def read_then_write(x, y):
+        z = y * x
+        y.mul_(s := x.detach()[0] + 1)
+        return z * s
+
+    y = torch.ones(2, 3, dtype=D)
+    found = vmap(jacfwd(read_then_write, chunk_size=chunk), (None, 0))(X, y)
+    torch.testing.assert_close(found, (X[0] + 1) * torch.eye(3, dtype=D).expand(2, 3, 3))
+    torch.testing.assert_close(y, (X[0] + 1).expand(2, 3))
+
+
+# With a view from before the write, torch's own check of what was saved refuses the backward pass.
+DERIVED = sorted(set(FUNCTIONS) - {"a view of before"})
+
+
+@pytest.mark.parametrize("chunk", [None, 1, 2])
+@pytest.mark.parametrize("name", DERIVED)
+def test_derivatives_of_a_jacobian_and_of_what_its_function_wrote(name, chunk):
+    def loss(x):
+        y = argument()
+        found = jacfwd(FUNCTIONS[name], chunk_size=chunk)(x, y).sin().sum()
+        return found + (y * x).sin().sum()
+
+    def by_autograd(x):
+        y = argument()
+        found = torch.autograd.functional.jacobian(
+            lambda x: FUNCTIONS[name](x.clone(), argument()), x, create_graph=True
+        )
+        FUNCTIONS[name](x, y)
+        return found.sin().sum() + (y * x).sin().sum()
+
+    x = X.clone().requires_grad_()
+    (right,) = torch.autograd.grad(by_autograd(x), x)
+    torch.testing.assert_close(grad(loss)(X), right)
+    torch.testing.assert_close(torch.autograd.grad(loss(x), x)[0], right)
+    torch.testing.assert_close(vmap(grad(loss))(X.repeat(2, 1))[1], right)
+    torch.testing.assert_close(jvp(loss, (X,), (X,))[1], right @ X)
+    torch.testing.assert_close(jacfwd(loss, chunk_size=chunk)(X), right)
+    if chunk is None:
+        torch.testing.assert_close(second_time(jit(grad(loss)), X), right)
+
+
+@pytest.mark.parametrize("chunk", [None, 1, 2])
+@pytest.mark.parametrize("name", DERIVED)
+def test_derivatives_of_a_hessian_and_of_what_its_function_wrote(name, chunk):
+    def loss(x):
+        y = argument()
+        return hessian(total(FUNCTIONS[name]), chunk_size=chunk)(x, y).sum() + (y * x).sin().sum()
+
+    def by_autograd(x):
+        y = argument()
+        found = torch.autograd.functional.hessian(
+            lambda x: total(FUNCTIONS[name])(x.clone(), argument()), x, create_graph=True
+        )
+        FUNCTIONS[name](x, y)
+        return found.sum() + (y * x).sin().sum()
+
+    x = X.clone().requires_grad_()
+    (right,) = torch.autograd.grad(by_autograd(x), x)
+    torch.testing.assert_close(jvp(loss, (X,), (X,))[1], right @ X)
+    torch.testing.assert_close(jacfwd(loss, chunk_size=chunk)(X), right)
+    torch.testing.assert_close(vmap(jacfwd(loss))(X.repeat(2, 1))[1], right)
+
+
+B = torch.tensor([3.0, 1.0, 2.0], dtype=D)
+OWN = {
+    "mul_": lambda x: torch.full_like(X, 0.5).mul_(B) * x**2,
+    "a slice": lambda x: (y := torch.zeros_like(X), y[1:].add_(B[1:]))[0] * x**2,
+    "y[0] = b": lambda x: (y := torch.ones_like(X), y.__setitem__(0, B[1]))[0] * x**2,
+    "out=": lambda x: torch.mul(B, B, out=torch.empty(3, dtype=D)) * x**2,
+    "copy_": lambda x: torch.empty(3, dtype=D).copy_(B) * x**2,
+    "torch._foreach_add_": lambda x: (
+        (y := [torch.zeros_like(X)], torch._foreach_add_(y, [B]))[0][0] * x**2
+    ),
+    "index_add_": lambda x: torch.zeros_like(X).index_add_(0, torch.arange(3), B) * x**2,
+    "in another transform": lambda x: vmap(lambda b: torch.zeros(()).double().add_(b))(B) * x**2,
+}
+
+
+@pytest.mark.parametrize("chunk", [None, 1, 2])
+@pytest.mark.parametrize("name", OWN)
+def test_directions_in_chunks_write_what_is_shared_into_memory_of_their_own(name, chunk):
+    right = torch.autograd.functional.jacobian(OWN[name], X)
+    torch.testing.assert_close(jacfwd(OWN[name], chunk_size=chunk)(X), right)
+    found = vmap(jacfwd(OWN[name], chunk_size=chunk))(X.repeat(2, 1))
+    torch.testing.assert_close(found, right.expand(2, 3, 3))
+    right = torch.autograd.functional.hessian(lambda x: OWN[name](x).sum(), X)
+    found = hessian(lambda x: OWN[name](x).sum(), chunk_size=chunk)(X)
+    torch.testing.assert_close(found, right)

@@ -1,9 +1,9 @@
 """Random programs over users' own kinds of values, in words of transforms, in histories of calls.
 
 Arguments and results are trees, classes with contexts and tensor subclasses; instructions may raise
-on numbers; captured tensors and arguments are returned as they are; transforms take any argnums.
-Each call is the loop's over torch.autograd: numbers, errors, classes and contexts of results, what
-outside of the call has a history, and the derivatives of that.
+on numbers; captured tensors and arguments are returned as they are; transforms take any argnums,
+and run all at once or in chunks. Each call is the loop's over torch.autograd: numbers, errors,
+classes and contexts of results, what outside of the call has a history, and its derivatives.
 `FORALL_PROGRAMS` and `FORALL_SEED` as for the other random programs.
 """
 
@@ -76,6 +76,7 @@ class Case:
     captured: int  # which captured tensors and arguments are returned as they are
     requires: int  # bits: who of x, v, w and the captured p requires grad outside
     changes: tuple[tuple[int, int], ...]
+    chunk: int | None
 
 
 cases = st.builds(
@@ -86,6 +87,7 @@ cases = st.builds(
     pick,
     st.integers(0, 15),
     st.lists(st.tuples(pick, pick), min_size=3, max_size=3).map(tuple),
+    st.sampled_from([None, None, 1, 2]),
 )
 
 
@@ -168,13 +170,16 @@ def with_these(f: Callable, args: tuple, places: tuple[int, ...]) -> Callable:
     return of_these
 
 
-def by_forall(word: str, f: Callable, places: tuple[int, ...]) -> Callable:
+def by_forall(chunk: int | None, word: str, f: Callable, places: tuple[int, ...]) -> Callable:
     """A derivative of a function that answers with one number."""
 
     def derived(*args: Any) -> Any:
         some = tuple(args[p] for p in places)
-        if word in ("grad", "jacrev", "jacfwd"):
-            return {"grad": grad, "jacrev": jacrev, "jacfwd": jacfwd}[word](f, places)(*args)
+        if word == "grad":
+            return grad(f, places)(*args)
+        if word in ("jacrev", "jacfwd"):
+            jacobian = {"jacrev": jacrev, "jacfwd": jacfwd}[word]
+            return jacobian(f, places, chunk_size=chunk)(*args)
         g = with_these(f, args, places)
         if word == "vjp":
             value, pull = vjp(g, *some)
@@ -362,7 +367,7 @@ def on_copies(case: Case, steps: tuple = ()) -> Case:
 def test_vmap(case):
     hold(
         on_copies(case),
-        lambda world: vmap(functools.partial(answers, world), (0, 0, None)),
+        lambda world: vmap(functools.partial(answers, world), (0, 0, None), chunk_size=case.chunk),
         lambda world: by_loop(functools.partial(answers, world)),
         mapped=True,
         ways=WAYS,
@@ -374,7 +379,11 @@ def test_vmap(case):
 def test_words(case, steps):
     hold(
         on_copies(case, steps),
-        lambda world: word_of(steps, functools.partial(number, world), by_forall),
+        lambda world: word_of(
+            steps,
+            functools.partial(number, world),
+            functools.partial(by_forall, case.chunk),
+        ),
         lambda world: word_of(steps, functools.partial(number, world), by_autograd),
         mapped=False,
         ways=(*WAYS, jitted),
@@ -388,7 +397,13 @@ def test_vmap_of_words(case, steps):
     hold(
         on_copies(case, steps),
         lambda world: vmap(
-            word_of(steps, functools.partial(number, world), by_forall), (0, 0, None)
+            word_of(
+                steps,
+                functools.partial(number, world),
+                functools.partial(by_forall, case.chunk),
+            ),
+            (0, 0, None),
+            chunk_size=case.chunk,
         ),
         lambda world: by_loop(word_of(steps, functools.partial(number, world), by_autograd)),
         mapped=True,

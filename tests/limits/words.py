@@ -145,6 +145,15 @@ WORDS = {
         lambda f: vmap(hessian(scalar(f))),
         lambda f: looped(rows(slope(scalar(f)))),
     ),
+    "vmap in chunks": Word((4, 3), lambda f: vmap(f, chunk_size=3), looped),
+    "jacrev in chunks": Word((3,), lambda f: jacrev(f, chunk_size=2), rows),
+    "jacfwd in chunks": Word((3,), lambda f: jacfwd(f, chunk_size=2), rows),
+    "hessian in chunks": Word(
+        (3,), lambda f: hessian(scalar(f), chunk_size=2), lambda f: rows(slope(scalar(f)))
+    ),
+    "vmap of jacfwd in chunks": Word(
+        (2, 3), lambda f: vmap(jacfwd(f, chunk_size=1)), lambda f: looped(rows(f))
+    ),
     "linearize": Word((3,), lambda f: played(f, T), lambda f: pushed(f, T)),
     "vmap of linearize": Word((4, 3), lambda f: vmap(played(f, T)), lambda f: looped(pushed(f, T))),
     "linearize of vmap": Word((4, 3), lambda f: played(vmap(f), T), lambda f: pushed(looped(f), T)),

@@ -104,7 +104,7 @@ class Before:
 
 def _give_history(base: Tensor, held: Tensor | None) -> None:
     """The history that a tensor had, by that of a copy from then."""
-    base.detach_()
+    Tensor.detach_(base)  # not by what a class makes of it: its value is put back apart
     if held is not None:
         base.copy_(held)
 

@@ -210,8 +210,9 @@ def older(level: Any, func: Any, args: tuple, kwargs: dict, mapped: bool) -> Cal
         return None
     if not (level.active and not level.records_values):  # no end of a call to settle at
         return _unsettled(level, func, args, kwargs, mapped)
-    if level.calls is not None:  # the call was made before
-        return None if mapped or kind is not _WRITES else _nothing
+    if level.calls is not None:  # the call was made before: what it did to older memory is done
+        into = () if mapped or kind is not _WRITES else written_by(func, args, kwargs)
+        return _nothing if any(is_shared_older(t, level) for t in into) else None
     if kind is _WRITES:
         return _older_written(level, func, args, kwargs, mapped)
     return level.ledger.read_by(func, met)

@@ -105,8 +105,12 @@ def push(
     strict: bool,
     has_aux: bool,
     beside: Sequence[torch.Tensor] = (),
+    written: list[tuple[torch.Tensor, torch.Tensor]] | None = None,
 ) -> Any:
-    """What `jvp` and `jacfwd` share; ``beside`` are further arguments of ``func``."""
+    """What `jvp` and `jacfwd` share; ``beside`` are further arguments of ``func``.
+
+    ``written`` takes those that were written to with history at stake, each with what it now is.
+    """
     flat, spec = checks.primals(call, primals)
     flat_t = checks.tangents(call, flat, spec, tangents)
     outer = torch.is_grad_enabled()
@@ -125,6 +129,12 @@ def push(
                 raise checks.independent(call, p)
             primal_out.append(p)
             tangent_out.append(torch.zeros_like(p) if t is None else t)
+        if outer and written is not None:
+            written += [
+                (level.beside[i], left(d, level)[0])
+                for i, d in level.stand_ins.items()
+                if d.requires_grad
+            ]
     result = trees.unflatten(primal_out, out_spec), trees.unflatten(tangent_out, out_spec), aux
     if not outer:
         result = detached(result)

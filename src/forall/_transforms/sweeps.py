@@ -15,6 +15,7 @@ from forall._core.errors import Call
 from forall._core.levels import top
 from forall._derivatives import basis
 from forall._torch import handover, trees
+from forall._torch.names import set_version, version
 from forall._transforms import checks
 from forall._transforms.arguments import Arguments, valued
 from forall._transforms.chunks import each
@@ -153,31 +154,53 @@ def by_columns(
     xs, beside = moved(call, given.tensors), given.beside()
     specs: list[Any] = []
     befores: list[Any] = []  # what the first directions have overwritten
+    written: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def column(*directions: torch.Tensor) -> Any:
         level: Any = top()
-        if specs and befores[0].values and level.parent is None:
+        if specs and befores[0].values:
             befores[0].undo()  # what further directions read is what the first ones have read
             level.examples_are_of_one_call(first=True)
         else:
             level.examples_are_of_one_call(first=not specs)
         if not befores:
             befores.append(level.ledger.before)
+            for x in beside if chunk is not None else ():
+                befores[0].keep_history(x)
+        written.clear()
         value, tangent, *aux = push(
-            call, func, tuple(xs), directions, strict=False, has_aux=has_aux, beside=beside
+            call,
+            func,
+            tuple(xs),
+            directions,
+            strict=False,
+            has_aux=has_aux,
+            beside=beside,
+            written=written,
         )
         checks.real(call, "outputs", trees.leaves(value))
         leaves, spec = trees.flatten(tangent)
         specs.append(spec)
-        return leaves, aux
+        return leaves, aux, [value for _, value in written]
 
     directions = basis.rows(xs, 0, sum(x.numel() for x in xs))
-    push_all = vmap(column, 0, (-1, None), one_draw(randomness), chunk_size=chunk)
+    push_all = vmap(column, 0, (-1, None, None), one_draw(randomness), chunk_size=chunk)
     try:
-        stacks, aux = push_all(*directions)
+        stacks, aux, values = push_all(*directions)
+        for (target, _), value in zip(written, values, strict=True):
+            _give_history(target, value)
     finally:
         befores.clear()  # they lead to what may hold this function: a ring by way of torch's graph
+        written.clear()
     return Blocks([_split(s, xs) for s in stacks], specs[0], aux[0] if has_aux else None)
+
+
+def _give_history(target: torch.Tensor, value: torch.Tensor) -> None:
+    """The target holds this value, written there below autograd: now by its history as well."""
+    if value.requires_grad:
+        number = version(target)
+        target.copy_(value)
+        set_version(target, number)
 
 
 def _split(stack: torch.Tensor, xs: list) -> list[torch.Tensor]:
