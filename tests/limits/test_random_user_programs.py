@@ -262,7 +262,8 @@ def told(world: World, result: Any) -> Told:
     return [t.detach() for t in leaves], described(result), taken, idle
 
 
-def agree(where: str, found: Any, truth: Any) -> None:
+def agree(where: str, found: Any, truth: Any, nearby: Callable) -> None:
+    """Or else an error; ``nearby`` gives the truth at arguments that are moved by a rounding."""
     if isinstance(truth, Exception):
         assert isinstance(found, Exception), f"{where}: the loop raises {truth!r}, we do not"
         return
@@ -271,9 +272,29 @@ def agree(where: str, found: Any, truth: Any) -> None:
     assert found[1] == truth[1], f"{where}: {found[1]} instead of {truth[1]}"
     for n, what in ((0, "results"), (2, "derivatives of results")):
         wrong = difference(found[n], truth[n])
-        assert wrong is None, f"{where}: {what}: {wrong}"
+        if wrong is not None and not is_rounding(found[n], truth[n], nearby()[n]):
+            raise AssertionError(f"{where}: {what}: {wrong}")
     kept = [i for i, (a, b) in enumerate(zip(found[3], truth[3], strict=True)) if a and not b]
     assert not kept, f"{where}: results {kept} have a history that nobody outside has asked for"
+
+
+def is_rounding(found: list[Tensor], truth: list[Tensor], moved: list[Tensor]) -> bool:
+    """Whether the truth itself moves as much where its arguments do by a few roundings."""
+    if len(found) != len(truth) or any(
+        f.shape != t.shape or f.dtype != t.dtype for f, t in zip(found, truth, strict=True)
+    ):
+        return False
+    off = [
+        (f.double() - t.double()).abs().max()
+        for f, t in zip(found, truth, strict=True)
+        if t.numel()
+    ]
+    by = [
+        (m.double() - t.double()).abs().max()
+        for m, t in zip(moved, truth, strict=True)
+        if t.numel()
+    ]
+    return bool(max(off) <= 100 * max(by))
 
 
 def hold(case: Case, ours: Callable, loop: Callable, mapped: bool, ways: tuple) -> None:
@@ -291,13 +312,21 @@ def hold(case: Case, ours: Callable, loop: Callable, mapped: bool, ways: tuple) 
     sides = [of_side(way) for way in ways]
     true_world = World(case)
     true = loop(true_world)
+
+    def nearby() -> Told:
+        true_world.shift += 1e-14
+        try:
+            return one(true_world, true, 99, 0)
+        finally:
+            true_world.shift -= 1e-14
+
     for call, (n, i) in enumerate(history):
         truth = outcome(functools.partial(one, true_world, true, n, i))
         for name, world, f in sides:
             found = outcome(functools.partial(one, world, f, n, i))
             if "single memory location" in f"{truth}{found}":
                 return  # torch's guess about operands that overlap: a stack may answer otherwise
-            agree(f"{name}, call {call} of {case}", found, truth)
+            agree(f"{name}, call {call} of {case}", found, truth, nearby)
 
 
 @pytest.fixture(autouse=True)
