@@ -211,3 +211,20 @@ def test_a_gradient_of_a_hessian_whose_function_writes_into_an_argument():
 
     x = torch.tensor([0.1, 0.2, 0.3], dtype=D)
     torch.testing.assert_close(grad(loss)(x), jacfwd(loss)(x))
+
+
+@pytest.mark.xfail(
+    strict=True,
+    reason="autograd makes the history of a view anew, where an inner level meets its base",
+    raises=NotImplementedError,
+)
+def test_sums_of_examples_added_to_a_view_with_a_history_of_outer_examples():
+    def f(x):
+        y = (x * 2)[1:]
+        vmap(lambda a: (y.add_(a.detach()), a)[1])(x)
+        return (y * y).sum()
+
+    x = torch.tensor([[0.1, 0.2, 0.3]], dtype=D)
+    total = x[0].sum()
+    right = torch.cat([torch.zeros(1, dtype=D), 4 * (2 * x[0, 1:] + total)])
+    torch.testing.assert_close(vmap(grad(f))(x)[0], right)

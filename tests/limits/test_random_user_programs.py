@@ -297,8 +297,11 @@ def is_rounding(found: list[Tensor], truth: list[Tensor], moved: list[Tensor]) -
     return bool(max(off) <= 100 * max(by))
 
 
-def hold(case: Case, ours: Callable, loop: Callable, mapped: bool, ways: tuple) -> None:
+def hold(
+    case: Case, ours: Callable, loop: Callable, mapped: bool, ways: tuple, steps: tuple = ()
+) -> None:
     """Make the same calls of the loop, and of a transform in each of the ways."""
+    forward = any(word in FORWARD for word, _ in steps)
     history = [(99, 0)] * (CALLS - len(case.changes)) + [*case.changes]
 
     def one(world: World, f: Callable, n: int, i: int) -> Told:
@@ -326,6 +329,8 @@ def hold(case: Case, ours: Callable, loop: Callable, mapped: bool, ways: tuple) 
             found = outcome(functools.partial(one, world, f, n, i))
             if "single memory location" in f"{truth}{found}":
                 return  # torch's guess about operands that overlap: a stack may answer otherwise
+            if forward and "modified by an inplace operation" in str(truth):
+                return  # the oracle has reverse mode alone: forward mode need not have saved it
             agree(f"{name}, call {call} of {case}", found, truth, nearby)
 
 
@@ -416,6 +421,7 @@ def test_words(case, steps):
         lambda world: word_of(steps, functools.partial(number, world), by_autograd),
         mapped=False,
         ways=(*WAYS, jitted),
+        steps=steps,
     )
 
 
@@ -437,4 +443,5 @@ def test_vmap_of_words(case, steps):
         lambda world: by_loop(word_of(steps, functools.partial(number, world), by_autograd)),
         mapped=True,
         ways=WAYS,
+        steps=steps,
     )

@@ -81,7 +81,7 @@ class Before:
         """Before autograd takes down a write on an older tensor itself."""
         base = target if target._base is None else target._base
         if id(base) not in self.histories:
-            with functions_off(), no_dispatch(), autograd_below(grad=True, forward=False):
+            with functions_off(), _aside(base), autograd_below(grad=True, forward=False):
                 held = None if base.grad_fn is None else base.clone()
             self.histories[id(base)] = base, version(base), base.grad_fn, held
 
@@ -95,11 +95,17 @@ class Before:
                 if grad is not None:
                     grad.copy_(held)
                 leaf.grad = grad
-        with functions_off(), no_dispatch(), torch.enable_grad():
+        with functions_off(), torch.enable_grad():
             for base, number, node, held in self.histories.values():
-                if base.grad_fn is not node:
-                    _give_history(base, held)
-                set_version(base, number)
+                with _aside(base):
+                    if base.grad_fn is not node:
+                        _give_history(base, held)
+                    set_version(base, number)
+
+
+def _aside(base: Tensor) -> Any:
+    """Where no level takes what is done to a tensor for the user's: a wrapper has no memory."""
+    return _unnoted() if isinstance(base, Wrapper) else no_dispatch()
 
 
 def _give_history(base: Tensor, held: Tensor | None) -> None:

@@ -131,7 +131,7 @@ def united(call: Called, name: str, parts: Parts) -> Any:
     rows = []
     for world, tree in parts:
         row, spec = trees.flatten(ordered(first, tree))
-        if rows and spec != trees.flatten(first)[1]:
+        if rows and not trees.is_alike(spec, trees.flatten(first)[1]):
             shown = [(worlds[0], first), (world, tree)]
             raise _differ(call, name, [(w, trees.text(trees.flatten(t)[1])) for w, t in shown])
         rows.append(row)

@@ -169,6 +169,48 @@ def fresh(spec: TreeSpec) -> TreeSpec:
     return TreeSpec(spec.type, kept, children)
 
 
+def is_alike(spec: TreeSpec, other: TreeSpec) -> bool:
+    """True if trees have one shape, also where each has a context of its own that holds the same.
+
+    A context of a class without an equality is equal to itself alone, so that what a function makes
+    anew in each run would differ between its runs.
+    """
+    if spec == other:
+        return True
+    return (
+        spec.type is other.type
+        and len(spec._children) == len(other._children)
+        and holds_same(spec._context, other._context)
+        and all(map(is_alike, spec._children, other._children))
+    )
+
+
+def holds_same(a: Any, b: Any, within: frozenset[tuple[int, int]] = frozenset()) -> bool:
+    """True if two objects are equal, or of one class without an equality and hold the same."""
+    if a is b or (id(a), id(b)) in within:
+        return True
+    if type(a) is not type(b) or isinstance(a, torch.Tensor):
+        return False
+    within |= {(id(a), id(b))}
+    kind = type(a)
+    if kind in (tuple, list):
+        return len(a) == len(b) and all(holds_same(x, y, within) for x, y in zip(a, b, strict=True))
+    if kind is dict:
+        return [*a] == [*b] and all(holds_same(a[k], b[k], within) for k in a)
+    if kind.__eq__ is object.__eq__:
+        # What is larger than its attributes make it may hold what none of them tells.
+        is_plain = hasattr(a, "__dict__") and kind.__basicsize__ == _Plain.__basicsize__
+        return is_plain and holds_same(vars(a), vars(b), within)
+    try:
+        return bool(a == b)
+    except Exception:  # noqa: BLE001 - an object may answer with anything, and then is not equal
+        return False
+
+
+class _Plain:
+    """An object whose attributes are all that it holds."""
+
+
 def _copied(x: Any) -> Any:
     kind = type(x)
     if kind is tuple:

@@ -19,7 +19,7 @@ from forall._batching.ledger import memory
 from forall._batching.undoing import Touched
 from forall._core.levels import moves, outside, top
 from forall._core.remembering import Remembered
-from forall._torch import generators
+from forall._torch import generators, trees
 from forall._torch.dispatch import functions_off
 from forall._transforms import mapping
 from forall._transforms.budget import unlimited
@@ -320,7 +320,7 @@ def joined(places: Places, parts: list[Part]) -> tuple[list, Any]:
     """The results of all parts, examples in order."""
     numbers, _, spec = parts[0]
     for other, _, its_spec in parts:
-        if its_spec != spec:
+        if not trees.is_alike(its_spec, spec):
             raise mapping.trees_differ(places.call, numbers[0], spec, other[0], its_spec)
     order = [n for part in parts for n in part[0]]
     firsts = [part[0][0] for part in parts]

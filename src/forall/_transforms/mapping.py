@@ -286,7 +286,7 @@ def joined(call: Call, column: tuple, place: int | None, firsts: list[int]) -> A
         _same_shapes(call, column, place, firsts)
         return torch.cat(column, place % first.dim())
     for number, other in zip(firsts, column, strict=True):
-        if not _equal(first, other):
+        if not trees.holds_same(first, other):
             rows = [
                 (f"example {firsts[0]}", short(first), kind(first)),
                 (f"example {number}", short(other), kind(other)),
@@ -312,13 +312,6 @@ def _same_shapes(call: Call, column: tuple, place: int, firsts: list[int]) -> No
                 "They cannot be stacked. Return the same shape for every example, or say "
                 "ragged=True for a nested tensor."
             )
-
-
-def _equal(a: Any, b: Any) -> bool:
-    try:
-        return a is b or bool(a == b)
-    except Exception:  # noqa: BLE001 - an object may answer with anything, and then is not equal
-        return False
 
 
 def trees_differ(call: Call, first: int, spec: Any, number: int, other: Any) -> ValueError:

@@ -166,7 +166,8 @@ def by_columns(
         if not befores:
             befores.append(level.ledger.before)
             for x in beside if chunk is not None else ():
-                befores[0].keep_history(x)
+                if not x.requires_grad:  # else a write is an error
+                    befores[0].keep_history(x)
         written.clear()
         value, tangent, *aux = push(
             call,
