@@ -96,3 +96,28 @@ def test_contexts_that_differ_are_an_error(name, chunk):
     one, other = DIFFERENT[name]
     with pytest.raises(ValueError, match="differ in structure"):
         vmap(lambda x: Node(x, one() if x > 1 else other()), chunk_size=chunk)(X)
+
+
+def with_an_attribute(x):
+    found = Settings(a=0)
+    if x > 1:
+        found.a = 3
+    return x, found
+
+
+PER_EXAMPLE = {
+    "a number in a context": lambda x: Node(x, x.item()),
+    "a number in a list": lambda x: Node(x, [1, x.item()]),
+    "a number that differs": lambda x: Node(x, 1 if x > 1 else 2),
+    "a text that differs": lambda x: Node(x, "a" if x > 1 else "b"),
+    "an attribute": lambda x: (x, Settings(a=x.item())),
+    "an attribute of some": with_an_attribute,
+    "a list of some": lambda x: (x, Settings(a=[1] if x > 1 else ())),
+}
+
+
+@pytest.mark.parametrize("chunk", [None, 2])
+@pytest.mark.parametrize("name", PER_EXAMPLE)
+def test_no_value_of_an_example_leaves_in_what_is_no_tensor(name, chunk):
+    with pytest.raises(ValueError, match=r"differ|holds tensors where"):
+        vmap(PER_EXAMPLE[name], chunk_size=chunk)(X)

@@ -129,6 +129,19 @@ def classes(spec: TreeSpec) -> set[type]:
 _PYTHONS = frozenset({tuple, list, dict, OrderedDict, defaultdict, deque})
 
 
+def contexts(spec: TreeSpec) -> list[Any]:
+    """What the containers of a tree keep besides their children, but for those of Python's own."""
+    own = [] if spec.type is None or spec.type in BUILTIN_TYPES else [spec._context]
+    return [*own, *(c for child in spec._children for c in contexts(child))]
+
+
+def held_by(thing: Any) -> list[Any]:
+    """The leaves of an object's attributes, in slots as well."""
+    names = getattr(type(thing), "__slots__", ())
+    slots = [getattr(thing, n, None) for n in ((names,) if isinstance(names, str) else names)]
+    return leaves([getattr(thing, "__dict__", None), slots])
+
+
 def _walk(node: Any, found: list[Any]) -> Any:
     """Add the leaves and say how they hang together, in a form that hashes: None for a leaf."""
     kind = type(node)

@@ -193,7 +193,8 @@ def _whole(function: Callable, func: Callable) -> Callable:
 
     def whole(*args: Any, **kwargs: Any) -> Any:
         result = function(*args, **kwargs)
-        for leaf in trees.leaves(result):
+        leaves, spec = trees.flatten(result)
+        for leaf in (*leaves, *_kept_besides(leaves, spec)):
             if type(leaf) is Varying or (
                 isinstance(bare(leaf), Wrapper) and is_partial(bare(leaf))
             ):
@@ -202,6 +203,13 @@ def _whole(function: Callable, func: Callable) -> Callable:
 
     # By its name the state that it can reach is found, where it has to be run otherwise.
     return functools.update_wrapper(whole, func, assigned=(), updated=())
+
+
+def _kept_besides(leaves: list[Any], spec: Any) -> list[Any]:
+    """What contexts of containers hold, and attributes of objects."""
+    contexts = trees.leaves(trees.contexts(spec))
+    objects = [x for x in (*leaves, *contexts) if not isinstance(x, torch.Tensor)]
+    return [*contexts, *(y for x in objects for y in trees.held_by(x))]
 
 
 class Converted(Altered):

@@ -13,6 +13,7 @@ from forall._batching import border
 from forall._batching.batched import Batched
 from forall._core.ended import flatten
 from forall._core.errors import Call, columns, kind, short
+from forall._lanes.numbers import Number
 from forall._torch import collections, trees
 from forall._torch.dispatch import functions_off
 from forall._torch.posed import bare
@@ -259,20 +260,30 @@ def as_it_is(call: Call, result: Any, level: Any) -> Any:
     held = _held(result, level)
     if held is None:
         return result
-    name = type(result).__name__
-    raise ValueError(
+    raise _unseen(call, type(result).__name__, held, checks.unknown_tree(result))
+
+
+def check_contexts(call: Call, spec: Any) -> None:
+    """What containers keep besides their children is the same for all examples."""
+    for x in trees.leaves(trees.contexts(spec)):
+        if type(x) is Number:
+            raise _unseen(call, "the context of a container", x)
+
+
+def _unseen(call: Call, result: str, held: Any, cure: str | None = None) -> ValueError:
+    return ValueError(
         f"{call}: a result holds tensors where torch's trees do not see them.\n"
-        f"{columns([('result', name), ('holds', short(held))])}\n"
-        f"{checks.unknown_tree(result) or 'Return its tensors in a tuple, a list or a dict.'}"
+        f"{columns([('result', result), ('holds', short(held))])}\n"
+        f"{cure or 'Return its tensors in a tuple, a list or a dict.'}"
     )
 
 
-def _held(thing: Any, level: Any) -> torch.Tensor | None:
-    names = getattr(type(thing), "__slots__", ())
-    slots = [getattr(thing, n, None) for n in ((names,) if isinstance(names, str) else names)]
-    for x in trees.leaves([getattr(thing, "__dict__", None), slots]):
+def _held(thing: Any, level: Any) -> Any:
+    for x in trees.held_by(thing):
         of = bare(x)
-        if isinstance(of, Batched) and of.level is level and of.axis is not None:
+        if type(x) is Number or (
+            isinstance(of, Batched) and of.level is level and of.axis is not None
+        ):
             return of
     return None
 

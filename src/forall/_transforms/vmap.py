@@ -333,6 +333,7 @@ class Mapping(NamedTuple):
                 result = self.func(*args, **kwargs)
         _hand_back(entering, entered, level, self.origin)
         results, spec = trees.flatten(result)
+        mapping.check_contexts(self.places.call, spec)
         left = []
         seen: set[int] = set()
         places = self.places.of(spec)
