@@ -265,3 +265,42 @@ def test_directions_in_chunks_write_what_is_shared_into_memory_of_their_own(name
     right = torch.autograd.functional.hessian(lambda x: OWN[name](x).sum(), X)
     found = hessian(lambda x: OWN[name](x).sum(), chunk_size=chunk)(X)
     torch.testing.assert_close(found, right)
+
+
+SWEEPS = {
+    "jacfwd": (jacfwd, ()),
+    "jacrev": (jacrev, ()),
+    "hessian": (lambda f, **how: hessian(lambda x: f(x).sum(), **how), ()),
+    "vmap of jacfwd": (lambda f, **how: vmap(jacfwd(f, **how)), (2,)),
+    "vmap of hessian": (lambda f, **how: vmap(hessian(lambda x: f(x).sum(), **how)), (2,)),
+    "vmap of vmap of jacfwd": (lambda f, **how: vmap(vmap(jacfwd(f, **how))), (2, 3)),
+    "jacfwd of jacfwd": (lambda f, **how: jacfwd(jacfwd(f, **how), **how), ()),
+    "grad of jacfwd": (lambda f, **how: grad(lambda x: jacfwd(f, **how)(x).sum()), ()),
+    "vmap of grad of jacfwd": (
+        lambda f, **how: vmap(grad(lambda x: jacfwd(f, **how)(x).sum())),
+        (2,),
+    ),
+}
+
+
+@pytest.mark.parametrize("chunk", [None, 1, 2])
+@pytest.mark.parametrize("name", SWEEPS)
+def test_what_a_function_adds_to_captured_tensors_counts_once_for_each_call(name, chunk):
+    transform, shape = SWEEPS[name]
+    leaf = torch.ones(3, dtype=D, requires_grad=True)
+    count, total = torch.zeros((), dtype=D), torch.zeros(3, dtype=D)
+
+    def f(x):
+        count.add_(1)
+        total[1:] += B[1:]
+        y = x.detach().clone().requires_grad_()
+        (leaf * y * y).sum().backward()
+        return y.grad * x * x
+
+    x = X.expand(*shape, 3).clone()
+    found = transform(f, chunk_size=chunk)(x)
+    calls = x.numel() // 3
+    assert count == calls
+    torch.testing.assert_close(total, calls * torch.tensor([0.0, *B[1:]], dtype=D))
+    torch.testing.assert_close(leaf.grad, calls * X * X)
+    torch.testing.assert_close(found, transform(lambda x: 2 * x.detach() * x * x)(x))

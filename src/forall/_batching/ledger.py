@@ -232,6 +232,17 @@ class Ledger:
                     account.settle()
 
 
+def marks_of(level: Any) -> list[tuple[Ledger, tuple]]:
+    """What the ledgers of a level, and of those further out, have noted so far."""
+    found = []
+    while level is not None:
+        ledger = getattr(level, "ledger", None)
+        if ledger is not None:
+            found.append((ledger, ledger.mark()))
+        level = level.parent
+    return found
+
+
 def unrecorded(func: Any, t: Tensor) -> RuntimeError:
     return RuntimeError(
         f"vmap: {func} writes to a tensor from before the call, with a derivative at stake.\n"

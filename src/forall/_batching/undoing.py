@@ -118,7 +118,7 @@ def _give_history(base: Tensor, held: Tensor | None) -> None:
 def as_it_is(t: Tensor) -> Tensor:
     """A copy of an older tensor, with its tangent, that no level takes for a read of the user's."""
     if isinstance(t, Wrapper):
-        with torch.enable_grad():
+        with torch.enable_grad(), _unnoted():
             return t.clone()
     with no_dispatch():
         return t.clone()

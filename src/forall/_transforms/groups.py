@@ -15,7 +15,7 @@ import torch
 
 from forall._batching.accounts import is_shared_older, noting_level
 from forall._batching.failing import name_example
-from forall._batching.ledger import memory
+from forall._batching.ledger import marks_of, memory
 from forall._batching.undoing import Touched
 from forall._core.levels import moves, outside, top
 from forall._core.remembering import Remembered
@@ -60,12 +60,7 @@ class State:
         self.drawn = None
         if call.draws.flag != "error":
             self.drawn = generators.states(call.entering.leaves)
-        self.marks, level = [], top()
-        while level is not None:
-            ledger = getattr(level, "ledger", None)
-            if ledger is not None:
-                self.marks.append((ledger, ledger.mark()))
-            level = level.parent
+        self.marks = marks_of(top())
 
     def restore(self) -> None:
         self.python.restore()

@@ -11,6 +11,7 @@ import torch
 
 from forall._batching import border
 from forall._batching.drawing import one_draw
+from forall._batching.ledger import marks_of
 from forall._core.errors import Call
 from forall._core.levels import top
 from forall._derivatives import basis
@@ -153,21 +154,17 @@ def by_columns(
     """Forward mode: push every number of the inputs."""
     xs, beside = moved(call, given.tensors), given.beside()
     specs: list[Any] = []
-    befores: list[Any] = []  # what the first directions have overwritten
+    runs: list[_Before] = []  # of the first directions
     written: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def column(*directions: torch.Tensor) -> Any:
         level: Any = top()
-        if specs and befores[0].values:
-            befores[0].undo()  # what further directions read is what the first ones have read
-            level.examples_are_of_one_call(first=True)
-        else:
-            level.examples_are_of_one_call(first=not specs)
-        if not befores:
-            befores.append(level.ledger.before)
-            for x in beside if chunk is not None else ():
-                if not x.requires_grad:  # else a write is an error
-                    befores[0].keep_history(x)
+        if chunk is not None:
+            if runs:
+                runs[0].undo()  # what further directions read is what the first ones have read
+            else:
+                runs.append(_Before(level, beside))
+        level.examples_are_of_one_call(first=chunk is not None or not specs)
         written.clear()
         value, tangent, *aux = push(
             call,
@@ -191,9 +188,26 @@ def by_columns(
         for (target, _), value in zip(written, values, strict=True):
             _give_history(target, value)
     finally:
-        befores.clear()  # they lead to what may hold this function: a ring by way of torch's graph
+        runs.clear()  # they lead to what may hold this function: a ring by way of torch's graph
         written.clear()
     return Blocks([_split(s, xs) for s in stacks], specs[0], aux[0] if has_aux else None)
+
+
+class _Before:
+    """What older memory held before the first directions of a sweep ran."""
+
+    def __init__(self, level: Any, beside: list[torch.Tensor]) -> None:
+        self.kept = level.ledger.before
+        self.marks = marks_of(level.parent)
+        for x in beside:
+            if not x.requires_grad:  # else a write is an error
+                self.kept.keep_history(x)
+
+    def undo(self) -> None:
+        """Put it back, with what levels further out have noted since."""
+        self.kept.undo()
+        for ledger, mark in self.marks:
+            ledger.back_to(mark)
 
 
 def _give_history(target: torch.Tensor, value: torch.Tensor) -> None:
