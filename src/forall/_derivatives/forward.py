@@ -52,6 +52,7 @@ from forall._torch.zeros import LINEAR, plain_zeros, simpler
 
 aten = torch.ops.aten
 _LIFT_FRESH = torch.ops.aten.lift_fresh.default  # in its schema a view, of a new constant
+_FILL = aten.fill_.Tensor
 _DETACH = aten.detach.default
 _LAZY_ZEROS = aten._efficientzerotensor.default
 # Of these the inner forward mode must not hear: at this level they are names for the same value.
@@ -230,6 +231,9 @@ class JvpLevel(Level, DispatchMode):
             if is_sparse(args[0]) and type(args[0]) is not Dual:
                 return constant(args[0])
             func, args = aten.alias.default, args[:1]
+        if func is _FILL and self.moves(args[1]) and not (self.moves(args[0]) or args[1].dim()):
+            # Torch fills a plain tensor of zeros with the tangent, which may be on a tape.
+            func, fact = aten.copy_.default, facts(aten.copy_.default)
         grad = torch.is_grad_enabled()
         if fact.mutates:
             self._check_writes(func, args, kwargs)
