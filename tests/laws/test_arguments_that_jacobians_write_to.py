@@ -304,3 +304,54 @@ def test_what_a_function_adds_to_captured_tensors_counts_once_for_each_call(name
     torch.testing.assert_close(total, calls * torch.tensor([0.0, *B[1:]], dtype=D))
     torch.testing.assert_close(leaf.grad, calls * X * X)
     torch.testing.assert_close(found, transform(lambda x: 2 * x.detach() * x * x)(x))
+
+
+OF_ITSELF = {
+    "mul_": lambda x: x.mul_(x.mean()) * x,
+    "a slice": lambda x: (x[1:].add_(3 * x[0]), x * x)[1],
+    "a view": lambda x: x.view(3, 1).sin_()[:, 0] * x,
+    "fill_": lambda x: (x[:2].fill_(x.sum()), x * x)[1],
+    "not written": lambda x: x * x,
+}
+
+
+@pytest.mark.parametrize("name", OF_ITSELF)
+def test_derivatives_of_what_a_function_wrote_into_the_argument_that_moves(name):
+    def loss(x):
+        y = x * 2
+        return jacfwd(OF_ITSELF[name])(y).sin().sum() + y.sin().sum()
+
+    def by_autograd(x):
+        found = torch.autograd.functional.jacobian(
+            lambda x: OF_ITSELF[name](x.clone()), x * 2, create_graph=True
+        )
+        y = x * 2
+        OF_ITSELF[name](y)
+        return found.sin().sum() + y.sin().sum()
+
+    x = X.clone().requires_grad_()
+    (right,) = torch.autograd.grad(by_autograd(x), x)
+    torch.testing.assert_close(grad(loss)(X), right)
+    torch.testing.assert_close(vmap(grad(loss))(X.repeat(2, 1))[1], right)
+    torch.testing.assert_close(jvp(loss, (X,), (X,))[1], right @ X)
+    torch.testing.assert_close(jacfwd(loss)(X), right)
+
+
+@pytest.mark.parametrize("name", OF_ITSELF)
+def test_chunks_of_what_writes_into_the_argument_that_moves(name):
+    def loss(chunk):
+        return lambda x: jacfwd(OF_ITSELF[name], chunk_size=chunk)(x * 2).sin().sum()
+
+    for chunk in (1, 2):
+        right, left = X * 2, X * 2
+        OF_ITSELF[name](right)
+        jacfwd(OF_ITSELF[name], chunk_size=chunk)(left)
+        torch.testing.assert_close(left, right)
+        torch.testing.assert_close(jacfwd(loss(chunk))(X), jacfwd(loss(None))(X))
+        if name == "not written":
+            torch.testing.assert_close(grad(loss(chunk))(X), grad(loss(None))(X))
+            continue
+        with pytest.raises(RuntimeError, match=r"(?s)with a chunk_size.*float64\[3\].*\.clone\(\)"):
+            grad(loss(chunk))(X)
+        with pytest.raises(RuntimeError, match="with a chunk_size"):
+            vmap(grad(loss(chunk)))(X[None])

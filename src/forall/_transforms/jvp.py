@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
+from forall._core.counting import Count
 from forall._core.ended import what_is_left
 from forall._core.errors import Call
 from forall._core.levels import lift, top
@@ -109,7 +110,8 @@ def push(
 ) -> Any:
     """What `jvp` and `jacfwd` share; ``beside`` are further arguments of ``func``.
 
-    ``written`` takes those that were written to with history at stake, each with what it now is.
+    ``written`` takes the arguments that were written to with history at stake, each with what it
+    now is.
     """
     flat, spec = checks.primals(call, primals)
     flat_t = checks.tangents(call, flat, spec, tangents)
@@ -122,6 +124,7 @@ def push(
             carried(forward.make_dual(lift(bare(p), below), lift(bare(t), below), level), p)
             for p, t in zip(flat, flat_t, strict=True)
         ]
+        counts = [Count(d) for d in duals] if written is not None else []
         pairs, out_spec, aux = run(call, func, trees.unflatten(duals, spec), level, has_aux)
         primal_out, tangent_out = [], []
         for p, t in pairs:
@@ -130,11 +133,9 @@ def push(
             primal_out.append(p)
             tangent_out.append(torch.zeros_like(p) if t is None else t)
         if outer and written is not None:
-            written += [
-                (level.beside[i], left(d, level)[0])
-                for i, d in level.stand_ins.items()
-                if d.requires_grad
-            ]
+            taken = [(level.beside[i], d) for i, d in level.stand_ins.items()]
+            taken += [(p, d) for p, d, c in zip(flat, duals, counts, strict=True) if not c.holds()]
+            written += [(t, left(d, level)[0]) for t, d in taken if d.requires_grad]
     result = trees.unflatten(primal_out, out_spec), trees.unflatten(tangent_out, out_spec), aux
     if not outer:
         result = detached(result)

@@ -12,7 +12,7 @@ import torch
 from forall._batching import border
 from forall._batching.drawing import one_draw
 from forall._batching.ledger import marks_of
-from forall._core.errors import Call
+from forall._core.errors import Call, columns, short
 from forall._core.levels import top
 from forall._derivatives import basis
 from forall._torch import handover, trees
@@ -154,18 +154,14 @@ def by_columns(
     """Forward mode: push every number of the inputs."""
     xs, beside = moved(call, given.tensors), given.beside()
     specs: list[Any] = []
-    runs: list[_Before] = []  # of the first directions
-    written: list[tuple[torch.Tensor, torch.Tensor]] = []
+    first = _FirstRun(call, xs, beside)
 
     def column(*directions: torch.Tensor) -> Any:
         level: Any = top()
         if chunk is not None:
-            if runs:
-                runs[0].undo()  # what further directions read is what the first ones have read
-            else:
-                runs.append(_Before(level, beside))
+            first.begin(level)
         level.examples_are_of_one_call(first=chunk is not None or not specs)
-        written.clear()
+        written: list[tuple[torch.Tensor, torch.Tensor]] = []
         value, tangent, *aux = push(
             call,
             func,
@@ -176,6 +172,7 @@ def by_columns(
             beside=beside,
             written=written,
         )
+        first.note(written)
         checks.real(call, "outputs", trees.leaves(value))
         leaves, spec = trees.flatten(tangent)
         specs.append(spec)
@@ -185,29 +182,55 @@ def by_columns(
     push_all = vmap(column, 0, (-1, None, None), one_draw(randomness), chunk_size=chunk)
     try:
         stacks, aux, values = push_all(*directions)
-        for (target, _), value in zip(written, values, strict=True):
+        for target, value in zip(first.written or (), values, strict=True):
             _give_history(target, value)
     finally:
-        runs.clear()  # they lead to what may hold this function: a ring by way of torch's graph
-        written.clear()
+        first.forget()  # it leads to what may hold this function: a ring by way of torch's graph
     return Blocks([_split(s, xs) for s in stacks], specs[0], aux[0] if has_aux else None)
 
 
-class _Before:
-    """What older memory held before the first directions of a sweep ran."""
+class _FirstRun:
+    """What the run of a sweep's first directions wrote to, and what was there before."""
 
-    def __init__(self, level: Any, beside: list[torch.Tensor]) -> None:
-        self.kept = level.ledger.before
-        self.marks = marks_of(level.parent)
-        for x in beside:
-            if not x.requires_grad:  # else a write is an error
-                self.kept.keep_history(x)
+    def __init__(self, call: Call, xs: list[torch.Tensor], beside: list[torch.Tensor]) -> None:
+        self.call, self.xs, self.beside = call, xs, beside
+        self.before: Any = None
+        self.marks: list[tuple[Any, tuple]] = []
+        self.written: list[torch.Tensor] | None = None  # the arguments with history at stake
+
+    def begin(self, level: Any) -> None:
+        """Have the directions of ``level`` read what those before them have read."""
+        if self.before is not None:
+            self.undo()
+            return
+        self.before, self.marks = level.ledger.before, marks_of(level.parent)
+        for x in (*self.xs, *self.beside):
+            if not x.requires_grad:
+                self.before.keep_history(x)
 
     def undo(self) -> None:
-        """Put it back, with what levels further out have noted since."""
-        self.kept.undo()
+        """Put back what was written, and what levels further out have noted since."""
+        moved = {id(x) for x in self.xs if x.requires_grad}
+        for t in self.written or ():
+            if id(t) in moved:  # each chunk would give it history upon history
+                raise RuntimeError(
+                    f"{self.call}: with a chunk_size, the function writes into the argument that "
+                    "it is differentiated in, and a derivative is taken outside of it.\n"
+                    f"{columns([('written to', short(t))])}\n"
+                    "Clone the argument inside the function (.clone()), or leave out chunk_size."
+                )
+        self.before.undo()
         for ledger, mark in self.marks:
             ledger.back_to(mark)
+
+    def note(self, written: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Which of the arguments a run has written to."""
+        if self.written is None:
+            self.written = [target for target, _ in written]
+
+    def forget(self) -> None:
+        """Let go of all that is held."""
+        self.__dict__.clear()
 
 
 def _give_history(target: torch.Tensor, value: torch.Tensor) -> None:
