@@ -20,11 +20,11 @@ test: $(VENV)/.installed
 whole: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n auto --dist worksteal
 
-# All tests, each replayed call compared with the call itself.
+# All tests, each replayed call compared with the call itself: an hour on two cores.
 replayed: $(VENV)/.installed
 	FORALL_REPLAY=check OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n auto --dist worksteal
 
-# All tests, each transformed call made by jit too, and compared: an hour on one core. FORALL_TESTS=fastmath: with fastmath.
+# All tests, each transformed call made by jit too, and compared: an hour and a half on two cores. FORALL_TESTS=fastmath: with fastmath.
 jitted: $(VENV)/.installed
 	FORALL_TESTS=$(or $(FORALL_TESTS),jit) OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n auto --dist worksteal
 
