@@ -25,7 +25,8 @@ class Valued(Settings):
     def __eq__(self, other):
         return vars(self) == vars(other)
 
-    __hash__ = None
+    def __hash__(self):
+        return len(vars(self))
 
 
 class Node:
@@ -33,7 +34,7 @@ class Node:
         self.value, self.context = value, context
 
 
-register_pytree_node(Node, lambda n: ([n.value], n.context), lambda v, c: Node(v[0], c))
+register_pytree_node(Node, lambda n: ([n.value], n.context), lambda v, c: Node(*v, c))
 
 MADE = {
     "attributes": lambda: Settings(a=1, b="two"),
