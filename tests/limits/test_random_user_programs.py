@@ -284,17 +284,13 @@ def is_rounding(found: list[Tensor], truth: list[Tensor], moved: list[Tensor]) -
         f.shape != t.shape or f.dtype != t.dtype for f, t in zip(found, truth, strict=True)
     ):
         return False
-    off = [
-        (f.double() - t.double()).abs().max()
-        for f, t in zip(found, truth, strict=True)
-        if t.numel()
-    ]
-    by = [
-        (m.double() - t.double()).abs().max()
-        for m, t in zip(moved, truth, strict=True)
-        if t.numel()
-    ]
-    return bool(max(off) <= 100 * max(by))
+    return farthest(found, truth) <= 100 * farthest(moved, truth)
+
+
+def farthest(some: list[Tensor], others: list[Tensor]) -> float:
+    """The greatest difference between two entries at the same place."""
+    pairs = zip(some, others, strict=True)
+    return float(max((a.double() - b.double()).abs().max() for a, b in pairs if a.numel()))
 
 
 def hold(

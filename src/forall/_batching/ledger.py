@@ -18,7 +18,7 @@ import torch
 
 from forall._batching.accounts import Account, place
 from forall._batching.batched import Batched, Family
-from forall._batching.undoing import Before, grad_of
+from forall._batching.undoing import Before, grad_of, ledgers_from
 from forall._core.errors import columns, short
 from forall._core.levels import top
 from forall._torch import identities, whole
@@ -233,14 +233,8 @@ class Ledger:
 
 
 def marks_of(level: Any) -> list[tuple[Ledger, tuple]]:
-    """What the ledgers of a level, and of those further out, have noted so far."""
-    found = []
-    while level is not None:
-        ledger = getattr(level, "ledger", None)
-        if ledger is not None:
-            found.append((ledger, ledger.mark()))
-        level = level.parent
-    return found
+    """The ledgers of a level and of those further out, each with a mark of its notes so far."""
+    return [(ledger, ledger.mark()) for _, ledger in ledgers_from(level)]
 
 
 def unrecorded(func: Any, t: Tensor) -> RuntimeError:

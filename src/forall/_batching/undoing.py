@@ -104,7 +104,7 @@ class Before:
 
 
 def _aside(base: Tensor) -> Any:
-    """Where no level takes what is done to a tensor for the user's: a wrapper has no memory."""
+    """Keep levels from taking what is done to a tensor for the user's: a wrapper has no memory."""
     return _unnoted() if isinstance(base, Wrapper) else no_dispatch()
 
 
@@ -124,20 +124,26 @@ def as_it_is(t: Tensor) -> Tensor:
         return t.clone()
 
 
+def ledgers_from(level: Any) -> list[tuple[Any, Ledger]]:
+    """A level and those further out that keep a ledger, each with it."""
+    found = []
+    while level is not None:
+        ledger = getattr(level, "ledger", None)
+        if ledger is not None:
+            found.append((level, ledger))
+        level = level.parent
+    return found
+
+
 class _unnoted:
     """No level further out takes what is done here for the user's."""
 
     __slots__ = ("ledgers",)
 
     def __enter__(self) -> None:
-        self.ledgers: list[tuple[Any, Ledger]] = []
-        level: Any = top()
-        while level is not None:
-            ledger = getattr(level, "ledger", None)
-            if ledger is not None:
-                self.ledgers.append((level, ledger))
-                level.ledger = type(ledger)()
-            level = level.parent
+        self.ledgers = ledgers_from(top())
+        for level, ledger in self.ledgers:
+            level.ledger = type(ledger)()
 
     def __exit__(self, *_: object) -> None:
         for level, ledger in self.ledgers:

@@ -130,7 +130,7 @@ _PYTHONS = frozenset({tuple, list, dict, OrderedDict, defaultdict, deque})
 
 
 def contexts(spec: TreeSpec) -> list[Any]:
-    """What the containers of a tree keep besides their children, but for those of Python's own."""
+    """The contexts of a tree's containers, but for those of Python's own."""
     own = [] if spec.type is None or spec.type in BUILTIN_TYPES else [spec._context]
     return [*own, *(c for child in spec._children for c in contexts(child))]
 

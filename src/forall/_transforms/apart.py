@@ -206,7 +206,7 @@ def _whole(function: Callable, func: Callable) -> Callable:
 
 
 def _kept_besides(leaves: list[Any], spec: Any) -> list[Any]:
-    """What contexts of containers hold, and attributes of objects."""
+    """The leaves of contexts of containers, and of attributes of objects."""
     contexts = trees.leaves(trees.contexts(spec))
     objects = [x for x in (*leaves, *contexts) if not isinstance(x, torch.Tensor)]
     return [*contexts, *(y for x in objects for y in trees.held_by(x))]

@@ -257,14 +257,14 @@ def as_it_is(call: Call, result: Any, level: Any) -> Any:
     """A result that is no tensor passes through, if no example's own tensor hides in it."""
     if result is None or isinstance(result, str):
         return result
-    held = _held(result, level)
+    held = _find_unseen(result, level)
     if held is None:
         return result
     raise _unseen(call, type(result).__name__, held, checks.unknown_tree(result))
 
 
 def check_contexts(call: Call, spec: Any) -> None:
-    """What containers keep besides their children is the same for all examples."""
+    """Raise if the context of a container holds a number that differs between the examples."""
     for x in trees.leaves(trees.contexts(spec)):
         if type(x) is Number:
             raise _unseen(call, "the context of a container", x)
@@ -278,7 +278,8 @@ def _unseen(call: Call, result: str, held: Any, cure: str | None = None) -> Valu
     )
 
 
-def _held(thing: Any, level: Any) -> Any:
+def _find_unseen(thing: Any, level: Any) -> Any:
+    """The first value of an example among an object's attributes, or None."""
     for x in trees.held_by(thing):
         of = bare(x)
         if type(x) is Number or (

@@ -190,7 +190,7 @@ def by_columns(
 
 
 class _FirstRun:
-    """What the run of a sweep's first directions wrote to, and what was there before."""
+    """The run of a sweep's first directions: its writes, and older memory as it was before."""
 
     def __init__(self, call: Call, xs: list[torch.Tensor], beside: list[torch.Tensor]) -> None:
         self.call, self.xs, self.beside = call, xs, beside
@@ -224,7 +224,7 @@ class _FirstRun:
             ledger.back_to(mark)
 
     def note(self, written: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Which of the arguments a run has written to."""
+        """Keep the arguments that the first run has written to."""
         if self.written is None:
             self.written = [target for target, _ in written]
 
