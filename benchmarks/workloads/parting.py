@@ -310,6 +310,31 @@ def ten_branches(device: torch.device) -> Contestants:
     return parting(ten_ifs, (x,), by_hand)
 
 
+# --- places that differ ---------------------------------------------------------------------------
+
+SIDE, CUT = 32, 24
+
+
+def random_crop(image: torch.Tensor) -> torch.Tensor:
+    top, left = int(image[0, 0, 0] * 8), int(image[1, 0, 0] * 8)
+    return image[:, top : top + CUT, left : left + CUT]
+
+
+@sizes("random-crop", "24 x 24 of images (3, 32, 32), at places that each image tells", sample=256)
+def random_crops(size: int, sample: int, device: torch.device) -> Contestants:
+    images = torch.rand(size, 3, SIDE, SIDE, dtype=D, device=device)
+    cut = torch.arange(CUT, device=device)
+
+    def by_hand() -> torch.Tensor:
+        top, left = ((8 * images[:, channel, 0, 0]).long() for channel in (0, 1))
+        rows = (top[:, None] + cut)[:, None, :, None].expand(-1, 3, -1, SIDE)
+        columns = (left[:, None] + cut)[:, None, None, :].expand(-1, 3, CUT, -1)
+        return images.gather(2, rows).gather(3, columns)
+
+    chosen = range(0, size, size // sample)
+    return parting(random_crop, (images,), by_hand, chosen=chosen)
+
+
 # --- one example that runs on --------------------------------------------------------------------
 
 LANES = WIDTH = 256

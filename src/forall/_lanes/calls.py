@@ -70,6 +70,8 @@ LOOKS = frozenset(
         "select",
     ]
 )
+# Of torch's, what asks a number of the examples for one int before it hears that this has a meaning
+ASKS_FIRST = frozenset({"select", "roll"})
 OPAQUE = object()
 # Whose methods in C change nothing
 _CONSTANT = (
@@ -268,13 +270,20 @@ def _of_container(f: Any, owner: Any, args: tuple, kwargs: dict) -> Any:
 
 def _of_tensor(f: Any, owner: Any, args: tuple, kwargs: dict) -> Any:
     name = f.__name__
-    if name in LOOKS or thread.loose:
+    if thread.loose or (name in LOOKS and not _means(f, (*args, *kwargs.values()))):
         return opaque(f, args, kwargs)
     return _of_torch(getattr(type(owner), name, None), f, (owner, *args), args, kwargs)
 
 
+def _means(f: Any, given: tuple) -> bool:
+    """Whether torch would ask numbers of the examples, though what they mean is known."""
+    return f.__name__ in ASKS_FIRST and any(type(v) is words.Number for v in given)
+
+
 def _of_torch(func: Any, f: Any, operands: tuple, args: tuple, kwargs: dict) -> Any:
     """``f(*args)``, which torch's function modes see as ``func(*operands)``."""
+    if _means(f, (*operands, *kwargs.values())):
+        return words.mean(func, operands, kwargs)
     found = called(func, operands, kwargs)
     return f(*args, **kwargs) if found is None else found
 
@@ -318,7 +327,7 @@ def opaque(f: Any, args: tuple, kwargs: dict, owners: tuple = ()) -> Any:
             if len(worlds) > 1 or any(varies(v) for v in (*owners, *args, *kwargs.values())):
                 return _apiece(f, args, kwargs, owners, worlds)
     if type(f) is types.BuiltinFunctionType and _is_torchs(f):
-        if f.__name__ not in LOOKS:
+        if f.__name__ not in LOOKS or _means(f, (*args, *kwargs.values())):
             if isinstance(getattr(f, "__self__", None), words.Tensor):
                 return f(*args, **kwargs)
             if f not in OVERRIDDEN and f not in PASSED_ON:

@@ -267,6 +267,48 @@ def _is_int(n: Any) -> bool:
     return type(n) is int or (type(n) is Number and n.kind is int)
 
 
+def _narrow(func: Any, args: tuple, kwargs: dict) -> Any:
+    """x.narrow(dim, n, length)."""
+
+    def narrow(input: Tensor, dim: int, start: Any, length: Any) -> Tensor:
+        if type(start) is Number and start.kind is int:
+            start = start.tensor
+        return func(input, *one_each((dim, start, length)))
+
+    return narrow, args, kwargs
+
+
+def _select(func: Any, args: tuple, kwargs: dict) -> Any:
+    """x.select(dim, n), which is a view of one entry."""
+
+    def select(input: Tensor, dim: Any, index: Any) -> Tensor:
+        dim = one_each(dim)
+        low, high = index.bounds if type(index) is Number else (index, index)
+        size = input.shape[dim] if -input.dim() <= dim < input.dim() else 0
+        if index.kind is not int or not -size <= low <= high < size:
+            return func(input, dim, one_each(index))
+        return input.narrow(dim, index.tensor, 1).squeeze(dim)
+
+    return select, args, kwargs
+
+
+def _roll(func: Any, args: tuple, kwargs: dict) -> Any:
+    """x.roll(n, dim): the places from which the entries come."""
+
+    def roll(input: Tensor, shifts: Any, dims: Any = ()) -> Tensor:
+        dim = dims[0] if type(dims) in (tuple, list) and len(dims) == 1 else dims
+        is_one = type(shifts) is Number and shifts.kind is int and input.numel()
+        if is_one and type(dim) is int and -input.dim() <= dim < input.dim():
+            size = input.shape[dim]
+            places = torch.arange(size, device=input.device) - shifts.tensor
+            return input.index_select(dim, places.remainder(size))
+        if is_one and dim in ((), []):
+            return roll(input.flatten(), shifts, 0).view(input.shape)
+        return func(input, one_each(shifts), one_each(dims))
+
+    return roll, args, kwargs
+
+
 # --- numbers that become tensors ----------------------------------------------------------------
 
 
@@ -311,6 +353,9 @@ _PLACES: dict[str, Callable] = {
     **dict.fromkeys(("full_like", "new_full"), _writing),
     "__getitem__": _item,
     "__setitem__": _item,
+    "narrow": _narrow,
+    "select": _select,
+    "roll": _roll,
     "full": _full,
     "scalar_tensor": _scalar_tensor,
     "linspace": _spaced,

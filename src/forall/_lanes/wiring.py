@@ -12,7 +12,7 @@ from forall._batching.parting import answers, plain_numbers
 from forall._batching.rerun import apart
 from forall._batching.standing import FOLLOWING, memory_of, views
 from forall._batching.table import CALLS
-from forall._lanes import aliases, made  # noqa: F401 - torch.tensor(n) and its like
+from forall._lanes import aliases, in_torch, made, slices  # noqa: F401 - torch.tensor(n), x[n:m]
 from forall._lanes.maths import BUILTINS, MATH
 from forall._lanes.numbers import Number, number
 from forall._lanes.words import use, words
@@ -49,6 +49,7 @@ use(
     changed=changed,
     put=worlds.put,
 )
+words.mean = in_torch.called
 words.convert = lambda n, kind: BUILTINS[kind](n)
 words.calculate = lambda f, args, kwargs: MATH[f](*args, **kwargs)
 FOLLOWING.append(aliases.follow)

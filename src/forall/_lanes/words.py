@@ -12,11 +12,11 @@ from typing import Any
 words: Any = SimpleNamespace()
 """``now``, ``asked``, ``running``, ``joined``, ``Undefined`` as in `worlds`; ``apart`` as in
 `rerun`; ``Tensor``, the type of tensors; ``Number``, that of Python numbers of each example;
-``again``, which asks for the rest of a test that was ``asked``; ``told``, `joined` of the Python
-numbers of worlds, or None. Of `aliases`: ``memory``, what a tensor is a name of, which counts its
-names; ``views``, whether it is one of a part of that; ``renamed``, a new one of the whole;
-``changed``, what was written into since that was last asked, of all that has names; ``put``, which
-writes a tensor's entries into another's, for some lanes."""
+``mean``, a call of torch's with such numbers; ``again``, which asks for the rest of a test that was
+``asked``; ``told``, `joined` of the Python numbers of worlds, or None. Of `aliases`: ``memory``,
+what a tensor is a name of, which counts its names; ``views``, whether it is one of a part of that;
+``renamed``, a new one of the whole; ``changed``, what was written into since that was last asked,
+of all that has names; ``put``, which writes a tensor's entries into another's, for some lanes."""
 
 
 def use(

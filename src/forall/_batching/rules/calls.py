@@ -46,7 +46,7 @@ def _is_place(p: Any) -> bool:
 # --- x[i] --------------------------------------------------------------------------------------
 
 
-def _consumed(p: Any) -> int:
+def consumed(p: Any) -> int:
     """How many dims of x an entry of the index takes."""
     if p is None or p is Ellipsis or isinstance(p, bool):
         return 0
@@ -55,10 +55,10 @@ def _consumed(p: Any) -> int:
     return 1
 
 
-def _spelled_out(x: Tensor, index: Any) -> list:
+def spelled_out(x: Tensor, index: Any) -> list:
     """The index as a list, ``...`` as slices."""
     parts = list(index) if isinstance(index, tuple) else [index]
-    missing = x.dim() - sum(map(_consumed, parts))
+    missing = x.dim() - sum(map(consumed, parts))
     for n, p in enumerate(parts):
         if p is Ellipsis:
             parts[n : n + 1] = [_EVERYTHING] * missing
@@ -70,7 +70,7 @@ def _places(parts: list) -> list:
     """x's dims, with the number that picks from them or None."""
     places: list = []
     for p in parts:
-        places.extend([p.long()] if _is_place(p) else [None] * _consumed(p))
+        places.extend([p.long()] if _is_place(p) else [None] * consumed(p))
     while places and places[-1] is None:
         places.pop()
     return places
@@ -79,7 +79,7 @@ def _places(parts: list) -> list:
 def _getitem(x: Tensor, index: Any) -> Any:
     if not any(map(_is_place, index if isinstance(index, tuple) else (index,))):
         return NotImplemented
-    parts = _spelled_out(x, index)
+    parts = spelled_out(x, index)
     places = _places(parts)
     picked = aten.index.Tensor(x, places)
     rest = tuple(p for p in parts if not _is_place(p))
@@ -88,12 +88,12 @@ def _getitem(x: Tensor, index: Any) -> Any:
 
 
 def _setitem(x: Tensor, index: Any, value: Any) -> Any:
-    parts = _spelled_out(x, index)
+    parts = spelled_out(x, index)
     if all(_is_place(p) or type(p) in _BASIC for p in parts):
         target = x[tuple(_EVERYTHING if _is_place(p) else p for p in parts)]
         slots = [p.long() if _is_place(p) else None for p in parts if type(p) is not int]
         kept = [n for n, slot in itertools.zip_longest(target.shape, slots) if slot is None]
-        aten.index_put_.default(target, slots, _fitted(value, target, len(kept)))
+        aten.index_put_.default(target, slots, fitted(value, target, len(kept)))
         return x
     places = _places(parts)
     row = aten.index.Tensor(x, places)
@@ -102,7 +102,7 @@ def _setitem(x: Tensor, index: Any, value: Any) -> Any:
     return x
 
 
-def _fitted(value: Any, target: Tensor, rank: int) -> Tensor:
+def fitted(value: Any, target: Tensor, rank: int) -> Tensor:
     """What ``target[..] = value`` makes of value: its dtype, and no leading 1s too many."""
     if not isinstance(value, Tensor):
         return torch.full((), value, dtype=target.dtype, device=target.device)
@@ -193,12 +193,16 @@ def _narrow(x: Tensor, dim: int, start: Any, length: int) -> Any:
     if not differs(start):
         return NotImplemented
     begin = torch.where(start < 0, start + x.shape[dim], start).long()
-    places = begin + torch.arange(length, device=start.device)
     try:
-        found = x.index_select(dim, places)
+        return gathered(x, dim % x.dim(), begin, length)
     except (IndexError, RuntimeError) as error:  # of `index_select`, which the user has not called
         raise first_error("narrow", torch.narrow, (x, dim, start, length), {}) or error from None
-    return stand(found, x, [*[None] * (dim % x.dim()), places])
+
+
+def gathered(x: Tensor, dim: int, begin: Tensor, length: int) -> Tensor:
+    """``x.narrow(dim, begin, length)`` with a begin of each example, as a view is (`standing`)."""
+    places = begin + torch.arange(length, device=begin.device)
+    return stand(x.index_select(dim, places), x, [*[None] * dim, places])
 
 
 def _tensor_split(x: Tensor, cuts: Any, dim: int = 0) -> Any:
