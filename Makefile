@@ -6,7 +6,7 @@ PIP := $(RUN) -m pip --disable-pip-version-check install -q -c constraints.txt
 # MACHINES=0/1 is the part of the entries that this machine takes: 0/2 and 1/2 are halves.
 MACHINES ?= 0/1
 
-.PHONY: whole replayed jitted leaks demo test check static doctest limitations bench coverage fuzz format clean
+.PHONY: whole replayed jitted looped leaks demo test check static doctest limitations bench coverage fuzz format clean
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/.installed
@@ -27,6 +27,10 @@ replayed: $(VENV)/.installed
 # All tests, each transformed call made by jit too, and compared: an hour and a half on two cores. FORALL_TESTS=fastmath: with fastmath.
 jitted: $(VENV)/.installed
 	FORALL_TESTS=$(or $(FORALL_TESTS),jit) OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n auto --dist worksteal
+
+# All tests, examples that part run as the plain loop where they may: half an hour on two cores.
+looped: $(VENV)/.installed
+	FORALL_PARTING=loop OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n auto --dist worksteal
 
 # What calls leave behind, in a quarter of an hour or more.
 leaks: $(VENV)/.installed

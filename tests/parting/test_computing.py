@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from forall import explain, grad, vmap
+from forall import config, explain, grad, vmap
 from forall._batching import shortcut
 from forall._lanes import at_once, straightly
 from forall._source import template
@@ -18,6 +18,7 @@ MATRIX = torch.linspace(-1, 1, 9, dtype=D).reshape(3, 3)
 @pytest.fixture(autouse=True)
 def nobody_else_has_a_say(monkeypatch):
     """As in a new process: a class or a rule of the user's would need wrappers."""
+    monkeypatch.setattr(config, "parting", "together")
     monkeypatch.setattr(posing, "used", False)
     monkeypatch.setattr(shortcut, "_overruled", set())
 

@@ -287,6 +287,8 @@ class VmapLevel(Level, DispatchMode):
         return found
 
     def _run(self, func: Any, args: tuple, kwargs: dict, handler: Any, found: str) -> Any:
+        if stack.late is not None:
+            stack.late()
         if func is _DETACH and not is_excluded(AUTOGRAD):
             self.met.clear()
             return second_name(args[0])

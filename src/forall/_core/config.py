@@ -19,6 +19,10 @@ class Config:
 
     ``patience``: for how many seconds in all a function has to have run before that.
 
+    ``parting``: how `vmap` runs a function in which examples part. ``"measured"``: in the way that
+    takes less time, which calls find out, together or one after another; ``"together"`` and
+    ``"loop"``: in one of these, where it can be. Set from ``FORALL_PARTING`` at the start.
+
     Example:
         >>> forall.config.replay = False                           # each call runs as it is
         >>> forall.config.replay = True
@@ -26,6 +30,7 @@ class Config:
 
     replay: bool | str = True
     patience: float = 0.05
+    parting: str = "measured"
 
 
 def replay_of(word: str) -> bool | str:
@@ -38,4 +43,18 @@ def replay_of(word: str) -> bool | str:
     return _WORDS[word]
 
 
-now = Config(replay_of(os.environ.get("FORALL_REPLAY", "")))
+def parting_of(word: str) -> str:
+    """The setting that a value of FORALL_PARTING stands for."""
+    if word not in _PARTING:
+        raise ValueError(
+            f"FORALL_PARTING={word!r} does not say how examples that part are run.\n"
+            "Set it to together or loop, or leave it out for measured."
+        )
+    return word or "measured"
+
+
+_PARTING = ("", "measured", "together", "loop")
+now = Config(
+    replay_of(os.environ.get("FORALL_REPLAY", "")),
+    parting=parting_of(os.environ.get("FORALL_PARTING", "")),
+)

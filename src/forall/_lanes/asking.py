@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from forall._core.levels import stack
 from forall._lanes.heap import active
 from forall._lanes.merging import Parts, merge, within
 from forall._lanes.state import Region, close_down_to, each_world, thread
@@ -44,6 +45,8 @@ def ask(test: Any, again: bool = False) -> Any:
             return ask(call(kind.__bool__, test))
         test = bare(test)
     if isinstance(test, words.Tensor) or kind is words.Number:
+        if stack.late is not None:
+            stack.late()
         return words.again(test) if again else words.asked(test)
     if kind is Varying:
         return _by_part(test.now())

@@ -26,6 +26,7 @@ from forall._lanes.varying import Varying
 from forall._torch import trees
 from forall._torch.posed import bare
 from forall._torch.wrapper import Wrapper
+from forall._transforms.governor import Late, governed
 from forall._transforms.groups import Altered, Groups, in_groups, is_out_of_memory
 
 if TYPE_CHECKING:
@@ -38,25 +39,34 @@ if TYPE_CHECKING:
 _PARTED: WeakSet[CodeType] = WeakSet()
 _DEEPLY: WeakSet[CodeType] = WeakSet()  # and where libraries had to be converted besides
 # What converted code raises where it cannot hold examples apart.
-UNABLE = (Apart, Undefined, Unsplittable)
+UNABLE = (Apart, Undefined, Unsplittable, Late)
 _NOWHERE = Place("?", 0)
 
 
 def run(call: Mapping) -> tuple[list, Any]:
     """All examples at once as long as they agree; then apart, as far as need be."""
-    code = _code(call.func)
-    known = code in _PARTED or is_running()  # what converted code calls is converted as well
-    if not known:
-        try:
-            return _once(call, "as it is")
-        except Groups as parted:
-            groups = parted.groups
-            if code is not None:
-                _PARTED.add(code)
-    else:
-        groups = [[*range(call.entering.size)]]
+    code = code_of(call.func)
+    # What converted code calls is converted as well.
+    if code in _PARTED or call.entering.size == 1 or is_running():
+        known = code in _PARTED or is_running()
+        return governed(call, code, lambda: _together(call, code, None, known=known))
+    try:
+        return _once(call, "as it is")
+    except Groups as parted:
+        groups = parted.groups
+    if code is not None:
+        _PARTED.add(code)
+    return governed(call, code, lambda: _together(call, code, groups, known=False))
+
+
+def _together(
+    call: Mapping, code: CodeType | None, groups: list[list[int]] | None, *, known: bool
+) -> tuple[list, Any]:
+    """Converted, or in groups; these are given where the function was run as it is before."""
     if call.entering.size == 1:
-        return _as_it_is(call, None) if known else _in_groups(call, groups, None)
+        return _as_it_is(call, None)
+    if groups is None:
+        groups = [[*range(call.entering.size)]]
     why: Obstacle | None = None
     for deep in (True,) if code in _DEEPLY else (False, True):
         with deeply(deep):
@@ -69,6 +79,8 @@ def run(call: Mapping) -> tuple[list, Any]:
             try:
                 result = _converted(call, function)
             except Groups as gave_up:
+                if isinstance(gave_up.why, Late):
+                    raise gave_up.why from None
                 found = Obstacle.of(gave_up.why)
                 # The second attempt converts libraries too: the first tells more of the user's.
                 why = found if why is None or not why.has_place else why
@@ -230,7 +242,7 @@ class Converted(Altered):
         return isinstance(error, (Exception, *UNABLE))
 
 
-def _code(func: Callable) -> CodeType | None:
+def code_of(func: Callable) -> CodeType | None:
     """What tells a function that may be made anew for each call."""
     func = inspect.unwrap(func)
     while isinstance(func, functools.partial):

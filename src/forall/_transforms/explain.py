@@ -11,7 +11,7 @@ from forall._core.errors import columns, kind, name_of, short
 from forall._lanes.calls import reported
 from forall._lanes.report import Report, spread
 from forall._lanes.seen import Function, Parting, Step
-from forall._transforms import picture
+from forall._transforms import apart, governor, picture
 from forall._transforms.replaying import replaying
 
 if TYPE_CHECKING:
@@ -75,7 +75,8 @@ class Explanation:
     and ``refused`` the functions whose source was converted or, for a reason, was not; ``again``
     the calls in which examples parted and that ran again for each group, with how often; ``replay``
     how many calls of the function were replayed, or why they are not, while
-    `forall.config.replay` is on.
+    `forall.config.replay` is on; ``measured`` how calls with so many examples run otherwise (what
+    is explained runs together), and what that takes, where `forall.config.parting` finds it out.
 
     Cost: nothing more; all is kept as it was found.
 
@@ -99,6 +100,7 @@ class Explanation:
     refused: tuple[Function, ...]
     again: tuple[tuple[str, int], ...]
     replay: str
+    measured: str
 
     def _again(self) -> list[tuple[str, str]]:
         return [(name, picture.counted(n, "time")) for name, n in self.again]
@@ -113,6 +115,7 @@ class Explanation:
             ("not converted, so run once for each group", [tuple(f) for f in self.refused]),
             ("parted inside, as it is, and ran again for each group", self._again()),
             ("replayed", [(self.replay,)] if self.replay else []),
+            ("how such calls run", [(self.measured,)] if self.measured else []),
         ):
             if rows:
                 parts.append(f"{title}\n{columns(rows)}")
@@ -137,6 +140,7 @@ def _explanation(mapped: Callable, report: Report, result: Any) -> Explanation:
         tuple(report.refused.values()),
         tuple(report.again.items()),
         vars(mapped)["__forall_told__"]() if config.now.replay else "",
+        governor.told(apart.code_of(func), size),
     )
 
 

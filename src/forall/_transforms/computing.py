@@ -1,0 +1,298 @@
+"""Whether a function computes its result and does nothing else, so that it may run in any way.
+
+It is read name by name: what it calls must be a function of torch's, of `math`'s or of Python's own
+that neither draws nor keeps anything, or another function of the user's of which the same is true.
+What it captures must be numbers, tensors, or containers that nothing here can change. Whatever is
+not certain is not said to only compute.
+"""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import math
+import operator
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from forall._core.remembering import UNSET, contents, instructions_of, is_ours, rebound_of
+from forall._torch import trusted
+from forall._torch.names import PLAIN
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_MOST = 1000  # values that are looked at
+_NAMES_OF_BUILTINS = """
+    abs all any bool complex dict divmod enumerate filter float frozenset int isinstance len list
+    map max min pow range reversed round set slice sorted str sum tuple zip
+"""
+# Instructions that give what is not the function's own another value, or may.
+_NAMES_OF_REBINDING = """
+    STORE_GLOBAL DELETE_GLOBAL STORE_NAME DELETE_NAME LOAD_NAME STORE_ATTR DELETE_ATTR IMPORT_NAME
+    IMPORT_FROM IMPORT_STAR LOAD_BUILD_CLASS YIELD_VALUE GET_AWAITABLE GET_AITER GET_ANEXT
+"""
+_NAMES_OF_CHANGING = """
+    add append clear difference_update discard extend insert intersection_update pop popitem remove
+    reverse setdefault sort symmetric_difference_update update
+"""
+# Parts of names of what draws, or may.
+_PARTS_OF_DRAWING = """
+    rand drop bernoulli multinomial poisson gamma gumbel rrelu fractional attention binomial
+    dirichlet exponential cauchy geometric normal_ log_normal
+"""
+# What the names of attributes begin with that do more than give something, or tell more.
+_BEGINNINGS = """
+    backward register_ retain_grad requires_grad data grad share_memory set_ resize storage numpy
+    __array apply map_ record_stream module_load as_subclass new _make dlpack cpu cuda to_sparse
+"""
+# Keywords of torch's functions that write, draw, or keep something.
+_NAMES_OF_KEYWORDS = "out inplace generator dropout_p training running_mean running_var max_norm"
+
+_ERRORS = {n for n, e in vars(builtins).items() if isinstance(e, type) and issubclass(e, Exception)}
+_BUILTINS = frozenset(_NAMES_OF_BUILTINS.split()) | _ERRORS
+_REBINDING = frozenset(_NAMES_OF_REBINDING.split())
+_WRITING = frozenset({"STORE_SUBSCR", "DELETE_SUBSCR", "STORE_SLICE"})
+_LOADING = frozenset({"LOAD_GLOBAL", "LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF"})
+_ATTRIBUTE = frozenset({"LOAD_ATTR", "LOAD_METHOD"})
+_OWN = (str, bytes, int, float, complex, list, dict, set, frozenset, tuple, range, slice)
+_CHANGING = frozenset(_NAMES_OF_CHANGING.split())
+_DRAWING = (*_PARTS_OF_DRAWING.split(),)
+_MORE = (*_BEGINNINGS.split(),)
+_KEYWORDS = frozenset(_NAMES_OF_KEYWORDS.split())
+
+
+def _is_fit(name: str) -> bool:
+    """Whether an attribute of a tensor, a number, a text or a container only gives something."""
+    if name.endswith("_") or name in trusted.TELLING or name == "normal":
+        return False
+    return not any(part in name for part in _DRAWING) and not name.startswith(_MORE)
+
+
+_ATTRIBUTES = frozenset(
+    name
+    for kind in (torch.Tensor, *_OWN, BaseException, torch.Size, torch.finfo, torch.iinfo)
+    for name in dir(kind)
+    if not name.startswith("_") and _is_fit(name)
+)
+
+
+class Bindings(NamedTuple):
+    """What the names in a function that only computes are bound to, and what it may write into."""
+
+    names: tuple[tuple[dict[str, Any], str, Any], ...]
+    cells: tuple[tuple[Any, Any], ...]
+    codes: tuple[tuple[FunctionType, CodeType], ...]
+    tensors: tuple[torch.Tensor, ...]  # that it captures
+    writes: bool  # whether it has statements that would write into a tensor in place
+
+    def hold(self) -> bool:
+        """Whether all names are bound to what they were."""
+        for names, name, value in self.names:
+            if names.get(name, UNSET) is not value:
+                return False
+        for cell, value in self.cells:
+            if contents(cell) is not value:
+                return False
+        return all(func.__code__ is code for func, code in self.codes)
+
+
+class _DoubtError(Exception):
+    """Something that is not certain."""
+
+
+def bindings_of(func: Any) -> Bindings | None:
+    """What a function that only computes is bound to; None for any other."""
+    reading = _Reading()
+    try:
+        reading.function(func)
+        if reading.holds_containers and reading.changes:
+            return None
+    except _DoubtError:
+        return None
+    return Bindings(
+        tuple(reading.names),
+        tuple(reading.cells),
+        tuple((f, f.__code__) for f in reading.functions),
+        tuple(reading.tensors),
+        reading.writes,
+    )
+
+
+class _Read(NamedTuple):
+    """What code asks for: names with the attributes that follow; and what it may change."""
+
+    ways: tuple[tuple[str, tuple[str, ...]], ...]
+    changes: bool  # containers or tensors
+    writes: bool  # tensors, by a statement
+
+
+@functools.lru_cache(maxsize=4096)
+def _read(code: CodeType) -> _Read | None:
+    """What code asks for, without what is written inside it; None where it may rebind anything."""
+    ways: list[tuple[str, tuple[str, ...]]] = []
+    changes = writes = is_open = False
+    for i in instructions_of(code):
+        if i.opname in _REBINDING:
+            return None
+        if i.opname in _LOADING:
+            ways.append((i.argval, ()))
+            is_open = True
+        elif i.opname in _ATTRIBUTE and is_open:
+            name, attributes = ways.pop()
+            ways.append((name, (*attributes, i.argval)))
+        elif i.opname in _ATTRIBUTE:
+            if i.argval not in _ATTRIBUTES:
+                return None
+            changes |= i.argval in _CHANGING
+        elif i.opname not in ("PUSH_NULL", "CACHE"):
+            is_open = False
+        writes |= i.opname in _WRITING or (i.opname == "BINARY_OP" and i.argrepr.endswith("="))
+    for constant in code.co_consts:
+        if type(constant) is tuple and not _KEYWORDS.isdisjoint(map(str, constant)):
+            return None
+    return _Read((*dict.fromkeys(ways),), changes or writes, writes)
+
+
+class _Reading:
+    def __init__(self) -> None:
+        self.names: list[tuple[dict[str, Any], str, Any]] = []
+        self.cells: list[tuple[Any, Any]] = []
+        self.functions: list[FunctionType] = []
+        self.tensors: list[torch.Tensor] = []
+        self.holds_containers = self.changes = self.writes = False
+        self.seen = 0
+
+    def function(self, func: Any) -> None:
+        if any(func is known for known in self.functions):
+            return
+        if type(func) is not FunctionType or is_ours(func):
+            raise _DoubtError
+        self.functions.append(func)
+        code = func.__code__
+        if not rebound_of(code).isdisjoint(code.co_freevars):
+            raise _DoubtError
+        captured = {}
+        for name, cell in zip(code.co_freevars, func.__closure__ or (), strict=True):
+            captured[name] = contents(cell)
+            self.cells.append((cell, captured[name]))
+        for value in (*(func.__defaults__ or ()), *(func.__kwdefaults__ or {}).values()):
+            self.value(value)
+        self._code(code, func.__globals__, captured)
+
+    def _code(self, code: CodeType, home: dict[str, Any], captured: dict[str, Any]) -> None:
+        read = _read(code)
+        if read is None:
+            raise _DoubtError
+        self.changes |= read.changes
+        self.writes |= read.writes
+        for name, attributes in read.ways:
+            self._way(name, attributes, code, home, captured)
+        for constant in code.co_consts:
+            if isinstance(constant, CodeType):
+                inner = {n: v for n, v in captured.items() if n not in code.co_varnames}
+                self._code(constant, home, inner)
+
+    def _way(
+        self,
+        name: str,
+        attributes: tuple[str, ...],
+        code: CodeType,
+        home: dict[str, Any],
+        captured: dict[str, Any],
+    ) -> None:
+        """Look at what a name stands for; of a module, at what its attributes are."""
+        if name in code.co_cellvars or (name in code.co_freevars and name not in captured):
+            self._attributes(attributes)  # of a function around it, which is read as well
+            return
+        value = captured[name] if name in code.co_freevars else home.get(name, UNSET)
+        if name not in code.co_freevars:
+            self.names.append((home, name, value))
+        if value is UNSET:
+            known = vars(builtins)
+            if name not in _BUILTINS or home.get("__builtins__") not in (known, builtins):
+                raise _DoubtError
+            self.names.append((known, name, known[name]))
+        elif not isinstance(value, ModuleType):
+            self.value(value)
+        while attributes and isinstance(value, ModuleType):
+            attribute, attributes = attributes[0], attributes[1:]
+            value = self._inside(value, attribute)
+        if isinstance(value, ModuleType):
+            raise _DoubtError
+        self._attributes(attributes)
+
+    def _attributes(self, names: tuple[str, ...]) -> None:
+        for name in names:
+            if name not in _ATTRIBUTES:
+                raise _DoubtError
+            self.changes |= name in _CHANGING
+
+    def _inside(self, module: ModuleType, name: str) -> Any:
+        """What a module has under a name."""
+        if module.__name__.partition(".")[0] not in ("torch", "math", "_operator", "operator"):
+            raise _DoubtError
+        value = vars(module).get(name, UNSET)
+        self.names.append((vars(module), name, value))
+        if not isinstance(value, ModuleType):
+            self._librarys(value, name)
+        return value
+
+    def _librarys(self, value: Any, name: str) -> None:
+        known = id(value) in _CLASSES or trusted.is_trusted(value) or _is_number(value)
+        if not known or trusted.is_question(value) or not _is_fit(name):
+            raise _DoubtError
+        if name.startswith(("batch_norm", "instance_norm", "native_batch_norm")):
+            raise _DoubtError  # they keep statistics
+
+    def value(self, value: Any) -> None:
+        """Look at what a name or a container holds."""
+        self.seen += 1
+        if self.seen > _MOST:
+            raise _DoubtError
+        kind = type(value)
+        if kind in PLAIN:
+            self.tensors.append(value)
+        elif kind in (tuple, list, dict, set, frozenset):
+            self.holds_containers |= kind in (list, dict, set)
+            for inside in _all_in(value):
+                self.value(inside)
+        elif kind is FunctionType:
+            if trusted.is_torchs(value):
+                self._librarys(value, value.__name__)
+            else:
+                self.function(value)
+        elif kind is BuiltinFunctionType:
+            self._builtin(value)
+        elif not (_is_number(value) or id(value) in _CLASSES):
+            raise _DoubtError
+
+    def _builtin(self, value: Any) -> None:
+        if getattr(builtins, value.__name__, None) is value and value.__name__ in _BUILTINS:
+            return
+        if trusted.is_torchs(value) or id(value) in _CALCULATING:
+            self._librarys(value, value.__name__)
+            return
+        raise _DoubtError
+
+
+# By their ids: a value need have no hash.
+_CLASSES = frozenset(
+    map(id, [torch.finfo, torch.iinfo, *(getattr(builtins, name) for name in _BUILTINS)])
+)
+_CALCULATING = frozenset(
+    id(f)
+    for home in (math, operator)
+    for f in vars(home).values()
+    if isinstance(f, BuiltinFunctionType)
+)
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) is bool or type(value) in trusted.WORDS
+
+
+def _all_in(value: Any) -> Iterator[Any]:
+    return iter([*value.keys(), *value.values()] if type(value) is dict else value)

@@ -1,0 +1,455 @@
+"""Examples that part, run one after another as in the loop: results, errors and state are its."""
+
+from __future__ import annotations
+
+import math
+from math import inf
+
+import pytest
+import torch
+from torch.nn import functional
+
+from forall import config, explain, grad, jvp, vmap
+from forall._transforms import governor, loop
+from forall._transforms.computing import bindings_of
+
+XS = torch.tensor([0.5, -1.25, 3.0, 2.0, -0.75])
+ROWS = torch.linspace(-2, 2, 20).sin().reshape(5, 4)
+SHIFT = torch.tensor([1.0, 2.0, 3.0, 4.0])
+SCALES = {"low": 2.0, "high": (3.0, torch.tensor(0.5))}
+
+
+@pytest.fixture(autouse=True, params=["loop", "measured", "together"])
+def _ways(request, monkeypatch):
+    monkeypatch.setattr(config, "parting", request.param)
+    monkeypatch.setattr(governor, "_known", type(governor._known)())
+
+
+def by_loop(f, *args):
+    return torch.stack([torch.as_tensor(f(*each)) for each in zip(*args, strict=True)])
+
+
+def collatz(x):
+    n, path = int(abs(x) * 4) + 1, []
+    while n != 1:
+        n = n // 2 if n % 2 == 0 else 3 * n + 1
+        path.append(n)
+    return len(path) + x
+
+
+def halved(x):
+    while x.abs() > 1:
+        x = x / 2
+    return x
+
+
+def helped(x):
+    return _helper(x) if x > 0 else -_helper(-x)
+
+
+def _helper(x):
+    return math.sqrt(x) * torch.ones(2)
+
+
+def recursive(x):
+    return x if x < 1 else recursive(x - 1) * 2
+
+
+def caught(x):
+    try:
+        if x > 1:
+            raise ValueError("too large")
+        return x.exp()
+    except ValueError:
+        return -x
+
+
+def looked_up(x):
+    found = SCALES["high" if x > 0 else "low"]
+    return x * found if isinstance(found, float) else x * found[0] + found[1]
+
+
+def of_rows(row):
+    best = sorted(row.tolist())[-2:]
+    return torch.tensor(best) * 2 + SHIFT[: len(best)]
+
+
+def written(row):
+    row = row.clone()
+    if row[0] > 0:
+        row[1:] *= 2
+    row[int(row.argmax())] = 7
+    return row
+
+
+def softened(row):
+    return functional.softmax(row, 0) if row.sum() > 0 else torch.nn.functional.relu(row)
+
+
+ON_NUMBERS = [collatz, halved, helped, recursive, caught, looked_up]
+ON_ROWS = [of_rows, written, softened]
+CASES = [(f, XS) for f in ON_NUMBERS] + [(f, ROWS) for f in ON_ROWS]
+NAMES = [f.__name__ for f, _ in CASES]
+
+
+@pytest.mark.parametrize(("f", "xs"), CASES, ids=NAMES)
+def test_each_call_is_the_loops(f, xs):
+    assert bindings_of(f) is not None
+    mapped = vmap(f)
+    for size in (5, 5, 5, 1, 2, 5):
+        torch.testing.assert_close(mapped(xs[:size]), by_loop(f, xs[:size]))
+
+
+@pytest.mark.parametrize(("f", "xs"), CASES, ids=NAMES)
+def test_as_the_loop_each_bit_is_the_loops(f, xs):
+    if config.parting == "loop":
+        torch.testing.assert_close(vmap(f)(xs), by_loop(f, xs), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("f", "xs"), CASES, ids=NAMES)
+def test_derivatives_outside_are_the_loops(f, xs):
+    def gradient(run):
+        leaf = xs.clone().requires_grad_()
+        y = run(f, leaf)
+        return torch.autograd.grad(y.sum(), leaf)[0] if y.requires_grad else None
+
+    for _ in range(3):
+        found = gradient(lambda f, leaf: vmap(f)(leaf))
+        expected = gradient(lambda f, leaf: by_loop(f, leaf))
+        assert (found is None) == (expected is None)
+        if found is not None:
+            torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize(("f", "xs"), CASES, ids=NAMES)
+def test_inside_and_around_other_transforms(f, xs):
+    def number(x):
+        return f(x).sum()
+
+    if f not in (of_rows, helped):
+        torch.testing.assert_close(vmap(grad(number))(xs), by_loop(grad(number), xs))
+
+        def mapped(xs):
+            return vmap(number)(xs).sum()
+
+        torch.testing.assert_close(grad(mapped)(xs), by_loop(grad(number), xs))
+    both = torch.stack([xs, 2 * xs])
+    found = vmap(vmap(f))(both)
+    torch.testing.assert_close(found, torch.stack([by_loop(f, row) for row in both]))
+
+
+def test_arguments_may_lie_anywhere():
+    def f(x, y, *, z):
+        return x + y * z if x.sum() > 0 else x - z
+
+    ys, z = torch.arange(4.0), torch.ones(4)
+    for _ in range(3):
+        found = vmap(f, {"x": -1, "y": None}, out_dims=1)(ROWS.T, ys, z=z)
+        expected = torch.stack([f(x, ys, z=z) for x in ROWS], 1)
+        torch.testing.assert_close(found, expected)
+        found = vmap(f, {"x": -1, "y": None}, chunk_size=2)(ROWS.T, ys, z=z)
+        torch.testing.assert_close(found, expected.T)
+
+
+def test_results_may_be_trees_and_numbers():
+    def f(x):
+        if x > 0:
+            return {"a": (x, 1), "b": [None, "text", True]}
+        return {"a": (2 * x, 2), "b": [None, "text", False]}
+
+    for _ in range(3):
+        found = vmap(f, out_dims={"a": (0, 0), "b": [None, None, 0]})(XS)
+        torch.testing.assert_close(found["a"][0], torch.where(XS > 0, XS, 2 * XS))
+        assert found["a"][1].tolist() == [1, 2, 1, 1, 2]
+        assert found["b"][:2] == [None, "text"]
+        assert found["b"][2].tolist() == [True, False, True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("f", "error"),
+    [
+        (lambda x: x if x > 0 else 1 / 0, ZeroDivisionError),
+        (lambda x: x[:3] if x > 2 else x, IndexError),
+        (lambda x: x.expand(2) if x > 0 else x, ValueError),
+        (lambda x: "a" if x > 0 else "b", ValueError),
+        (lambda x: (x, x) if x > 0 else x, ValueError),
+    ],
+    ids=["fails", "fails in torch", "another shape", "another text", "another tree"],
+)
+def test_errors_are_those_of_the_other_way(f, error):
+    for _ in range(3):
+        with pytest.raises(error) as found:
+            vmap(f)(XS)
+        assert "example" in "".join([str(found.value), *getattr(found.value, "__notes__", [])])
+
+
+def test_what_a_failed_call_has_written_is_as_it_was():
+    def f(x):
+        x[0] = 9
+        if x[1] > 0.5:
+            raise ValueError("no")
+        return x.sum()
+
+    rows = ROWS.clone()
+    for _ in range(3):
+        with pytest.raises(ValueError, match="no"):
+            vmap(f)(rows)
+        torch.testing.assert_close(rows, ROWS, rtol=0, atol=0)
+
+
+def test_what_an_example_writes_into_its_row_stays():
+    def f(x):
+        if x[0] > 0:
+            x[1] = 5
+        return x.sum()
+
+    for _ in range(3):
+        rows, expected = ROWS.clone(), ROWS.clone()
+        torch.testing.assert_close(vmap(f)(rows), by_loop(f, expected))
+        torch.testing.assert_close(rows, expected, rtol=0, atol=0)
+
+
+def test_what_all_share_is_not_written_to():
+    total = torch.zeros(4)
+
+    def into_closure(x):
+        if x[0] > 0:
+            total[0] = x[1]
+        return x.sum()
+
+    def into_argument(x, y):
+        if x[0] > 0:
+            y[0] = x[1]
+        return x.sum()
+
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match="all examples share"):
+            vmap(into_closure)(ROWS)
+        with pytest.raises(RuntimeError, match="all examples share"):
+            vmap(into_argument, (0, None))(ROWS, total)
+        assert total.tolist() == [0, 0, 0, 0]
+
+
+def test_what_adds_up_does():
+    def f(x, y):
+        if x[0] > 0:
+            y += x
+        return x.sum()
+
+    total, expected = torch.zeros(4), torch.zeros(4)
+    for _ in range(3):
+        vmap(f, (0, None))(ROWS, total)
+        for row in ROWS:
+            f(row, expected)
+        torch.testing.assert_close(total, expected)
+
+
+def test_draws_need_the_word():
+    def f(x):
+        return x + torch.rand(()) if x > 0 else x
+
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match="randomness"):
+            vmap(f)(XS)
+
+
+def test_names_are_looked_up_with_each_call(monkeypatch):
+    mapped = vmap(helped)
+    for factor in (1, 2, 3):
+        monkeypatch.setitem(globals(), "_helper", lambda x, factor=factor: factor * x)
+        for _ in range(2):
+            torch.testing.assert_close(mapped(XS), factor * XS)
+
+
+def test_what_a_closure_holds_may_change():
+    scale, table = 1.0, [1.0, 2.0]
+
+    def f(x):
+        return x * scale if x > 0 else x * table[1]
+
+    mapped = vmap(f)
+    for factor in (1.0, 2.0, 3.0):
+        scale, table[1] = factor, -factor
+        for _ in range(2):
+            torch.testing.assert_close(mapped(XS), by_loop(f, XS))
+
+
+def test_an_interrupt_leaves_nothing_behind(monkeypatch):
+    def f(x):
+        x[0] = 9
+        return x.sum() if x[1] > 0 else x[1]
+
+    def interrupted(call, bindings):
+        results(call, bindings)
+        raise KeyboardInterrupt
+
+    results, rows = loop._results, ROWS.clone()
+    monkeypatch.setattr(config, "parting", "loop")
+    vmap(f)(ROWS.clone())
+    with monkeypatch.context() as patched:
+        patched.setattr(loop, "_results", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            vmap(f)(rows)
+    torch.testing.assert_close(rows, ROWS, rtol=0, atol=0)
+    torch.testing.assert_close(vmap(f)(rows), by_loop(f, ROWS.clone()))
+
+
+# --- which functions only compute ---------------------------------------------------------------
+
+KEPT: list = []
+
+
+def keeps(x):
+    KEPT.append(x)
+    return x
+
+
+def draws(x):
+    return functional.dropout(x)
+
+
+def writes_attributes(x):
+    x.tag = 1
+    return x
+
+
+def writes_in_place(x):
+    return x.add_(1)
+
+
+def rebinds(x):
+    global KEPT  # noqa: PLW0603 - what is not to be run as a loop
+    KEPT = x
+    return x
+
+
+def prints(x):
+    print(x)
+    return x
+
+
+def asks_memory(x):
+    return x.data_ptr()
+
+
+def yields(x):
+    yield x
+
+
+def imports(x):
+    import os
+
+    return x * len(os.sep)
+
+
+def out(x):
+    return torch.sin(x, out=x)
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        keeps,
+        draws,
+        writes_attributes,
+        writes_in_place,
+        rebinds,
+        prints,
+        asks_memory,
+        yields,
+        imports,
+        out,
+        torch.nn.Linear(2, 2),
+        torch.sin,
+        vmap(halved),
+        lambda x: torch.rand(()) + x,
+        lambda x: torch.manual_seed(0),
+        lambda x: torch.batch_norm,
+        lambda x: x.numpy(),
+        lambda x: x.__class__,
+        lambda x: compile(x, "", "eval"),
+        lambda x: test_draws_need_the_word,
+    ],
+    ids=lambda f: getattr(f, "__name__", "module"),
+)
+def test_what_may_do_more_is_not_said_to_compute_only(f):
+    assert bindings_of(f) is None
+
+
+# --- which way is taken ---------------------------------------------------------------------------
+
+
+def ways(times, looped, together, calls):
+    """Which way each call goes, where the loop takes so long and all together so long."""
+    taken = []
+    for _ in range(calls):
+        if times.loops():
+            taken.append("loop")
+            times.took(looped)
+        else:
+            taken.append("together")
+            times.together = min(together, times.together or inf)
+    return taken
+
+
+def test_the_faster_way_stays_and_the_slower_one_is_tried_ever_more_seldom():
+    for looped, together, fast, slow in (
+        (0.01, 0.1, "loop", "together"),
+        (0.1, 0.01, "together", "loop"),
+    ):
+        taken = ways(governor.Times(), looped, together, 1000)
+        assert taken[0] == "loop"
+        assert taken[1] == "together"
+        later = taken[2:]
+        assert later.count(slow) <= 5
+        assert fast == later[0] == later[1]
+
+
+def test_what_takes_no_time_is_not_tried_in_other_ways():
+    assert set(ways(governor.Times(), 1e-6, 1e-3, 900)) == {"loop"}
+
+
+def test_a_try_that_takes_long_ends(monkeypatch):
+    monkeypatch.setattr(config, "parting", "measured")
+    monkeypatch.setattr(governor, "_MUCH", 0.0)
+    monkeypatch.setattr(governor, "_CONVERTING", 0.0)
+    monkeypatch.setattr(governor, "_WORTH", 0.0)
+
+    def f(x):
+        while x.abs() > 1:
+            x = x / 2
+        return x
+
+    mapped = vmap(f)
+    for _ in range(4):
+        torch.testing.assert_close(mapped(XS), by_loop(f, XS))
+    (times,) = governor.costs_of(f.__code__).times.values()
+    assert times.together == inf
+
+
+def test_what_cannot_be_the_loop_is_not(monkeypatch):
+    ran = []
+    run = loop.run
+    monkeypatch.setattr(loop, "run", lambda *args: ran.append(args) or run(*args))
+    monkeypatch.setattr(config, "parting", "loop")
+    monkeypatch.setattr(config, "replay", False)
+    vmap(halved, max_steps=9)(XS)
+    jvp(vmap(halved), (XS,), (XS,))
+    vmap(vmap(halved))(XS[None])
+    assert not ran
+    vmap(halved)(XS)
+    grad(lambda xs: vmap(halved)(xs).sum())(XS)
+    assert len(ran) == 2
+
+
+def test_explain_tells_which_way_is_taken(monkeypatch):
+    monkeypatch.setattr(config, "parting", "measured")
+    mapped = vmap(halved)
+    assert not explain(mapped)(XS).measured
+    mapped(XS)
+    assert explain(mapped)(XS).measured.startswith("as the loop, in ")
+    (times,) = governor.costs_of(halved.__code__).times.values()
+    times.looped, times.together = 0.002, 0.00001
+    found = explain(mapped)(XS)
+    assert found.measured == "together, in 10 us; the loop takes 2 ms"
+    assert "how such calls run\n" in str(found)
