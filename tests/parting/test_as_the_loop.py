@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from math import inf
 
 import pytest
@@ -22,7 +23,7 @@ SCALES = {"low": 2.0, "high": (3.0, torch.tensor(0.5))}
 @pytest.fixture(autouse=True, params=["loop", "measured", "together"])
 def _ways(request, monkeypatch):
     monkeypatch.setattr(config, "parting", request.param)
-    monkeypatch.setattr(governor, "_known", type(governor._known)())
+    monkeypatch.setattr(governor, "_times", type(governor._times)())
 
 
 def by_loop(f, *args):
@@ -423,8 +424,63 @@ def test_a_try_that_takes_long_ends(monkeypatch):
     mapped = vmap(f)
     for _ in range(4):
         torch.testing.assert_close(mapped(XS), by_loop(f, XS))
-    (times,) = governor.costs_of(f.__code__).times.values()
+    (times,) = governor._times[f.__code__].values()
     assert times.together == inf
+
+
+WITHOUT_SOURCE = """
+def f(x):
+    x += 1
+    while x.norm() > 1:
+        x = x * 0.5
+    return x
+"""
+
+
+def test_a_try_that_takes_long_is_undone(monkeypatch):
+    monkeypatch.setattr(config, "parting", "measured")
+    monkeypatch.setattr(governor, "_WORTH", 0.0)
+    for much, converting in ((0.0, 0.0), (0.0, 0.0005), (0.0, 0.002), (2.0, 0.05)):
+        monkeypatch.setattr(governor, "_MUCH", much)
+        monkeypatch.setattr(governor, "_CONVERTING", converting)
+        names: dict = {}
+        exec(WITHOUT_SOURCE, names)  # noqa: S102
+        mapped = vmap(names["f"])
+        for _ in range(4):
+            rows, expected = ROWS.clone(), ROWS.clone()
+            torch.testing.assert_close(mapped(rows), by_loop(names["f"], expected))
+            torch.testing.assert_close(rows, expected)
+
+
+def test_what_a_function_is_made_of_is_compared(monkeypatch):
+    def f(x, *, scale=1.0):
+        return x * scale if x > 0 else -x
+
+    def other(x, *, scale=1.0):
+        return x + scale if x > 0 else x
+
+    mapped = vmap(f)
+    mapped(XS)
+    monkeypatch.setattr(f, "__kwdefaults__", {"scale": 3.0})
+    torch.testing.assert_close(mapped(XS), by_loop(f, XS))
+    monkeypatch.setattr(f, "__code__", other.__code__)
+    for _ in range(2):
+        torch.testing.assert_close(mapped(XS), by_loop(f, XS))
+
+
+def test_a_function_that_is_dropped_goes_at_once():
+    def make():
+        def f(x):
+            return x * 2 if x > 0 else x
+
+        return f
+
+    f = make()
+    for _ in range(3):
+        vmap(f)(XS)
+    gone = weakref.ref(f)
+    del f
+    assert gone() is None
 
 
 def test_what_cannot_be_the_loop_is_not(monkeypatch):
@@ -448,7 +504,7 @@ def test_explain_tells_which_way_is_taken(monkeypatch):
     assert not explain(mapped)(XS).measured
     mapped(XS)
     assert explain(mapped)(XS).measured.startswith("as the loop, in ")
-    (times,) = governor.costs_of(halved.__code__).times.values()
+    (times,) = governor._times[halved.__code__].values()
     times.looped, times.together = 0.002, 0.00001
     found = explain(mapped)(XS)
     assert found.measured == "together, in 10 us; the loop takes 2 ms"

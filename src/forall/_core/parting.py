@@ -26,5 +26,9 @@ class Parted(BaseException):
         self.place = place
 
 
+class Late(BaseException):
+    """A call that is tried in another way takes longer than it may."""
+
+
 class Apart(BaseException):
     """Examples have parted in a way that running them together cannot say: why, in words."""

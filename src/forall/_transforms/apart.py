@@ -18,7 +18,7 @@ import torch
 from forall._batching.merging import Undefined, is_partial
 from forall._batching.worlds import Apart
 from forall._core.errors import columns, name_of, slow
-from forall._core.parting import Parted
+from forall._core.parting import Late, Parted
 from forall._core.places import Place, users_frame
 from forall._lanes import Refused, convert, deeply, is_running, thread
 from forall._lanes.heap import SeveralKinds, Unsplittable
@@ -26,7 +26,7 @@ from forall._lanes.varying import Varying
 from forall._torch import trees
 from forall._torch.posed import bare
 from forall._torch.wrapper import Wrapper
-from forall._transforms.governor import Late, governed
+from forall._transforms.governor import governed
 from forall._transforms.groups import Altered, Groups, in_groups, is_out_of_memory
 
 if TYPE_CHECKING:

@@ -12,6 +12,7 @@ import builtins
 import functools
 import math
 import operator
+from operator import is_not
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -84,19 +85,29 @@ class Bindings(NamedTuple):
 
     names: tuple[tuple[dict[str, Any], str, Any], ...]
     cells: tuple[tuple[Any, Any], ...]
-    codes: tuple[tuple[FunctionType, CodeType], ...]
+    states: tuple[tuple, ...]  # of the function, and of others
+    functions: tuple[FunctionType, ...]  # these others
     tensors: tuple[torch.Tensor, ...]  # that it captures
     writes: bool  # whether it has statements that would write into a tensor in place
 
-    def hold(self) -> bool:
-        """Whether all names are bound to what they were."""
+    def hold(self, func: FunctionType) -> bool:
+        """Whether all names of a function, and of those that it calls, are bound as they were."""
         for names, name, value in self.names:
             if names.get(name, UNSET) is not value:
                 return False
         for cell, value in self.cells:
             if contents(cell) is not value:
                 return False
-        return all(func.__code__ is code for func, code in self.codes)
+        for f, state in zip((func, *self.functions), self.states, strict=True):
+            if f.__code__ is not state[0] or any(map(is_not, _state(f), state)):
+                return False
+        return True
+
+
+def _state(func: FunctionType) -> tuple:
+    """What of a function somebody may replace, in a row."""
+    by_name = func.__kwdefaults__ or {}
+    return (func.__code__, func.__defaults__, func.__globals__, *by_name.values())
 
 
 class _DoubtError(Exception):
@@ -115,7 +126,8 @@ def bindings_of(func: Any) -> Bindings | None:
     return Bindings(
         tuple(reading.names),
         tuple(reading.cells),
-        tuple((f, f.__code__) for f in reading.functions),
+        tuple(map(_state, reading.functions)),
+        tuple(reading.functions[1:]),  # itself it would keep for ever
         tuple(reading.tensors),
         reading.writes,
     )

@@ -16,13 +16,15 @@ from weakref import WeakKeyDictionary
 
 from forall._core import config
 from forall._core.levels import stack
+from forall._core.parting import Late
 from forall._transforms import loop
-from forall._transforms.computing import Bindings, bindings_of
+from forall._transforms.replaying import known_bindings
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import CodeType
 
+    from forall._transforms.computing import Bindings
     from forall._transforms.vmap import Mapping
 
 _MOST = 64  # sizes of one function that are told apart
@@ -61,47 +63,28 @@ class Times:
         return not is_faster
 
 
-class Costs:
-    """What is known of one function."""
-
-    __slots__ = ("bindings", "func", "times")
-
-    def __init__(self) -> None:
-        self.bindings: Bindings | None = None
-        self.func: Any = None
-        self.times: dict[Any, Times] = {}
-
-    def bound(self, func: Any) -> Bindings | None:
-        """What the function is bound to, if it only computes; functions may be made anew."""
-        if self.func is not func or self.bindings is None or not self.bindings.hold():
-            self.func, self.bindings = func, bindings_of(func)
-        return self.bindings
-
-    def of(self, call: Mapping) -> Times:
-        entering = call.entering
-        key = (entering.size, *[getattr(x, "shape", None) for x in entering.leaves])
-        times = self.times.get(key)
-        if times is None:
-            if len(self.times) >= _MOST:
-                self.times.pop(next(iter(self.times)))
-            times = self.times[key] = Times()
-        return times
+_times: WeakKeyDictionary[CodeType, dict[Any, Times]] = WeakKeyDictionary()
 
 
-_known: WeakKeyDictionary[CodeType, Costs] = WeakKeyDictionary()
-
-
-def costs_of(code: CodeType) -> Costs:
-    costs = _known.get(code)
-    if costs is None:
-        costs = _known[code] = Costs()
-    return costs
+def times_of(code: CodeType, call: Mapping) -> Times:
+    """What calls of this code with as many examples of these shapes have taken."""
+    by_size = _times.get(code)
+    if by_size is None:
+        by_size = _times[code] = {}
+    entering = call.entering
+    key = (entering.size, *[getattr(x, "shape", None) for x in entering.leaves])
+    times = by_size.get(key)
+    if times is None:
+        if len(by_size) >= _MOST:
+            by_size.pop(next(iter(by_size)), None)
+        times = by_size[key] = Times()
+    return times
 
 
 def told(code: CodeType | None, size: int) -> str:
     """Which way calls with so many examples take, and why; nothing where that is not known."""
-    costs = None if code is None else _known.get(code)
-    found = [] if costs is None else [t for key, t in costs.times.items() if key[0] == size]
+    by_size = {} if code is None else _times.get(code, {})
+    found = [t for key, t in by_size.items() if key[0] == size]
     if not found or found[-1].looped is None or config.now.parting != "measured":
         return ""
     looped, together = found[-1].looped, found[-1].together
@@ -122,10 +105,6 @@ def _in_words(seconds: float) -> str:
     return f"{seconds:.3g} us"
 
 
-class Late(BaseException):
-    """A call that is tried in another way takes longer than it may."""
-
-
 class _until:
     """Within, a call of ours that goes on for longer than so many seconds ends with `Late`."""
 
@@ -135,7 +114,8 @@ class _until:
         self.end = perf_counter() + seconds
 
     def __enter__(self) -> None:
-        stack.late = self._check
+        if self.end < inf:
+            stack.late = self._check
 
     def __exit__(self, *_: object) -> None:
         stack.late = None
@@ -152,11 +132,10 @@ def governed(
     """A call whose examples part, in the way that takes less time."""
     if code is None or config.now.parting == "together":
         return together()
-    costs = costs_of(code)
-    bindings = costs.bound(call.func)
+    bindings = known_bindings(call.func)
     if bindings is None or not loop.may_run(call, bindings):
         return together()
-    times = costs.of(call)
+    times = times_of(code, call)
     if config.now.parting == "loop" or times.loops():
         start = perf_counter()
         try:
@@ -165,14 +144,18 @@ def governed(
             return together()
         times.took(perf_counter() - start)
         return found
-    if times.looped is None:
-        return together()
+    return _tried(call, bindings, times, together)
+
+
+def _tried(
+    call: Mapping, bindings: Bindings, times: Times, together: Callable[[], tuple[list, Any]]
+) -> tuple[list, Any]:
+    """A call made together, for no longer than that is worth."""
+    is_known = times.together is not None and times.together <= (times.looped or inf)
+    is_known |= call.entering.size == 1  # nothing is kept of it to be undone
     start = perf_counter()
     try:
-        if times.together is None or times.together > times.looped:
-            with _until(_MUCH * times.looped + _CONVERTING):
-                found = together()
-        else:
+        with _until(inf if is_known else _MUCH * (times.looped or inf) + _CONVERTING):
             found = together()
     except Late:
         times.together = inf

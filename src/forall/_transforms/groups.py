@@ -18,6 +18,7 @@ from forall._batching.failing import name_example
 from forall._batching.ledger import marks_of, memory
 from forall._batching.undoing import Touched
 from forall._core.levels import moves, outside, top
+from forall._core.parting import Late
 from forall._core.remembering import Remembered
 from forall._torch import generators, trees
 from forall._torch.dispatch import functions_off
@@ -129,7 +130,7 @@ class once_more:
             # Whatever became of it on its way: a bare `except:` of the user's may have taken it.
             self._undo(self.state)
             raise Groups(parted, why) from None
-        if self.state is not None and _spared(self.call, error):
+        if self.state is not None and (_spared(self.call, error) or isinstance(error, Late)):
             self._undo(self.state)
             return
         ledger.before.settle_grads()

@@ -30,13 +30,16 @@ from forall._torch import handover, whole
 from forall._torch.dispatch import dispatch_modes
 from forall._transforms import anew
 from forall._transforms.chunking import Chunks
+from forall._transforms.computing import bindings_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from forall._programs.replay import Replays
+    from forall._transforms.computing import Bindings
 
 _CALLS = 2  # of a function before it is looked at, however long they take
+_LOOKED_AT_AGAIN = 256  # calls after which a function is read again that did more than compute
 _MOST = 16  # transforms of one function that are counted together
 _RECORDS = tuple(  # with all they import
     f"forall._programs.{name}"
@@ -141,13 +144,15 @@ class _Home:
 
 
 class _Further:
-    """The calls of transforms of a function or module of the user's."""
+    """The calls of transforms of a function or module of the user's, and what was read of it."""
 
-    __slots__ = ("calls", "of")
+    __slots__ = ("bindings", "calls", "doubts", "of")
 
     def __init__(self, owner: FunctionType | Module) -> None:
         self.of = ref(owner)  # attributes are copied to others (functools.wraps, copy.copy)
         self.calls: dict[Any, Calls] = {}
+        self.bindings: Bindings | None = None  # if it only computes
+        self.doubts = 0  # calls until it is read again, where it did not
 
     def __reduce__(self) -> tuple:
         return type(None), ()  # with what is copied or pickled; who reads that need not have forall
@@ -264,10 +269,35 @@ _WORDS = frozenset({bool, int, str})
 
 
 def _kept(owner: FunctionType | Module) -> dict[Any, Calls]:
+    return _further(owner).calls
+
+
+def _further(owner: FunctionType | Module) -> _Further:
     kept = vars(owner).get("__forall_further__")
     if type(kept) is not _Further or kept.of() is not owner:
         kept = vars(owner)["__forall_further__"] = _Further(owner)
-    return kept.calls
+    return kept
+
+
+def known_bindings(func: Any) -> Bindings | None:
+    """What a function is bound to, if it does nothing but compute; None for any other.
+
+    That is read once, and again where a name is bound to something else.
+    """
+    if type(func) is not FunctionType:
+        return None
+    kept = _further(func)
+    if kept.bindings is not None:
+        if kept.bindings.hold(func):
+            return kept.bindings
+        kept.bindings = None
+    elif kept.doubts > 0:
+        kept.doubts -= 1
+        return None
+    kept.bindings = bindings_of(func)
+    if kept.bindings is None:
+        kept.doubts = _LOOKED_AT_AGAIN
+    return kept.bindings
 
 
 def replaying(func: Callable, how: tuple = ()) -> Callable[[Callable], Callable]:
