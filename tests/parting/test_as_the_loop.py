@@ -280,8 +280,8 @@ def test_an_interrupt_leaves_nothing_behind(monkeypatch):
         x[0] = 9
         return x.sum() if x[1] > 0 else x[1]
 
-    def interrupted(call, bindings):
-        results(call, bindings)
+    def interrupted(*given):
+        results(*given)
         raise KeyboardInterrupt
 
     results, rows = loop._results, ROWS.clone()
@@ -437,6 +437,23 @@ def f(x):
 """
 
 
+def test_a_loop_that_takes_long_is_given_up(monkeypatch):
+    monkeypatch.setattr(config, "parting", "measured")
+    monkeypatch.setattr(governor, "_FIRST", 0.0)
+
+    def f(x):
+        x += 1
+        return x * 2 if x[0] > 1 else x
+
+    for _ in range(3):
+        rows, expected = ROWS.clone(), ROWS.clone()
+        torch.testing.assert_close(vmap(f)(rows), by_loop(f, expected))
+        torch.testing.assert_close(rows, expected)
+    (times,) = governor._times[f.__code__].values()
+    assert times.looped > 0
+    assert times.together > 0
+
+
 def test_a_try_that_takes_long_is_undone(monkeypatch):
     monkeypatch.setattr(config, "parting", "measured")
     monkeypatch.setattr(governor, "_WORTH", 0.0)
@@ -500,6 +517,7 @@ def test_what_cannot_be_the_loop_is_not(monkeypatch):
 
 def test_explain_tells_which_way_is_taken(monkeypatch):
     monkeypatch.setattr(config, "parting", "measured")
+    monkeypatch.setattr(config, "replay", False)
     mapped = vmap(halved)
     assert not explain(mapped)(XS).measured
     mapped(XS)

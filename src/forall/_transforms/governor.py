@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 _MOST = 64  # sizes of one function that are told apart
 _WORTH = 0.001  # seconds: what takes less in all is not worth to try another way for
 _MUCH, _CONVERTING = 2.0, 0.05  # times the loop, and seconds, that a try may take
+_FIRST = 0.05  # seconds that the loop may take before all together was tried
 _AGAIN = 64  # calls until the slower way is tried once more, then twice as many each time
 
 
@@ -137,13 +138,17 @@ def governed(
         return together()
     times = times_of(code, call)
     if config.now.parting == "loop" or times.loops():
+        most = _FIRST if times.together is None and config.now.parting == "measured" else inf
         start = perf_counter()
         try:
-            found = loop.run(call, bindings)
+            found = loop.run(call, bindings, most)
+        except loop.LateError as late:
+            times.took(late.seconds)
         except loop.ElsewhereError:
             return together()
-        times.took(perf_counter() - start)
-        return found
+        else:
+            times.took(perf_counter() - start)
+            return found
     return _tried(call, bindings, times, together)
 
 

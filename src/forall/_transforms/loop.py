@@ -9,7 +9,9 @@ back, and the call is made in the other way, which tells it.
 
 from __future__ import annotations
 
+from math import inf
 from operator import is_
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,6 +36,14 @@ _MOST = 1 << 20  # entries of a tensor that are kept
 
 class ElsewhereError(Exception):
     """The call has to be made in another way; nothing has changed."""
+
+
+class LateError(ElsewhereError):
+    """It takes longer than it may: how long it would take in all."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds
 
 
 def may_run(call: Mapping, bindings: Bindings) -> bool:
@@ -62,15 +72,18 @@ def _may_be_copied(x: Tensor) -> bool:
     return not x.requires_grad and x.numel() <= _MOST and x.layout is torch.strided
 
 
-def run(call: Mapping, bindings: Bindings) -> tuple[list, Any]:
-    """The results of all examples, or `ElsewhereError`."""
+def run(call: Mapping, bindings: Bindings, seconds: float = inf) -> tuple[list, Any]:
+    """The results of all examples, or `ElsewhereError`, of which one is to take so many seconds."""
     shared, own = [*bindings.tensors], []
     for leaf, dim in zip(call.entering.leaves, call.entering.dims, strict=True):
         if type(leaf) in PLAIN:
             (shared if dim is None else own).append(leaf)
     before = _Before([*shared, *own], copies=bindings.writes)
     try:
-        found = _stacked(call, _results(call, bindings))
+        found = _stacked(call, _results(call, bindings, seconds))
+    except LateError:
+        before.put_back()
+        raise
     except Exception:  # noqa: BLE001 - the other way tells it, and of which example
         found = None
     except BaseException:
@@ -105,7 +118,7 @@ class _Before:
                 set_version(x, number)
 
 
-def _results(call: Mapping, bindings: Bindings) -> list[Any]:
+def _results(call: Mapping, bindings: Bindings, seconds: float) -> list[Any]:
     """``func`` of one example after another."""
     entering, func = call.entering, call.func
     rows = [
@@ -113,12 +126,18 @@ def _results(call: Mapping, bindings: Bindings) -> list[Any]:
         for leaf, dim in zip(entering.leaves, entering.dims, strict=True)
     ]
     args, kwargs = entering.given
-    if not kwargs and len(args) == len(rows) and all(map(is_, args, entering.leaves)):
-        return [func(*row) for row in zip(*rows, strict=True)]
+    is_flat = not kwargs and len(args) == len(rows) and all(map(is_, args, entering.leaves))
+    examples = zip(*rows, strict=True)
+    if is_flat and seconds == inf:
+        return [func(*row) for row in examples]
     results = []
-    for row in zip(*rows, strict=True):
-        args, kwargs = entering.unflatten([*row])
+    start = perf_counter()
+    for row in examples:
+        args, kwargs = (row, {}) if is_flat else entering.unflatten([*row])
         results.append(func(*args, **kwargs))
+        taken = perf_counter() - start
+        if taken > seconds and len(results) < entering.size:
+            raise LateError(taken / len(results) * entering.size)
     return results
 
 
