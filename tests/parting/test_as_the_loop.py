@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import weakref
 from math import inf
 
@@ -275,6 +276,23 @@ def test_what_a_closure_holds_may_change():
             torch.testing.assert_close(mapped(XS), by_loop(f, XS))
 
 
+def test_what_a_captured_list_holds_may_change():
+    told, uses = [], [torch.sin]
+
+    def f(x):
+        return uses[0](x) if x > 0 else x
+
+    def tells(x):
+        told.append(x)
+        return 2 * x
+
+    mapped = vmap(f)
+    for use in (torch.cos, torch.tanh, tells, torch.sin):
+        uses[0] = use
+        for _ in range(2):
+            torch.testing.assert_close(mapped(XS), by_loop(f, XS))
+
+
 def test_an_interrupt_leaves_nothing_behind(monkeypatch):
     def f(x):
         x[0] = 9
@@ -366,6 +384,12 @@ def out(x):
         lambda x: torch.rand(()) + x,
         lambda x: torch.manual_seed(0),
         lambda x: torch.batch_norm,
+        lambda x: torch.svd_lowrank(x),
+        lambda x: operator.iadd(x, 1),
+        lambda x: functional.batch_norm(x, None, None, training=True),
+        lambda x: torch.sin(x, out=x),
+        lambda x: torch.Generator().manual_seed(0),
+        lambda x: x.new(1),
         lambda x: x.numpy(),
         lambda x: x.__class__,
         lambda x: compile(x, "", "eval"),

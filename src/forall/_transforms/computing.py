@@ -42,12 +42,12 @@ _NAMES_OF_CHANGING = """
 # Parts of names of what draws, or may.
 _PARTS_OF_DRAWING = """
     rand drop bernoulli multinomial poisson gamma gumbel rrelu fractional attention binomial
-    dirichlet exponential cauchy geometric normal_ log_normal
+    dirichlet exponential cauchy geometric normal_ log_normal lowrank lstm gru rnn
 """
 # What the names of attributes begin with that do more than give something, or tell more.
 _BEGINNINGS = """
     backward register_ retain_grad requires_grad data grad share_memory set_ resize storage numpy
-    __array apply map_ record_stream module_load as_subclass new _make dlpack cpu cuda to_sparse
+    __array apply map_ record_stream module_load as_subclass _make dlpack cpu cuda to_sparse
 """
 # Keywords of torch's functions that write, draw, or keep something.
 _NAMES_OF_KEYWORDS = "out inplace generator dropout_p training running_mean running_var max_norm"
@@ -62,12 +62,13 @@ _OWN = (str, bytes, int, float, complex, list, dict, set, frozenset, tuple, rang
 _CHANGING = frozenset(_NAMES_OF_CHANGING.split())
 _DRAWING = (*_PARTS_OF_DRAWING.split(),)
 _MORE = (*_BEGINNINGS.split(),)
+_KEEPING = ("batch_norm", "instance_norm", "moving_avg")  # they keep statistics
 _KEYWORDS = frozenset(_NAMES_OF_KEYWORDS.split())
 
 
 def _is_fit(name: str) -> bool:
     """Whether an attribute of a tensor, a number, a text or a container only gives something."""
-    if name.endswith("_") or name in trusted.TELLING or name == "normal":
+    if name.endswith("_") or name in trusted.TELLING or name in ("normal", "new"):
         return False
     return not any(part in name for part in _DRAWING) and not name.startswith(_MORE)
 
@@ -85,6 +86,7 @@ class Bindings(NamedTuple):
 
     names: tuple[tuple[dict[str, Any], str, Any], ...]
     cells: tuple[tuple[Any, Any], ...]
+    containers: tuple[tuple[Any, list], ...]  # that it captures, and what they hold
     states: tuple[tuple, ...]  # of the function, and of others
     functions: tuple[FunctionType, ...]  # these others
     tensors: tuple[torch.Tensor, ...]  # that it captures
@@ -97,6 +99,9 @@ class Bindings(NamedTuple):
                 return False
         for cell, value in self.cells:
             if contents(cell) is not value:
+                return False
+        for container, held in self.containers:
+            if len(container) != len(held) or any(map(is_not, container, held)):
                 return False
         for f, state in zip((func, *self.functions), self.states, strict=True):
             if f.__code__ is not state[0] or any(map(is_not, _state(f), state)):
@@ -119,13 +124,14 @@ def bindings_of(func: Any) -> Bindings | None:
     reading = _Reading()
     try:
         reading.function(func)
-        if reading.holds_containers and reading.changes:
+        if reading.containers and reading.changes:
             return None
     except _DoubtError:
         return None
     return Bindings(
         tuple(reading.names),
         tuple(reading.cells),
+        tuple(reading.containers),
         tuple(map(_state, reading.functions)),
         tuple(reading.functions[1:]),  # itself it would keep for ever
         tuple(reading.tensors),
@@ -174,7 +180,8 @@ class _Reading:
         self.cells: list[tuple[Any, Any]] = []
         self.functions: list[FunctionType] = []
         self.tensors: list[torch.Tensor] = []
-        self.holds_containers = self.changes = self.writes = False
+        self.containers: list[tuple[Any, list]] = []
+        self.changes = self.writes = False
         self.seen = 0
 
     def function(self, func: Any) -> None:
@@ -202,9 +209,10 @@ class _Reading:
         self.writes |= read.writes
         for name, attributes in read.ways:
             self._way(name, attributes, code, home, captured)
+        own = {*code.co_varnames, *code.co_cellvars}
         for constant in code.co_consts:
             if isinstance(constant, CodeType):
-                inner = {n: v for n, v in captured.items() if n not in code.co_varnames}
+                inner = {n: v for n, v in captured.items() if n not in own}
                 self._code(constant, home, inner)
 
     def _way(
@@ -256,8 +264,8 @@ class _Reading:
         known = id(value) in _CLASSES or trusted.is_trusted(value) or _is_number(value)
         if not known or trusted.is_question(value) or not _is_fit(name):
             raise _DoubtError
-        if name.startswith(("batch_norm", "instance_norm", "native_batch_norm")):
-            raise _DoubtError  # they keep statistics
+        if id(value) in _IN_PLACE or any(part in name for part in _KEEPING):
+            raise _DoubtError
 
     def value(self, value: Any) -> None:
         """Look at what a name or a container holds."""
@@ -268,7 +276,10 @@ class _Reading:
         if kind in PLAIN:
             self.tensors.append(value)
         elif kind in (tuple, list, dict, set, frozenset):
-            self.holds_containers |= kind in (list, dict, set)
+            if kind in (list, set):
+                self.containers.append((value, [*value]))
+            elif kind is dict:
+                self.containers += [(value, [*value]), (value.values(), [*value.values()])]
             for inside in _all_in(value):
                 self.value(inside)
         elif kind is FunctionType:
@@ -293,6 +304,12 @@ class _Reading:
 # By their ids: a value need have no hash.
 _CLASSES = frozenset(
     map(id, [torch.finfo, torch.iinfo, *(getattr(builtins, name) for name in _BUILTINS)])
+)
+_IN_PLACE = frozenset(
+    id(f)
+    for n, f in vars(operator).items()
+    if n in ("setitem", "delitem", "iconcat", "call")
+    or (n.startswith("i") and n[1:] in vars(operator))
 )
 _CALCULATING = frozenset(
     id(f)

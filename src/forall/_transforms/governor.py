@@ -142,7 +142,7 @@ def governed(
         start = perf_counter()
         try:
             found = loop.run(call, bindings, most)
-        except loop.LateError as late:
+        except loop.TooLongError as late:
             times.took(late.seconds)
         except loop.ElsewhereError:
             return together()

@@ -38,7 +38,7 @@ class ElsewhereError(Exception):
     """The call has to be made in another way; nothing has changed."""
 
 
-class LateError(ElsewhereError):
+class TooLongError(ElsewhereError):
     """It takes longer than it may: how long it would take in all."""
 
     def __init__(self, seconds: float) -> None:
@@ -81,11 +81,13 @@ def run(call: Mapping, bindings: Bindings, seconds: float = inf) -> tuple[list, 
     before = _Before([*shared, *own], copies=bindings.writes)
     try:
         found = _stacked(call, _results(call, bindings, seconds))
-    except LateError:
+    except TooLongError:
         before.put_back()
         raise
-    except Exception:  # noqa: BLE001 - the other way tells it, and of which example
-        found = None
+    except Exception:
+        if not before.can_be_put_back():
+            raise
+        found = None  # the other way tells it, and of which example
     except BaseException:
         before.put_back()
         raise
@@ -109,6 +111,9 @@ class _Before:
         """Whether anything has been written into the first of them."""
         pairs = zip(self.tensors[:first], self.versions, strict=False)
         return any(version(x) != number for x, number in pairs)
+
+    def can_be_put_back(self) -> bool:
+        return bool(self.copies) or not self.has_changed(len(self.tensors))
 
     def put_back(self) -> None:
         for x, number, copy in zip(self.tensors, self.versions, self.copies, strict=False):
@@ -137,7 +142,7 @@ def _results(call: Mapping, bindings: Bindings, seconds: float) -> list[Any]:
         results.append(func(*args, **kwargs))
         taken = perf_counter() - start
         if taken > seconds and len(results) < entering.size:
-            raise LateError(taken / len(results) * entering.size)
+            raise TooLongError(taken / len(results) * entering.size)
     return results
 
 
@@ -182,7 +187,8 @@ def _column(column: Sequence[Any], place: int | None) -> tuple[Any] | None:
     if kind is torch.Tensor and place is not None:
         rank = first.dim() + 1
         if not -rank <= place < rank or any(
-            x.shape != first.shape or x.dtype != first.dtype for x in column
+            x.shape != first.shape or x.dtype != first.dtype or x.layout is not torch.strided
+            for x in column
         ):
             return None
         return (torch.stack([*column], place % rank),)
