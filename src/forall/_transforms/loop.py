@@ -19,6 +19,7 @@ import torch
 from forall._core.levels import stack
 from forall._lanes import is_running
 from forall._torch import trees
+from forall._torch.dispatch import dispatch_modes, function_modes
 from forall._torch.names import PLAIN, set_version, version
 from forall._torch.trusted import WORDS
 
@@ -55,7 +56,7 @@ def may_run(call: Mapping, bindings: Bindings) -> bool:
         return False
     if type(call.draws.flag) is not str or stack.top is not None or stack.listening:
         return False
-    if is_running() or torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
+    if is_running() or dispatch_modes() or function_modes():
         return False
     for leaf in (*entering.leaves, *bindings.tensors):
         kind = type(leaf)
