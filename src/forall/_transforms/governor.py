@@ -86,11 +86,9 @@ def told(code: CodeType | None, size: int) -> str:
     """Which way calls with so many examples take, and why; nothing where that is not known."""
     by_size = {} if code is None else _times.get(code, {})
     found = [t for key, t in by_size.items() if key[0] == size]
-    if not found or found[-1].looped is None or config.now.parting != "measured":
+    looped, together = (found[-1].looped, found[-1].together) if found else (None, None)
+    if looped is None or together is None or config.now.parting != "measured":
         return ""
-    looped, together = found[-1].looped, found[-1].together
-    if together is None:
-        return f"as the loop, in {_in_words(looped)}; together was not tried yet"
     if together == inf:
         return f"as the loop, in {_in_words(looped)}; together takes much longer"
     first, second = ("as the loop", "together") if looped <= together else ("together", "the loop")
