@@ -26,7 +26,7 @@ _BASIC = (int, type(None))
 
 
 class _Range(NamedTuple):
-    """What a slice picks of a dim of x, from the front and within x: Numbers, or Python's ints."""
+    """The places that a slice picks of a dim of x, within x: Numbers, or Python's ints."""
 
     dim: int  # of x
     start: Any
@@ -39,14 +39,14 @@ def _is_each_examples(bound: Any) -> bool:
 
 
 def _differs(entry: Any) -> bool:
-    """Whether an entry of an index is a slice with a bound of each example."""
+    """Return True if an entry of an index is a slice with a bound of each example."""
     return type(entry) is slice and any(
         map(_is_each_examples, (entry.start, entry.stop, entry.step))
     )
 
 
 def _ranges(x: Tensor, entries: list) -> dict[int, _Range] | None:
-    """Those of the slices that differ, by their places among the entries; None for other bounds."""
+    """Return the slices that differ, by their places among the entries; None for odd bounds."""
     found, dim = {}, 0
     for n, entry in enumerate(entries):
         if _differs(entry):
@@ -61,7 +61,7 @@ def _ranges(x: Tensor, entries: list) -> dict[int, _Range] | None:
 
 
 def _within(bound: Any, size: int, default: int) -> Any:
-    """A bound as a place in [0, size]; None where torch has to say what is wrong with it."""
+    """Return a bound as a place in [0, size]; None if torch has to say what is wrong with it."""
     if bound is None:
         return default
     if differs(bound) and not (bound.is_floating_point() or bound.is_complex()):
@@ -78,7 +78,7 @@ def _within(bound: Any, size: int, default: int) -> Any:
 
 
 def _picked(read: Callable, x: Tensor, entries: list, ranges: dict[int, _Range]) -> Tensor | None:
-    """``x[entries]``, one gather for each range; None where examples pick different numbers."""
+    """Return ``x[entries]``, one gather for each range; None if examples differ in how many."""
     sizes = {}
     for n, found in ranges.items():
         size = found.stop - found.start
@@ -140,12 +140,12 @@ def _is_one_value(value: Any) -> bool:
 
 
 def _is_basic(entries: list) -> bool:
-    """Whether what they pick is a view, in which each range that is whole keeps its dim."""
+    """Return True if they pick a view, in which each range keeps its dim."""
     return all(type(e) in _BASIC or type(e) is slice for e in entries)
 
 
 def _fill(x: Tensor, entries: list, ranges: dict[int, _Range], value: Any) -> None:
-    """``x[entries] = value``, a single one."""
+    """Write one value into ``x[entries]``."""
     view = x[tuple(_EVERYTHING if n in ranges else e for n, e in enumerate(entries))]
     mask, dim = None, 0
     for n, entry in enumerate(entries):
@@ -157,7 +157,7 @@ def _fill(x: Tensor, entries: list, ranges: dict[int, _Range], value: Any) -> No
 
 
 def _inside(found: _Range, x: Tensor) -> Tensor:
-    """Which places of a dim are in a range."""
+    """Return a mask of the places of a dim that are in a range."""
     place = torch.arange(x.shape[found.dim], device=x.device)
     start, stop = (b.tensor if type(b) is Number else b for b in (found.start, found.stop))
     inside = (place >= start) & (place < stop)

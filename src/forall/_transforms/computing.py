@@ -1,9 +1,8 @@
-"""Whether a function computes its result and does nothing else, so that it may run in any way.
+"""Functions that compute a result and do nothing else, so that they may run in any way.
 
-It is read name by name: what it calls must be a function of torch's, of `math`'s or of Python's own
-that neither draws nor keeps anything, or another function of the user's of which the same is true.
-What it captures must be numbers, tensors, or containers that nothing here can change. Whatever is
-not certain is not said to only compute.
+A function is read name by name. It may call functions of torch, of `math` and of Python that
+neither draw nor keep anything, and functions of the user of which the same is true. It may capture
+numbers, tensors, and containers that nothing in it changes. A function in doubt is none of these.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ _KEYWORDS = frozenset(_NAMES_OF_KEYWORDS.split())
 
 
 def _is_fit(name: str) -> bool:
-    """Whether an attribute of a tensor, a number, a text or a container only gives something."""
+    """Return True if an attribute of a tensor, a number or a container only gives something."""
     if name.endswith("_") or name in trusted.TELLING or name in ("normal", "new"):
         return False
     return not any(part in name for part in _DRAWING) and not name.startswith(_MORE)
@@ -82,7 +81,7 @@ _ATTRIBUTES = frozenset(
 
 
 class Bindings(NamedTuple):
-    """What the names in a function that only computes are bound to, and what it may write into."""
+    """The values to which the names in a function are bound, and what it may write into."""
 
     names: tuple[tuple[dict[str, Any], str, Any], ...]
     cells: tuple[tuple[Any, Any], ...]
@@ -93,7 +92,7 @@ class Bindings(NamedTuple):
     writes: bool  # whether it has statements that would write into a tensor in place
 
     def hold(self, func: FunctionType) -> bool:
-        """Whether all names of a function, and of those that it calls, are bound as they were."""
+        """Return True if all names of a function, and of those it calls, are bound as they were."""
         for names, name, value in self.names:
             if names.get(name, UNSET) is not value:
                 return False
@@ -110,7 +109,7 @@ class Bindings(NamedTuple):
 
 
 def _state(func: FunctionType) -> tuple:
-    """What of a function somebody may replace, in a row."""
+    """List what somebody may replace in a function."""
     by_name = func.__kwdefaults__ or {}
     return (func.__code__, func.__defaults__, func.__globals__, *by_name.values())
 
@@ -120,7 +119,7 @@ class _DoubtError(Exception):
 
 
 def bindings_of(func: Any) -> Bindings | None:
-    """What a function that only computes is bound to; None for any other."""
+    """Return the bindings of a function that only computes; None for any other."""
     reading = _Reading()
     try:
         reading.function(func)
@@ -140,7 +139,7 @@ def bindings_of(func: Any) -> Bindings | None:
 
 
 class _Read(NamedTuple):
-    """What code asks for: names with the attributes that follow; and what it may change."""
+    """The names that code asks for, with the attributes that follow, and what it may change."""
 
     ways: tuple[tuple[str, tuple[str, ...]], ...]
     changes: bool  # containers or tensors
@@ -149,7 +148,7 @@ class _Read(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def _read(code: CodeType) -> _Read | None:
-    """What code asks for, without what is written inside it; None where it may rebind anything."""
+    """Read one code object, without those inside it; None if it may rebind a name."""
     ways: list[tuple[str, tuple[str, ...]]] = []
     changes = writes = is_open = False
     for i in instructions_of(code):
@@ -223,7 +222,7 @@ class _Reading:
         home: dict[str, Any],
         captured: dict[str, Any],
     ) -> None:
-        """Look at what a name stands for; of a module, at what its attributes are."""
+        """Look at the value of a name, and of the attributes that follow if it is a module."""
         if name in code.co_cellvars or (name in code.co_freevars and name not in captured):
             self._attributes(attributes)  # of a function around it, which is read as well
             return
@@ -251,7 +250,7 @@ class _Reading:
             self.changes |= name in _CHANGING
 
     def _inside(self, module: ModuleType, name: str) -> Any:
-        """What a module has under a name."""
+        """Return the value of a module under a name."""
         if module.__name__.partition(".")[0] not in ("torch", "math", "_operator", "operator"):
             raise _DoubtError
         value = vars(module).get(name, UNSET)
@@ -268,7 +267,7 @@ class _Reading:
             raise _DoubtError
 
     def value(self, value: Any) -> None:
-        """Look at what a name or a container holds."""
+        """Look at a value that a name or a container holds."""
         self.seen += 1
         if self.seen > _MOST:
             raise _DoubtError

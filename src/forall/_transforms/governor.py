@@ -1,4 +1,4 @@
-"""Which way examples that part are run: together, or one after another as in a loop.
+"""The choice between running examples that part together, and one after another as in a loop.
 
 Code in which examples part costs more together than by itself where they are few, or where what
 they do is Python's own work. What each way takes is measured as calls are made, for each function
@@ -35,7 +35,7 @@ _AGAIN = 64  # calls until the slower way is tried once more, then twice as many
 
 
 class Times:
-    """What calls of one size have taken, in seconds each, in either way."""
+    """Seconds that calls of one size have taken in either way."""
 
     __slots__ = ("left", "looped", "spent", "together", "wait")
 
@@ -46,12 +46,12 @@ class Times:
         self.wait = self.left = _AGAIN
 
     def took(self, seconds: float) -> None:
-        """A call has run as the loop."""
+        """Note the seconds of a call that has run as the loop."""
         self.spent += seconds
         self.looped = seconds if self.looped is None else min(self.looped, seconds)
 
     def loops(self) -> bool:
-        """Whether the next call is to run as the loop."""
+        """Return True if the next call is to run as the loop."""
         if self.looped is None:
             return True
         if self.together is None:
@@ -68,7 +68,7 @@ _times: WeakKeyDictionary[CodeType, dict[Any, Times]] = WeakKeyDictionary()
 
 
 def times_of(code: CodeType, call: Mapping) -> Times:
-    """What calls of this code with as many examples of these shapes have taken."""
+    """Return the times of calls of this code with as many examples of these shapes."""
     by_size = _times.get(code)
     if by_size is None:
         by_size = _times[code] = {}
@@ -83,7 +83,7 @@ def times_of(code: CodeType, call: Mapping) -> Times:
 
 
 def told(code: CodeType | None, size: int) -> str:
-    """Which way calls with so many examples take, and why; nothing where that is not known."""
+    """Say which way calls with so many examples take, and why, once both were tried."""
     by_size = {} if code is None else _times.get(code, {})
     found = [t for key, t in by_size.items() if key[0] == size]
     looped, together = (found[-1].looped, found[-1].together) if found else (None, None)
@@ -128,7 +128,7 @@ class _until:
 def governed(
     call: Mapping, code: CodeType | None, together: Callable[[], tuple[list, Any]]
 ) -> tuple[list, Any]:
-    """A call whose examples part, in the way that takes less time."""
+    """Make a call whose examples part, in the way that takes less time."""
     if code is None or config.now.parting == "together":
         return together()
     bindings = known_bindings(call.func)
@@ -153,7 +153,7 @@ def governed(
 def _tried(
     call: Mapping, bindings: Bindings, times: Times, together: Callable[[], tuple[list, Any]]
 ) -> tuple[list, Any]:
-    """A call made together, for no longer than that is worth."""
+    """Make a call together, and give it up where it takes much longer than the loop."""
     is_known = times.together is not None and times.together <= (times.looped or inf)
     is_known |= call.entering.size == 1  # nothing is kept of it to be undone
     start = perf_counter()

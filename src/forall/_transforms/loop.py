@@ -48,7 +48,7 @@ class TooLongError(ElsewhereError):
 
 
 def may_run(call: Mapping, bindings: Bindings) -> bool:
-    """Whether a call of a function that only computes is nothing but its loop."""
+    """Return True if the loop over the examples gives all that a call has to give."""
     options, entering = call.options, call.entering
     if options.divergence != "split" or options.ragged or options.max_steps is not None:
         return False
@@ -69,12 +69,12 @@ def may_run(call: Mapping, bindings: Bindings) -> bool:
 
 
 def _may_be_copied(x: Tensor) -> bool:
-    """Whether it costs little to keep what a tensor holds, and nothing but that has to be kept."""
+    """Return True if a copy of a tensor costs little, and is enough to put it back."""
     return not x.requires_grad and x.numel() <= _MOST and x.layout is torch.strided
 
 
 def run(call: Mapping, bindings: Bindings, seconds: float = inf) -> tuple[list, Any]:
-    """The results of all examples, or `ElsewhereError`, of which one is to take so many seconds."""
+    """Return the results of all examples; raise `TooLongError` after so many seconds."""
     shared, own = [*bindings.tensors], []
     for leaf, dim in zip(call.entering.leaves, call.entering.dims, strict=True):
         if type(leaf) in PLAIN:
@@ -99,7 +99,7 @@ def run(call: Mapping, bindings: Bindings, seconds: float = inf) -> tuple[list, 
 
 
 class _Before:
-    """What tensors held before a call, where it may write into them."""
+    """The values of tensors before a call that may write into them."""
 
     __slots__ = ("copies", "tensors", "versions")
 
@@ -109,7 +109,7 @@ class _Before:
         self.copies = [x.clone() for x in tensors] if copies else []
 
     def has_changed(self, first: int) -> bool:
-        """Whether anything has been written into the first of them."""
+        """Return True if anything has been written into the first of them."""
         pairs = zip(self.tensors[:first], self.versions, strict=False)
         return any(version(x) != number for x, number in pairs)
 
@@ -125,7 +125,7 @@ class _Before:
 
 
 def _results(call: Mapping, bindings: Bindings, seconds: float) -> list[Any]:
-    """``func`` of one example after another."""
+    """Call ``func`` for one example after another."""
     entering, func = call.entering, call.func
     rows = [
         [leaf] * entering.size if dim is None else _rows(leaf, dim, bindings)
@@ -148,14 +148,14 @@ def _results(call: Mapping, bindings: Bindings, seconds: float) -> list[Any]:
 
 
 def _rows(leaf: Tensor, dim: int, bindings: Bindings) -> Sequence[Tensor]:
-    """The examples of a stack. Autograd lets nobody write into several views at once."""
+    """Return the examples of a stack, each a view of its own if it may be written to."""
     if bindings.writes:
         return [leaf.select(dim, n) for n in range(leaf.shape[dim])]
     return leaf.unbind(dim)
 
 
 def _stacked(call: Mapping, results: list[Any]) -> tuple[list, Any] | None:
-    """The results as `vmap` gives them; None where they do not fit together."""
+    """Stack the results as `vmap` does; None if they do not fit together."""
     first = results[0]
     if type(first) is torch.Tensor:
         spec = trees.flatten(first)[1]

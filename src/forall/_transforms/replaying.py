@@ -280,9 +280,9 @@ def _further(owner: FunctionType | Module) -> _Further:
 
 
 def known_bindings(func: Any) -> Bindings | None:
-    """What a function is bound to, if it does nothing but compute; None for any other.
+    """Return the bindings of a function that does nothing but compute; None for any other.
 
-    That is read once, and again where a name is bound to something else.
+    The function is read once, and again where a name is bound to something else.
     """
     if type(func) is not FunctionType:
         return None
