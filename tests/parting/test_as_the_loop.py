@@ -542,6 +542,7 @@ def test_what_cannot_be_the_loop_is_not(monkeypatch):
 def test_explain_tells_which_way_is_taken(monkeypatch):
     monkeypatch.setattr(config, "parting", "measured")
     monkeypatch.setattr(config, "replay", False)
+    monkeypatch.setattr(governor, "_FIRST", inf)
     mapped = vmap(halved)
     assert not explain(mapped)(XS).measured
     mapped(XS)
