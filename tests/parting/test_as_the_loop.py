@@ -474,8 +474,7 @@ def test_a_loop_that_takes_long_is_given_up(monkeypatch):
         torch.testing.assert_close(vmap(f)(rows), by_loop(f, expected))
         torch.testing.assert_close(rows, expected)
     (times,) = governor._times[f.__code__].values()
-    assert times.looped > 0
-    assert times.together > 0
+    assert None not in (times.looped, times.together)
 
 
 def test_a_try_that_takes_long_is_undone(monkeypatch):
