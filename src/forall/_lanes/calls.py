@@ -270,19 +270,19 @@ def _of_container(f: Any, owner: Any, args: tuple, kwargs: dict) -> Any:
 
 def _of_tensor(f: Any, owner: Any, args: tuple, kwargs: dict) -> Any:
     name = f.__name__
-    if thread.loose or (name in LOOKS and not _means(f, (*args, *kwargs.values()))):
+    if thread.loose or (name in LOOKS and not _has_numbers_for_ints(f, (*args, *kwargs.values()))):
         return opaque(f, args, kwargs)
     return _of_torch(getattr(type(owner), name, None), f, (owner, *args), args, kwargs)
 
 
-def _means(f: Any, given: tuple) -> bool:
-    """Whether torch would ask numbers of the examples, though what they mean is known."""
+def _has_numbers_for_ints(f: Any, given: tuple) -> bool:
+    """Return True if a call has numbers of the examples where torch would ask for one int."""
     return f.__name__ in ASKS_FIRST and any(type(v) is words.Number for v in given)
 
 
 def _of_torch(func: Any, f: Any, operands: tuple, args: tuple, kwargs: dict) -> Any:
     """``f(*args)``, which torch's function modes see as ``func(*operands)``."""
-    if _means(f, (*operands, *kwargs.values())):
+    if _has_numbers_for_ints(f, (*operands, *kwargs.values())):
         return words.mean(func, operands, kwargs)
     found = called(func, operands, kwargs)
     return f(*args, **kwargs) if found is None else found
@@ -327,7 +327,7 @@ def opaque(f: Any, args: tuple, kwargs: dict, owners: tuple = ()) -> Any:
             if len(worlds) > 1 or any(varies(v) for v in (*owners, *args, *kwargs.values())):
                 return _apiece(f, args, kwargs, owners, worlds)
     if type(f) is types.BuiltinFunctionType and _is_torchs(f):
-        if f.__name__ not in LOOKS or _means(f, (*args, *kwargs.values())):
+        if f.__name__ not in LOOKS or _has_numbers_for_ints(f, (*args, *kwargs.values())):
             if isinstance(getattr(f, "__self__", None), words.Tensor):
                 return f(*args, **kwargs)
             if f not in OVERRIDDEN and f not in PASSED_ON:

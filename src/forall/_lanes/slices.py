@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from forall._batching.rules.calls import consumed, differs, fitted, gathered, spelled_out
+from forall._batching.rules.calls import (
+    count_consumed_dims,
+    differs,
+    fit_value,
+    gather_range,
+    spell_out,
+)
 from forall._batching.standing import settle
 from forall._batching.table import CALLS
 from forall._lanes.numbers import Number, number, told
@@ -56,7 +62,7 @@ def _ranges(x: Tensor, entries: list) -> dict[int, _Range] | None:
             if start is None or stop is None or not (step is None or type(step) is int):
                 return None
             found[n] = _Range(dim, start, stop, step)
-        dim += consumed(entry)
+        dim += count_consumed_dims(entry)
     return found
 
 
@@ -77,7 +83,7 @@ def _within(bound: Any, size: int, default: int) -> Any:
     return told(torch.where(place < 0, place + size, place).clamp(0, size))
 
 
-def _picked(read: Callable, x: Tensor, entries: list, ranges: dict[int, _Range]) -> Tensor | None:
+def _pick(read: Callable, x: Tensor, entries: list, ranges: dict[int, _Range]) -> Tensor | None:
     """Return ``x[entries]``, one gather for each range; None if examples differ in how many."""
     sizes = {}
     for n, found in ranges.items():
@@ -90,7 +96,7 @@ def _picked(read: Callable, x: Tensor, entries: list, ranges: dict[int, _Range])
         if type(start) is int:
             x = x.narrow(found.dim, min(start, x.shape[found.dim] - sizes[n]), sizes[n])
         else:
-            x = gathered(x, found.dim, start.tensor, sizes[n])
+            x = gather_range(x, found.dim, start.tensor, sizes[n])
     rest = [slice(None, None, ranges[n].step) if n in ranges else e for n, e in enumerate(entries)]
     if all(type(e) is slice and e == _EVERYTHING for e in rest):
         return x
@@ -98,37 +104,37 @@ def _picked(read: Callable, x: Tensor, entries: list, ranges: dict[int, _Range])
     return x[tuple(rest)] if found is NotImplemented else found
 
 
-def _get(before: Callable) -> Callable:
-    def get(x: Tensor, index: Any) -> Any:
+def _reading(before: Callable) -> Callable:
+    def get_item(x: Tensor, index: Any) -> Any:
         if not _has_ranges(index):
             return before(x, index)
-        entries = spelled_out(x, index)
+        entries = spell_out(x, index)
         ranges = _ranges(x, entries)
-        found = None if ranges is None else _picked(before, x, entries, ranges)
+        found = None if ranges is None else _pick(before, x, entries, ranges)
         return before(x, index) if found is None else found
 
-    return get
+    return get_item
 
 
-def _set(before: Callable, read: Callable) -> Callable:
-    def put(x: Tensor, index: Any, value: Any) -> Any:
+def _writing(before: Callable, read: Callable) -> Callable:
+    def set_item(x: Tensor, index: Any, value: Any) -> Any:
         if not _has_ranges(index):
             return before(x, index, value)
-        entries = spelled_out(x, index)
+        entries = spell_out(x, index)
         ranges = _ranges(x, entries)
         if ranges is None:
             return before(x, index, value)
         if _is_one_value(value) and _is_basic(entries):
             _fill(x, entries, ranges, value)
             return x
-        found = _picked(read, x, entries, ranges)
+        found = _pick(read, x, entries, ranges)
         if found is None or not _is_basic(entries):
             return before(x, index, value)
-        found.copy_(fitted(value, found, found.dim()))
+        found.copy_(fit_value(value, found, found.dim()))
         settle()  # while what was picked lives
         return x
 
-    return put
+    return set_item
 
 
 def _has_ranges(index: Any) -> bool:
@@ -153,7 +159,7 @@ def _fill(x: Tensor, entries: list, ranges: dict[int, _Range], value: Any) -> No
             inside = _inside(ranges[n], x).reshape(-1, *(1,) * (view.dim() - dim - 1))
             mask = inside if mask is None else mask & inside
         dim += type(entry) is not int
-    view.masked_fill_(mask, fitted(value, view, 0))
+    view.masked_fill_(mask, fit_value(value, view, 0))
 
 
 def _inside(found: _Range, x: Tensor) -> Tensor:
@@ -166,5 +172,5 @@ def _inside(found: _Range, x: Tensor) -> Tensor:
 
 
 _read = CALLS[Tensor.__getitem__]
-CALLS[Tensor.__getitem__] = _get(_read)
-CALLS[Tensor.__setitem__] = _set(CALLS[Tensor.__setitem__], _read)
+CALLS[Tensor.__getitem__] = _reading(_read)
+CALLS[Tensor.__setitem__] = _writing(CALLS[Tensor.__setitem__], _read)

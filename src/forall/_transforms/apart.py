@@ -26,7 +26,7 @@ from forall._lanes.varying import Varying
 from forall._torch import trees
 from forall._torch.posed import bare
 from forall._torch.wrapper import Wrapper
-from forall._transforms.governor import governed
+from forall._transforms.governor import run_cheaper
 from forall._transforms.groups import Altered, Groups, in_groups, is_out_of_memory
 
 if TYPE_CHECKING:
@@ -49,14 +49,14 @@ def run(call: Mapping) -> tuple[list, Any]:
     # What converted code calls is converted as well.
     if code in _PARTED or call.entering.size == 1 or is_running():
         known = code in _PARTED or is_running()
-        return governed(call, code, lambda: _together(call, code, None, known=known))
+        return run_cheaper(call, code, lambda: _together(call, code, None, known=known))
     try:
         return _once(call, "as it is")
     except Groups as parted:
         groups = parted.groups
     if code is not None:
         _PARTED.add(code)
-    return governed(call, code, lambda: _together(call, code, groups, known=False))
+    return run_cheaper(call, code, lambda: _together(call, code, groups, known=False))
 
 
 def _together(

@@ -22,9 +22,10 @@ from forall._torch import trusted
 from forall._torch.names import PLAIN
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
 _MOST = 1000  # values that are looked at
+_MOST_COPIED = 1 << 20  # entries of a tensor
 _NAMES_OF_BUILTINS = """
     abs all any bool complex dict divmod enumerate filter float frozenset int isinstance len list
     map max min pow range reversed round set slice sorted str sum tuple zip
@@ -106,6 +107,21 @@ class Bindings(NamedTuple):
             if f.__code__ is not state[0] or any(map(is_not, _state(f), state)):
                 return False
         return True
+
+    def may_take(self, leaves: Iterable[Any]) -> bool:
+        """Return True if all that a call with these arguments writes can be put back."""
+        for value in (*leaves, *self.tensors):
+            if type(value) in PLAIN:
+                if value.is_inference() or (self.writes and not _may_be_copied(value)):
+                    return False
+            elif not _is_number(value):
+                return False
+        return True
+
+
+def _may_be_copied(x: torch.Tensor) -> bool:
+    """Return True if a copy of a tensor costs little, and is enough to put it back."""
+    return not x.requires_grad and x.numel() <= _MOST_COPIED and x.layout is torch.strided
 
 
 def _state(func: FunctionType) -> tuple:

@@ -140,7 +140,7 @@ def _explanation(mapped: Callable, report: Report, result: Any) -> Explanation:
         tuple(report.refused.values()),
         tuple(report.again.items()),
         vars(mapped)["__forall_told__"]() if config.now.replay else "",
-        governor.told(apart.code_of(func), size),
+        governor.describe_choice(apart.code_of(func), size),
     )
 
 

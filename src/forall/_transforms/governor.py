@@ -18,7 +18,7 @@ from forall._core import config
 from forall._core.levels import stack
 from forall._core.parting import Late
 from forall._transforms import loop
-from forall._transforms.replaying import known_bindings
+from forall._transforms.replaying import find_bindings
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from forall._transforms.computing import Bindings
     from forall._transforms.vmap import Mapping
 
-_MOST = 64  # sizes of one function that are told apart
+_MOST = 64  # sizes of one function that are describe_choice apart
 _WORTH = 0.001  # seconds: what takes less in all is not worth to try another way for
 _MUCH, _CONVERTING = 2.0, 0.05  # times the loop, and seconds, that a try may take
 _FIRST = 0.05  # seconds that the loop may take before all together was tried
@@ -82,7 +82,7 @@ def times_of(code: CodeType, call: Mapping) -> Times:
     return times
 
 
-def told(code: CodeType | None, size: int) -> str:
+def describe_choice(code: CodeType | None, size: int) -> str:
     """Say which way calls with so many examples take, and why, once both were tried."""
     by_size = {} if code is None else _times.get(code, {})
     found = [t for key, t in by_size.items() if key[0] == size]
@@ -125,13 +125,13 @@ class _until:
             raise Late
 
 
-def governed(
+def run_cheaper(
     call: Mapping, code: CodeType | None, together: Callable[[], tuple[list, Any]]
 ) -> tuple[list, Any]:
     """Make a call whose examples part, in the way that takes less time."""
     if code is None or config.now.parting == "together":
         return together()
-    bindings = known_bindings(call.func)
+    bindings = find_bindings(call.func)
     if bindings is None or not loop.may_run(call, bindings):
         return together()
     times = times_of(code, call)
@@ -147,10 +147,10 @@ def governed(
         else:
             times.took(perf_counter() - start)
             return found
-    return _tried(call, bindings, times, together)
+    return _try_together(call, bindings, times, together)
 
 
-def _tried(
+def _try_together(
     call: Mapping, bindings: Bindings, times: Times, together: Callable[[], tuple[list, Any]]
 ) -> tuple[list, Any]:
     """Make a call together, and give it up where it takes much longer than the loop."""

@@ -21,7 +21,6 @@ from forall._lanes import is_running
 from forall._torch import trees
 from forall._torch.dispatch import dispatch_modes, function_modes
 from forall._torch.names import PLAIN, set_version, version
-from forall._torch.trusted import WORDS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,15 +31,12 @@ if TYPE_CHECKING:
     Tensor = torch.Tensor
 
 
-_MOST = 1 << 20  # entries of a tensor that are kept
-
-
 class ElsewhereError(Exception):
     """The call has to be made in another way; nothing has changed."""
 
 
 class TooLongError(ElsewhereError):
-    """It takes longer than it may: how long it would take in all."""
+    """The loop takes longer than it may; ``seconds`` is an estimate for all examples."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
@@ -58,19 +54,7 @@ def may_run(call: Mapping, bindings: Bindings) -> bool:
         return False
     if is_running() or dispatch_modes() or function_modes():
         return False
-    for leaf in (*entering.leaves, *bindings.tensors):
-        kind = type(leaf)
-        if kind in PLAIN:
-            if leaf.is_inference() or (bindings.writes and not _may_be_copied(leaf)):
-                return False
-        elif kind not in WORDS and kind is not bool:
-            return False
-    return True
-
-
-def _may_be_copied(x: Tensor) -> bool:
-    """Return True if a copy of a tensor costs little, and is enough to put it back."""
-    return not x.requires_grad and x.numel() <= _MOST and x.layout is torch.strided
+    return bindings.may_take(entering.leaves)
 
 
 def run(call: Mapping, bindings: Bindings, seconds: float = inf) -> tuple[list, Any]:
@@ -114,9 +98,11 @@ class _Before:
         return any(version(x) != number for x, number in pairs)
 
     def can_be_put_back(self) -> bool:
+        """Return True if nothing has changed of which there is no copy."""
         return bool(self.copies) or not self.has_changed(len(self.tensors))
 
     def put_back(self) -> None:
+        """Undo what has been written since, where there are copies."""
         for x, number, copy in zip(self.tensors, self.versions, self.copies, strict=False):
             if version(x) != number:
                 with torch.no_grad():
@@ -133,12 +119,9 @@ def _results(call: Mapping, bindings: Bindings, seconds: float) -> list[Any]:
     ]
     args, kwargs = entering.given
     is_flat = not kwargs and len(args) == len(rows) and all(map(is_, args, entering.leaves))
-    examples = zip(*rows, strict=True)
-    if is_flat and seconds == inf:
-        return [func(*row) for row in examples]
     results = []
     start = perf_counter()
-    for row in examples:
+    for row in zip(*rows, strict=True):
         args, kwargs = (row, {}) if is_flat else entering.unflatten([*row])
         results.append(func(*args, **kwargs))
         taken = perf_counter() - start
@@ -181,6 +164,7 @@ def _stacked(call: Mapping, results: list[Any]) -> tuple[list, Any] | None:
 
 
 def _column(column: Sequence[Any], place: int | None) -> tuple[Any] | None:
+    """Stack one result of all examples, in a tuple of one; None if they do not fit together."""
     first = column[0]
     kind = type(first)
     if any(type(x) is not kind for x in column):

@@ -30,7 +30,6 @@ from forall._torch import handover, whole
 from forall._torch.dispatch import dispatch_modes
 from forall._transforms import anew
 from forall._transforms.chunking import Chunks
-from forall._transforms.computing import bindings_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -279,7 +278,7 @@ def _further(owner: FunctionType | Module) -> _Further:
     return kept
 
 
-def known_bindings(func: Any) -> Bindings | None:
+def find_bindings(func: Any) -> Bindings | None:
     """Return the bindings of a function that does nothing but compute; None for any other.
 
     The function is read once, and again where a name is bound to something else.
@@ -294,6 +293,9 @@ def known_bindings(func: Any) -> Bindings | None:
     elif kept.doubts > 0:
         kept.doubts -= 1
         return None
+    # Its tables take time to import, and in most programs no examples part.
+    from forall._transforms.computing import bindings_of
+
     kept.bindings = bindings_of(func)
     if kept.bindings is None:
         kept.doubts = _LOOKED_AT_AGAIN

@@ -46,8 +46,8 @@ def _is_place(p: Any) -> bool:
 # --- x[i] --------------------------------------------------------------------------------------
 
 
-def consumed(p: Any) -> int:
-    """How many dims of x an entry of the index takes."""
+def count_consumed_dims(p: Any) -> int:
+    """Return how many dims of x an entry of an index takes."""
     if p is None or p is Ellipsis or isinstance(p, bool):
         return 0
     if isinstance(p, Tensor) and p.dtype in (torch.bool, torch.uint8):
@@ -55,10 +55,10 @@ def consumed(p: Any) -> int:
     return 1
 
 
-def spelled_out(x: Tensor, index: Any) -> list:
-    """The index as a list, ``...`` as slices."""
+def spell_out(x: Tensor, index: Any) -> list:
+    """Return an index as a list, with slices in the place of ``...``."""
     parts = list(index) if isinstance(index, tuple) else [index]
-    missing = x.dim() - sum(map(consumed, parts))
+    missing = x.dim() - sum(map(count_consumed_dims, parts))
     for n, p in enumerate(parts):
         if p is Ellipsis:
             parts[n : n + 1] = [_EVERYTHING] * missing
@@ -70,7 +70,7 @@ def _places(parts: list) -> list:
     """x's dims, with the number that picks from them or None."""
     places: list = []
     for p in parts:
-        places.extend([p.long()] if _is_place(p) else [None] * consumed(p))
+        places.extend([p.long()] if _is_place(p) else [None] * count_consumed_dims(p))
     while places and places[-1] is None:
         places.pop()
     return places
@@ -79,7 +79,7 @@ def _places(parts: list) -> list:
 def _getitem(x: Tensor, index: Any) -> Any:
     if not any(map(_is_place, index if isinstance(index, tuple) else (index,))):
         return NotImplemented
-    parts = spelled_out(x, index)
+    parts = spell_out(x, index)
     places = _places(parts)
     picked = aten.index.Tensor(x, places)
     rest = tuple(p for p in parts if not _is_place(p))
@@ -88,12 +88,12 @@ def _getitem(x: Tensor, index: Any) -> Any:
 
 
 def _setitem(x: Tensor, index: Any, value: Any) -> Any:
-    parts = spelled_out(x, index)
+    parts = spell_out(x, index)
     if all(_is_place(p) or type(p) in _BASIC for p in parts):
         target = x[tuple(_EVERYTHING if _is_place(p) else p for p in parts)]
         slots = [p.long() if _is_place(p) else None for p in parts if type(p) is not int]
         kept = [n for n, slot in itertools.zip_longest(target.shape, slots) if slot is None]
-        aten.index_put_.default(target, slots, fitted(value, target, len(kept)))
+        aten.index_put_.default(target, slots, fit_value(value, target, len(kept)))
         return x
     places = _places(parts)
     row = aten.index.Tensor(x, places)
@@ -102,8 +102,8 @@ def _setitem(x: Tensor, index: Any, value: Any) -> Any:
     return x
 
 
-def fitted(value: Any, target: Tensor, rank: int) -> Tensor:
-    """What ``target[..] = value`` makes of value: its dtype, and no leading 1s too many."""
+def fit_value(value: Any, target: Tensor, rank: int) -> Tensor:
+    """Return a value as ``target[..] = value`` takes it: in its dtype, without leading 1s."""
     if not isinstance(value, Tensor):
         return torch.full((), value, dtype=target.dtype, device=target.device)
     while value.dim() > rank and value.shape[0] == 1:
@@ -194,13 +194,13 @@ def _narrow(x: Tensor, dim: int, start: Any, length: int) -> Any:
         return NotImplemented
     begin = torch.where(start < 0, start + x.shape[dim], start).long()
     try:
-        return gathered(x, dim % x.dim(), begin, length)
+        return gather_range(x, dim % x.dim(), begin, length)
     except (IndexError, RuntimeError) as error:  # of `index_select`, which the user has not called
         raise first_error("narrow", torch.narrow, (x, dim, start, length), {}) or error from None
 
 
-def gathered(x: Tensor, dim: int, begin: Tensor, length: int) -> Tensor:
-    """``x.narrow(dim, begin, length)`` with a begin of each example, as a view is (`standing`)."""
+def gather_range(x: Tensor, dim: int, begin: Tensor, length: int) -> Tensor:
+    """Return ``x.narrow(dim, begin, length)`` with a begin of each example (`standing`)."""
     places = begin + torch.arange(length, device=begin.device)
     return stand(x.index_select(dim, places), x, [*[None] * dim, places])
 
