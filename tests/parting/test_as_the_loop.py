@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from forall import config, explain, grad, jvp, vmap
+import forall
+from forall import config, explain, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from forall._transforms import governor, loop
 from forall._transforms.computing import bindings_of
 
@@ -380,7 +381,13 @@ def out(x):
         out,
         torch.nn.Linear(2, 2),
         torch.sin,
-        vmap(halved),
+        vmap(draws),
+        vmap(halved, randomness="different"),
+        vmap(halved, randomness="same"),
+        grad(writes_attributes),
+        lambda x: vmap(prints)(x),
+        lambda x: vmap(halved, randomness="different")(x),
+        lambda x: vjp(halved, x),
         lambda x: torch.rand(()) + x,
         lambda x: torch.manual_seed(0),
         lambda x: torch.batch_norm,
@@ -529,13 +536,15 @@ def test_what_cannot_be_the_loop_is_not(monkeypatch):
     monkeypatch.setattr(loop, "run", lambda *args: ran.append(args) or run(*args))
     monkeypatch.setattr(config, "parting", "loop")
     monkeypatch.setattr(config, "replay", False)
+    kept = []
     vmap(halved, max_steps=9)(XS)
-    jvp(vmap(halved), (XS,), (XS,))
-    vmap(vmap(halved))(XS[None])
+    vmap(lambda row: (kept.append(0), vmap(halved)(row))[1])(XS[None])
     assert not ran
     vmap(halved)(XS)
     grad(lambda xs: vmap(halved)(xs).sum())(XS)
-    assert len(ran) == 2
+    jvp(vmap(halved), (XS,), (XS,))
+    vmap(vmap(halved))(XS[None])
+    assert len(ran) == 5
 
 
 def test_explain_tells_which_way_is_taken(monkeypatch):
@@ -555,3 +564,156 @@ def test_explain_tells_which_way_is_taken(monkeypatch):
     found = explain(mapped)(XS)
     assert found.measured == "as the loop, in 2 ms; together takes 5 s"
     assert "how such calls run\n" in str(found)
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        vmap(halved),
+        grad(halved),
+        vmap(grad(grad(halved))),
+        jacfwd(halved),
+        lambda x: vmap(halved)(x),
+        lambda x: grad(lambda y: halved(y) * x)(x),
+        lambda x: forall.jvp(halved, (x,), (x,)),
+    ],
+    ids=["vmap", "grad", "three", "jacfwd", "calls", "nested", "jvp"],
+)
+def test_transforms_of_what_only_computes_only_compute(f):
+    assert bindings_of(f) is not None
+
+
+@pytest.mark.parametrize("word", [grad, jacfwd, jacrev, hessian], ids=lambda f: f.__name__)
+def test_derivatives_of_examples_are_the_loops(word):
+    for _ in range(4):
+        torch.testing.assert_close(vmap(word(halved))(XS), by_loop(word(halved), XS))
+
+
+@pytest.mark.parametrize("word", [jacfwd, jacrev, hessian], ids=lambda f: f.__name__)
+def test_derivatives_of_all_examples_are_the_loops(word):
+    def squares(y):
+        return (y * y).sum() if word is hessian else y * y
+
+    for _ in range(4):
+        found = word(lambda xs: squares(vmap(halved)(xs)))(XS)
+        torch.testing.assert_close(found, word(lambda xs: squares(by_loop(halved, xs)))(XS))
+
+
+def test_under_forward_mode_the_tangent_is_the_loops():
+    for _ in range(4):
+        found = jvp(vmap(halved), (XS,), (XS.sin(),))
+        torch.testing.assert_close(found, jvp(lambda xs: by_loop(halved, xs), (XS,), (XS.sin(),)))
+
+
+def test_examples_of_examples_that_part():
+    both = torch.stack([XS, 3 * XS, -XS])
+    expected = torch.stack([by_loop(halved, row) for row in both])
+    for mapped in (vmap(vmap(halved)), vmap(lambda row: vmap(halved)(row))):
+        for _ in range(4):
+            torch.testing.assert_close(mapped(both), expected)
+
+
+def asks(x):
+    return x * 2 if x.item() > -10 else x
+
+
+def test_questions_that_all_answer_alike_count_too(monkeypatch):
+    """Python's questions cost, whether examples part or not."""
+    looped = []
+    original = loop.run_each
+    monkeypatch.setattr(loop, "run_each", lambda *args: looped.append(1) or original(*args))
+    mapped = vmap(asks)
+    for _ in range(5):
+        torch.testing.assert_close(mapped(XS), XS * 2)
+    assert bool(looped) == (config.parting != "together")
+
+
+def test_what_asks_nothing_runs_at_once(monkeypatch):
+    monkeypatch.setattr(loop, "run_each", lambda *args: pytest.fail("run as the loop"))
+    mapped = vmap(lambda x: x * 2)
+    for _ in range(5):
+        torch.testing.assert_close(mapped(XS), XS * 2)
+
+
+class TestSettled:
+    """Calls that stay with the loop without being looked at anew are told from all others."""
+
+    @pytest.fixture(autouse=True)
+    def _measured(self, monkeypatch):
+        monkeypatch.setattr(config, "parting", "measured")
+
+    @staticmethod
+    def settled(f, xs, **options):
+        """A mapped function whose calls stay with the loop."""
+        mapped = vmap(f, **options)
+        for _ in range(3):
+            mapped(xs)
+        for times in governor._times[f.__code__].values():
+            times.looped, times.together, times.left = 1e-9, inf, 1 << 20
+        return mapped
+
+    def test_they_are_the_loops(self, monkeypatch):
+        mapped = self.settled(asks, XS)
+        monkeypatch.setattr("forall._transforms.vmap.Verb.run", lambda *_: pytest.fail("looked at"))
+        torch.testing.assert_close(mapped(XS), XS * 2)
+
+    def test_other_sizes_and_places_are_looked_at(self):
+        def f(x, y):
+            return x + y.sum() if x.sum().item() > 0 else x
+
+        xs, ys = torch.ones(3, 4), torch.ones(3, 5)
+        mapped = vmap(f)
+        for _ in range(3):
+            mapped(xs, ys)
+        for times in governor._times[f.__code__].values():
+            times.looped, times.together, times.left = 1e-9, inf, 1 << 20
+        with pytest.raises(ValueError, match="differ in size"):
+            mapped(xs, torch.ones(4, 5))
+        with pytest.raises(TypeError, match="missing 1 required"):
+            mapped(xs)
+        torch.testing.assert_close(mapped(xs[:2], ys[:2]), xs[:2] + 5)
+        torch.testing.assert_close(vmap(f, (1, None))(torch.ones(3, 3), ys), torch.ones(3, 3) + 15)
+
+    def test_names_that_are_bound_anew_are_seen(self, monkeypatch):
+        mapped = self.settled(of_rows, ROWS)
+        monkeypatch.setitem(of_rows.__globals__, "SHIFT", SHIFT + 1)
+        torch.testing.assert_close(mapped(ROWS), by_loop(of_rows, ROWS))
+
+    def test_history_is_the_loops(self):
+        mapped = self.settled(asks, XS)
+        xs = XS.clone().requires_grad_()
+        (found,) = torch.autograd.grad(mapped(xs).sum(), xs)
+        torch.testing.assert_close(found, torch.full((5,), 2.0))
+        with torch.no_grad():
+            assert not mapped(xs).requires_grad
+
+    def test_results_go_where_they_are_to(self):
+        def f(row):
+            return row * 2 if row[0].item() > -10 else row
+
+        mapped = self.settled(f, ROWS, out_dims=1)
+        torch.testing.assert_close(mapped(ROWS), (ROWS * 2).T)
+        with pytest.raises(IndexError, match="out_dims"):
+            vmap(f, out_dims=5)(ROWS)
+
+    def test_errors_are_of_the_example(self):
+        def f(x):
+            if x.item() > 2.5:
+                raise ValueError("too large")
+            return x
+
+        mapped = self.settled(f, XS.clamp(max=2))
+        with pytest.raises(ValueError, match="too large") as told:
+            mapped(XS.clamp(max=2) + 1)
+        assert "example" in "".join(told.value.__notes__)
+
+    def test_other_ways_to_call_stay_theirs(self):
+        mapped = self.settled(asks, XS)
+        expected = XS * 2
+        torch.testing.assert_close(explain(mapped)(XS).result, expected)
+        torch.testing.assert_close(jvp(mapped, (XS,), (XS,))[1], expected)
+        torch.testing.assert_close(vmap(mapped)(XS[None]), expected[None])
+        with pytest.raises(RuntimeError, match="item"):  # torch's own does it then
+            torch.func.vmap(mapped)(XS[None])
+        config.parting = "together"
+        torch.testing.assert_close(mapped(XS), expected)

@@ -51,6 +51,7 @@ def plain_numbers(x: Any) -> Tensor | None:
     """
     if type(x) is not Batched or x.axis is None or type(x.value) is not torch.Tensor:
         return None
+    stack.asked = True
     if stack.listening:
         return None  # who listens hears of questions on the long way
     level = x.level
@@ -60,6 +61,7 @@ def plain_numbers(x: Any) -> Tensor | None:
 
 def one_answer(asked: Tensor, complaint: Callable[[], Exception]) -> Tensor:
     """What all that run answer. Where they differ they part, or ``complaint`` is raised."""
+    stack.asked = True
     tracers_hear()
     values, levels = answers(of_those_that_run(asked))
     with no_dispatch(), functions_off():

@@ -226,6 +226,7 @@ def _asked(test: Any) -> bool | tuple[World, World] | None:
 
 def question(test: Any) -> bool | tuple[World, World]:
     """`asked` by code of the user's, which may be heard."""
+    stack.asked = True
     if stack.listening:
         numbers = test if isinstance(test, Tensor) else getattr(test, "tensor", test)
         if isinstance(numbers, Wrapper):

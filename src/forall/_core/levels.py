@@ -157,6 +157,7 @@ class _Stack(whole.Here):
     place: Level | None = None
     since: Level | None = None
     listening: tuple = ()  # who hears of each question of Python's, see `questions`
+    asked = False  # whether Python has asked any since a call began
     late: Callable[[], None] | None = None  # raises where a call that is tried takes too long
 
 

@@ -17,6 +17,7 @@ def numbers_told(same: Callable[[], Any] | None = None) -> None:
 
     A program stands for them where they are the ``same`` with each call: a tensor says whether.
     """
+    stack.asked = True
     if not stack.listening:
         return
     frame = users_frame(sys._getframe(1), (OURS,))

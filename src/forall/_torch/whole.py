@@ -127,21 +127,21 @@ def _found() -> tuple:
         _is_forward_on(),
         forward_ad._current_level,
         _keeps_casts(),
-        _modes() if _count_modes() else (),
-        _functions() if _count_functions() else (),
+        modes() if _count_modes() else (),
+        functions() if _count_functions() else (),
         [d.copy() if d else None for d in dicts],
     )
 
 
 def _put_back(before: tuple) -> None:
     """Put back all that is not as it was."""
-    opened, on, grad, forward, level, caches, modes, functions, ours = before
+    opened, on, grad, forward, level, caches, dispatch, function, ours = before
     while len(_now.open) > opened:
         with contextlib.suppress(Exception):  # of one that finds what others have left
             _now.open.pop().close()
     with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
-        left = _back(_modes, modes, lambda: pop_mode(None), push_mode)
-        _back(_functions, functions, pop_functions, push_functions)
+        left = _back(modes, dispatch, lambda: pop_mode(None), push_mode)
+        _back(functions, function, pop_functions, push_functions)
         torch.set_autocast_cache_enabled(caches)
         for tell in PUT_BACK:
             tell(left, level)
@@ -157,12 +157,14 @@ def _put_back(before: tuple) -> None:
     torch._C._set_fwd_grad_enabled(forward)
 
 
-def _modes() -> tuple:
+def modes() -> tuple:
+    """The dispatch modes that are on, the outermost first."""
     at = torch._C._get_dispatch_stack_at
     return tuple(at(i) for i in range(_count_modes()))
 
 
-def _functions() -> tuple:
+def functions() -> tuple:
+    """The function modes that are on, the outermost first."""
     at = torch._C._get_function_stack_at
     return tuple(at(i) for i in range(_count_functions()))
 

@@ -9,7 +9,6 @@ from then on.
 from __future__ import annotations
 
 import functools
-import inspect
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakSet
 
@@ -18,6 +17,7 @@ import torch
 from forall._batching.merging import Undefined, is_partial
 from forall._batching.worlds import Apart
 from forall._core.errors import columns, name_of, slow
+from forall._core.levels import stack
 from forall._core.parting import Late, Parted
 from forall._core.places import Place, users_frame
 from forall._lanes import Refused, convert, deeply, is_running, thread
@@ -26,7 +26,7 @@ from forall._lanes.varying import Varying
 from forall._torch import trees
 from forall._torch.posed import bare
 from forall._torch.wrapper import Wrapper
-from forall._transforms.governor import run_cheaper
+from forall._transforms.governor import code_of, run_cheaper
 from forall._transforms.groups import Altered, Groups, in_groups, is_out_of_memory
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from forall._batching.interpreter import VmapLevel
     from forall._transforms.vmap import Mapping
 
+_ASKED: WeakSet[CodeType] = WeakSet()  # of which Python has asked something, answered alike or not
 _PARTED: WeakSet[CodeType] = WeakSet()
 _DEEPLY: WeakSet[CodeType] = WeakSet()  # and where libraries had to be converted besides
 # What converted code raises where it cannot hold examples apart.
@@ -47,16 +48,32 @@ def run(call: Mapping) -> tuple[list, Any]:
     """All examples at once as long as they agree; then apart, as far as need be."""
     code = code_of(call.func)
     # What converted code calls is converted as well.
-    if code in _PARTED or call.entering.size == 1 or is_running():
-        known = code in _PARTED or is_running()
-        return run_cheaper(call, code, lambda: _together(call, code, None, known=known))
+    if is_running():
+        return _together(call, code, None, known=True)
+    if code in _ASKED or call.entering.size == 1:
+        return run_cheaper(call, code, lambda: _at_once(call, code))
+    return _at_once(call, code, is_new=True)
+
+
+def _at_once(call: Mapping, code: CodeType | None, *, is_new: bool = False) -> tuple[list, Any]:
+    """As it is; and converted, where its examples part or have ever done so."""
+    if code in _PARTED or call.entering.size == 1:
+        return _together(call, code, None, known=code in _PARTED)
+    before, stack.asked = stack.asked, False
     try:
         return _once(call, "as it is")
     except Groups as parted:
         groups = parted.groups
+    finally:
+        if code is not None and stack.asked:
+            _ASKED.add(code)
+        stack.asked |= before
     if code is not None:
         _PARTED.add(code)
-    return run_cheaper(call, code, lambda: _together(call, code, groups, known=False))
+        _ASKED.add(code)
+    if is_new:
+        return run_cheaper(call, code, lambda: _together(call, code, groups, known=False))
+    return _together(call, code, groups, known=False)
 
 
 def _together(
@@ -240,13 +257,3 @@ class Converted(Altered):
         if isinstance(error, Parted):  # of some of its examples, in code that cannot run again
             return error.level.root is level
         return isinstance(error, (Exception, *UNABLE))
-
-
-def code_of(func: Callable) -> CodeType | None:
-    """What tells a function that may be made anew for each call."""
-    func = inspect.unwrap(func)
-    while isinstance(func, functools.partial):
-        func = inspect.unwrap(func.func)
-    if isinstance(func, torch.nn.Module):
-        func = type(func).forward
-    return getattr(getattr(func, "__func__", func), "__code__", None)

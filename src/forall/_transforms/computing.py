@@ -20,9 +20,13 @@ import torch
 from forall._core.remembering import UNSET, contents, instructions_of, is_ours, rebound_of
 from forall._torch import trusted
 from forall._torch.names import PLAIN
+from forall._torch.wrapper import Wrapper
+from forall._transforms.anew import transform_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
+
+    from forall._transforms.anew import Transform
 
 _MOST = 1000  # values that are looked at
 _MOST_COPIED = 1 << 20  # entries of a tensor
@@ -49,8 +53,12 @@ _BEGINNINGS = """
     backward register_ retain_grad requires_grad data grad share_memory set_ resize storage numpy
     __array apply map_ record_stream module_load as_subclass _make dlpack cpu cuda to_sparse
 """
+# Transforms of ours that a function may call.
+_NAMES_OF_TRANSFORMS = "grad grad_and_value hessian hvp jacfwd jacrev jvp vmap"
 # Keywords of torch's functions that write, draw, or keep something.
-_NAMES_OF_KEYWORDS = "out inplace generator dropout_p training running_mean running_var max_norm"
+_NAMES_OF_KEYWORDS = """
+    out inplace generator dropout_p training running_mean running_var max_norm randomness report
+"""
 
 _ERRORS = {n for n, e in vars(builtins).items() if isinstance(e, type) and issubclass(e, Exception)}
 _BUILTINS = frozenset(_NAMES_OF_BUILTINS.split()) | _ERRORS
@@ -64,6 +72,7 @@ _DRAWING = (*_PARTS_OF_DRAWING.split(),)
 _MORE = (*_BEGINNINGS.split(),)
 _KEEPING = ("batch_norm", "instance_norm", "moving_avg")  # they keep statistics
 _KEYWORDS = frozenset(_NAMES_OF_KEYWORDS.split())
+_TRANSFORMS = frozenset(_NAMES_OF_TRANSFORMS.split())
 
 
 def _is_fit(name: str) -> bool:
@@ -87,7 +96,7 @@ class Bindings(NamedTuple):
     names: tuple[tuple[dict[str, Any], str, Any], ...]
     cells: tuple[tuple[Any, Any], ...]
     containers: tuple[tuple[Any, list], ...]  # that it captures, and what they hold
-    states: tuple[tuple, ...]  # of the function, and of others
+    states: tuple[_State, ...]  # of the function, and of others
     functions: tuple[FunctionType, ...]  # these others
     tensors: tuple[torch.Tensor, ...]  # that it captures
     writes: bool  # whether it has statements that would write into a tensor in place
@@ -103,8 +112,10 @@ class Bindings(NamedTuple):
         for container, held in self.containers:
             if len(container) != len(held) or any(map(is_not, container, held)):
                 return False
-        for f, state in zip((func, *self.functions), self.states, strict=True):
-            if f.__code__ is not state[0] or any(map(is_not, _state(f), state)):
+        if _is_other(func, self.states[0]):
+            return False
+        for f, state in zip(self.functions, self.states[1:], strict=True):
+            if _is_other(f, state):
                 return False
         return True
 
@@ -113,6 +124,9 @@ class Bindings(NamedTuple):
         for value in (*leaves, *self.tensors):
             if type(value) in PLAIN:
                 if value.is_inference() or (self.writes and not _may_be_copied(value)):
+                    return False
+            elif isinstance(value, Wrapper):
+                if self.writes:
                     return False
             elif not _is_number(value):
                 return False
@@ -124,10 +138,30 @@ def _may_be_copied(x: torch.Tensor) -> bool:
     return not x.requires_grad and x.numel() <= _MOST_COPIED and x.layout is torch.strided
 
 
-def _state(func: FunctionType) -> tuple:
-    """List what somebody may replace in a function."""
-    by_name = func.__kwdefaults__ or {}
-    return (func.__code__, func.__defaults__, func.__globals__, *by_name.values())
+class _State(NamedTuple):
+    """What somebody may replace in a function."""
+
+    code: CodeType
+    defaults: tuple | None
+    home: dict[str, Any]
+    by_name: dict[str, Any] | None
+    named: tuple  # the values of these
+
+
+def _state(func: FunctionType) -> _State:
+    by_name = func.__kwdefaults__
+    named = (*(by_name or {}).values(),)
+    return _State(func.__code__, func.__defaults__, func.__globals__, by_name, named)
+
+
+def _is_other(func: FunctionType, state: _State) -> bool:
+    """Return True if anything of a function has been replaced."""
+    code, defaults, home, by_name, named = state
+    if func.__code__ is not code or func.__defaults__ is not defaults:
+        return True
+    if func.__globals__ is not home or func.__kwdefaults__ is not by_name:
+        return True
+    return by_name is not None and any(map(is_not, by_name.values(), named))
 
 
 class _DoubtError(Exception):
@@ -202,7 +236,14 @@ class _Reading:
     def function(self, func: Any) -> None:
         if any(func is known for known in self.functions):
             return
-        if type(func) is not FunctionType or is_ours(func):
+        if type(func) is not FunctionType:
+            raise _DoubtError
+        how = transform_of(func)
+        if how is not None:
+            self.functions.append(func)
+            self._transform(how)
+            return
+        if is_ours(func):
             raise _DoubtError
         self.functions.append(func)
         code = func.__code__
@@ -215,6 +256,12 @@ class _Reading:
         for value in (*(func.__defaults__ or ()), *(func.__kwdefaults__ or {}).values()):
             self.value(value)
         self._code(code, func.__globals__, captured)
+
+    def _transform(self, how: Transform) -> None:
+        """Look at a function that is transformed: to compute is all that a transform does."""
+        if how.key is None or any(name in repr(how.key) for name in ("different", "same")):
+            raise _DoubtError  # a key is None where a tensor is in it: it draws
+        self.function(how.func)
 
     def _code(self, code: CodeType, home: dict[str, Any], captured: dict[str, Any]) -> None:
         read = _read(code)
@@ -267,10 +314,13 @@ class _Reading:
 
     def _inside(self, module: ModuleType, name: str) -> Any:
         """Return the value of a module under a name."""
-        if module.__name__.partition(".")[0] not in ("torch", "math", "_operator", "operator"):
-            raise _DoubtError
         value = vars(module).get(name, UNSET)
         self.names.append((vars(module), name, value))
+        if module.__name__ == "forall" and name in _TRANSFORMS:
+            self.value(value)
+            return value
+        if module.__name__.partition(".")[0] not in ("torch", "math", "_operator", "operator"):
+            raise _DoubtError
         if not isinstance(value, ModuleType):
             self._librarys(value, name)
         return value
@@ -298,6 +348,8 @@ class _Reading:
             for inside in _all_in(value):
                 self.value(inside)
         elif kind is FunctionType:
+            if value.__name__ in _TRANSFORMS and is_ours(value):
+                return
             if trusted.is_torchs(value):
                 self._librarys(value, value.__name__)
             else:

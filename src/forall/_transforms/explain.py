@@ -11,7 +11,7 @@ from forall._core.errors import columns, kind, name_of, short
 from forall._lanes.calls import reported
 from forall._lanes.report import Report, spread
 from forall._lanes.seen import Function, Parting, Step
-from forall._transforms import apart, governor, picture
+from forall._transforms import governor, picture
 from forall._transforms.replaying import replaying
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ def _explanation(mapped: Callable, report: Report, result: Any) -> Explanation:
         tuple(report.refused.values()),
         tuple(report.again.items()),
         vars(mapped)["__forall_told__"]() if config.now.replay else "",
-        governor.describe_choice(apart.code_of(func), size),
+        governor.describe_choice(governor.code_of(func), size),
     )
 
 

@@ -9,19 +9,28 @@ ever more seldom.
 
 from __future__ import annotations
 
+import functools
+import inspect
 from math import inf
 from time import perf_counter
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+import torch
+
 from forall._core import config
+from forall._core.errors import Call
 from forall._core.levels import stack
 from forall._core.parting import Late
-from forall._transforms import loop
+from forall._torch import handover
+from forall._torch.names import PLAIN
+from forall._transforms import loop, mapping
+from forall._transforms.anew import transform_of
 from forall._transforms.replaying import find_bindings
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from types import CodeType
 
     from forall._transforms.computing import Bindings
@@ -48,7 +57,8 @@ class Times:
     def took(self, seconds: float) -> None:
         """Note the seconds of a call that has run as the loop."""
         self.spent += seconds
-        self.looped = seconds if self.looped is None else min(self.looped, seconds)
+        if self.looped is None or seconds < self.looped:
+            self.looped = seconds
 
     def loops(self) -> bool:
         """Return True if the next call is to run as the loop."""
@@ -63,23 +73,133 @@ class Times:
         self.wait = self.left = 2 * self.wait
         return not is_faster
 
+    def loops_again(self) -> bool:
+        """Return True if it is settled that the next call runs as the loop."""
+        looped, together = self.looped, self.together
+        if looped is None:
+            return False
+        if together is None:
+            return self.spent < _WORTH
+        return looped <= together and self.left > 1
+
 
 _times: WeakKeyDictionary[CodeType, dict[Any, Times]] = WeakKeyDictionary()
 
 
+def _by_size(code: CodeType) -> dict[Any, Times]:
+    found = _times.get(code)
+    if found is None:
+        found = _times[code] = {}
+    return found
+
+
+def _key(func: Any, size: int, leaves: Sequence[Any]) -> tuple:
+    """Tell calls apart by the transforms inside and outside, and by their examples."""
+    return (size, _keys_of(func), type(stack.top), *_forms(leaves))
+
+
+def _forms(leaves: Sequence[Any]) -> tuple:
+    return (*[(x.shape, x.requires_grad) if isinstance(x, torch.Tensor) else None for x in leaves],)
+
+
+def _keys_of(func: Any) -> tuple:
+    how = transform_of(func)
+    return () if how is None else (how.key, *_keys_of(how.func))
+
+
 def times_of(code: CodeType, call: Mapping) -> Times:
     """Return the times of calls of this code with as many examples of these shapes."""
-    by_size = _times.get(code)
-    if by_size is None:
-        by_size = _times[code] = {}
-    entering = call.entering
-    key = (entering.size, *[getattr(x, "shape", None) for x in entering.leaves])
+    by_size = _by_size(code)
+    key = _key(call.func, call.entering.size, call.entering.leaves)
     times = by_size.get(key)
     if times is None:
         if len(by_size) >= _MOST:
             by_size.pop(next(iter(by_size)), None)
         times = by_size[key] = Times()
     return times
+
+
+class Settled:
+    """The calls of one mapped function that stay with the loop, which nobody has to look at anew.
+
+    They are those with positional arguments, tensors and numbers, for which both ways were tried.
+    What takes microseconds in a loop is not to wait for all that `vmap` asks of other calls.
+    """
+
+    __slots__ = ("dims", "func", "known", "out_dims", "places")
+
+    def __init__(self, func: Callable, in_dims: Any, out_dims: Any) -> None:
+        self.func, self.dims, self.out_dims = func, in_dims, out_dims
+        self.places: mapping.Places | None = None
+        self.known: dict[tuple, tuple[Times, tuple, int]] = {}  # by forms of arguments
+
+    def run(self, args: tuple) -> tuple | None:
+        """Return a tuple of the result; None where the call is to be made in the ordinary way."""
+        forms = _forms(args)
+        known = self.known.get(forms) or self._look_up(args, forms)
+        if known is None or stack.top is not None or config.now.parting != "measured":
+            return None
+        times, dims, size = known
+        if not times.loops_again() or handover.needed_by_levels() or not loop.is_alone():
+            return None
+        bindings = find_bindings(self.func)
+        if bindings is None or not bindings.may_take(args):
+            return None
+        if self.places is None:
+            call = Call("vmap", self.func, out_dims=self.out_dims)
+            self.places = mapping.Places(call, self.out_dims)
+        arguments = loop.Arguments(args, dims, size, None)
+        start = perf_counter()
+        try:
+            found = loop.run_each(self.func, arguments, self.places, bindings)
+        except loop.ElsewhereError:
+            return None
+        times.took(perf_counter() - start)
+        times.left -= 1
+        return (found,)
+
+    def _look_up(self, args: tuple, forms: tuple) -> tuple[Times, tuple, int] | None:
+        """Return the times of such calls, with the dims and number of the examples, if known."""
+        code = code_of(self.func)
+        by_size = None if code is None else _times.get(code)
+        if not by_size:
+            return None
+        dims = (self.dims,) * len(args) if type(self.dims) is int else self.dims
+        size = _size_of(args, dims)
+        times = size and by_size.get(_key(self.func, size, args))
+        if not times or not size:
+            return None
+        if len(self.known) >= _MOST:
+            self.known.clear()
+        known = self.known[forms] = times, dims, size
+        return known
+
+
+def _size_of(args: tuple, dims: Any) -> int | None:
+    """Return how many examples tensors have; None where anything else is to be looked at."""
+    if type(dims) is not tuple or len(dims) != len(args):
+        return None
+    size = None
+    for x, dim in zip(args, dims, strict=True):
+        if dim is None:
+            continue
+        if type(dim) is not int or type(x) not in PLAIN or not -x.dim() <= dim < x.dim():
+            return None
+        if size is not None and x.shape[dim] != size:
+            return None
+        size = x.shape[dim]
+    return size or None
+
+
+def code_of(func: Any) -> CodeType | None:
+    """Return what tells a function that may be made anew for each call."""
+    if type(func) is not FunctionType or "__wrapped__" in vars(func):
+        func = inspect.unwrap(func)
+        while isinstance(func, functools.partial):
+            func = inspect.unwrap(func.func)
+        if isinstance(func, torch.nn.Module):
+            func = type(func).forward
+    return getattr(getattr(func, "__func__", func), "__code__", None)
 
 
 def describe_choice(code: CodeType | None, size: int) -> str:

@@ -1,10 +1,10 @@
 """`vmap` as the loop that it is equal to: each example by itself, on ordinary tensors.
 
-This is for functions that only compute (`computing`), outside of other transforms. No level is
-entered, so no operator costs more than in a loop that the user writes. What an example does to its
-own row of an argument, and the history that its result has, are what they are in the loop. Where
-anything else would have to be told (an example fails, results do not fit together), all is put
-back, and the call is made in the other way, which tells it.
+This is for functions that only compute (`computing`). No level is entered, so no operator costs
+more than in a loop that the user writes. What an example does to its own row of an argument, and
+the history that its result has, are what they are in the loop. Where anything else would have to be
+told (an example fails, results do not fit together), all is put back, and the call is made in the
+other way, which tells it.
 """
 
 from __future__ import annotations
@@ -12,23 +12,30 @@ from __future__ import annotations
 from math import inf
 from operator import is_
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from forall._core.levels import stack
+from forall._batching.sharing import Sharing
+from forall._core.levels import Level, stack
+from forall._derivatives.forward import JvpLevel
 from forall._lanes import is_running
-from forall._torch import trees
+from forall._torch import trees, whole
 from forall._torch.dispatch import dispatch_modes, function_modes
-from forall._torch.names import PLAIN, set_version, version
+from forall._torch.names import PLAIN, set_version
+from forall._torch.wrapper import Wrapper
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Container, Sequence
 
     from forall._transforms.computing import Bindings
+    from forall._transforms.mapping import Places
     from forall._transforms.vmap import Mapping
 
     Tensor = torch.Tensor
+
+
+_TENSORS = {torch.Tensor}
 
 
 class ElsewhereError(Exception):
@@ -50,22 +57,55 @@ def may_run(call: Mapping, bindings: Bindings) -> bool:
         return False
     if options.report is not None or options.spares or entering.looks:
         return False
-    if type(call.draws.flag) is not str or stack.top is not None or stack.listening:
+    if type(call.draws.flag) is not str:
         return False
-    if is_running() or dispatch_modes() or function_modes():
+    return is_alone() and bindings.may_take(entering.leaves)
+
+
+def is_alone() -> bool:
+    """Return True if nobody but the function, and forward mode, has to do with what runs here.
+
+    A derivative of the loop may be taken by either mode. Under a `vmap` the outer one has the
+    choice: the examples of both may part.
+    """
+    if stack.listening or is_running():
         return False
-    return bindings.may_take(entering.leaves)
+    if stack.top is None:
+        return not (dispatch_modes() or function_modes())
+    if not isinstance(stack.top, JvpLevel):
+        return False
+    modes, functions = whole.modes(), whole.functions()
+    return all(isinstance(mode, Level) for mode in modes) and all(
+        type(mode) is Sharing for mode in functions
+    )
 
 
 def run(call: Mapping, bindings: Bindings, seconds: float = inf) -> tuple[list, Any]:
     """Return the results of all examples; raise `TooLongError` after so many seconds."""
-    shared, own = [*bindings.tensors], []
-    for leaf, dim in zip(call.entering.leaves, call.entering.dims, strict=True):
-        if type(leaf) in PLAIN:
-            (shared if dim is None else own).append(leaf)
-    before = _Before([*shared, *own], copies=bindings.writes)
+    entering = call.entering
+    args, kwargs = entering.given
+    is_flat = not kwargs and len(args) == len(entering.leaves)
+    pack = None if is_flat and all(map(is_, args, entering.leaves)) else entering.unflatten
+    args = Arguments(entering.leaves, entering.dims, entering.size, pack)
+    return trees.flatten(run_each(call.func, args, call.places, bindings, seconds))
+
+
+class Arguments(NamedTuple):
+    """The arguments of all examples."""
+
+    leaves: Sequence[Any]
+    dims: Sequence[int | None]  # that count the examples
+    size: int
+    pack: Callable[[list], tuple[tuple, dict]] | None  # into args and kwargs, where they are trees
+
+
+def run_each(
+    func: Callable, args: Arguments, places: Places, bindings: Bindings, seconds: float = inf
+) -> Any:
+    """Call ``func`` for one example after another, and return the stacks of the results."""
+    before = _Before([*args.leaves, *bindings.tensors], copies=bindings.writes)
     try:
-        found = _stacked(call, _results(call, bindings, seconds))
+        found = _stacked(_results(func, args, bindings, seconds), places)
     except TooLongError:
         before.put_back()
         raise
@@ -76,10 +116,15 @@ def run(call: Mapping, bindings: Bindings, seconds: float = inf) -> tuple[list, 
     except BaseException:
         before.put_back()
         raise
-    if found is None or before.has_changed(len(shared)):
+    if found is None or (before.has_changed() and before.has_changed(but=_own(args))):
         before.put_back()
         raise ElsewhereError
-    return found
+    return found[0]
+
+
+def _own(args: Arguments) -> set[int]:
+    """Return the places of the arguments of which each example has a part of its own."""
+    return {n for n, dim in enumerate(args.dims) if dim is not None}
 
 
 class _Before:
@@ -87,46 +132,49 @@ class _Before:
 
     __slots__ = ("copies", "tensors", "versions")
 
-    def __init__(self, tensors: list[Tensor], *, copies: bool) -> None:
-        self.tensors = tensors
-        self.versions = [version(x) for x in tensors]
-        self.copies = [x.clone() for x in tensors] if copies else []
+    def __init__(self, values: list[Any], *, copies: bool) -> None:
+        # No level answers for plain tensors, and `may_take` has seen that torch counts the writes.
+        self.tensors = [(n, x) for n, x in enumerate(values) if type(x) in PLAIN]
+        self.versions = [x._version for _, x in self.tensors]
+        self.copies = [x.clone() for _, x in self.tensors] if copies else ()
 
-    def has_changed(self, first: int) -> bool:
-        """Return True if anything has been written into the first of them."""
-        pairs = zip(self.tensors[:first], self.versions, strict=False)
-        return any(version(x) != number for x, number in pairs)
+    def has_changed(self, but: Container[int] = ()) -> bool:
+        """Return True if anything has been written into one of them, other than at these places."""
+        for (n, x), number in zip(self.tensors, self.versions, strict=True):
+            if x._version != number and n not in but:
+                return True
+        return False
 
     def can_be_put_back(self) -> bool:
         """Return True if nothing has changed of which there is no copy."""
-        return bool(self.copies) or not self.has_changed(len(self.tensors))
+        return bool(self.copies) or not self.has_changed()
 
     def put_back(self) -> None:
         """Undo what has been written since, where there are copies."""
-        for x, number, copy in zip(self.tensors, self.versions, self.copies, strict=False):
-            if version(x) != number:
+        for (_, x), number, copy in zip(self.tensors, self.versions, self.copies, strict=False):
+            if x._version != number:
                 with torch.no_grad():
                     x.copy_(copy)
                 set_version(x, number)
 
 
-def _results(call: Mapping, bindings: Bindings, seconds: float) -> list[Any]:
+def _results(func: Callable, args: Arguments, bindings: Bindings, seconds: float) -> list[Any]:
     """Call ``func`` for one example after another."""
-    entering, func = call.entering, call.func
     rows = [
-        [leaf] * entering.size if dim is None else _rows(leaf, dim, bindings)
-        for leaf, dim in zip(entering.leaves, entering.dims, strict=True)
+        [leaf] * args.size if dim is None else _rows(leaf, dim, bindings)
+        for leaf, dim in zip(args.leaves, args.dims, strict=True)
     ]
-    args, kwargs = entering.given
-    is_flat = not kwargs and len(args) == len(rows) and all(map(is_, args, entering.leaves))
+    pack = args.pack
+    if pack is None and seconds == inf:
+        return [*map(func, *rows)]
     results = []
     start = perf_counter()
     for row in zip(*rows, strict=True):
-        args, kwargs = (row, {}) if is_flat else entering.unflatten([*row])
-        results.append(func(*args, **kwargs))
+        own, named = (row, {}) if pack is None else pack([*row])
+        results.append(func(*own, **named))
         taken = perf_counter() - start
-        if taken > seconds and len(results) < entering.size:
-            raise TooLongError(taken / len(results) * entering.size)
+        if taken > seconds and len(results) < args.size:
+            raise TooLongError(taken / len(results) * args.size)
     return results
 
 
@@ -137,46 +185,49 @@ def _rows(leaf: Tensor, dim: int, bindings: Bindings) -> Sequence[Tensor]:
     return leaf.unbind(dim)
 
 
-def _stacked(call: Mapping, results: list[Any]) -> tuple[list, Any] | None:
-    """Stack the results as `vmap` does; None if they do not fit together."""
+def _stacked(results: list[Any], places: Places) -> tuple[Any] | None:
+    """Stack the results as `vmap` does, in a tuple of one; None if they do not fit together."""
     first = results[0]
-    if type(first) is torch.Tensor:
-        spec = trees.flatten(first)[1]
-        columns: list[Sequence[Any]] = [results]
-    else:
-        leaves, spec = trees.flatten(first)
-        flat = [leaves]
-        for result in results[1:]:
-            more, its_spec = trees.flatten(result)
-            if its_spec != spec:
-                return None
-            flat.append(more)
-        columns = [*zip(*flat, strict=True)]
+    if isinstance(first, torch.Tensor):
+        place = places.out_dims
+        if type(place) is not int:
+            (place,) = places.of(trees.flatten(first)[1])
+        return _column(results, place)
+    leaves, spec = trees.flatten(first)
+    flat = [leaves]
+    for result in results[1:]:
+        more, its_spec = trees.flatten(result)
+        if its_spec != spec:
+            return None
+        flat.append(more)
     if trees.contexts(spec):
         return None
     left = []
-    for column, place in zip(columns, call.places.of(spec), strict=True):
+    for column, place in zip(zip(*flat, strict=True), places.of(spec), strict=True):
         whole = _column(column, place)
         if whole is None:
             return None
         left.append(whole[0])
-    return left, spec
+    return (trees.unflatten(left, spec),)
 
 
 def _column(column: Sequence[Any], place: int | None) -> tuple[Any] | None:
     """Stack one result of all examples, in a tuple of one; None if they do not fit together."""
     first = column[0]
-    kind = type(first)
-    if any(type(x) is not kind for x in column):
-        return None
-    if kind is torch.Tensor and place is not None:
-        rank = first.dim() + 1
-        if not -rank <= place < rank or any(
-            x.shape != first.shape or x.dtype != first.dtype or x.layout is not torch.strided
-            for x in column
-        ):
+    kinds = {*map(type, column)}
+    if isinstance(first, torch.Tensor) and place is not None:
+        if kinds != _TENSORS and not all(issubclass(k, (*_TENSORS, Wrapper)) for k in kinds):
             return None
+        rank, shape, dtype = first.dim() + 1, first.shape, first.dtype
+        if not -rank <= place < rank or first.layout is not torch.strided:
+            return None
+        for x in column:
+            if x.shape != shape or x.dtype is not dtype:
+                return None
         return (torch.stack([*column], place % rank),)
+    if len(kinds) > 1:
+        return None
+    kind = type(first)
     if kind in (int, float, bool, complex) and place is not None and place in (0, -1):
         return (torch.tensor([*column]),)
     if (first is None or kind is str) and all(x == first for x in column):

@@ -217,6 +217,21 @@ def no_places(call: Call) -> ValueError:
     )
 
 
+class Places:
+    """Where the examples go in the results."""
+
+    __slots__ = ("call", "out_dims")
+
+    def __init__(self, call: Call, out_dims: Any) -> None:
+        self.call = call
+        self.out_dims = out_dims
+        if not are_places(out_dims):
+            raise no_places(call)
+
+    def of(self, spec: Any) -> list:
+        return places(self.call, self.out_dims, spec)
+
+
 def places(call: Call, given: Any, spec: Any) -> list:
     """A place for every leaf of the result."""
     if spec.is_leaf() and type(given) is tuple and len(given) == 1:

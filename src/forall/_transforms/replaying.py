@@ -21,6 +21,7 @@ from types import CodeType, FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
 
+from torch.compiler import is_dynamo_compiling as is_compiling
 from torch.nn import Module
 
 from forall._core import config
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
     from forall._programs.replay import Replays
     from forall._transforms.computing import Bindings
+    from forall._transforms.governor import Settled
 
 _CALLS = 2  # of a function before it is looked at, however long they take
 _LOOKED_AT_AGAIN = 256  # calls after which a function is read again that did more than compute
@@ -80,6 +82,11 @@ class Calls:
         """Whether nothing is replayed, and the next call is not looked at."""
         replays = self.replays
         return replays is not None and replays.newest is None and replays.passes()
+
+    def is_replayed(self) -> bool:
+        """Return True if the next call may be replayed, or recorded."""
+        replays = self.replays
+        return replays is not None and (replays.newest is not None or replays.attempts.rest <= 0)
 
     def told(self, func: Any, eager: Callable) -> str:
         """How the calls are replayed, or why not; nothing where that is not known yet."""
@@ -302,16 +309,20 @@ def find_bindings(func: Any) -> Bindings | None:
     return kept.bindings
 
 
-def replaying(func: Callable, how: tuple = ()) -> Callable[[Callable], Callable]:
+def replaying(
+    func: Callable, how: tuple = (), settled: Settled | None = None
+) -> Callable[[Callable], Callable]:
     """A transform of ``func``, under the name of ``func``, and replayed where it can be.
 
     ``how`` is what the transform was `told`. What is decorated runs a call, of the function that
-    comes first.
+    comes first. ``settled`` runs the calls that nobody has to look at, while nothing is replayed.
     """
-    return functools.partial(_transformed, func, _key_of(how))
+    return functools.partial(_transformed, func, _key_of(how), settled=settled)
 
 
-def _transformed(func: Callable, key: Any, eager: Callable) -> Callable:
+def _transformed(
+    func: Callable, key: Any, eager: Callable, *, settled: Settled | None = None
+) -> Callable:
     asked = key is not None and is_on() and anew.may_be_anew(func)
     own = None if isinstance(func, (FunctionType, Module)) else Calls()
     fixed = None if asked else _place(func, key, own)
@@ -320,11 +331,14 @@ def _transformed(func: Callable, key: Any, eager: Callable) -> Callable:
     @functools.wraps(func, updated=())
     def transformed(*args: Any, **kwargs: Any) -> Any:
         nonlocal last
+        if settled is not None and not (kwargs or is_compiling() or (last and last.is_replayed())):
+            found = settled.run(args)
+            if found is not None:
+                return found[0]
         if not is_on() or (last is not None and last.passes()):
             return whole.call(eager, func, *args, **kwargs)
         calls, given = fixed or _place(func, key, own)
-        if not fixed:
-            last = calls  # to find them may take longer than what they say
+        last = calls  # to find them may take longer than what they say
         return calls.run(func, given, eager, args, kwargs)
 
     def calls() -> Calls:

@@ -29,6 +29,7 @@ from forall._transforms import apart, checks, mapping
 from forall._transforms.chunking import for_torch
 from forall._transforms.chunks import in_chunks
 from forall._transforms.classes import Looks, looks, stacked_by_class
+from forall._transforms.governor import Settled
 from forall._transforms.groups import once_more, rows
 from forall._transforms.ragged import apiece, nested
 from forall._transforms.replaying import replaying, told
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from forall._lanes.report import Report
 
 _NOBODY = nullcontext()
+_USUAL = "split", False, None, None  # divergence, ragged, max_steps, report
 
 
 def vmap(
@@ -139,8 +141,9 @@ def vmap(
 
 def _mapped(func: Callable, given: tuple, how: tuple, options: Options) -> Callable:
     """A function of its own: Dynamo reads no ``locals()`` with names that a closure has later."""
+    settled = Settled(func, *how[:2]) if is_simple(how, options) else None
 
-    @replaying(func, given)
+    @replaying(func, given, settled)
     def mapped(func: Callable, /, *args: Any, **kwargs: Any) -> Any:
         return Verb(func, *how).run(options, args, kwargs)
 
@@ -176,7 +179,7 @@ class Verb(NamedTuple):
                 return handover.call(
                     "vmap", func, in_dims, out_dims, randomness, chunk_size=torchs
                 )(*args, **kwargs)
-        places = Places(Call("vmap", func, out_dims=out_dims), out_dims)
+        places = mapping.Places(Call("vmap", func, out_dims=out_dims), out_dims)
         entering = Entering(*mapping.inputs(call, args, kwargs, *dims), (args, kwargs), {})
         for x in entering.leaves:
             if type(x) is not torch.Tensor and is_dressed(x):
@@ -215,6 +218,15 @@ class Options(NamedTuple):
     def gave_up(self, level: VmapLevel, error: BaseException | None) -> bool:
         """Whether a run that ended so is to be made again, in groups."""
         return False
+
+
+def is_simple(how: tuple, options: Options) -> bool:
+    """Return True for what `Settled` can run."""
+    in_dims, _, randomness, chunk_size = how
+    dims = in_dims if type(in_dims) is tuple else (in_dims,)
+    if chunk_size is not None or type(randomness) is not str or options != Options(*_USUAL):
+        return False
+    return all(dim is None or type(dim) is int for dim in dims)
 
 
 class Entering(NamedTuple):
@@ -257,27 +269,12 @@ class Entering(NamedTuple):
         return args, {**kwargs, **named}
 
 
-class Places:
-    """Where the examples go in the results."""
-
-    __slots__ = ("call", "out_dims")
-
-    def __init__(self, call: Call, out_dims: Any) -> None:
-        self.call = call
-        self.out_dims = out_dims
-        if not mapping.are_places(out_dims):
-            raise mapping.no_places(call)
-
-    def of(self, spec: Any) -> list:
-        return mapping.places(self.call, self.out_dims, spec)
-
-
 class Mapping(NamedTuple):
     """One call of a mapped function, or a part of its examples."""
 
     func: Callable
     entering: Entering
-    places: Places
+    places: mapping.Places
     draws: Draws
     origin: Origin
     options: Options
