@@ -31,6 +31,11 @@ class Listener(Protocol):
 
     writes: bool  # a program of the call, for which numbers that Python keeps are questions too
 
+    @property
+    def is_idle(self) -> bool: ...
+
+    def give_up(self, why: str) -> None: ...
+
     def heard(self, frame: FrameType, truths: Truths | None = None) -> None: ...
 
     def split(self, place: Place, sizes: tuple[int, ...]) -> None: ...
@@ -76,6 +81,8 @@ def heard_by(listeners: list[Listener]) -> Iterator[None]:
 
 def repeatable(run: Callable[[], Any]) -> Any:
     """``run()``, which is made again where its examples part: then its questions do not count."""
+    if stack.late is not None:
+        stack.late()
     if not stack.listening:
         return run()
     marks = [(listener, listener.mark()) for listener in stack.listening]
@@ -92,9 +99,12 @@ class Traced:
     """A tracer of torch's runs, whose program would hold the answer as it is now."""
 
     writes = True
+    is_idle = False
 
     def __init__(self, call: Call) -> None:
         self.call = call
+
+    def give_up(self, why: str) -> None: ...
 
     def heard(self, frame: FrameType, truths: Truths | None = None) -> None:
         place = users_line()
@@ -117,6 +127,9 @@ class Limit:
     """How often one question may be asked by one example in a run of a level."""
 
     writes = False
+    is_idle = False
+
+    def give_up(self, why: str) -> None: ...
 
     def __init__(self, call: Call, level: Any, steps: int) -> None:
         self.call, self.level, self.steps = call, level, steps

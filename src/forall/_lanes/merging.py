@@ -73,6 +73,9 @@ def _is_had(world: Any, value: Any) -> bool:
 
 def within(parts: Parts, world: Any) -> Parts:
     """What of these the lanes of one world have."""
+    for w, v in parts:
+        if w == world:  # no other part has any of its lanes
+            return [(w, v)]
     found = [(both(w, world), v) for w, v in parts]
     return [(w, v) for w, v in found if w is not None]
 

@@ -35,6 +35,9 @@ class Report:
     _before_groups: Any = None
     _in_turn: bool = False
     writes = False
+    is_idle = False
+
+    def give_up(self, why: str) -> None: ...
 
     def parted(self, construct: str, sizes: tuple[int, ...], filename: str, line: int) -> None:
         self.partings.append(Parting(construct, filename, line, sizes))

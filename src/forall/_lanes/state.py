@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from forall._core.levels import stack
 from forall._lanes.heap import Slot, Split, Unsplittable
 from forall._lanes.merging import Parts, merge
 from forall._lanes.report import Report
@@ -170,6 +171,8 @@ def each_world(parts: Parts, run: Callable[[Any], Any]) -> Any:
     t.parted += 1
     try:
         for n, (world, value) in enumerate(parts):
+            if stack.late is not None:
+                stack.late()
             if n:
                 region.reset()
             t.go(world)

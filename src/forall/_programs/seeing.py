@@ -45,6 +45,15 @@ class _Questions:
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
 
+    @property
+    def is_idle(self) -> bool:
+        """True once the recorder has found something that it does not record."""
+        return self.recorder.why is not None
+
+    def give_up(self, why: str) -> None:
+        """Leave the call as it is, since ``why`` it runs better so."""
+        self.recorder.fails(why)
+
     def heard(self, frame: Any, truths: Callable[[], torch.Tensor] | None = None) -> None:
         if truths is None or not self._is_one(truths()):
             self.recorder.fails(

@@ -51,7 +51,8 @@ def run(call: Mapping) -> tuple[list, Any]:
     if is_running():
         return _together(call, code, None, known=True)
     if code in _ASKED or call.entering.size == 1:
-        return run_cheaper(call, code, lambda: _at_once(call, code))
+        has_parted = code in _PARTED
+        return run_cheaper(call, code, lambda: _at_once(call, code), has_parted=has_parted)
     return _at_once(call, code, is_new=True)
 
 
@@ -72,7 +73,8 @@ def _at_once(call: Mapping, code: CodeType | None, *, is_new: bool = False) -> t
         _PARTED.add(code)
         _ASKED.add(code)
     if is_new:
-        return run_cheaper(call, code, lambda: _together(call, code, groups, known=False))
+        together = functools.partial(_together, call, code, groups, known=False)
+        return run_cheaper(call, code, together, has_parted=True)
     return _together(call, code, groups, known=False)
 
 

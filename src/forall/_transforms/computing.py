@@ -8,9 +8,12 @@ numbers, tensors, and containers that nothing in it changes. A function in doubt
 from __future__ import annotations
 
 import builtins
+import cmath
+import collections
 import functools
 import math
 import operator
+import sys
 from operator import is_not
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -31,17 +34,40 @@ if TYPE_CHECKING:
 _MOST = 1000  # values that are looked at
 _MOST_COPIED = 1 << 20  # entries of a tensor
 _NAMES_OF_BUILTINS = """
-    abs all any bool complex dict divmod enumerate filter float frozenset int isinstance len list
-    map max min pow range reversed round set slice sorted str sum tuple zip
+    abs all any ascii bin bool bytes chr complex dict divmod enumerate filter float format frozenset
+    hash hex int isinstance iter len list map max min next oct ord pow range repr reversed round set
+    slice sorted str sum tuple zip
 """
+# Of Python's own library, what computes or makes containers, by the module that it tells.
+_NAMES_OF_LIBRARIES = {
+    "_bisect": "bisect_left bisect_right insort_left insort_right",
+    "_functools": "reduce",
+    "_heapq": "heapify heappop heappush heappushpop heapreplace",
+    "collections": "Counter OrderedDict defaultdict deque",
+    "copy": "copy deepcopy",
+    "fractions": "Fraction",
+    "functools": "partial reduce",
+    "heapq": "merge nlargest nsmallest",
+    "itertools": """
+        accumulate chain combinations combinations_with_replacement compress count cycle dropwhile
+        filterfalse groupby islice pairwise permutations product repeat starmap takewhile tee
+        zip_longest
+    """,
+    "statistics": """
+        fmean geometric_mean harmonic_mean mean median median_grouped median_high median_low mode
+        multimode pstdev pvariance quantiles stdev variance
+    """,
+}
 # Instructions that give what is not the function's own another value, or may.
 _NAMES_OF_REBINDING = """
     STORE_GLOBAL DELETE_GLOBAL STORE_NAME DELETE_NAME LOAD_NAME STORE_ATTR DELETE_ATTR IMPORT_NAME
     IMPORT_FROM IMPORT_STAR LOAD_BUILD_CLASS YIELD_VALUE GET_AWAITABLE GET_AITER GET_ANEXT
 """
 _NAMES_OF_CHANGING = """
-    add append clear difference_update discard extend insert intersection_update pop popitem remove
-    reverse setdefault sort symmetric_difference_update update
+    add append appendleft clear difference_update discard extend extendleft heapify heappop heappush
+    heappushpop heapreplace insert insort_left insort_right intersection_update move_to_end pop
+    popitem popleft remove reverse rotate setdefault sort subtract symmetric_difference_update
+    update
 """
 # Parts of names of what draws, or may.
 _PARTS_OF_DRAWING = """
@@ -66,7 +92,10 @@ _REBINDING = frozenset(_NAMES_OF_REBINDING.split())
 _WRITING = frozenset({"STORE_SUBSCR", "DELETE_SUBSCR", "STORE_SLICE"})
 _LOADING = frozenset({"LOAD_GLOBAL", "LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF"})
 _ATTRIBUTE = frozenset({"LOAD_ATTR", "LOAD_METHOD"})
+_LIBRARIES = {home: frozenset(names.split()) for home, names in _NAMES_OF_LIBRARIES.items()}
+_HOMES = frozenset({*_LIBRARIES, "bisect", "cmath", "math", "operator", "_operator", "torch"})
 _OWN = (str, bytes, int, float, complex, list, dict, set, frozenset, tuple, range, slice)
+_MADE = (collections.deque, collections.Counter, collections.OrderedDict, collections.defaultdict)
 _CHANGING = frozenset(_NAMES_OF_CHANGING.split())
 _DRAWING = (*_PARTS_OF_DRAWING.split(),)
 _MORE = (*_BEGINNINGS.split(),)
@@ -84,7 +113,7 @@ def _is_fit(name: str) -> bool:
 
 _ATTRIBUTES = frozenset(
     name
-    for kind in (torch.Tensor, *_OWN, BaseException, torch.Size, torch.finfo, torch.iinfo)
+    for kind in (torch.Tensor, *_OWN, *_MADE, BaseException, torch.Size, torch.finfo, torch.iinfo)
     for name in dir(kind)
     if not name.startswith("_") and _is_fit(name)
 )
@@ -201,8 +230,9 @@ def _read(code: CodeType) -> _Read | None:
     """Read one code object, without those inside it; None if it may rebind a name."""
     ways: list[tuple[str, tuple[str, ...]]] = []
     changes = writes = is_open = False
+    is_expression = code.co_name == "<genexpr>"
     for i in instructions_of(code):
-        if i.opname in _REBINDING:
+        if i.opname in _REBINDING and not (i.opname == "YIELD_VALUE" and is_expression):
             return None
         if i.opname in _LOADING:
             ways.append((i.argval, ()))
@@ -319,13 +349,16 @@ class _Reading:
         if module.__name__ == "forall" and name in _TRANSFORMS:
             self.value(value)
             return value
-        if module.__name__.partition(".")[0] not in ("torch", "math", "_operator", "operator"):
+        if module.__name__.partition(".")[0] not in _HOMES:
             raise _DoubtError
         if not isinstance(value, ModuleType):
             self._librarys(value, name)
         return value
 
     def _librarys(self, value: Any, name: str) -> None:
+        if _is_of_python(value):
+            self.changes |= value.__name__ in _CHANGING
+            return
         known = id(value) in _CLASSES or trusted.is_trusted(value) or _is_number(value)
         if not known or trusted.is_question(value) or not _is_fit(name):
             raise _DoubtError
@@ -347,6 +380,8 @@ class _Reading:
                 self.containers += [(value, [*value]), (value.values(), [*value.values()])]
             for inside in _all_in(value):
                 self.value(inside)
+        elif _is_of_python(value):
+            self._librarys(value, value.__name__)
         elif kind is FunctionType:
             if value.__name__ in _TRANSFORMS and is_ours(value):
                 return
@@ -380,10 +415,18 @@ _IN_PLACE = frozenset(
 )
 _CALCULATING = frozenset(
     id(f)
-    for home in (math, operator)
+    for home in (math, cmath, operator)
     for f in vars(home).values()
     if isinstance(f, BuiltinFunctionType)
 )
+
+
+def _is_of_python(value: Any) -> bool:
+    """Return True for what Python's own library computes with, and nobody has replaced."""
+    home, name = getattr(value, "__module__", None), getattr(value, "__name__", None)
+    if type(home) is not str or name not in _LIBRARIES.get(home, ()):
+        return False
+    return vars(sys.modules[home]).get(name) is value
 
 
 def _is_number(value: Any) -> bool:

@@ -36,51 +36,48 @@ if TYPE_CHECKING:
     from forall._transforms.computing import Bindings
     from forall._transforms.vmap import Mapping
 
-_MOST = 64  # sizes of one function that are describe_choice apart
-_WORTH = 0.001  # seconds: what takes less in all is not worth to try another way for
-_MUCH, _CONVERTING = 2.0, 0.05  # times the loop, and seconds, that a try may take
+_MOST = 64  # sizes of one function that are told apart
+_WORTH = 0.02  # seconds of calls that run as the loop, before all together is worth a try
+_MUCH, _CONVERTING = 2.0, 0.05  # times the loop, and seconds, that a first try may take
 _FIRST = 0.05  # seconds that the loop may take before all together was tried
-_AGAIN = 64  # calls until the slower way is tried once more, then twice as many each time
+_SHARE = 32  # a later try takes at most one part in so many of the time
 
 
 class Times:
     """Seconds that calls of one size have taken in either way."""
 
-    __slots__ = ("left", "looped", "spent", "together", "wait")
+    __slots__ = ("looped", "next", "spent", "together")
 
     def __init__(self) -> None:
         self.looped: float | None = None
         self.together: float | None = None
         self.spent = 0.0
-        self.wait = self.left = _AGAIN
+        self.next = _WORTH  # when so much was spent, the other way is tried
 
-    def took(self, seconds: float) -> None:
-        """Note the seconds of a call that has run as the loop."""
+    def took(self, seconds: float, *, together: bool = False) -> None:
+        """Note the seconds of a call."""
         self.spent += seconds
-        if self.looped is None or seconds < self.looped:
+        if together:
+            if self.together is None or seconds < self.together:
+                self.together = seconds
+        elif self.looped is None or seconds < self.looped:
             self.looped = seconds
+
+    def was_tried(self, seconds: float) -> None:
+        """Note what a try of the other way has cost: the next one comes when that is little."""
+        self.next = self.spent + _SHARE * seconds
+
+    def prefers_loop(self) -> bool:
+        """Return True if the loop takes less time, as far as is known."""
+        return self.looped is None or self.together is None or self.looped <= self.together
 
     def loops(self) -> bool:
         """Return True if the next call is to run as the loop."""
-        if self.looped is None:
-            return True
-        if self.together is None:
-            return self.spent < _WORTH
-        is_faster = self.looped <= self.together
-        self.left -= 1
-        if self.left > 0:
-            return is_faster
-        self.wait = self.left = 2 * self.wait
-        return not is_faster
+        return self.looped is None or self.prefers_loop() == (self.spent < self.next)
 
     def loops_again(self) -> bool:
         """Return True if it is settled that the next call runs as the loop."""
-        looped, together = self.looped, self.together
-        if looped is None:
-            return False
-        if together is None:
-            return self.spent < _WORTH
-        return looped <= together and self.left > 1
+        return self.looped is not None and self.spent < self.next and self.prefers_loop()
 
 
 _times: WeakKeyDictionary[CodeType, dict[Any, Times]] = WeakKeyDictionary()
@@ -155,7 +152,6 @@ class Settled:
         except loop.ElsewhereError:
             return None
         times.took(perf_counter() - start)
-        times.left -= 1
         return (found,)
 
     def _look_up(self, args: tuple, forms: tuple) -> tuple[Times, tuple, int] | None:
@@ -246,26 +242,38 @@ class _until:
 
 
 def run_cheaper(
-    call: Mapping, code: CodeType | None, together: Callable[[], tuple[list, Any]]
+    call: Mapping,
+    code: CodeType | None,
+    together: Callable[[], tuple[list, Any]],
+    *,
+    has_parted: bool,
 ) -> tuple[list, Any]:
-    """Make a call whose examples part, in the way that takes less time."""
+    """Make a call whose examples ask something, or part, in the way that takes less time."""
     if code is None or config.now.parting == "together":
         return together()
     bindings = find_bindings(call.func)
-    if bindings is None or not loop.may_run(call, bindings):
+    if bindings is None:
         return together()
     times = times_of(code, call)
+    if has_parted and stack.listening and times.loops_again():
+        for listener in stack.listening:
+            listener.give_up("its examples part, and take less time one after another")
+    if not loop.may_run(call, bindings):
+        return together()
     if config.now.parting == "loop" or times.loops():
-        most = _FIRST if times.together is None and config.now.parting == "measured" else inf
+        is_new = times.together is None and config.now.parting == "measured"
         start = perf_counter()
         try:
-            found = loop.run(call, bindings, most)
+            found = loop.run(call, bindings, _FIRST if is_new else inf)
         except loop.TooLongError as late:
             times.took(late.seconds)
         except loop.ElsewhereError:
             return together()
         else:
-            times.took(perf_counter() - start)
+            seconds = perf_counter() - start
+            times.took(seconds)
+            if not times.prefers_loop():
+                times.was_tried(seconds)
             return found
     return _try_together(call, bindings, times, together)
 
@@ -274,17 +282,25 @@ def _try_together(
     call: Mapping, bindings: Bindings, times: Times, together: Callable[[], tuple[list, Any]]
 ) -> tuple[list, Any]:
     """Make a call together, and give it up where it takes much longer than the loop."""
-    is_known = times.together is not None and times.together <= (times.looped or inf)
+    is_first = times.together is None
+    looped = inf if times.looped is None else times.looped
+    is_known = not times.prefers_loop()
     is_known |= call.entering.size == 1  # nothing is kept of it to be undone
     start = perf_counter()
     try:
-        with _until(inf if is_known else _MUCH * (times.looped or inf) + _CONVERTING):
+        with _until(inf if is_known else _MUCH * looped + _CONVERTING * is_first):
             found = together()
     except Late:
         times.together = inf
+        times.was_tried(perf_counter() - start)
         try:
             return loop.run(call, bindings)
         except loop.ElsewhereError:
             return together()
-    times.together = min(perf_counter() - start, times.together or inf)
+    seconds = perf_counter() - start
+    times.took(seconds, together=True)
+    if is_first and seconds > looped:
+        times.next = times.spent  # once more: the first try had its function to convert
+    elif is_first or not is_known:
+        times.was_tried(seconds)
     return found

@@ -68,8 +68,12 @@ def is_alone() -> bool:
     A derivative of the loop may be taken by either mode. Under a `vmap` the outer one has the
     choice: the examples of both may part.
     """
-    if stack.listening or is_running():
+    if is_running():
         return False
+    if stack.listening:  # a recorder that has given up leaves its two modes on
+        if stack.top is not None or not all(listener.is_idle for listener in stack.listening):
+            return False
+        return dispatch_modes() == function_modes() == len(stack.listening)
     if stack.top is None:
         return not (dispatch_modes() or function_modes())
     if not isinstance(stack.top, JvpLevel):
