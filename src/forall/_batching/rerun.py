@@ -12,6 +12,7 @@ from forall._batching.ledger import written
 from forall._batching.parts import chosen, common, prepare
 from forall._batching.questions import repeatable
 from forall._batching.worlds import Apart, World, now, running
+from forall._core.levels import stack
 from forall._core.parting import Parted
 from forall._random import scopes
 
@@ -52,7 +53,11 @@ def _used() -> tuple:
 def _cut(world: World, root: Any, groups: list[list[int]]) -> list[World]:
     """A world, in the pieces that these groups of a level's examples make of it."""
     prepare(root)
-    pieces = [common(world.of(root), chosen(root, group)) for group in groups]
+    pieces = []
+    for group in groups:
+        if stack.late is not None:
+            stack.late()
+        pieces.append(common(world.of(root), chosen(root, group)))
     found = [piece for piece in pieces if piece is not None]
     if len(found) < 2:
         raise Apart("code that is not converted parts in the same way once more") from None

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 _MOST = 64  # sizes of one function that are told apart
 _WORTH = 0.02  # seconds of calls that run as the loop, before all together is worth a try
-_MUCH, _CONVERTING = 2.0, 0.05  # times the loop, and seconds, that a first try may take
+_MUCH, _CONVERTING = 1.0, 0.05  # times the loop, and seconds, that a first try may take
 _FIRST = 0.05  # seconds that the loop may take before all together was tried
 _SHARE = 32  # a later try takes at most one part in so many of the time
 
@@ -46,11 +46,12 @@ _SHARE = 32  # a later try takes at most one part in so many of the time
 class Times:
     """Seconds that calls of one size have taken in either way."""
 
-    __slots__ = ("looped", "next", "spent", "together")
+    __slots__ = ("looped", "next", "replayed", "spent", "together")
 
     def __init__(self) -> None:
         self.looped: float | None = None
         self.together: float | None = None
+        self.replayed: float | None = None
         self.spent = 0.0
         self.next = _WORTH  # when so much was spent, the other way is tried
 
@@ -62,6 +63,10 @@ class Times:
                 self.together = seconds
         elif self.looped is None or seconds < self.looped:
             self.looped = seconds
+
+    def was_replayed(self, seconds: float) -> None:
+        """Note the seconds of a call of which a program was replayed."""
+        self.replayed = min(seconds, self.replayed or inf)
 
     def was_tried(self, seconds: float) -> None:
         """Note what a try of the other way has cost: the next one comes when that is little."""
@@ -81,12 +86,15 @@ class Times:
 
 
 _times: WeakKeyDictionary[CodeType, dict[Any, Times]] = WeakKeyDictionary()
+_count = 0  # codes that have come into that table
 
 
 def _by_size(code: CodeType) -> dict[Any, Times]:
+    global _count  # noqa: PLW0603 - asked in each call of what is not in the table
     found = _times.get(code)
     if found is None:
         found = _times[code] = {}
+        _count += 1
     return found
 
 
@@ -119,56 +127,63 @@ def times_of(code: CodeType, call: Mapping) -> Times:
 class Settled:
     """The calls of one mapped function that stay with the loop, which nobody has to look at anew.
 
-    They are those with positional arguments, tensors and numbers, for which both ways were tried.
-    What takes microseconds in a loop is not to wait for all that `vmap` asks of other calls.
+    They are those with positional arguments, tensors and numbers. What takes microseconds in a loop
+    is not to wait for all that `vmap` asks of other calls.
     """
 
-    __slots__ = ("dims", "func", "known", "out_dims", "places")
+    __slots__ = ("_known", "_places", "_unknown", "dims", "func", "out_dims")
 
     def __init__(self, func: Callable, in_dims: Any, out_dims: Any) -> None:
         self.func, self.dims, self.out_dims = func, in_dims, out_dims
-        self.places: mapping.Places | None = None
-        self.known: dict[tuple, tuple[Times, tuple, int]] = {}  # by forms of arguments
+        self._places: mapping.Places | None = None
+        self._known: dict[tuple, tuple[Times, tuple, int]] = {}  # by forms of arguments
+        self._unknown = -1  # how many codes had times when this one had none
 
-    def run(self, args: tuple) -> tuple | None:
-        """Return a tuple of the result; None where the call is to be made in the ordinary way."""
+    def find(self, args: tuple) -> tuple[Times, tuple, int] | None:
+        """Return the times of such calls, with the dims and number of the examples, if known."""
+        if self._unknown == _count:
+            return None
         forms = _forms(args)
-        known = self.known.get(forms) or self._look_up(args, forms)
-        if known is None or stack.top is not None or config.now.parting != "measured":
-            return None
-        times, dims, size = known
-        if not times.loops_again() or handover.needed_by_levels() or not loop.is_alone():
-            return None
-        bindings = find_bindings(self.func)
-        if bindings is None or not bindings.may_take(args):
-            return None
-        if self.places is None:
-            call = Call("vmap", self.func, out_dims=self.out_dims)
-            self.places = mapping.Places(call, self.out_dims)
-        arguments = loop.Arguments(args, dims, size, None)
-        start = perf_counter()
-        try:
-            found = loop.run_each(self.func, arguments, self.places, bindings)
-        except loop.ElsewhereError:
-            return None
-        times.took(perf_counter() - start)
-        return (found,)
+        known = self._known.get(forms)
+        return self._look_up(args, forms) if known is None else known
 
     def _look_up(self, args: tuple, forms: tuple) -> tuple[Times, tuple, int] | None:
-        """Return the times of such calls, with the dims and number of the examples, if known."""
         code = code_of(self.func)
         by_size = None if code is None else _times.get(code)
-        if not by_size:
+        if by_size is None:
+            self._unknown = _count
             return None
         dims = (self.dims,) * len(args) if type(self.dims) is int else self.dims
         size = _size_of(args, dims)
         times = size and by_size.get(_key(self.func, size, args))
-        if not times or not size:
+        if not times or not size or stack.top is not None:
             return None
-        if len(self.known) >= _MOST:
-            self.known.clear()
-        known = self.known[forms] = times, dims, size
+        if len(self._known) >= _MOST:
+            self._known.clear()
+        known = self._known[forms] = times, dims, size
         return known
+
+    def run(self, args: tuple, known: tuple[Times, tuple, int]) -> tuple | None:
+        """Return a tuple of the result; None where the call is to be made in the ordinary way."""
+        times, dims, size = known
+        if not times.loops_again() or config.now.parting != "measured" or stack.top is not None:
+            return None
+        if handover.needed_by_levels() or not loop.is_alone():
+            return None
+        bindings = find_bindings(self.func)
+        if bindings is None or not bindings.may_take(args):
+            return None
+        if self._places is None:
+            call = Call("vmap", self.func, out_dims=self.out_dims)
+            self._places = mapping.Places(call, self.out_dims)
+        arguments = loop.Arguments(args, dims, size, None)
+        start = perf_counter()
+        try:
+            found = loop.run_each(self.func, arguments, self._places, bindings)
+        except loop.ElsewhereError:
+            return None
+        times.took(perf_counter() - start)
+        return (found,)
 
 
 def _size_of(args: tuple, dims: Any) -> int | None:
@@ -284,11 +299,13 @@ def _try_together(
     """Make a call together, and give it up where it takes much longer than the loop."""
     is_first = times.together is None
     looped = inf if times.looped is None else times.looped
-    is_known = not times.prefers_loop()
-    is_known |= call.entering.size == 1  # nothing is kept of it to be undone
+    is_try = times.prefers_loop()
+    most = _MUCH * looped + _CONVERTING * is_first
+    if not is_try or call.entering.size == 1:  # of one example nothing is kept, to be undone
+        most = inf
     start = perf_counter()
     try:
-        with _until(inf if is_known else _MUCH * looped + _CONVERTING * is_first):
+        with _until(most):
             found = together()
     except Late:
         times.together = inf
@@ -301,6 +318,6 @@ def _try_together(
     times.took(seconds, together=True)
     if is_first and seconds > looped:
         times.next = times.spent  # once more: the first try had its function to convert
-    elif is_first or not is_known:
+    elif is_try:
         times.was_tried(seconds)
     return found

@@ -19,7 +19,7 @@ import torch
 from forall._batching.sharing import Sharing
 from forall._core.levels import Level, stack
 from forall._derivatives.forward import JvpLevel
-from forall._lanes import is_running
+from forall._lanes import thread
 from forall._torch import trees, whole
 from forall._torch.dispatch import dispatch_modes, function_modes
 from forall._torch.names import PLAIN, set_version
@@ -68,14 +68,14 @@ def is_alone() -> bool:
     A derivative of the loop may be taken by either mode. Under a `vmap` the outer one has the
     choice: the examples of both may part.
     """
-    if is_running():
+    if stack.top is None and not stack.listening:  # the common case, and a short way to it
+        return not (thread.runs or dispatch_modes() or function_modes())
+    if thread.runs:
         return False
     if stack.listening:  # a recorder that has given up leaves its two modes on
         if stack.top is not None or not all(listener.is_idle for listener in stack.listening):
             return False
         return dispatch_modes() == function_modes() == len(stack.listening)
-    if stack.top is None:
-        return not (dispatch_modes() or function_modes())
     if not isinstance(stack.top, JvpLevel):
         return False
     modes, functions = whole.modes(), whole.functions()
@@ -134,20 +134,20 @@ def _own(args: Arguments) -> set[int]:
 class _Before:
     """The values of tensors before a call that may write into them."""
 
-    __slots__ = ("copies", "tensors", "versions")
+    __slots__ = ("copies", "values", "versions")
 
     def __init__(self, values: list[Any], *, copies: bool) -> None:
-        # No level answers for plain tensors, and `may_take` has seen that torch counts the writes.
-        self.tensors = [(n, x) for n, x in enumerate(values) if type(x) in PLAIN]
-        self.versions = [x._version for _, x in self.tensors]
-        self.copies = [x.clone() for _, x in self.tensors] if copies else ()
+        self.values = values
+        self.versions = _versions(values)
+        self.copies = [x.clone() if type(x) in PLAIN else None for x in values] if copies else ()
 
     def has_changed(self, but: Container[int] = ()) -> bool:
         """Return True if anything has been written into one of them, other than at these places."""
-        for (n, x), number in zip(self.tensors, self.versions, strict=True):
-            if x._version != number and n not in but:
-                return True
-        return False
+        now = _versions(self.values)
+        if now == self.versions:
+            return False
+        pairs = enumerate(zip(now, self.versions, strict=True))
+        return any(number != before and n not in but for n, (number, before) in pairs)
 
     def can_be_put_back(self) -> bool:
         """Return True if nothing has changed of which there is no copy."""
@@ -155,20 +155,27 @@ class _Before:
 
     def put_back(self) -> None:
         """Undo what has been written since, where there are copies."""
-        for (_, x), number, copy in zip(self.tensors, self.versions, self.copies, strict=False):
-            if x._version != number:
+        for x, number, copy in zip(self.values, self.versions, self.copies, strict=False):
+            if copy is not None and x._version != number:
                 with torch.no_grad():
                     x.copy_(copy)
                 set_version(x, number)
 
 
+def _versions(values: list[Any]) -> list[int | None]:
+    # No level answers for plain tensors, and `may_take` has seen that torch counts the writes.
+    return [x._version if type(x) in PLAIN else None for x in values]
+
+
 def _results(func: Callable, args: Arguments, bindings: Bindings, seconds: float) -> list[Any]:
     """Call ``func`` for one example after another."""
+    pack, writes = args.pack, bindings.writes
+    if pack is None and seconds == inf and len(args.leaves) == 1:
+        return [*map(func, _rows(args.leaves[0], args.dims[0] or 0, writes))]
     rows = [
-        [leaf] * args.size if dim is None else _rows(leaf, dim, bindings)
+        [leaf] * args.size if dim is None else _rows(leaf, dim, writes)
         for leaf, dim in zip(args.leaves, args.dims, strict=True)
     ]
-    pack = args.pack
     if pack is None and seconds == inf:
         return [*map(func, *rows)]
     results = []
@@ -182,9 +189,9 @@ def _results(func: Callable, args: Arguments, bindings: Bindings, seconds: float
     return results
 
 
-def _rows(leaf: Tensor, dim: int, bindings: Bindings) -> Sequence[Tensor]:
+def _rows(leaf: Tensor, dim: int, writes: bool) -> Sequence[Tensor]:
     """Return the examples of a stack, each a view of its own if it may be written to."""
-    if bindings.writes:
+    if writes:
         return [leaf.select(dim, n) for n in range(leaf.shape[dim])]
     return leaf.unbind(dim)
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from forall._programs.replay import Replays
     from forall._transforms.computing import Bindings
-    from forall._transforms.governor import Settled
+    from forall._transforms.governor import Settled, Times
 
 _CALLS = 2  # of a function before it is looked at, however long they take
 _LOOKED_AT_AGAIN = 256  # calls after which a function is read again that did more than compute
@@ -82,6 +82,11 @@ class Calls:
         """Whether nothing is replayed, and the next call is not looked at."""
         replays = self.replays
         return replays is not None and replays.newest is None and replays.passes()
+
+    @property
+    def hits(self) -> int:
+        """The number of calls that were replayed."""
+        return 0 if self.replays is None else self.replays.hits
 
     def is_replayed(self) -> bool:
         """Return True if the next call may be replayed, or recorded."""
@@ -331,15 +336,26 @@ def _transformed(
     @functools.wraps(func, updated=())
     def transformed(*args: Any, **kwargs: Any) -> Any:
         nonlocal last
-        if settled is not None and not (kwargs or is_compiling() or (last and last.is_replayed())):
-            found = settled.run(args)
-            if found is not None:
-                return found[0]
+        times = None
+        if settled is not None and not (kwargs or is_compiling()):
+            known = settled.find(args)
+            if known is not None:
+                times = known[0]
+                if last is None or not last.is_replayed() or _is_slow(times):
+                    found = settled.run(args, known)
+                    if found is not None:
+                        return found[0]
         if not is_on() or (last is not None and last.passes()):
             return whole.call(eager, func, *args, **kwargs)
         calls, given = fixed or _place(func, key, own)
         last = calls  # to find them may take longer than what they say
-        return calls.run(func, given, eager, args, kwargs)
+        if times is None:
+            return calls.run(func, given, eager, args, kwargs)
+        hits, start = calls.hits, perf_counter()
+        result = calls.run(func, given, eager, args, kwargs)
+        if calls.hits > hits:
+            times.was_replayed(perf_counter() - start)
+        return result
 
     def calls() -> Calls:
         return (fixed or _place(func, key, own)).calls
@@ -350,6 +366,12 @@ def _transformed(
     )
     made["__forall_told__"] = lambda: calls().told(func, eager)  # what `explain` asks for
     return transformed
+
+
+def _is_slow(times: Times) -> bool:
+    """Return True if to replay a call takes longer than the loop over its examples."""
+    replayed, looped = times.replayed, times.looped
+    return replayed is not None and looped is not None and replayed > looped
 
 
 def calls_of(transformed: Callable) -> Calls:
