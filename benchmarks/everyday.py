@@ -9,7 +9,7 @@ import heapq
 import math
 import statistics
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,12 +17,16 @@ from torch.nn import functional
 
 
 class Program(NamedTuple):
-    """A function of one example, its arguments for some examples, and the same by hand."""
+    """A function of one example, its arguments for some examples, and the same by others.
+
+    ``by_hand`` takes all examples; ``by_jax(jax)`` gives a function of one.
+    """
 
     kind: str
     func: Callable[..., Tensor]
     inputs: Callable[[int], tuple[Tensor, ...]]
     by_hand: Callable[..., Tensor] | None = None
+    by_jax: Callable[[Any], Callable] | None = None
 
 
 PROGRAMS: dict[str, Program] = {}
@@ -32,11 +36,12 @@ def program(
     kind: str,
     inputs: Callable[[int], tuple[Tensor, ...]],
     by_hand: Callable[..., Tensor] | None = None,
+    by_jax: Callable[[Any], Callable] | None = None,
 ) -> Callable[[Callable], Callable]:
     """Enter the decorated function under its name."""
 
     def enter(func: Callable) -> Callable:
-        PROGRAMS[func.__name__] = Program(kind, func, inputs, by_hand)
+        PROGRAMS[func.__name__] = Program(kind, func, inputs, by_hand, by_jax)
         return func
 
     return enter
@@ -66,7 +71,20 @@ def collatz_by_hand(xs: Tensor) -> Tensor:
     return steps
 
 
-@program("numbers", lambda n: (torch.arange(n) % 97 + 1.0,), collatz_by_hand)
+def collatz_by_jax(jax: Any) -> Callable:
+    jnp = jax.numpy
+
+    def collatz(x):
+        def step(state):
+            n, steps = state
+            return jnp.where(n % 2 == 0, n // 2, 3 * n + 1), steps + 1.0
+
+        return jax.lax.while_loop(lambda state: state[0] != 1, step, (x.astype(int), 0.0))[1]
+
+    return collatz
+
+
+@program("numbers", lambda n: (torch.arange(n) % 97 + 1.0,), collatz_by_hand, collatz_by_jax)
 def collatz(x):
     n, steps = int(x), 0
     while n != 1:
@@ -100,7 +118,23 @@ def bisected_by_hand(xs: Tensor) -> Tensor:
     return low
 
 
-@program("numbers", evenly(0.0, 50.0), bisected_by_hand)
+def bisected_by_jax(jax: Any) -> Callable:
+    jnp = jax.numpy
+
+    def bisected(a):
+        def step(state):
+            low, high = state
+            middle = (low + high) / 2
+            below = middle * middle < a
+            return jnp.where(below, middle, low), jnp.where(below, high, middle)
+
+        start = jnp.zeros_like(a), jnp.maximum(a, 1.0)
+        return jax.lax.while_loop(lambda state: state[1] - state[0] > 1e-4, step, start)[0]
+
+    return bisected
+
+
+@program("numbers", evenly(0.0, 50.0), bisected_by_hand, bisected_by_jax)
 def bisected(x):
     a = x.item()
     low, high = 0.0, max(a, 1.0)
@@ -132,7 +166,15 @@ def crop_by_hand(images: Tensor) -> Tensor:
     return images[n, torch.arange(3)[:, None, None], rows, columns]
 
 
-@program("places", uniform(3, 32, 32), crop_by_hand)
+def crop_by_jax(jax: Any) -> Callable:
+    def crop(image):
+        i, j = (image[0, 0, 0] * 8).astype(int), (image[1, 0, 0] * 8).astype(int)
+        return jax.lax.dynamic_slice(image, (0, i, j), (3, 24, 24))
+
+    return crop
+
+
+@program("places", uniform(3, 32, 32), crop_by_hand, crop_by_jax)
 def crop(image):
     i, j = int(image[0, 0, 0] * 8), int(image[1, 0, 0] * 8)
     return image[:, i : i + 24, j : j + 24]
@@ -165,7 +207,11 @@ def largest_by_hand(xs: Tensor) -> Tensor:
     return xs.sort(dim=1).values[:, -3:] * 2
 
 
-@program("lists and dicts", normal(8), largest_by_hand)
+def largest_by_jax(jax: Any) -> Callable:
+    return lambda x: jax.numpy.sort(x)[-3:] * 2
+
+
+@program("lists and dicts", normal(8), largest_by_hand, largest_by_jax)
 def largest(x):
     best = sorted(x.tolist())[-3:]
     return torch.tensor(best) * 2
@@ -333,7 +379,7 @@ def clipped(x):
     s = x.sum().item()
     return x / s if s > 1 else x
 """
-exec(WITHOUT_SOURCE, globals())  # as in a session, where no file has the text
+exec(WITHOUT_SOURCE, globals())  # noqa: S102 - as in a session, where no file has the text
 for name, inputs in (
     ("shrunk", normal(4, scale=5.0)),
     ("flipped", normal(8)),
@@ -379,7 +425,12 @@ def mean_positive_by_hand(xs: Tensor) -> Tensor:
     return torch.where(kept.any(1), total / kept.sum(1).clamp(min=1), 0)
 
 
-@program("ragged", normal(16), mean_positive_by_hand)
+def mean_positive_by_jax(jax: Any) -> Callable:
+    jnp = jax.numpy
+    return lambda x: jnp.where(x > 0, x, 0).sum() / jnp.maximum((x > 0).sum(), 1)
+
+
+@program("ragged", normal(16), mean_positive_by_hand, mean_positive_by_jax)
 def mean_positive(x):
     kept = x[x > 0]
     return kept.mean() if len(kept) else x.new_zeros(())
@@ -411,7 +462,17 @@ def banded_by_hand(xs: Tensor) -> Tensor:
     return torch.where(xs < -1, -xs, torch.where(xs < 0, xs.sin(), middle))
 
 
-@program("several ifs", evenly(-3.0, 3.0), banded_by_hand)
+def banded_by_jax(jax: Any) -> Callable:
+    jnp = jax.numpy
+
+    def banded(x):
+        middle = jnp.where(x < 1, x * x, jnp.where(x < 2, x + 1, jnp.exp(x)))
+        return jnp.where(x < -1, -x, jnp.where(x < 0, jnp.sin(x), middle))
+
+    return banded
+
+
+@program("several ifs", evenly(-3.0, 3.0), banded_by_hand, banded_by_jax)
 def banded(x):
     if x < -1:
         return -x

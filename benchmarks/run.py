@@ -16,6 +16,7 @@ warnings.filterwarnings("ignore", module="torch.fx", category=UserWarning)
 
 import torch
 
+import against_the_loop
 import first_calls
 import forall
 import peers
@@ -27,7 +28,7 @@ from measure import Built, make, measure
 from registry import WORKLOADS, Workload
 
 RESULTS = Path(__file__).with_name("results.md")
-SECTIONS = ("times", "first", "sizes", "peers")
+SECTIONS = ("times", "first", "sizes", "peers", "parting")
 
 
 def arguments() -> argparse.Namespace:
@@ -37,8 +38,8 @@ def arguments() -> argparse.Namespace:
         "--sections",
         nargs="+",
         choices=SECTIONS,
-        help="what to measure: times and peak memory, first calls, sizes, and peers (all; with "
-        "--only: times)",
+        help="what to measure: times and peak memory, first calls, sizes, peers, and programs "
+        "whose examples part (all; with --only: times)",
     )
     parser.add_argument("--list", action="store_true", help="list the workloads and stop")
     parser.add_argument("--rounds", type=int, help="rounds per workload (41, quick: 5)")
@@ -132,7 +133,9 @@ def main() -> int:
         "first": lambda: first_calls.section(built, options.rounds, device),
         "sizes": lambda: sizes.section(options.rounds, device),
         "peers": lambda: peers.section(built, options.rounds, device),
+        "parting": lambda: against_the_loop.section(options.rounds, device, beside),
     }
+    beside = options.out and options.out.with_name("parting.png")
     lines = report.opening(device, options.rounds)
     for name in filter(options.sections.__contains__, SECTIONS):
         lines += sections[name]()

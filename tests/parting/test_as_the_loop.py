@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import bisect
+import collections
+import heapq
+import itertools
 import math
 import operator
+import random
+import statistics
+import time
+import warnings
 import weakref
 from math import inf
 
@@ -13,7 +21,7 @@ from torch.nn import functional
 
 import forall
 from forall import config, explain, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
-from forall._transforms import governor, loop
+from forall._transforms import governor, loop, replaying
 from forall._transforms.computing import bindings_of
 
 XS = torch.tensor([0.5, -1.25, 3.0, 2.0, -0.75])
@@ -719,3 +727,116 @@ class TestSettled:
             torch.func.vmap(mapped)(XS[None])
         config.parting = "together"
         torch.testing.assert_close(mapped(XS), expected)
+
+
+def listed(row):
+    best = sorted(row.tolist())[-2:]
+    return torch.tensor(best) * 2
+
+
+def never_together(monkeypatch):
+    """Let the loop be the faster way."""
+    monkeypatch.setattr(config, "parting", "measured")
+    monkeypatch.setattr(governor, "_WORTH", 0.0)
+    monkeypatch.setattr(governor, "_CONVERTING", 0.0)
+    monkeypatch.setattr(governor, "_MUCH", 0.0)
+
+
+def test_many_examples_that_stay_with_the_loop_are_told_once(monkeypatch):
+    never_together(monkeypatch)
+    monkeypatch.setattr(governor, "_WORTH_A_WORD", 0.0)
+    monkeypatch.setattr(governor, "_told", weakref.WeakSet())
+    many = ROWS.repeat(10, 1)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(5):
+            torch.testing.assert_close(vmap(listed)(many), by_loop(listed, many))
+    (text,) = [str(w.message) for w in told if w.category is forall.PerformanceWarning]
+    assert "vmap(listed)" in text
+    assert "examples   50" in text
+    assert "best = sorted(row.tolist())[-2:]" in text
+    assert "torch.where" in text
+
+
+def test_few_examples_that_stay_with_the_loop_are_no_concern(monkeypatch):
+    never_together(monkeypatch)
+    monkeypatch.setattr(governor, "_told", weakref.WeakSet())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(5):
+            vmap(listed)(ROWS)
+    assert listed.__code__ not in governor._told
+
+
+def test_what_records_calls_leaves_those_alone_that_are_faster_as_the_loop(monkeypatch):
+    """A recorder would have them run together, however long that takes."""
+    monkeypatch.setattr(config, "parting", "measured")
+    monkeypatch.setattr(config, "replay", True)
+    monkeypatch.setattr(config, "patience", 0.0)
+    monkeypatch.setattr(governor, "_WORTH", inf)
+    mapped = vmap(listed)
+    mapped(ROWS)
+    ran = []
+    original = governor._try_together
+    monkeypatch.setattr(governor, "_try_together", lambda *a: ran.append(1) or original(*a))
+    monkeypatch.setattr(
+        "forall._transforms.apart._together", lambda *_, **__: pytest.fail("run together")
+    )
+    for _ in range(20):
+        torch.testing.assert_close(mapped(ROWS), by_loop(listed, ROWS))
+    assert not ran
+
+
+def test_replay_gives_way_to_a_loop_that_is_faster(monkeypatch):
+    monkeypatch.setattr(config, "parting", "measured")
+    times = governor.Times()
+    times.took(1e-6)
+    assert not replaying._is_slow(times)
+    times.was_replayed(1e-3)
+    assert replaying._is_slow(times)
+    times.was_replayed(1e-7)
+    assert not replaying._is_slow(times)
+
+
+def of_pythons_library(x):
+    a = x.item()
+    edges = [-1.0, 0.0, 1.5]
+    heap = [a, 2 * a, 0.5]
+    heapq.heapify(heap)
+    counts = collections.Counter(int(a) for _ in range(3))
+    queue = collections.deque([a])
+    queue.appendleft(heapq.heappop(heap))
+    middle = statistics.median(queue)
+    word = "".join(chr(97 + c) for c in range(bisect.bisect(edges, a)))
+    return x * middle + len(word) + counts[int(a)] + sum(itertools.chain(heap, [1.0]))
+
+
+KEPT_HEAP = [1.0, 2.0]
+
+
+@pytest.mark.parametrize("f", [of_pythons_library], ids=lambda f: f.__name__)
+def test_pythons_own_library_only_computes(f):
+    assert bindings_of(f) is not None
+    for _ in range(3):
+        torch.testing.assert_close(vmap(f)(XS), by_loop(f, XS))
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x: heapq.heappush(KEPT_HEAP, x.item()),
+        lambda x: bisect.insort(KEPT_HEAP, x.item()),
+        lambda x: random.random() * x,
+        lambda x: time.time() * x,
+        lambda x: collections.ChainMap({}),
+    ],
+    ids=["heap", "insort", "random", "time", "other"],
+)
+def test_what_of_pythons_library_does_more_is_told_apart(f):
+    assert bindings_of(f) is None
+
+
+def test_a_function_of_the_library_that_was_replaced_is_not_trusted(monkeypatch):
+    kept = []
+    monkeypatch.setattr(heapq, "nlargest", lambda n, values: kept.append(n) or sorted(values)[-n:])
+    assert bindings_of(lambda x: torch.tensor(heapq.nlargest(2, x.tolist()))) is None

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from typing import TYPE_CHECKING, Any, NamedTuple
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from forall._transforms.vmap import Mapping
 
 _ASKED: WeakSet[CodeType] = WeakSet()  # of which Python has asked something, answered alike or not
-_PARTED: WeakSet[CodeType] = WeakSet()
+_PARTED: WeakKeyDictionary[CodeType, Place] = WeakKeyDictionary()  # and where first
 _DEEPLY: WeakSet[CodeType] = WeakSet()  # and where libraries had to be converted besides
 # What converted code raises where it cannot hold examples apart.
 UNABLE = (Apart, Undefined, Unsplittable, Late)
@@ -51,8 +51,8 @@ def run(call: Mapping) -> tuple[list, Any]:
     if is_running():
         return _together(call, code, None, known=True)
     if code in _ASKED or call.entering.size == 1:
-        has_parted = code in _PARTED
-        return run_cheaper(call, code, lambda: _at_once(call, code), has_parted=has_parted)
+        parted_at = None if code is None else _PARTED.get(code)
+        return run_cheaper(call, code, lambda: _at_once(call, code), parted_at)
     return _at_once(call, code, is_new=True)
 
 
@@ -64,17 +64,18 @@ def _at_once(call: Mapping, code: CodeType | None, *, is_new: bool = False) -> t
     try:
         return _once(call, "as it is")
     except Groups as parted:
-        groups = parted.groups
+        groups, why = parted.groups, parted.why
     finally:
         if code is not None and stack.asked:
             _ASKED.add(code)
         stack.asked |= before
+    parted_at = why if isinstance(why, Place) else _NOWHERE
     if code is not None:
-        _PARTED.add(code)
+        parted_at = _PARTED.setdefault(code, parted_at)
         _ASKED.add(code)
     if is_new:
         together = functools.partial(_together, call, code, groups, known=False)
-        return run_cheaper(call, code, together, has_parted=True)
+        return run_cheaper(call, code, together, parted_at)
     return _together(call, code, groups, known=False)
 
 

@@ -15,12 +15,12 @@ from math import inf
 from time import perf_counter
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
 from forall._core import config
-from forall._core.errors import Call
+from forall._core.errors import Call, columns, name_of, slow
 from forall._core.levels import stack
 from forall._core.parting import Late
 from forall._torch import handover
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from types import CodeType
 
+    from forall._core.places import Place
     from forall._transforms.computing import Bindings
     from forall._transforms.vmap import Mapping
 
@@ -41,6 +42,9 @@ _WORTH = 0.02  # seconds of calls that run as the loop, before all together is w
 _MUCH, _CONVERTING = 1.0, 0.05  # times the loop, and seconds, that a first try may take
 _FIRST = 0.05  # seconds that the loop may take before all together was tried
 _SHARE = 32  # a later try takes at most one part in so many of the time
+
+
+_MANY, _WORTH_A_WORD = 32, 0.001  # examples, and seconds of a loop that is told of
 
 
 class Times:
@@ -86,6 +90,7 @@ class Times:
 
 
 _times: WeakKeyDictionary[CodeType, dict[Any, Times]] = WeakKeyDictionary()
+_told: WeakSet[CodeType] = WeakSet()  # of which was said that they run as the loop
 _count = 0  # codes that have come into that table
 
 
@@ -260,17 +265,16 @@ def run_cheaper(
     call: Mapping,
     code: CodeType | None,
     together: Callable[[], tuple[list, Any]],
-    *,
-    has_parted: bool,
+    parted_at: Place | None,
 ) -> tuple[list, Any]:
-    """Make a call whose examples ask something, or part, in the way that takes less time."""
+    """Make a call whose examples ask something, or part there, in the way that takes less time."""
     if code is None or config.now.parting == "together":
         return together()
     bindings = find_bindings(call.func)
     if bindings is None:
         return together()
     times = times_of(code, call)
-    if has_parted and stack.listening and times.loops_again():
+    if parted_at is not None and stack.listening and times.loops_again():
         for listener in stack.listening:
             listener.give_up("its examples part, and take less time one after another")
     if not loop.may_run(call, bindings):
@@ -290,7 +294,34 @@ def run_cheaper(
             if not times.prefers_loop():
                 times.was_tried(seconds)
             return found
-    return _try_together(call, bindings, times, together)
+    found = _try_together(call, bindings, times, together)
+    if parted_at is not None and code not in _told and _is_worth_a_word(call, times):
+        _told.add(code)
+        _warn(call, parted_at)
+    return found
+
+
+def _is_worth_a_word(call: Mapping, times: Times) -> bool:
+    """Return True if many examples will run as the loop, and that takes its time."""
+    looped, together = times.looped, times.together
+    if looped is None or together is None or times.next <= times.spent:
+        return False
+    return call.entering.size >= _MANY and looped > _WORTH_A_WORD and looped < together
+
+
+def _warn(call: Mapping, parted_at: Place) -> None:
+    """Tell that examples run one after another, where they part, and how they need not."""
+    text = parted_at.text()
+    at = [("at", f"{parted_at.near()}   {text}".rstrip())] if text else []
+    rows = [("examples", f"{call.entering.size}"), *at]
+    slow(
+        f"vmap({name_of(call.func)}): examples part, and take less time one after another than "
+        "together, so such calls run as the plain loop.\n"
+        f"{columns(rows)}\n"
+        "To run them together is faster without Python's numbers, strings and lists of them: "
+        "torch.where, forall.cond, forall.while_loop, an operator in their place. "
+        "forall.explain tells where they part."
+    )
 
 
 def _try_together(
