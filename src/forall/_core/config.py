@@ -19,9 +19,10 @@ class Config:
 
     ``patience``: for how many seconds in all a function has to have run before that.
 
-    ``parting``: how `vmap` runs a function in which examples part. ``"measured"``: in the way that
-    takes less time, which calls find out, together or one after another; ``"together"`` and
-    ``"loop"``: in one of these, where it can be. Set from ``FORALL_PARTING`` at the start.
+    ``parting``: how `vmap` runs a function in which Python asks something of examples. With
+    ``"measured"`` they run together or one after another, whichever takes less time, which calls
+    find out. With ``"together"`` and ``"loop"`` they run in that way, where it can be. Results of
+    the two ways may differ by a rounding. Set from ``FORALL_PARTING`` at the start.
 
     Example:
         >>> forall.config.replay = False                           # each call runs as it is

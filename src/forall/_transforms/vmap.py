@@ -67,8 +67,9 @@ def vmap(
     calls, runs in a form in which they part and meet again: each operator once for each group that
     comes to it. What has no such form (a generator, code without source) runs once for each group
     of examples that agree, and warns. Prints, and what is written to files, then come more than
-    once. Where ``func`` is seen to do nothing but compute, and examples that part take less time
-    one after another, they run so, as in the loop: calls find out, see `config.parting`.
+    once. Where ``func`` is seen to do nothing but compute, and examples of which Python asks
+    something take less time one after another, they run so, as in the loop: calls find out, see
+    `config.parting`.
 
     Args:
         func: takes tensors, or trees of them, and returns tensors, numbers, or trees of them.
