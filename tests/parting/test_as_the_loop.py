@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import collections
+import copy
 import heapq
 import itertools
 import math
@@ -840,3 +841,105 @@ def test_a_function_of_the_library_that_was_replaced_is_not_trusted(monkeypatch)
     kept = []
     monkeypatch.setattr(heapq, "nlargest", lambda n, values: kept.append(n) or sorted(values)[-n:])
     assert bindings_of(lambda x: torch.tensor(heapq.nlargest(2, x.tolist()))) is None
+
+
+torch.manual_seed(0)
+NET = torch.nn.Sequential(
+    torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Tanh(), torch.nn.Dropout(0.5)
+).eval()
+
+
+def by_layers(row):
+    hidden = NET(row[None])[0]
+    return hidden * 2 if hidden.sum() > 0 else hidden - NET[0].bias
+
+
+def by_attribute(row):
+    return NET._modules["0"](row) if row.sum() > 0 else row
+
+
+def test_layers_that_do_not_train_only_compute():
+    assert bindings_of(by_layers) is not None
+    for _ in range(3):
+        torch.testing.assert_close(vmap(by_layers)(ROWS), by_loop(by_layers, ROWS))
+
+    def gradients(run):
+        return torch.autograd.grad(run(by_layers, ROWS).sum(), [*NET.parameters()])
+
+    for _ in range(3):
+        found = gradients(lambda f, rows: vmap(f)(rows))
+        torch.testing.assert_close(found, gradients(by_loop))
+
+
+def trains():
+    NET.train()
+
+
+def is_hooked():
+    NET[0].register_forward_hook(lambda *_: None)
+
+
+def is_pre_hooked():
+    NET[2].register_forward_pre_hook(lambda *_: None)
+
+
+def has_another_forward():
+    NET[2].forward = lambda x: x
+
+
+def grows():
+    NET.append(torch.nn.Dropout())
+
+
+def has_another_layer():
+    NET[2] = torch.nn.ReLU(inplace=True)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [trains, is_hooked, is_pre_hooked, has_another_forward, grows, has_another_layer],
+    ids=lambda f: f.__name__,
+)
+def test_layers_that_come_to_do_more_are_seen(change, monkeypatch):
+    net = copy.deepcopy(NET)
+    monkeypatch.setitem(by_layers.__globals__, "NET", net)
+    bindings = bindings_of(by_layers)
+    assert bindings.hold(by_layers)
+    change()
+    if change is not grows:
+        assert bindings_of(by_layers) is None
+    assert not bindings.hold(by_layers)
+
+
+def test_hooks_of_all_modules_are_seen():
+    bindings = bindings_of(by_layers)
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
+    try:
+        assert not bindings.hold(by_layers)
+        assert bindings_of(by_layers) is None
+    finally:
+        handle.remove()
+    assert bindings.hold(by_layers)
+
+
+class Own(torch.nn.Linear):
+    pass
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        torch.nn.Dropout(),
+        torch.nn.BatchNorm1d(4),
+        torch.nn.LSTM(4, 4).eval(),
+        torch.nn.LazyLinear(4),
+        torch.nn.ReLU(inplace=True),
+        torch.nn.Embedding(3, 4, max_norm=1.0),
+        torch.nn.RReLU(),
+        Own(4, 4),
+        torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(4, 4)),
+    ],
+    ids=lambda m: type(m).__name__,
+)
+def test_layers_that_do_more_are_told_apart(module):
+    assert bindings_of(lambda x: module(x)) is None

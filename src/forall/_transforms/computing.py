@@ -2,7 +2,8 @@
 
 A function is read name by name. It may call functions of torch, of `math` and of Python that
 neither draw nor keep anything, and functions of the user of which the same is true. It may capture
-numbers, tensors, and containers that nothing in it changes. A function in doubt is none of these.
+numbers, tensors, layers of torch's, and containers that nothing in it changes. A function in doubt
+is none of these.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch.nn import Module
 
 from forall._core.remembering import UNSET, contents, instructions_of, is_ours, rebound_of
 from forall._torch import trusted
@@ -27,7 +29,7 @@ from forall._torch.wrapper import Wrapper
 from forall._transforms.anew import transform_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Mapping
 
     from forall._transforms.anew import Transform
 
@@ -81,6 +83,13 @@ _BEGINNINGS = """
 """
 # Transforms of ours that a function may call.
 _NAMES_OF_TRANSFORMS = "grad grad_and_value hessian hvp jacfwd jacrev jvp vmap"
+# Of torch's layers, those that draw or keep something, or may; the others do so while they train.
+_NAMES_OF_LAYERS = """
+    AdaptiveLogSoftmaxWithLoss CrossMapLRN2d FractionalMaxPool2d FractionalMaxPool3d GRU LSTM RNN
+    RNNBase RReLU SyncBatchNorm Transformer
+"""
+_PARTS_OF_TRAINING = "Dropout BatchNorm InstanceNorm"
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # Keywords of torch's functions that write, draw, or keep something.
 _NAMES_OF_KEYWORDS = """
     out inplace generator dropout_p training running_mean running_var max_norm randomness report
@@ -102,6 +111,8 @@ _MORE = (*_BEGINNINGS.split(),)
 _KEEPING = ("batch_norm", "instance_norm", "moving_avg")  # they keep statistics
 _KEYWORDS = frozenset(_NAMES_OF_KEYWORDS.split())
 _TRANSFORMS = frozenset(_NAMES_OF_TRANSFORMS.split())
+_LAYERS = frozenset(_NAMES_OF_LAYERS.split())
+_TRAINING = (*_PARTS_OF_TRAINING.split(),)
 
 
 def _is_fit(name: str) -> bool:
@@ -111,7 +122,7 @@ def _is_fit(name: str) -> bool:
     return not any(part in name for part in _DRAWING) and not name.startswith(_MORE)
 
 
-_ATTRIBUTES = frozenset(
+_ATTRIBUTES = frozenset({"weight", "bias"}) | frozenset(
     name
     for kind in (torch.Tensor, *_OWN, *_MADE, BaseException, torch.Size, torch.finfo, torch.iinfo)
     for name in dir(kind)
@@ -122,7 +133,7 @@ _ATTRIBUTES = frozenset(
 class Bindings(NamedTuple):
     """The values to which the names in a function are bound, and what it may write into."""
 
-    names: tuple[tuple[dict[str, Any], str, Any], ...]
+    names: tuple[tuple[Mapping[str, Any], str, Any], ...]
     cells: tuple[tuple[Any, Any], ...]
     containers: tuple[tuple[Any, list], ...]  # that it captures, and what they hold
     states: tuple[_State, ...]  # of the function, and of others
@@ -209,7 +220,7 @@ def bindings_of(func: Any) -> Bindings | None:
     return Bindings(
         tuple(reading.names),
         tuple(reading.cells),
-        tuple(reading.containers),
+        (*reading.containers, *reading.layers),
         tuple(map(_state, reading.functions)),
         tuple(reading.functions[1:]),  # itself it would keep for ever
         tuple(reading.tensors),
@@ -255,11 +266,12 @@ def _read(code: CodeType) -> _Read | None:
 
 class _Reading:
     def __init__(self) -> None:
-        self.names: list[tuple[dict[str, Any], str, Any]] = []
+        self.names: list[tuple[Mapping[str, Any], str, Any]] = []
         self.cells: list[tuple[Any, Any]] = []
         self.functions: list[FunctionType] = []
         self.tensors: list[torch.Tensor] = []
         self.containers: list[tuple[Any, list]] = []
+        self.layers: list[tuple[Any, list]] = []  # what modules hold, and their hooks
         self.changes = self.writes = False
         self.seen = 0
 
@@ -334,6 +346,11 @@ class _Reading:
             value = self._inside(value, attribute)
         if isinstance(value, ModuleType):
             raise _DoubtError
+        while attributes and isinstance(value, Module):
+            held = {**value._modules, **value._parameters, **value._buffers}
+            if attributes[0] not in held:
+                raise _DoubtError
+            value, attributes = held[attributes[0]], attributes[1:]
         self._attributes(attributes)
 
     def _attributes(self, names: tuple[str, ...]) -> None:
@@ -380,6 +397,8 @@ class _Reading:
                 self.containers += [(value, [*value]), (value.values(), [*value.values()])]
             for inside in _all_in(value):
                 self.value(inside)
+        elif isinstance(value, Module):
+            self._layers(value)
         elif _is_of_python(value):
             self._librarys(value, value.__name__)
         elif kind is FunctionType:
@@ -393,6 +412,37 @@ class _Reading:
             self._builtin(value)
         elif not (_is_number(value) or id(value) in _CLASSES):
             raise _DoubtError
+
+    def _layers(self, module: Module) -> None:
+        """Look at torch's own layers, which keep nothing as long as they do not train."""
+        for hooks in vars(torch.nn.modules.module).items():
+            if hooks[0].startswith("_global") and isinstance(hooks[1], dict):
+                self._is_to_be_empty(hooks[1])
+        for part in module.modules():
+            self.seen += 1
+            kind, own = type(part), vars(part)
+            name = kind.__name__
+            if vars(torch.nn).get(name) is not kind or self.seen > _MOST:
+                raise _DoubtError
+            if name in _LAYERS or name.startswith(("Lazy", "Transformer", "Multihead")):
+                raise _DoubtError
+            if own["training"] and any(known in name for known in _TRAINING):
+                raise _DoubtError
+            if "forward" in own or own.get("inplace") or own.get("max_norm") is not None:
+                raise _DoubtError
+            self.names.append((vars(kind), "forward", vars(kind).get("forward", UNSET)))
+            for attribute in ("training", "forward", "inplace", "max_norm"):
+                self.names.append((own, attribute, own.get(attribute, UNSET)))
+            for hooks in _HOOKS:
+                self._is_to_be_empty(own[hooks])
+            for held in (part._modules, part._parameters, part._buffers):
+                self.layers.append((held.values(), [*held.values()]))
+            self.tensors += [*part.parameters(recurse=False), *part.buffers(recurse=False)]
+
+    def _is_to_be_empty(self, hooks: dict) -> None:
+        if hooks:
+            raise _DoubtError
+        self.layers.append((hooks, []))
 
     def _builtin(self, value: Any) -> None:
         if getattr(builtins, value.__name__, None) is value and value.__name__ in _BUILTINS:
