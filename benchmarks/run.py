@@ -128,6 +128,7 @@ def main() -> int:
     if failures:
         print("\nNothing was measured:", *failures, sep="\n", file=sys.stderr)
         return 1
+    beside = options.out and options.out.with_name("parting.png")
     sections = {
         "times": lambda: times(built, options, device),
         "first": lambda: first_calls.section(built, options.rounds, device),
@@ -135,7 +136,6 @@ def main() -> int:
         "peers": lambda: peers.section(built, options.rounds, device),
         "parting": lambda: against_the_loop.section(options.rounds, device, beside),
     }
-    beside = options.out and options.out.with_name("parting.png")
     lines = report.opening(device, options.rounds)
     for name in filter(options.sections.__contains__, SECTIONS):
         lines += sections[name]()

@@ -22,6 +22,8 @@ from torch.nn import functional
 
 import forall
 from forall import config, explain, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from forall._core.levels import stack
+from forall._core.parting import Late
 from forall._transforms import governor, loop, replaying
 from forall._transforms.computing import bindings_of
 
@@ -943,3 +945,20 @@ class Own(torch.nn.Linear):
 )
 def test_layers_that_do_more_are_told_apart(module):
     assert bindings_of(lambda x: module(x)) is None
+
+
+def test_of_two_deadlines_each_is_kept():
+    with governor._until(inf):
+        assert stack.late is None
+        with pytest.raises(Late), governor._until(-1):
+            with governor._until(1000):
+                stack.late()
+        with governor._until(1000):
+            outer = stack.late
+            with governor._until(inf):
+                assert stack.late == outer
+            with pytest.raises(Late), governor._until(-1):
+                stack.late()
+            assert stack.late == outer
+            stack.late()
+    assert stack.late is None

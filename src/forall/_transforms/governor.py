@@ -243,21 +243,24 @@ def _in_words(seconds: float) -> str:
 class _until:
     """Within, a call of ours that goes on for longer than so many seconds ends with `Late`."""
 
-    __slots__ = ("end",)
+    __slots__ = ("before", "end")
 
     def __init__(self, seconds: float) -> None:
         self.end = perf_counter() + seconds
 
     def __enter__(self) -> None:
+        self.before = stack.late  # of a call around this one
         if self.end < inf:
             stack.late = self._check
 
     def __exit__(self, *_: object) -> None:
-        stack.late = None
+        stack.late = self.before
 
     def _check(self) -> None:
+        if self.before is not None:
+            self.before()
         if perf_counter() > self.end:
-            stack.late = None
+            stack.late = None  # not again, on the way out
             raise Late
 
 
