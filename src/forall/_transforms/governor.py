@@ -109,7 +109,13 @@ def _key(func: Any, size: int, leaves: Sequence[Any]) -> tuple:
 
 
 def _forms(leaves: Sequence[Any]) -> tuple:
-    return (*[(x.shape, x.requires_grad) if isinstance(x, torch.Tensor) else None for x in leaves],)
+    # Others may have a shape with symbols in it, or none.
+    return (
+        *[
+            (x.shape, x.requires_grad) if type(x) in PLAIN and not x.is_nested else type(x)
+            for x in leaves
+        ],
+    )
 
 
 def _keys_of(func: Any) -> tuple:
@@ -199,7 +205,9 @@ def _size_of(args: tuple, dims: Any) -> int | None:
     for x, dim in zip(args, dims, strict=True):
         if dim is None:
             continue
-        if type(dim) is not int or type(x) not in PLAIN or not -x.dim() <= dim < x.dim():
+        if type(dim) is not int or type(x) not in PLAIN or x.is_nested:
+            return None
+        if not -x.dim() <= dim < x.dim():
             return None
         if size is not None and x.shape[dim] != size:
             return None
