@@ -5,7 +5,6 @@ those after forall has found out which way of running takes less time.
 """
 
 import importlib.util
-import math
 import statistics
 import warnings
 from collections.abc import Callable
@@ -18,9 +17,9 @@ from typing import Any, NamedTuple
 import torch
 
 import forall
-from measure import Disagreement, seconds, settled
+from measure import Disagreement, time_programs
 from registry import Program
-from report import lined, number
+from report import lined, number, ratios
 from rivals import from_jax, jax_, no_module
 
 SIZES = (1, 2, 16, 256, 4096)
@@ -36,8 +35,8 @@ class Cell(NamedTuple):
 
     warm: float  # to the loop
     first: float  # to what a first call may take
-    by_hand: float  # the loop's, to a program by hand
-    by_jax: float  # the loop's, to JAX's
+    by_hand: float
+    by_jax: float
 
 
 def load() -> ModuleType:
@@ -51,6 +50,7 @@ def load() -> ModuleType:
 
 
 def looped(func: Callable, stacks: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """The loop as one writes it; to index each stack, as `registry.looped` does, takes longer."""
     return torch.stack([func(*rows) for rows in zip(*stacks, strict=True)])
 
 
@@ -76,33 +76,26 @@ def cell(name: str, size: int, rounds: int) -> Cell:
     entry = load().PROGRAMS[name]
     stacks = entry.inputs(size)
     mapped = forall.vmap(entry.func)
-    programs: list[Program] = [partial(looped, entry.func, stacks), partial(mapped, *stacks)]
-    wanted = programs[0]()
-    start = perf_counter()
-    programs[0]()
-    loop = perf_counter() - start
+    loop = partial(looped, entry.func, stacks)
+    wanted = loop()
     first = statistics.median(first_call(name, stacks) for _ in range(FIRST_ROUNDS))
-    others = [entry.by_hand and partial(entry.by_hand, *stacks), by_jax(entry, stacks)]
-    programs += [program for program in others if program is not None]
-    for program in programs[1:]:
+    programs: list[Program | None] = [
+        loop,
+        partial(mapped, *stacks),
+        entry.by_hand and partial(entry.by_hand, *stacks),
+        by_jax(entry, stacks),
+    ]
+    for program in filter(None, programs[1:]):
         found = torch.as_tensor(program())
         if not torch.allclose(found.double(), wanted.double(), atol=1e-4):
             raise Disagreement(f"{name}, {size} examples: {found} instead of {wanted}")
         until_settled(program)
-    often = [max(1, int(SAMPLE / seconds(p, 1, _nothing))) for p in programs]
-    samples = []
-    with settled():
-        for _ in range(rounds):
-            timed = zip(programs, often, strict=True)
-            samples.append([seconds(p, n, _nothing) / n for p, n in timed])
-    ratios = [statistics.median(s[0] / s[i] for s in samples) for i in range(1, len(programs))]
-    left = iter(ratios[1:])
-    hand, jax = (math.nan if other is None else next(left) for other in others)
-    loop = min(loop, statistics.median(s[0] for s in samples))
-    return Cell(1 / ratios[0], first / (ALLOWED * loop + SLACK), hand, jax)
-
-
-def _nothing() -> None: ...
+    samples = time_programs(programs, rounds, SAMPLE, torch.device("cpu"))
+    allowed = ALLOWED * statistics.median(sample[0] for sample in samples) + SLACK
+    warm, hand, jax = (
+        statistics.median(ratios(samples, *pair)) for pair in ((1, 0), (1, 2), (1, 3))
+    )
+    return Cell(warm, first / allowed, hand, jax)
 
 
 def by_jax(entry: Any, stacks: tuple[torch.Tensor, ...]) -> Program | None:
@@ -126,8 +119,8 @@ def table(names: list[str], cells: dict[tuple[str, int], Cell]) -> list[str]:
         [
             f"{programs[name].kind}: {name}",
             *(shown(cells[name, n]) for n in SIZES),
-            number(cells[name, last].warm * cells[name, last].by_hand),
-            number(cells[name, last].warm * cells[name, last].by_jax),
+            number(cells[name, last].by_hand),
+            number(cells[name, last].by_jax),
         ]
         for name in names
     ]

@@ -24,7 +24,7 @@ import forall
 from forall import config, explain, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from forall._core.levels import stack
 from forall._core.parting import Late
-from forall._transforms import governor, loop, replaying
+from forall._transforms import governor, loop
 from forall._transforms.computing import bindings_of
 
 XS = torch.tensor([0.5, -1.25, 3.0, 2.0, -0.75])
@@ -314,11 +314,11 @@ def test_an_interrupt_leaves_nothing_behind(monkeypatch):
         results(*given)
         raise KeyboardInterrupt
 
-    results, rows = loop._results, ROWS.clone()
+    results, rows = loop._call_each, ROWS.clone()
     monkeypatch.setattr(config, "parting", "loop")
     vmap(f)(ROWS.clone())
     with monkeypatch.context() as patched:
-        patched.setattr(loop, "_results", interrupted)
+        patched.setattr(loop, "_call_each", interrupted)
         with pytest.raises(KeyboardInterrupt):
             vmap(f)(rows)
     torch.testing.assert_close(rows, ROWS, rtol=0, atol=0)
@@ -454,11 +454,16 @@ def test_what_takes_no_time_is_not_tried_in_other_ways():
     assert set(ways(governor.Times(), 1e-6, 1e-3, 900)) == {"loop"}
 
 
-def test_a_try_that_takes_long_ends(monkeypatch):
+def never_together(monkeypatch):
+    """Let the loop be the faster way."""
     monkeypatch.setattr(config, "parting", "measured")
-    monkeypatch.setattr(governor, "_MUCH", 0.0)
-    monkeypatch.setattr(governor, "_CONVERTING", 0.0)
     monkeypatch.setattr(governor, "_WORTH", 0.0)
+    monkeypatch.setattr(governor, "_CONVERTING", 0.0)
+    monkeypatch.setattr(governor, "_MUCH", 0.0)
+
+
+def test_a_try_that_takes_long_ends(monkeypatch):
+    never_together(monkeypatch)
 
     def f(x):
         while x.abs() > 1:
@@ -656,11 +661,11 @@ class TestSettled:
         monkeypatch.setattr(config, "parting", "measured")
 
     @staticmethod
-    def settled(f, xs, **options):
+    def settled(f, *stacks, **options):
         """A mapped function whose calls stay with the loop."""
         mapped = vmap(f, **options)
         for _ in range(3):
-            mapped(xs)
+            mapped(*stacks)
         for times in governor._times[f.__code__].values():
             times.looped, times.together, times.next = 1e-9, inf, inf
         return mapped
@@ -675,11 +680,7 @@ class TestSettled:
             return x + y.sum() if x.sum().item() > 0 else x
 
         xs, ys = torch.ones(3, 4), torch.ones(3, 5)
-        mapped = vmap(f)
-        for _ in range(3):
-            mapped(xs, ys)
-        for times in governor._times[f.__code__].values():
-            times.looped, times.together, times.next = 1e-9, inf, inf
+        mapped = self.settled(f, xs, ys)
         with pytest.raises(ValueError, match="differ in size"):
             mapped(xs, torch.ones(4, 5))
         with pytest.raises(TypeError, match="missing 1 required"):
@@ -737,14 +738,6 @@ def listed(row):
     return torch.tensor(best) * 2
 
 
-def never_together(monkeypatch):
-    """Let the loop be the faster way."""
-    monkeypatch.setattr(config, "parting", "measured")
-    monkeypatch.setattr(governor, "_WORTH", 0.0)
-    monkeypatch.setattr(governor, "_CONVERTING", 0.0)
-    monkeypatch.setattr(governor, "_MUCH", 0.0)
-
-
 def test_many_examples_that_stay_with_the_loop_are_told_once(monkeypatch):
     never_together(monkeypatch)
     monkeypatch.setattr(governor, "_WORTH_A_WORD", 0.0)
@@ -790,15 +783,14 @@ def test_what_records_calls_leaves_those_alone_that_are_faster_as_the_loop(monke
     assert not ran
 
 
-def test_replay_gives_way_to_a_loop_that_is_faster(monkeypatch):
-    monkeypatch.setattr(config, "parting", "measured")
+def test_replay_gives_way_to_a_loop_that_is_faster():
     times = governor.Times()
     times.took(1e-6)
-    assert not replaying._is_slow(times)
+    assert not times.is_slow_to_replay()
     times.was_replayed(1e-3)
-    assert replaying._is_slow(times)
+    assert times.is_slow_to_replay()
     times.was_replayed(1e-7)
-    assert not replaying._is_slow(times)
+    assert not times.is_slow_to_replay()
 
 
 def of_pythons_library(x):

@@ -57,7 +57,7 @@ def run(call: Mapping) -> tuple[list, Any]:
 
 
 def _at_once(call: Mapping, code: CodeType | None, *, is_new: bool = False) -> tuple[list, Any]:
-    """As it is; and converted, where its examples part or have ever done so."""
+    """Make a call as it is; converted, where its examples part or have ever done so."""
     if code in _PARTED or call.entering.size == 1:
         return _together(call, code, None, known=code in _PARTED)
     before, stack.asked = stack.asked, False

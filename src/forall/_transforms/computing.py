@@ -179,7 +179,7 @@ def _may_be_copied(x: torch.Tensor) -> bool:
 
 
 class _State(NamedTuple):
-    """What somebody may replace in a function."""
+    """The parts of a function that somebody may replace."""
 
     code: CodeType
     defaults: tuple | None

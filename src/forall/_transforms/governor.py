@@ -1,10 +1,10 @@
-"""The choice between running examples that part together, and one after another as in a loop.
+"""The choice between running examples together, and one after another as in a loop.
 
-Code in which examples part costs more together than by itself where they are few, or where what
-they do is Python's own work. What each way takes is measured as calls are made, for each function
-and each number and shape of its examples: the first call runs as the loop, a later one together,
-given up where that takes much longer; then the faster way stays, and the other one is tried again
-ever more seldom.
+Code that asks something of examples costs more together than in a loop where they are few, or where
+what they do is Python's own work. Calls are timed, for each function and each number and form of
+its examples. The first call runs as the loop, a later one together, given up where that takes
+longer. Then the faster way stays. The other one is tried again when that takes little of the time
+that calls have taken since.
 """
 
 from __future__ import annotations
@@ -42,8 +42,6 @@ _WORTH = 0.02  # seconds of calls that run as the loop, before all together is w
 _MUCH, _CONVERTING = 1.0, 0.05  # times the loop, and seconds, that a first try may take
 _FIRST = 0.05  # seconds that the loop may take before all together was tried
 _SHARE = 32  # a later try takes at most one part in so many of the time
-
-
 _MANY, _WORTH_A_WORD = 32, 0.001  # examples, and seconds of a loop that is told of
 
 
@@ -71,6 +69,11 @@ class Times:
     def was_replayed(self, seconds: float) -> None:
         """Note the seconds of a call of which a program was replayed."""
         self.replayed = min(seconds, self.replayed or inf)
+
+    def is_slow_to_replay(self) -> bool:
+        """Return True if to replay a call takes longer than the loop over its examples."""
+        replayed, looped = self.replayed, self.looped
+        return replayed is not None and looped is not None and replayed > looped
 
     def was_tried(self, seconds: float) -> None:
         """Note what a try of the other way has cost: the next one comes when that is little."""

@@ -19,10 +19,10 @@ import torch
 from forall._batching.sharing import Sharing
 from forall._core.levels import Level, stack
 from forall._derivatives.forward import JvpLevel
-from forall._lanes import thread
+from forall._lanes import is_running
 from forall._torch import trees, whole
 from forall._torch.dispatch import dispatch_modes, function_modes
-from forall._torch.names import PLAIN, set_version
+from forall._torch.names import PLAIN, set_version, version
 from forall._torch.wrapper import Wrapper
 
 if TYPE_CHECKING:
@@ -33,9 +33,6 @@ if TYPE_CHECKING:
     from forall._transforms.vmap import Mapping
 
     Tensor = torch.Tensor
-
-
-_TENSORS = {torch.Tensor}
 
 
 class ElsewhereError(Exception):
@@ -68,14 +65,14 @@ def is_alone() -> bool:
     A derivative of the loop may be taken by either mode. Under a `vmap` the outer one has the
     choice: the examples of both may part.
     """
-    if stack.top is None and not stack.listening:  # the common case, and a short way to it
-        return not (thread.runs or dispatch_modes() or function_modes())
-    if thread.runs:
+    if is_running():
         return False
     if stack.listening:  # a recorder that has given up leaves its two modes on
         if stack.top is not None or not all(listener.is_idle for listener in stack.listening):
             return False
         return dispatch_modes() == function_modes() == len(stack.listening)
+    if stack.top is None:
+        return not (dispatch_modes() or function_modes())
     if not isinstance(stack.top, JvpLevel):
         return False
     modes, functions = whole.modes(), whole.functions()
@@ -109,7 +106,7 @@ def run_each(
     """Call ``func`` for one example after another, and return the stacks of the results."""
     before = _Before([*args.leaves, *bindings.tensors], copies=bindings.writes)
     try:
-        found = _stacked(_results(func, args, bindings, seconds), places)
+        found = _stack_results(_call_each(func, args, bindings, seconds), places)
     except TooLongError:
         before.put_back()
         raise
@@ -156,24 +153,21 @@ class _Before:
     def put_back(self) -> None:
         """Undo what has been written since, where there are copies."""
         for x, number, copy in zip(self.values, self.versions, self.copies, strict=False):
-            if copy is not None and x._version != number:
+            if copy is not None and version(x) != number:
                 with torch.no_grad():
                     x.copy_(copy)
                 set_version(x, number)
 
 
 def _versions(values: list[Any]) -> list[int | None]:
-    # No level answers for plain tensors, and `may_take` has seen that torch counts the writes.
-    return [x._version if type(x) in PLAIN else None for x in values]
+    return [version(x) if type(x) in PLAIN else None for x in values]
 
 
-def _results(func: Callable, args: Arguments, bindings: Bindings, seconds: float) -> list[Any]:
+def _call_each(func: Callable, args: Arguments, bindings: Bindings, seconds: float) -> list[Any]:
     """Call ``func`` for one example after another."""
-    pack, writes = args.pack, bindings.writes
-    if pack is None and seconds == inf and len(args.leaves) == 1:
-        return [*map(func, _rows(args.leaves[0], args.dims[0] or 0, writes))]
+    pack = args.pack
     rows = [
-        [leaf] * args.size if dim is None else _rows(leaf, dim, writes)
+        [leaf] * args.size if dim is None else _split(leaf, dim, writes=bindings.writes)
         for leaf, dim in zip(args.leaves, args.dims, strict=True)
     ]
     if pack is None and seconds == inf:
@@ -189,21 +183,21 @@ def _results(func: Callable, args: Arguments, bindings: Bindings, seconds: float
     return results
 
 
-def _rows(leaf: Tensor, dim: int, writes: bool) -> Sequence[Tensor]:
+def _split(leaf: Tensor, dim: int, *, writes: bool) -> Sequence[Tensor]:
     """Return the examples of a stack, each a view of its own if it may be written to."""
     if writes:
         return [leaf.select(dim, n) for n in range(leaf.shape[dim])]
     return leaf.unbind(dim)
 
 
-def _stacked(results: list[Any], places: Places) -> tuple[Any] | None:
+def _stack_results(results: list[Any], places: Places) -> tuple[Any] | None:
     """Stack the results as `vmap` does, in a tuple of one; None if they do not fit together."""
     first = results[0]
     if isinstance(first, torch.Tensor):
         place = places.out_dims
         if type(place) is not int:
             (place,) = places.of(trees.flatten(first)[1])
-        return _column(results, place)
+        return _stack_column(results, place)
     leaves, spec = trees.flatten(first)
     flat = [leaves]
     for result in results[1:]:
@@ -215,19 +209,19 @@ def _stacked(results: list[Any], places: Places) -> tuple[Any] | None:
         return None
     left = []
     for column, place in zip(zip(*flat, strict=True), places.of(spec), strict=True):
-        whole = _column(column, place)
+        whole = _stack_column(column, place)
         if whole is None:
             return None
         left.append(whole[0])
     return (trees.unflatten(left, spec),)
 
 
-def _column(column: Sequence[Any], place: int | None) -> tuple[Any] | None:
+def _stack_column(column: Sequence[Any], place: int | None) -> tuple[Any] | None:
     """Stack one result of all examples, in a tuple of one; None if they do not fit together."""
     first = column[0]
     kinds = {*map(type, column)}
     if isinstance(first, torch.Tensor) and place is not None:
-        if kinds != _TENSORS and not all(issubclass(k, (*_TENSORS, Wrapper)) for k in kinds):
+        if not all(kind is torch.Tensor or issubclass(kind, Wrapper) for kind in kinds):
             return None
         rank, shape, dtype = first.dim() + 1, first.shape, first.dtype
         if not -rank <= place < rank or first.layout is not torch.strided:

@@ -218,7 +218,7 @@ def no_places(call: Call) -> ValueError:
 
 
 class Places:
-    """Where the examples go in the results."""
+    """The places of the examples in the results."""
 
     __slots__ = ("call", "out_dims")
 

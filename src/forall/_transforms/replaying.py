@@ -88,10 +88,12 @@ class Calls:
         """The number of calls that were replayed."""
         return 0 if self.replays is None else self.replays.hits
 
-    def is_replayed(self) -> bool:
-        """Return True if the next call may be replayed, or recorded."""
+    def may_replay(self, times: Times) -> bool:
+        """Return True if the next call may be replayed, or recorded, and gains by that."""
         replays = self.replays
-        return replays is not None and (replays.newest is not None or replays.attempts.rest <= 0)
+        if replays is None or (replays.newest is None and replays.attempts.rest > 0):
+            return False
+        return not times.is_slow_to_replay()
 
     def told(self, func: Any, eager: Callable) -> str:
         """How the calls are replayed, or why not; nothing where that is not known yet."""
@@ -336,25 +338,21 @@ def _transformed(
     @functools.wraps(func, updated=())
     def transformed(*args: Any, **kwargs: Any) -> Any:
         nonlocal last
-        times = None
-        if settled is not None and not (kwargs or is_compiling()):
-            known = settled.find(args)
-            if known is not None:
-                times = known[0]
-                if last is None or not last.is_replayed() or _is_slow(times):
-                    found = settled.run(args, known)
-                    if found is not None:
-                        return found[0]
+        known = None if settled is None or kwargs or is_compiling() else settled.find(args)
+        if settled is not None and known is not None and not (last and last.may_replay(known[0])):
+            found = settled.run(args, known)
+            if found is not None:
+                return found[0]
         if not is_on() or (last is not None and last.passes()):
             return whole.call(eager, func, *args, **kwargs)
         calls, given = fixed or _place(func, key, own)
         last = calls  # to find them may take longer than what they say
-        if times is None:
+        if known is None:
             return calls.run(func, given, eager, args, kwargs)
         hits, start = calls.hits, perf_counter()
         result = calls.run(func, given, eager, args, kwargs)
         if calls.hits > hits:
-            times.was_replayed(perf_counter() - start)
+            known[0].was_replayed(perf_counter() - start)
         return result
 
     def calls() -> Calls:
@@ -366,12 +364,6 @@ def _transformed(
     )
     made["__forall_told__"] = lambda: calls().told(func, eager)  # what `explain` asks for
     return transformed
-
-
-def _is_slow(times: Times) -> bool:
-    """Return True if to replay a call takes longer than the loop over its examples."""
-    replayed, looped = times.replayed, times.looped
-    return replayed is not None and looped is not None and replayed > looped
 
 
 def calls_of(transformed: Callable) -> Calls:

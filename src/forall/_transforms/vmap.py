@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from forall._lanes.report import Report
 
 _NOBODY = nullcontext()
-_USUAL = "split", False, None, None  # divergence, ragged, max_steps, report
 
 
 def vmap(
@@ -221,11 +220,14 @@ class Options(NamedTuple):
         return False
 
 
+_USUAL = Options("split", ragged=False, max_steps=None, report=None)
+
+
 def is_simple(how: tuple, options: Options) -> bool:
     """Return True for what `Settled` can run."""
     in_dims, _, randomness, chunk_size = how
     dims = in_dims if type(in_dims) is tuple else (in_dims,)
-    if chunk_size is not None or type(randomness) is not str or options != Options(*_USUAL):
+    if chunk_size is not None or type(randomness) is not str or options != _USUAL:
         return False
     return all(dim is None or type(dim) is int for dim in dims)
 
