@@ -16,7 +16,7 @@ from typing import Any
 
 from forall._batching.batched import Batched
 from forall._batching.straight import fused, operators
-from forall._lanes import asking, calls, items
+from forall._lanes import asking, calls, items, scalar
 from forall._lanes.asking import PLAIN, Truth, ask
 from forall._lanes.at_once import at_once
 from forall._lanes.branch import NO, YES, Branch
@@ -151,6 +151,8 @@ class Frame(Region):
 
     call = staticmethod(calls.call)
     at_once = staticmethod(at_once)
+    scalar = staticmethod(scalar.run)
+    Unsplittable = Unsplittable
     item = staticmethod(items.get)
     store_item = staticmethod(items.store)
     delete_item = staticmethod(items.delete)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import builtins
+import functools
 import types
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +14,7 @@ from forall._source.find import find, whole
 from forall._source.names import Names, own
 from forall._source.pieces import FRAME, RUNTIME, stmts
 from forall._source.refused import CannotConvert, Refused
+from forall._source.scalar_code import with_scalar_code
 from forall._source.statements import Statements
 from forall._source.straight import straight
 
@@ -54,6 +57,7 @@ class Scope:
         self.inside = inside
         self.counts = counts
         self.borrowed: set[str] = set()
+        self.functions: list[ast.stmt] = []  # scalar code, for one example
         self.names: Any = None
         self.leaves = False
 
@@ -84,15 +88,18 @@ class Scope:
         made += [ast.Nonlocal(sorted(self.names.nonlocals))] if self.names.nonlocals else []
         for name in sorted(self.borrowed):
             made += stmts("if False:\n    NAME = None", f, NAME=name)
+        made += self.functions
         made += stmts(f"{FRAME} = {RUNTIME}.Frame()", f)
         return [ast.copy_location(s, f.body[0]) for s in made]
 
 
-def rewrite(f: ast.FunctionDef, scope: Scope) -> ast.FunctionDef:
-    """The same function, for lanes."""
+def rewrite(f: ast.FunctionDef, scope: Scope, lookup: Any = None) -> ast.FunctionDef:
+    """The same function, for lanes. ``lookup`` gives the value of a name that is not its own."""
     desugar = Desugar(scope.fresh)
     f.body = [made for s in f.body for made in _listed(desugar.visit(s))] or [ast.Pass()]
     ast.fix_missing_locations(f)
+    if lookup is not None:
+        with_scalar_code(f, scope, lookup)
     scope.names = Names(f)
     scope.leaves = any(
         isinstance(n, ast.Return)
@@ -130,7 +137,7 @@ def _template(f: types.FunctionType) -> Template | Refused:
         if code.co_flags & 0x2A0:  # generators, coroutines
             raise CannotConvert("a generator or a coroutine")
         node, inside = find(f)
-        made = rewrite(whole(node), Scope(inside, {}))
+        made = rewrite(whole(node), Scope(inside, {}), functools.partial(_looked_up, f))
         computes = straight(whole(node))
         return Template(
             _compiled(made, inside, f),
@@ -141,6 +148,17 @@ def _template(f: types.FunctionType) -> Template | Refused:
     except (SyntaxError, RecursionError) as error:  # too many loops inside each other
         reason = str(error)
     return Refused(reason, f"{code.co_filename}:{line or code.co_firstlineno}")
+
+
+def _looked_up(f: types.FunctionType, name: str) -> Any:
+    """The value of a name in a function that is not its own; None for one that has none."""
+    if name in f.__code__.co_freevars:
+        cell = (f.__closure__ or ())[f.__code__.co_freevars.index(name)]
+        try:
+            return cell.cell_contents
+        except ValueError:
+            return None
+    return f.__globals__.get(name, getattr(builtins, name, None))
 
 
 def _compiled(node: ast.FunctionDef, inside: str | None, f: types.FunctionType) -> types.CodeType:

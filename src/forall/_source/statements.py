@@ -13,6 +13,7 @@ from forall._source.expressions import Expressions
 from forall._source.names import Liveness, Names, bound
 from forall._source.pieces import FRAME, ITERABLE, constant, delayed, expr, function, stmts
 from forall._source.refused import CannotConvert
+from forall._source.scalar_code import ScalarCode
 from forall._source.straight import sides
 from forall._source.templates import (
     AGAIN,
@@ -24,6 +25,7 @@ from forall._source.templates import (
     IF_ELSE,
     IN_PLACE,
     LEAVE,
+    SCALAR,
     SIDE,
     WHILE,
 )
@@ -134,6 +136,30 @@ class Statements:
             AT_ONCE, node, DONE=self.scope.fresh("done"), SITE=constant(next(_sites), node),
             TEST=asked, YES=given[0], NO=given[1], JOINS=self._strings(joins, node),
             APART=apart, TARGET=target,
+        )  # fmt: skip
+        for s in made:
+            ast.fix_missing_locations(s)
+        return made
+
+    def _scalarcode(self, node: ScalarCode, e: Expressions) -> list[ast.stmt]:
+        """Scalar code for one example after another; else as it is written."""
+        reads = [
+            expr("(A, B)", node, A=constant(how, node), B=delayed(e.visit(tensor)))
+            for how, tensor in node.reads
+        ]
+        names = [node.way, *itertools.chain(*node.gives)]
+        target = ast.Tuple([ast.Name(n, ast.Store()) for n in names], ast.Store())
+        try:
+            as_written = self.body(node.body)
+        except CannotConvert as cannot:
+            reason = constant(cannot.reason, node)
+            as_written = stmts("raise F.Unsplittable(REASON)", node, REASON=reason)
+        made = stmts(
+            SCALAR, node, DONE=self.scope.fresh("done"), FUNCTION=node.function,
+            NAMES=self._strings(node.takes, node), GIVES=constant((*map(len, node.gives),), node),
+            READS=ast.copy_location(ast.Tuple(reads, ast.Load()), node),
+            CHANGES=constant(node.may_change, node), AS_WRITTEN=as_written,
+            TARGET=target, AFTER=self.body(node.orelse),
         )  # fmt: skip
         for s in made:
             ast.fix_missing_locations(s)

@@ -53,6 +53,14 @@ if DONE is None:
 else:
     TARGET = DONE
 """
+SCALAR = """
+DONE = F.scalar(FUNCTION, NAMES, F.locals(), READS, GIVES, CHANGES)
+if DONE is None:
+    AS_WRITTEN
+else:
+    TARGET = DONE
+    AFTER
+"""
 SIDE = """
 def NAME():
     BODY

@@ -23,6 +23,7 @@ from forall._core.places import Place, users_frame
 from forall._lanes import Refused, convert, deeply, is_running, thread
 from forall._lanes.heap import SeveralKinds, Unsplittable
 from forall._lanes.varying import Varying
+from forall._lanes.words import words
 from forall._torch import trees
 from forall._torch.posed import bare
 from forall._torch.wrapper import Wrapper
@@ -42,6 +43,16 @@ _DEEPLY: WeakSet[CodeType] = WeakSet()  # and where libraries had to be converte
 # What converted code raises where it cannot hold examples apart.
 UNABLE = (Apart, Undefined, Unsplittable, Late)
 _NOWHERE = Place("?", 0)
+
+
+def _bindings_of(function: Any) -> Any:
+    # Its tables take time to import, and in most programs no examples part.
+    from forall._transforms.computing import bindings_of
+
+    return bindings_of(function)
+
+
+words.bindings_of = _bindings_of
 
 
 def run(call: Mapping) -> tuple[list, Any]:

@@ -1,0 +1,691 @@
+"""Scalar code: statements that compute with Python's own values, and touch no tensor.
+
+``n = int(x)``, a loop over such numbers, ``sorted(x.tolist())[-3:]``: what each example does there
+is plain Python, on its own numbers. Such statements are put together into one function, to be
+called for one example after another; what stands before and after goes on for all at once. The
+numbers that it reads of tensors are read before it begins.
+
+Which names are tensors is a guess: the arguments are, and what is computed from them. The runtime
+looks at what it is really given, and runs the statements as they are written where the guess was
+wrong. They stay for that, as the body of a `ScalarCode`.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import types
+from typing import TYPE_CHECKING, Any
+
+from forall._source.names import COMPREHENSIONS, SCOPES, Liveness, Names, bound, own, read
+from forall._source.pieces import FRAME, constant, expr, stmts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+# Methods and functions that read the numbers of a tensor
+_READ = frozenset({"item", "tolist"})
+_CONVERT = frozenset({"int", "float", "bool"})
+# What tells of a tensor the same for all examples
+_TOLD = frozenset({"shape", "ndim", "dtype", "device", "is_complex", "is_floating_point"})
+_TOLD_BY_CALLS = frozenset({"dim", "size", "numel", "nelement", "is_complex", "is_floating_point"})
+# Functions of Python's that do more than compute, or depend on who calls
+_NOT_SCALAR = frozenset(
+    """__import__ aiter anext breakpoint compile delattr dir eval exec getattr globals hasattr help id
+    input isinstance issubclass iter locals memoryview next object open print setattr super type
+    vars""".split()
+)
+# Of these a column of all examples makes one call each: nothing is gained by leaving it
+_ARITHMETIC = frozenset({"int", "float", "bool", "abs", "min", "max", "round", "len", "range"})
+# Of Python's own functions, those that change nothing they are given
+_ONLY_READ = _ARITHMETIC | frozenset("sorted sum any all list tuple set dict str zip map".split())
+_MAKERS = frozenset({"tensor", "as_tensor", "scalar_tensor"})  # of tensors, from numbers
+_HEAVY = (
+    ast.While, ast.For, ast.Try, ast.FunctionDef, ast.If, ast.IfExp, ast.JoinedStr, ast.Dict,
+    ast.Subscript, ast.Lambda, *COMPREHENSIONS,
+)  # fmt: skip
+
+
+class ScalarCode(ast.If):
+    """The statements ``body``, and what follows from them (``orelse``) where they ran by example.
+
+    ``function`` is a definition that does the same for one example, of the names ``takes`` and the
+    values of ``reads``, pairs of a method and a tensor. ``test`` stands for all that is read.
+    """
+
+    function: str  # the name of a function that does the same for one example
+    takes: list[str]  # the names that it is given
+    reads: list[tuple[str, ast.expr]]  # and what it is given of tensors: a method, and the tensor
+    gives: list[list[str]]  # the names of the values that it returns, for each way out of it
+    way: str  # the name of the number of the way
+    may_change: bool  # whether it may change a list that it is given
+
+
+def with_scalar_code(f: ast.FunctionDef, scope: Any, lookup: Callable[[str], Any]) -> None:
+    """Put the scalar code of a function together."""
+    if any(isinstance(n, (ast.Match, ast.Await, ast.Yield, ast.YieldFrom)) for n in ast.walk(f)):
+        return
+    names = Names(f)
+    finder = _Finder(f, names, scope, lookup)
+    f.body = finder.block(f.body, in_loop=False)
+
+
+class _Finder:
+    """Finds scalar code in one function."""
+
+    def __init__(self, f: ast.FunctionDef, names: Names, scope: Any, lookup: Callable) -> None:
+        self.f, self.names, self.scope, self.lookup = f, names, scope, lookup
+        a = f.args
+        given = (*a.posonlyargs, *a.args, *a.kwonlyargs, *filter(None, (a.vararg, a.kwarg)))
+        self.tensors = {x.arg for x in given}  # names that may be tensors
+        self.fixed = names.noted | names.globals  # names whose every write is seen by others
+        everything = types.SimpleNamespace(local=names.local, captured=set())
+        self.live = Liveness(f, everything, all_live=False)  # type: ignore[arg-type]
+        self._spread()
+
+    # --- which names may be tensors
+
+    def _spread(self) -> None:
+        """Find the names that may be tensors, or are no scalars for other reasons."""
+        statements = [n for n in own(self.f.body) if isinstance(n, ast.stmt)]
+        while True:
+            before = len(self.tensors)
+            for s in statements:
+                self._bind(s)
+            if len(self.tensors) == before:
+                return
+
+    def _bind(self, s: ast.stmt) -> None:
+        match s:
+            case ast.Assign() if not self.is_scalar(s.value):
+                self.tensors |= bound(s.targets)
+            case ast.AugAssign() | ast.AnnAssign() if s.value and not self.is_scalar(s.value):
+                self.tensors |= bound([s.target])
+            case ast.For() if not self.is_scalar(s.iter):
+                self.tensors |= bound([s.target])
+            case ast.With():
+                self.tensors |= bound([i.optional_vars for i in s.items if i.optional_vars])
+            case ast.FunctionDef() if not self.is_statement(s):
+                self.tensors.add(s.name)
+            case ast.ClassDef() | ast.AsyncFunctionDef():
+                self.tensors.add(s.name)
+            case ast.Import() | ast.ImportFrom():
+                self.tensors |= bound([s])
+        for n in ast.walk(s):
+            if isinstance(n, ast.NamedExpr) and not self.is_scalar(n.value):
+                self.tensors.add(n.target.id)
+
+    # --- expressions
+
+    def is_scalar(self, node: ast.AST | None) -> bool:
+        """Return True if an expression only computes with Python's own values."""
+        match node:
+            case None | ast.Constant():
+                return True
+            case ast.Name():
+                return self._is_scalar_name(node.id)
+            case ast.Attribute():
+                if self.is_scalar(node.value):
+                    return not node.attr.startswith("_")
+                return node.attr in _TOLD and self.is_read_early(node.value)
+            case ast.Call():
+                return self.reading(node) is not None or self._is_scalar_call(node)
+            case ast.IfExp():
+                return self.is_test(node.test) and self._all(node.body, node.orelse)
+            case ast.UnaryOp(op=ast.Not()):
+                return self.is_test(node.operand)
+            case ast.BinOp(op=ast.MatMult()):
+                return False
+            case ast.Lambda():
+                return self._inside(node.args, [node.body])
+            case ast.ListComp() | ast.SetComp() | ast.GeneratorExp():
+                return self._comprehension(node.generators, [node.elt])
+            case ast.DictComp():
+                return self._comprehension(node.generators, [node.key, node.value])
+            case (
+                ast.BinOp() | ast.UnaryOp() | ast.BoolOp() | ast.Compare() | ast.Tuple()
+                | ast.List() | ast.Set() | ast.Dict() | ast.Slice() | ast.Subscript()
+                | ast.JoinedStr() | ast.FormattedValue() | ast.Starred() | ast.keyword()
+            ):  # fmt: skip
+                parts = ast.iter_child_nodes(node)
+                return all(self.is_scalar(p) for p in parts if isinstance(p, (ast.expr, ast.keyword)))
+            case ast.NamedExpr():
+                return self.is_scalar(node.value) and self._may_bind(node.target)
+        return False
+
+    def _all(self, *nodes: ast.AST | None) -> bool:
+        return all(map(self.is_scalar, nodes))
+
+    def is_test(self, node: ast.expr) -> bool:
+        """Return True if the truth of an expression is found with Python's own values."""
+        if isinstance(node, ast.BoolOp):
+            return all(map(self.is_test, node.values))
+        return self.is_scalar(node) or self._is_question(node)
+
+    def _is_question(self, node: ast.expr) -> bool:
+        """Return True for a comparison of a tensor, of which the truth is a number."""
+        return isinstance(node, ast.Compare) and len(node.ops) == 1 and self.is_read_early(node)
+
+    def _is_scalar_name(self, name: str) -> bool:
+        if name in self.tensors or name == FRAME:
+            return False
+        return name in self.names.local or not _is_of_torch(self.lookup(name))
+
+    def _is_scalar_call(self, node: ast.Call) -> bool:
+        f = node.func
+        if isinstance(f, ast.Name) and f.id in _NOT_SCALAR:
+            return False
+        return self.is_scalar(f) and self._all(*node.args, *node.keywords)
+
+    def reading(self, node: ast.AST) -> tuple[str, ast.expr] | None:
+        """Return the method by which a call reads a tensor's numbers, and the tensor."""
+        if not isinstance(node, ast.Call) or node.keywords:
+            return None
+        f, args = node.func, node.args
+        if isinstance(f, ast.Name) and f.id not in self.names.local and len(args) == 1:
+            if f.id in _CONVERT and not self.is_scalar(args[0]) and self.is_read_early(args[0]):
+                return f.id, args[0]
+            if f.id == "len" and not self.is_scalar(args[0]) and self.is_read_early(args[0]):
+                return "", node
+        if isinstance(f, ast.Attribute) and not self.is_scalar(f.value):
+            if f.attr in _READ and not args and self.is_read_early(f.value):
+                return f.attr, f.value
+            if f.attr in _TOLD_BY_CALLS and self._all(*args) and self.is_read_early(f.value):
+                return "", node
+        return None
+
+    def is_read_early(self, node: ast.AST) -> bool:
+        """Return True if an expression of tensors may be evaluated before scalar code begins.
+
+        It writes nothing, and all its names are tensors, which scalar code does not bind.
+        """
+        for n in ast.walk(node):
+            if isinstance(n, ast.Name):
+                if n.id not in self.tensors and n.id in self.names.local:
+                    return False
+            elif isinstance(n, ast.Call):
+                name = getattr(n.func, "attr", getattr(n.func, "id", "_"))
+                if name.endswith("_") or name in _NOT_SCALAR:
+                    return False
+            elif isinstance(n, (ast.NamedExpr, ast.Lambda, ast.IfExp, ast.BoolOp, *COMPREHENSIONS)):
+                return False
+        return True
+
+    def _comprehension(self, generators: list[ast.comprehension], results: list[ast.expr]) -> bool:
+        if any(g.is_async for g in generators) or not self.is_scalar(generators[0].iter):
+            return False
+        names = bound([g.target for g in generators])
+        later = [g.iter for g in generators[1:]]
+        tests = [test for g in generators for test in g.ifs]
+        return self._within(names, lambda: self._all(*later, *tests, *results))
+
+    def _inside(self, args: ast.arguments, body: list[ast.AST]) -> bool:
+        """Return True if a function inside is scalar code, given Python's own values."""
+        given = (*args.posonlyargs, *args.args, *args.kwonlyargs)
+        given = (*given, *filter(None, (args.vararg, args.kwarg)))
+        if not self._all(*args.defaults, *args.kw_defaults):
+            return False
+        names = {x.arg for x in given} | bound(body)
+        return self._within(names, lambda: all(map(self._is_part, body)))
+
+    def _is_part(self, node: ast.AST) -> bool:
+        if isinstance(node, ast.stmt):
+            return self.is_statement(node, returns=True)
+        return self.is_scalar(node)
+
+    def _within(self, names: set[str], ask: Callable[[], bool]) -> bool:
+        """Ask where these names are others, which are scalars."""
+        kept = self.tensors, self.names.local, self.fixed
+        self.tensors = self.tensors - names
+        self.names.local = self.names.local | names
+        self.fixed = self.fixed - names
+        try:
+            return ask()
+        finally:
+            self.tensors, self.names.local, self.fixed = kept
+
+    # --- statements
+
+    def _may_bind(self, target: ast.AST) -> bool:
+        match target:
+            case ast.Name():
+                return target.id in self.names.local and target.id not in self.tensors | self.fixed
+            case ast.Tuple() | ast.List():
+                return all(map(self._may_bind, target.elts))
+            case ast.Starred():
+                return self._may_bind(target.value)
+            case ast.Subscript():
+                return self._all(target.value, target.slice)
+        return False
+
+    def is_statement(self, s: ast.stmt, *, returns: bool = False, in_loop: bool = False) -> bool:
+        """Return True if a statement is scalar code.
+
+        ``returns`` is whether it may return, from a function inside.
+        """
+
+        def block(nodes: list[ast.stmt], *, loop: bool = in_loop) -> bool:
+            return all(self.is_statement(n, returns=returns, in_loop=loop) for n in nodes)
+
+        match s:
+            case ast.Pass():
+                return True
+            case ast.Break() | ast.Continue():
+                return in_loop
+            case ast.Expr():
+                return self.is_scalar(s.value)
+            case ast.Assign():
+                return self.is_scalar(s.value) and all(map(self._may_bind, s.targets))
+            case ast.AugAssign():
+                return self.is_scalar(s.value) and self._may_bind(s.target)
+            case ast.AnnAssign():
+                return s.value is not None and self.is_scalar(s.value) and self._may_bind(s.target)
+            case ast.If():
+                return self.is_test(s.test) and block(s.body) and block(s.orelse)
+            case ast.While():
+                return self.is_test(s.test) and block(s.body, loop=True) and block(s.orelse)
+            case ast.For():
+                if not (self.is_scalar(s.iter) and self._may_bind(s.target)):
+                    return False
+                return block(s.body, loop=True) and block(s.orelse)
+            case ast.Try():
+                handlers = all(self._is_handler(h) and block(h.body) for h in s.handlers)
+                return handlers and block(s.body) and block(s.orelse) and block(s.finalbody)
+            case ast.Raise():
+                return s.cause is None and self.is_scalar(s.exc)
+            case ast.FunctionDef():
+                if s.decorator_list or any(isinstance(n, ast.Nonlocal) for n in ast.walk(s)):
+                    return False
+                return s.name not in self.fixed and self._inside(s.args, list(s.body))
+            case ast.Return():
+                return returns is None or (returns and self.is_scalar(s.value)) or False
+        return False
+
+    def _is_handler(self, handler: ast.ExceptHandler) -> bool:
+        return self.is_scalar(handler.type) and handler.name not in self.tensors | self.fixed
+
+    def can_leave(self, s: ast.stmt) -> bool:
+        """Return True if a statement is scalar code but for what some of its returns make of it."""
+        kept = [n for n in own([s]) if isinstance(n, ast.Return)]
+        if not kept or not isinstance(s, (ast.Try, ast.While, ast.For)):
+            return False
+        in_try = any(isinstance(n, ast.Try) for n in own([s]))
+        if not all(self._can_return(r.value, in_try=in_try) for r in kept):
+            return False
+        values = [r.value for r in kept]
+        for r in kept:
+            r.value = None
+        try:
+            return self.is_statement(s, returns=True)
+        finally:
+            for r, value in zip(kept, values, strict=True):
+                r.value = value
+
+    def _can_return(self, value: ast.expr | None, *, in_try: bool) -> bool:
+        """Return True if what is returned may be made after scalar code has ended.
+
+        In a ``try`` that is what cannot fail: a tensor made of a number.
+        """
+        if self.is_scalar(value):
+            return True
+        if not in_try:
+            return self._is_made_later(value)
+        match value:
+            case ast.Call(func=ast.Attribute(attr=name), keywords=[]) if name in _MAKERS:
+                return self._all(*value.args)
+        return False
+
+    def _is_made_later(self, value: ast.AST | None) -> bool:
+        """Return True if the names of an expression are tensors, but for scalars inside."""
+        if self.is_scalar(value):
+            return True
+        if isinstance(value, (ast.Lambda, ast.NamedExpr, *COMPREHENSIONS)):
+            return False
+        return all(
+            self._is_made_later(n) for n in ast.iter_child_nodes(value) if isinstance(n, ast.expr)
+        ) or (isinstance(value, ast.Name))
+
+    # --- putting it together
+
+    def block(self, nodes: list[ast.stmt], *, in_loop: bool) -> list[ast.stmt]:
+        """The statements of a block, with those that are scalar code put together."""
+        made: list[ast.stmt] = []
+        run: list[ast.stmt] = []
+        for n, s in enumerate(nodes):
+            if self._is_doc(s, n, in_loop) or not (self.is_statement(s) or self.can_leave(s)):
+                made += self._ended(run, s, in_loop)
+                run = []
+            else:
+                run.append(s)
+        if run:
+            made += self._ended(run, None, in_loop)
+        return made
+
+    def _is_doc(self, s: ast.stmt, n: int, in_loop: bool) -> bool:
+        return n == 0 and isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant)
+
+    def _ended(self, run: list[ast.stmt], last: ast.stmt | None, in_loop: bool) -> list[ast.stmt]:
+        """Scalar code, and the statement after it, of which parts may be scalar code too."""
+        holes = self._holes(last) if last is not None else []
+        after = [] if last is None else [self._divided(last, in_loop)]
+        if not any(map(self._is_heavy, run)) and not any(self._is_heavy(h) for h, _ in holes):
+            return run + after
+        return _Region(self, run, last, holes).made(after)
+
+    def _is_heavy(self, node: ast.AST) -> bool:
+        """Return True if code is more than arithmetic, which a column does for all at once."""
+        for n in ast.walk(node):
+            if isinstance(n, _HEAVY):
+                if not isinstance(n, ast.Subscript) or self.is_scalar(n.value):
+                    return True
+            elif isinstance(n, ast.Call) and self.reading(n) is None:
+                f = n.func
+                if isinstance(f, ast.Name) and f.id not in _ARITHMETIC:
+                    return True
+                if isinstance(f, ast.Attribute) and getattr(f.value, "id", "") != "math":
+                    return True
+        return False
+
+    def _holes(self, s: ast.stmt) -> list[tuple[ast.expr, Callable[[ast.expr], None]]]:
+        """The scalar expressions in a statement that is none, each with how to replace it."""
+        if isinstance(s, (ast.If, ast.While)):
+            if isinstance(s, ast.If) and self.is_scalar(s.test):
+                return [(s.test, lambda new: setattr(s, "test", new))]
+            return []
+        if not isinstance(s, (ast.Return, ast.Assign, ast.Expr, ast.AugAssign)):
+            return []
+        found: list = []
+        self.look_for_holes(s, found)
+        return found
+
+    def look_for_holes(self, node: ast.AST, found: list) -> None:
+        delayed = isinstance(node, (ast.IfExp, ast.BoolOp, ast.Lambda, *COMPREHENSIONS))
+        if delayed or isinstance(node, (ast.NamedExpr, ast.Compare)):
+            return  # what may not be evaluated, or not there
+        for field, value in ast.iter_fields(node):
+            items = value if isinstance(value, list) else [value]
+            for i, item in enumerate(items):
+                if isinstance(item, ast.keyword):
+                    self.look_for_holes(item, found)
+                if not isinstance(item, ast.expr) or isinstance(item, (ast.Constant, ast.Slice)):
+                    continue
+                if isinstance(getattr(item, "ctx", None), (ast.Store, ast.Del)):
+                    continue
+                if (field == "func" and isinstance(node, ast.Call)) or isinstance(item, ast.Starred):
+                    self.look_for_holes(item, found)
+                elif not self.is_scalar(item):
+                    self.look_for_holes(item, found)
+                elif not isinstance(item, ast.Name) and self._is_value(item):
+                    found.append((item, _putter(node, field, i if value is items else None)))
+
+    def _is_value(self, node: ast.expr) -> bool:
+        """Return True if an expression reads anything that differs between examples."""
+        return any(
+            self.reading(n) is not None
+            or (isinstance(n, ast.Name) and n.id in self.names.local and n.id not in self.tensors)
+            for n in ast.walk(node)
+        )
+
+    def _divided(self, s: ast.stmt, in_loop: bool) -> ast.stmt:
+        """A statement that is no scalar code, with that which is inside of it put together."""
+        loops = in_loop or isinstance(s, (ast.While, ast.For))
+        if isinstance(s, (ast.If, ast.While, ast.For, ast.With)):
+            s.body = self.block(s.body, in_loop=loops)
+            if getattr(s, "orelse", None):
+                s.orelse = self.block(s.orelse, in_loop=in_loop)  # type: ignore[attr-defined]
+        return s
+
+
+class _Region:
+    """Scalar code while it is put together."""
+
+    def __init__(self, finder: _Finder, run: list, last: ast.stmt | None, holes: list) -> None:
+        self.finder, self.run, self.last, self.holes = finder, run, last, holes
+        self.at: ast.AST = run[0] if run else holes[0][0]
+        self.reads: list[tuple[str, ast.expr]] = []
+        self.read_names: list[str] = []
+        self.ways: list[tuple[str, list[str], ast.Return]] = []  # text, values, what is left to do
+
+    def made(self, after: list[ast.stmt]) -> list[ast.stmt]:
+        finder, last = self.finder, self.last
+        as_written = copy.deepcopy(self.run)
+        hole_names = [finder.scope.fresh("hole") for _ in self.holes]
+        hole_values = [copy.deepcopy(value) for value, _ in self.holes]
+        is_test = isinstance(last, ast.If)
+        if self.holes and not is_test:
+            as_written.append(copy.deepcopy(last))  # type: ignore[arg-type]
+        elif self.holes:
+            as_written += stmts("NAME = V", self.at, NAME=hole_names[0], V=hole_values[0])
+        for (value, put), name in zip(self.holes, hole_names, strict=True):
+            put(_loaded(name, value))
+        outs = self._outs()
+        body = [self._inner(copy.deepcopy(s)) for s in self.run]
+        given = [self._inner(copy.deepcopy(v)) for v in hole_values]
+        takes = self._takes([*body, *(ast.copy_location(ast.Expr(v), v) for v in given)])
+        results = ast.Tuple(
+            [ast.Constant(0), *(ast.Name(n, ast.Load()) for n in outs), *given], ast.Load()
+        )
+        body += stmts("return V", self.at, V=results)
+        name = finder.scope.fresh("scalar")
+        (function,) = stmts("def NAME(): BODY", self.at, BODY=body)
+        args = [ast.arg(n) for n in (*takes, *self.read_names)]
+        function.name = name  # type: ignore[attr-defined]
+        function.args = ast.arguments([], args, None, [], [], None, [])  # type: ignore[attr-defined]
+        ast.fix_missing_locations(function)
+        finder.scope.functions.append(function)
+        return self._node(name, takes, [*outs, *hole_names], as_written, after)
+
+    def _node(
+        self, name: str, takes: list[str], falls: list[str], as_written: list, after: list
+    ) -> list[ast.stmt]:
+        reads = [copy.deepcopy(tensor) for _, tensor in self.reads]
+        test = ast.Tuple([*(ast.Name(n, ast.Load()) for n in takes), *reads], ast.Load())
+        node = ScalarCode(test, as_written, [])
+        node.function, node.takes, node.reads = name, takes, self.reads
+        node.way = self.finder.scope.fresh("way")
+        node.gives = [falls, *(values for _, values, _ in self.ways)]
+        node.may_change = any(map(_may_change, self.run))
+        for n, (_, _, left) in enumerate(self.ways, 1):
+            test = expr("WAY == N", self.at, WAY=node.way, N=constant(n, self.at))
+            node.orelse.append(ast.copy_location(ast.If(test, [left], []), self.at))
+        is_test = isinstance(self.last, ast.If)
+        if self.holes and not is_test:
+            node.orelse += after
+            after = []
+        node.orelse = node.orelse or [ast.Pass()]
+        ast.copy_location(node, self.at)
+        ast.fix_missing_locations(node)
+        return [node, *after]
+
+    def _outs(self) -> list[str]:
+        """The names that are read after it."""
+        finder, last = self.finder, self.last
+        if not self.run:
+            return []
+        if last is None or not self.holes:
+            after = finder.live.after[self.run[-1]]
+        elif isinstance(last, ast.If):
+            after = finder.live.start(last.body, last) | finder.live.start(last.orelse, last)
+        elif isinstance(last, ast.Return):
+            after = read(last)
+        else:
+            after = finder.live.after[last] | read(last)
+        inside = {id(n) for s in self.run for n in ast.walk(s)}
+        for node in own(finder.f.body):
+            if isinstance(node, (*SCOPES, ast.GeneratorExp)) and id(node) not in inside:
+                after = after | read(node)
+        return sorted(bound(self.run) & after & finder.names.local)
+
+    def _takes(self, body: list[ast.stmt]) -> list[str]:
+        """The names whose values it needs from before."""
+        body = [_Scopes(bound(body)).visit(copy.deepcopy(s)) for s in body]
+        if not body:
+            return []
+        plain = types.SimpleNamespace(local=self.finder.names.local, captured=set())
+        f = ast.FunctionDef("f", ast.arguments([], [], None, [], [], None, []), body, [])
+        live = Liveness(f, plain, all_live=False)  # type: ignore[arg-type]
+        return sorted(live.before[body[0]] & self.finder.names.local)
+
+    def _inner(self, node: Any) -> Any:
+        """The code for one example: with names for what is read of tensors, and ways out."""
+        return _Inner(self).visit(node)
+
+    def reading(self, how: str, tensor: ast.expr) -> ast.expr:
+        """The name of what is read of a tensor."""
+        text = how, ast.dump(tensor)
+        known = [(m, ast.dump(t)) for m, t in self.reads]
+        if text not in known:
+            self.reads.append((how, tensor))
+            self.read_names.append(self.finder.scope.fresh("read"))
+            known.append(text)
+        return _loaded(self.read_names[known.index(text)], tensor)
+
+    def leaving(self, node: ast.Return) -> ast.Return:
+        """``return value``, for one example: the number of the way, and what it needs."""
+        values: list[ast.expr] = []
+        names: list[str] = []
+
+        def hole(value: ast.expr) -> ast.expr:
+            values.append(self._inner(value))
+            names.append(self.finder.scope.fresh("hole"))
+            return _loaded(names[-1], value)
+
+        left = copy.deepcopy(node)
+        if left.value is not None and self.finder.is_scalar(left.value):
+            if not isinstance(left.value, ast.Constant):
+                left.value = hole(left.value)
+        elif left.value is not None:
+            holes: list = []
+            self.finder.look_for_holes(left.value, holes)
+            for value, put in holes:
+                put(hole(value))
+        text = ast.dump(left)
+        for n, name in enumerate(names):
+            text = text.replace(repr(name), f"'{n}'")
+        known = [way for way, _, _ in self.ways]
+        if text not in known:
+            self.ways.append((text, names, left))
+            known.append(text)
+        way = constant(known.index(text) + 1, node)
+        made = ast.Return(ast.Tuple([way, *values], ast.Load()))
+        return ast.copy_location(made, node)
+
+
+class _Inner(ast.NodeTransformer):
+    """Rewrites scalar code for one example."""
+
+    def __init__(self, region: _Region) -> None:
+        self.region, self.finder = region, region.finder
+        self.depth = 0  # how many functions around
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        found = self.finder.reading(node)
+        return self.generic_visit(node) if found is None else self.region.reading(*found)
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        if self.finder.is_scalar(node) and not self.finder.is_scalar(node.value):
+            return self.region.reading("", node)
+        return self.generic_visit(node)
+
+    def visit_Compare(self, node: ast.Compare) -> ast.AST:
+        if not self.finder.is_scalar(node):
+            return self.region.reading("bool", node)
+        return self.generic_visit(node)
+
+    def visit_Return(self, node: ast.Return) -> ast.AST:
+        return self.generic_visit(node) if self.depth else self.region.leaving(node)
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        return self._deeper(node)
+
+    def visit_Lambda(self, node: ast.Lambda) -> ast.AST:
+        return self._deeper(node)
+
+    def _deeper(self, node: Any) -> ast.AST:
+        self.depth += 1
+        try:
+            return self.generic_visit(node)
+        finally:
+            self.depth -= 1
+
+
+class _Scopes(ast.NodeTransformer):
+    """Takes the names of inner scopes out of code, for who asks what it reads."""
+
+    def __init__(self, later: set[str]) -> None:
+        self.later = later  # what functions inside may read once it has been bound
+
+    def _hidden(self, node: Any, names: set[str]) -> ast.AST:
+        for n in ast.walk(node):
+            if isinstance(n, ast.Name) and n.id in names:
+                n.id = "__hidden__"
+        return node
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        given = {a.arg for a in ast.walk(node) if isinstance(a, ast.arg)}
+        return self._hidden(node, given | bound(node.body) | self.later)
+
+    def visit_Lambda(self, node: ast.Lambda) -> ast.AST:
+        self.generic_visit(node)
+        return self._hidden(node, {a.arg for a in ast.walk(node) if isinstance(a, ast.arg)})
+
+    def _comprehension(self, node: Any) -> ast.AST:
+        self.generic_visit(node)
+        return self._hidden(node, bound([g.target for g in node.generators]))
+
+    visit_ListComp = visit_SetComp = visit_DictComp = _comprehension  # noqa: N815 - ast's names
+    visit_GeneratorExp = _comprehension  # noqa: N815 - ast's name
+
+
+def _loaded(name: str, at: ast.AST) -> ast.expr:
+    return ast.copy_location(ast.Name(name, ast.Load()), at)
+
+
+def _may_change(node: ast.AST) -> bool:
+    """Return True if code may change a list that it is given."""
+    for n in ast.walk(node):
+        if isinstance(n, ast.AugAssign):
+            return True
+        if isinstance(n, ast.Subscript) and not isinstance(n.ctx, ast.Load):
+            return True
+        if isinstance(n, ast.Call) and getattr(n.func, "id", "") not in _ONLY_READ:
+            return True
+    return False
+
+
+def _putter(node: ast.AST, field: str, i: int | None) -> Callable[[ast.expr], None]:
+    def put(new: ast.expr) -> None:
+        if i is None:
+            setattr(node, field, new)
+        else:
+            getattr(node, field)[i] = new
+
+    return put
+
+
+def _is_of_torch(value: Any) -> bool:
+    """Return True if a value is torch's, or a function of the user's that names torch."""
+    if isinstance(value, types.FunctionType):
+        home = value.__globals__
+        named = {n for code in _codes(value.__code__) for n in code.co_names}
+        return _home(value).startswith("torch") or any(
+            isinstance(home.get(n), types.ModuleType) and _home(home[n]).startswith("torch")
+            for n in named
+        )
+    return _home(value).split(".")[0] in ("torch", "forall") or any(
+        _home(kind).startswith("torch") for kind in type(value).__mro__
+    )
+
+
+def _codes(code: types.CodeType) -> Iterable[types.CodeType]:
+    yield code
+    for constant_ in code.co_consts:
+        if isinstance(constant_, types.CodeType):
+            yield from _codes(constant_)
+
+
+def _home(value: Any) -> str:
+    if isinstance(value, types.ModuleType):
+        return value.__name__
+    found = getattr(value, "__module__", None)
+    return found if isinstance(found, str) else ""
