@@ -31,7 +31,7 @@ from forall._torch.dispatch import functions_off, no_dispatch
 from forall._torch.names import PLAIN
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from types import CodeType, FunctionType
 
 Tensor = torch.Tensor
@@ -65,11 +65,10 @@ def run(
     if not left or not _may_run() or not _only_computes(function):
         return None
     try:
-        columns = _Columns(may_change=may_change)
-        given = [columns.of(local[name]) for name in names]
-        given += [columns.read(how, tensor()) for how, tensor in reads]
-        results = columns.results(function, given)
-        found = _packed(results, gives, columns)
+        examples = _Examples(may_change=may_change)
+        given = [examples.named(local[name]) for name in names]
+        given += [examples.read(how, tensor()) for how, tensor in reads]
+        found = examples.run(function, given, gives)
     except (Exception, words.Undefined):  # noqa: BLE001 - as it is written it tells what is wrong
         _tries[code] = left - 1
         return None
@@ -108,67 +107,67 @@ def _only_computes(function: FunctionType) -> bool:
     return bindings is not None
 
 
-class _Row(NamedTuple):
-    """One value for each example; or one for all of them."""
+class _Given(NamedTuple):
+    """What scalar code is given under one name: one value for all, or one for each example."""
 
-    values: Sequence[Any] | None
     same: Any = None
+    each: Callable[[int, int], Sequence[Any]] | None = None  # those of the examples from i to j
 
 
-class _Columns:
-    """What scalar code is given: one value for each example that runs."""
+class _Examples:
+    """The examples that run, and what scalar code is given for them."""
 
     def __init__(self, *, may_change: bool) -> None:
         self.may_change = may_change
         self.level: Any = None  # whose examples these are
         self.size = 1
-        self.kept: list[Any] = []  # containers that others know
+        self.known: list[Any] = []  # containers that others know
 
-    def of(self, value: Any) -> _Row:
+    def named(self, value: Any) -> _Given:
         """The values of a name."""
         kind = type(value)
         if kind in _TOLD:
-            return _Row(None, value)
+            return _Given(value)
         if kind is Number:
-            return self._numbers(value.tensor)
+            return self._numbers(value.tensor, flat=True)
         if kind in (list, tuple):
             return self._container(value, list(value), kind)
         if kind is dict:
-            return self._container(value, [*value.values()], lambda v: dict(zip(value, v, strict=True)))
+            keys = [*value]
+            return self._container(
+                value, [*value.values()], lambda v: dict(zip(keys, v, strict=True))
+            )
         raise _AsideError
 
-    def _container(self, value: Any, items: list, make: Callable) -> _Row:
-        rows = [self.of(item) for item in items]
+    def _container(self, value: Any, items: list, make: Callable) -> _Given:
+        given = [self.named(item) for item in items]
         if type(value) is not tuple:
             if self.may_change:
                 raise _AsideError
-            self.kept.append(value)
-        if all(row.values is None for row in rows):
-            return _Row(None, value)
-        columns = [itertools.repeat(r.same) if r.values is None else r.values for r in rows]
-        return _Row([make(v) for v in zip(*columns, strict=False)])
+            self.known.append(value)
+        if all(g.each is None for g in given):
+            return _Given(value)
+        return _Given(None, lambda i, j: [*map(make, _rows(given, i, j))])
 
-    def read(self, how: str, value: Any) -> _Row:
+    def read(self, how: str, value: Any) -> _Given:
         """What a method reads of a tensor."""
         kind = _CONVERSIONS.get(how)
-        if not isinstance(value, Tensor):
-            if how == "":
-                return self.of(value)
-            if kind is None:
-                raise _AsideError
-            row = self.of(value)
-            return _Row(None, kind(row.same)) if row.values is None else _Row([*map(kind, row.values)])
-        if how == "tolist":
+        if how == "" and not isinstance(value, Tensor):
+            return self.named(value)
+        if isinstance(value, Tensor) and how == "tolist":
             return self._numbers(value)
-        if how == "" or value.numel() != 1:
+        if how == "" or how == "tolist" or (isinstance(value, Tensor) and value.numel() != 1):
             raise _AsideError
-        row = self._numbers(value, flat=True)
+        found = self._numbers(value, flat=True) if isinstance(value, Tensor) else self.named(value)
         if kind is None:
-            return row
-        return _Row(None, kind(row.same)) if row.values is None else _Row([*map(kind, row.values)])
+            return found
+        each = found.each
+        if each is None:
+            return _Given(kind(found.same))
+        return _Given(None, lambda i, j: [*map(kind, each(i, j))])
 
-    def _numbers(self, t: Tensor, *, flat: bool = False) -> _Row:
-        """The numbers of a tensor, as lists of lists, for each example that runs."""
+    def _numbers(self, t: Tensor, *, flat: bool = False) -> _Given:
+        """The numbers of a tensor, as lists of lists or one for each example."""
         stack.asked = True
         if stack.parted and is_stale(t):
             t = narrow(t)
@@ -177,32 +176,62 @@ class _Columns:
             raise _AsideError
         with functions_off(), no_dispatch():
             if not levels:
-                return _Row(None, numbers.item() if flat else numbers.tolist())
-            (level,) = levels
-            axis = t.axis if hasattr(t, "axis") else 0
-            numbers = numbers.movedim(axis or 0, 0)
+                return _Given(numbers.item() if flat else numbers.tolist())
+            numbers = numbers.movedim(stacks.axis_of(t), 0)
             numbers = numbers.reshape(-1) if flat else numbers
-            if self.level is None:
-                self.level, self.size = level, len(numbers)
-            if level is not self.level or len(numbers) != self.size:
-                raise _AsideError
-            return _Row(numbers.tolist())
-
-    def results(self, function: Callable, given: list[_Row]) -> list[tuple]:
-        """What the code gives for each example."""
         if self.level is None:
-            return [function(*[row.same for row in given])]
-        rows = zip(*[
-            itertools.repeat(row.same, self.size) if row.values is None else row.values
-            for row in given
-        ], strict=True)  # fmt: skip
-        if stack.late is None:
-            return [*itertools.starmap(function, rows)]
-        results: list[tuple] = []
-        while len(results) < self.size:
-            results += itertools.starmap(function, itertools.islice(rows, _AT_A_TIME))
-            stack.late()
-        return results
+            self.level, self.size = levels[0], len(numbers)
+        if levels[0] is not self.level or len(numbers) != self.size:
+            raise _AsideError
+
+        def each(i: int, j: int) -> list:
+            with functions_off(), no_dispatch():
+                return numbers[i:j].tolist()
+
+        return _Given(None, each)
+
+    def run(self, function: Callable, given: list[_Given], gives: tuple[int, ...]) -> tuple:
+        """Call the code for each example; return what all of them get."""
+        ways: list[list[_Results] | None] = [None] * len(gives)
+        taken: list[int] = []
+        # A few at a time, so that few rows and lists are alive at once.
+        for start in range(0, self.size, _AT_A_TIME):
+            rows = _rows(given, start, min(start + _AT_A_TIME, self.size))
+            results = [*itertools.starmap(function, rows)]
+            if stack.late is not None:
+                stack.late()
+            first = [result[0] for result in results]
+            for way in {*first}:
+                some = results
+                if first.count(way) < len(results):
+                    filler = next(r for r in results if r[0] == way)  # for who never looks
+                    some = [r if r[0] == way else filler for r in results]
+                values = [*zip(*some, strict=True)][1:]
+                self._check_names(some, values)
+                known = ways[way]
+                if known is None:
+                    known = ways[way] = [_results_of(column[0]) for column in values]
+                    for found, column in zip(known, values, strict=True):
+                        found.add([column[0]] * start)
+                for found, column in zip(known, values, strict=True):
+                    found.add(column)
+            for way in {*range(len(gives))} - {*first}:
+                for found in ways[way] or ():
+                    found.fill(len(results))
+            taken += first
+        given_back: list[Any] = [self.number(taken, int)]
+        for found, count in zip(ways, gives, strict=True):
+            given_back += [None] * count if found is None else [f.of(self) for f in found]
+        return tuple(given_back)
+
+    def _check_names(self, results: list[tuple], columns: list[Sequence]) -> None:
+        """Leave where a container has two names, or is one that others know."""
+        firsts = [column[0] for column in columns if type(column[0]) in _CONTAINERS]
+        if not firsts or (len(firsts) == 1 and not self.known and not _is_nested(firsts[0])):
+            return
+        known = {id(value) for value in self.known}
+        for result in results:
+            _check_once(result, set(known))
 
     def number(self, values: list, kind: type) -> Any:
         """Numbers of one type, as what each example has."""
@@ -213,6 +242,8 @@ class _Columns:
     def text(self, values: list) -> Any:
         """Texts, of which there are a few."""
         different = dict.fromkeys(values)
+        if len(different) == 1:
+            return values[0]
         if len(different) > _MOST_TEXTS or stack.parted or self.level.parent is not None:
             raise _AsideError
         places: dict[Any, list[int]] = {text: [] for text in different}
@@ -221,63 +252,95 @@ class _Columns:
         return merge([(World.alone(chosen(self.level, at)), text) for text, at in places.items()])
 
 
-def _packed(results: list[tuple], gives: tuple[int, ...], columns: _Columns) -> tuple:
-    """The results of all examples as one."""
-    ways = [result[0] for result in results]
-    found: list[Any] = [columns.number(ways, int)]
-    for way, count in enumerate(gives):
-        some = results if len(gives) == 1 else [r for r in results if r[0] == way]
-        if not some:
-            found += [None] * count
-            continue
-        if len(some) < len(results):  # the others never look
-            some = [r if r[0] == way else some[0] for r in results]
-        values = [*zip(*some, strict=True)][1:]
-        if any(type(column[0]) in _CONTAINERS for column in values):
-            for result in some:
-                _check_names(result, columns.kept)
-        found += [_column(column, columns) for column in values]
-    return tuple(found)
+def _rows(given: list[_Given], i: int, j: int) -> Iterator[tuple]:
+    """The values of some examples, together for each of them."""
+    if not given:
+        return iter([()] * (j - i))
+    columns = [itertools.repeat(g.same, j - i) if g.each is None else g.each(i, j) for g in given]
+    return zip(*columns, strict=True)
 
 
-def _column(values: Sequence[Any], columns: _Columns) -> Any:
-    """One value of all examples."""
-    kinds = {*map(type, values)}
-    first = values[0]
-    if len(kinds) > 1:
-        raise _AsideError
-    (kind,) = kinds
-    if kind in DTYPES:
-        return columns.number(list(values), kind)
-    if kind in (list, tuple):
-        if any(len(v) != len(first) for v in values):
+class _Results:
+    """One value of each example, all of one kind."""
+
+    def __init__(self, kind: type) -> None:
+        self.kind = kind
+        self.values: list[Any] = []
+
+    def add(self, values: Sequence[Any]) -> None:
+        """Take the values of some more examples."""
+        for kind in {*map(type, values)}:
+            if kind is not self.kind:
+                raise _AsideError
+        self.values += values
+
+    def fill(self, count: int) -> None:
+        """Take some that nobody looks at."""
+        self.values += self.values[-1:] * count
+
+    def of(self, examples: _Examples) -> Any:
+        """The value of all examples."""
+        if self.kind in DTYPES:
+            return examples.number(self.values, self.kind)
+        return examples.text(self.values)
+
+
+class _Containers(_Results):
+    """Lists of one length, or dicts with the same keys."""
+
+    def __init__(self, first: Any) -> None:
+        super().__init__(type(first))
+        self.keys = [*first] if self.kind is dict else None
+        if self.keys is not None and not all(type(key) in (int, str) for key in self.keys):
             raise _AsideError
-        parts = [_column(part, columns) for part in zip(*values, strict=True)]
-        return kind(parts)
-    if kind is dict:
-        keys = [*first]
-        if any([*v] != keys for v in values) or not all(type(k) in (int, str) for k in keys):
+        self.parts = [_results_of(v) for v in (first.values() if self.keys else first)]
+
+    def add(self, values: Sequence[Any]) -> None:
+        for kind in {*map(type, values)}:
+            if kind is not self.kind:
+                raise _AsideError
+        if self.keys is not None:
+            if any([*v] != self.keys for v in values):
+                raise _AsideError
+            values = [[*v.values()] for v in values]
+        if {*map(len, values)} - {len(self.parts)}:
             raise _AsideError
-        return {k: _column([v[k] for v in values], columns) for k in keys}
-    if kind in (str, bytes, type(None)):
-        return first if all(v == first for v in values) else columns.text(list(values))
+        for part, column in zip(self.parts, zip(*values, strict=True), strict=False):
+            part.add(column)
+
+    def fill(self, count: int) -> None:
+        for part in self.parts:
+            part.fill(count)
+
+    def of(self, examples: _Examples) -> Any:
+        found = [part.of(examples) for part in self.parts]
+        return self.kind(found) if self.keys is None else dict(zip(self.keys, found, strict=True))
+
+
+def _results_of(first: Any) -> _Results:
+    """Where values of this kind are put."""
+    kind = type(first)
+    if kind in (list, tuple, dict):
+        return _Containers(first)
+    if kind in DTYPES or kind in (str, bytes, type(None)):
+        return _Results(kind)
     raise _AsideError
 
 
-def _check_names(result: tuple, kept: list[Any]) -> None:
-    """Leave where a container has two names, or is one that others know."""
-    seen = {id(value) for value in kept}
+def _is_nested(value: Any) -> bool:
+    return any(type(v) in (*_CONTAINERS, tuple) for v in _items(value))
 
-    def look(value: Any) -> None:
-        if type(value) in _CONTAINERS:
-            if id(value) in seen:
-                raise _AsideError
-            seen.add(id(value))
-        if type(value) in (list, tuple):
-            for item in value:
-                look(item)
-        elif type(value) is dict:
-            for item in value.values():
-                look(item)
 
-    look(result)
+def _items(value: Any) -> Iterable[Any]:
+    return value.values() if type(value) is dict else value
+
+
+def _check_once(value: Any, seen: set[int]) -> None:
+    """Leave where a container in a result has been seen."""
+    if type(value) in _CONTAINERS:
+        if id(value) in seen:
+            raise _AsideError
+        seen.add(id(value))
+    if type(value) in (list, tuple, dict):
+        for item in _items(value):
+            _check_once(item, seen)

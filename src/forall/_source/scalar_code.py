@@ -330,10 +330,7 @@ class _Finder:
             return True
         if not in_try:
             return self._is_made_later(value)
-        match value:
-            case ast.Call(func=ast.Attribute(attr=name), keywords=[]) if name in _MAKERS:
-                return self._all(*value.args)
-        return False
+        return _makes_tensor(value) and not value.keywords and self._all(*value.args)
 
     def _is_made_later(self, value: ast.AST | None) -> bool:
         """Return True if the names of an expression are tensors, but for scalars inside."""
@@ -395,10 +392,11 @@ class _Finder:
         if not isinstance(s, (ast.Return, ast.Assign, ast.Expr, ast.AugAssign)):
             return []
         found: list = []
-        self.look_for_holes(s, found)
+        self.look_for_holes(s, found, [])
         return found
 
-    def look_for_holes(self, node: ast.AST, found: list) -> None:
+    def look_for_holes(self, node: ast.AST, found: list, constants: list) -> None:
+        """Find the scalar expressions in another: of two that make tensors of numbers, each one."""
         delayed = isinstance(node, (ast.IfExp, ast.BoolOp, ast.Lambda, *COMPREHENSIONS))
         if delayed or isinstance(node, (ast.NamedExpr, ast.Compare)):
             return  # what may not be evaluated, or not there
@@ -406,15 +404,17 @@ class _Finder:
             items = value if isinstance(value, list) else [value]
             for i, item in enumerate(items):
                 if isinstance(item, ast.keyword):
-                    self.look_for_holes(item, found)
+                    self.look_for_holes(item, found, constants)
                 if not isinstance(item, ast.expr) or isinstance(item, (ast.Constant, ast.Slice)):
+                    if field == "args" and _is_number(item) and _makes_tensor(node):
+                        constants.append((item, _putter(node, field, i)))
                     continue
                 if isinstance(getattr(item, "ctx", None), (ast.Store, ast.Del)):
                     continue
                 if (field == "func" and isinstance(node, ast.Call)) or isinstance(item, ast.Starred):
-                    self.look_for_holes(item, found)
+                    self.look_for_holes(item, found, constants)
                 elif not self.is_scalar(item):
-                    self.look_for_holes(item, found)
+                    self.look_for_holes(item, found, constants)
                 elif not isinstance(item, ast.Name) and self._is_value(item):
                     found.append((item, _putter(node, field, i if value is items else None)))
 
@@ -556,7 +556,8 @@ class _Region:
                 left.value = hole(left.value)
         elif left.value is not None:
             holes: list = []
-            self.finder.look_for_holes(left.value, holes)
+            outer = ast.Expr(left.value)
+            self.finder.look_for_holes(outer, holes, holes)
             for value, put in holes:
                 put(hole(value))
         text = ast.dump(left)
@@ -651,6 +652,14 @@ def _may_change(node: ast.AST) -> bool:
         if isinstance(n, ast.Call) and getattr(n.func, "id", "") not in _ONLY_READ:
             return True
     return False
+
+
+def _is_number(node: Any) -> bool:
+    return isinstance(node, ast.Constant) and type(node.value) in (int, float)
+
+
+def _makes_tensor(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and getattr(node.func, "attr", "") in _MAKERS
 
 
 def _putter(node: ast.AST, field: str, i: int | None) -> Callable[[ast.expr], None]:
