@@ -21,6 +21,7 @@ from forall._batching.merging import is_stale, narrow
 from forall._batching.parts import chosen
 from forall._batching.worlds import World
 from forall._core.levels import stack
+from forall._core.listening import numbers_told
 from forall._lanes import stacks
 from forall._lanes.arithmetic import DTYPES
 from forall._lanes.merging import merge
@@ -68,6 +69,14 @@ def run(
         examples = _Examples(may_change=may_change)
         given = [examples.named(local[name]) for name in names]
         given += [examples.read(how, tensor()) for how, tensor in reads]
+    except (Exception, words.Undefined):  # noqa: BLE001 - as it is written it tells what is wrong
+        _tries[code] = left - 1
+        return None
+    if examples.level is not None:
+        numbers_told()
+    if not _is_unheard():
+        return None
+    try:
         found = examples.run(function, given, gives)
     except (Exception, words.Undefined):  # noqa: BLE001 - as it is written it tells what is wrong
         _tries[code] = left - 1
@@ -77,11 +86,14 @@ def run(
     return found
 
 
+def _is_unheard() -> bool:
+    """Return True if nobody hears what is asked of examples."""
+    return all(listener.is_idle for listener in stack.listening)
+
+
 def _may_run() -> bool:
-    """Return True if nobody hears what is asked, and examples may part."""
+    """Return True if examples may part as they like."""
     if thread.report is not None or thread.loose:
-        return False
-    if stack.listening and not all(listener.is_idle for listener in stack.listening):
         return False
     level: Any = stack.top
     while level is not None:
