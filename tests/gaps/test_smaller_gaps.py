@@ -228,3 +228,14 @@ def test_sums_of_examples_added_to_a_view_with_a_history_of_outer_examples():
     total = x[0].sum()
     right = torch.cat([torch.zeros(1, dtype=D), 4 * (2 * x[0, 1:] + total)])
     torch.testing.assert_close(vmap(grad(f))(x)[0], right)
+
+
+@pytest.mark.xfail(strict=True, reason="torch's formula of x ** tensor, of second order at x = 0")
+def test_second_derivative_of_a_power_at_zero():
+    xs = torch.tensor([[0.0, 1.0], [1.0, 0.0]])
+
+    def f(x):
+        return x ** x[0].item()
+
+    truth = torch.stack([jacrev(jacrev(f))(x) for x in xs])
+    assert torch.equal(vmap(jacrev(jacrev(f)))(xs), truth)

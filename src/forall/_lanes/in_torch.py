@@ -197,12 +197,35 @@ def _promoting(func: Any, args: tuple, kwargs: dict) -> Any:
         given[p] = in_dtype(given[p], target, device)
         if given[p] is None:
             return NotImplemented
-    if name.startswith(("clamp", "clip")):  # the bounds are both tensors, or neither is
-        for p in places:
+    if name in _CLAMPS:
+        # Both bounds are numbers: beside one, torch takes a tensor for its number.
+        for p in places[1:]:
             if not isinstance(given[p], Tensor):
                 given[p] = torch.tensor(given[p], dtype=dtype, device=device)
+            given[p] = given[p].detach()
+        if given[0].is_floating_point():
+            func = _clamped_in_place if name.endswith("_") else _clamped
     args = tuple(given[i] for i in range(len(args)))
     return _in_float32(func, dtype) if as_it_is else func, args, {k: given[k] for k in kwargs}
+
+
+_CLAMPS = frozenset({"clamp", "clip", "clamp_", "clip_"})
+
+
+def _clamped(input: Tensor, min: Any = None, max: Any = None) -> Tensor:
+    """``clamp`` with the derivative that it has by numbers: an entry at its bound is within.
+
+    With one bound that is a tensor, torch's two modes do not agree there, and forward mode says 0.
+    """
+    x = input.detach()
+    out = torch.clamp(x, min, max)
+    sides = [x >= min] if min is not None else []
+    sides += [x <= max] if max is not None else []
+    return torch.where(reduce(torch.logical_and, sides), input, out)
+
+
+def _clamped_in_place(input: Tensor, min: Any = None, max: Any = None) -> Tensor:
+    return input.copy_(_clamped(input, min, max))
 
 
 def _is_special(name: str, values: list, dtype: torch.dtype) -> bool:

@@ -28,6 +28,7 @@ class Report:
     again: Counter[str] = field(default_factory=Counter)  # calls run again for each group
     ways: list[str] = field(default_factory=list)  # how the call ran, in words, one after another
     groups: list[int] = field(default_factory=list)  # how many examples each one has
+    scalar: set[Place] = field(default_factory=set)  # where scalar code begins
     call: Any = None  # the function, and how many examples it has
     level: Any = None
     _first: dict[Place, Any] = field(default_factory=dict)  # of the questions at a line

@@ -13,6 +13,7 @@ runs as it is written, which tells what is wrong.
 from __future__ import annotations
 
 import itertools
+from operator import is_
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -22,9 +23,10 @@ from forall._batching.parts import chosen
 from forall._batching.worlds import World
 from forall._core.levels import stack
 from forall._core.listening import numbers_told
+from forall._core.places import Place
 from forall._lanes import stacks
 from forall._lanes.arithmetic import DTYPES
-from forall._lanes.merging import merge
+from forall._lanes.merging import UNDEFINED, merge
 from forall._lanes.numbers import Number, told
 from forall._lanes.state import thread
 from forall._lanes.words import words
@@ -40,6 +42,7 @@ _TRIES = 4  # how often in a row the code may be left without a result
 _MOST_TEXTS = 8  # of examples, with which all others agree
 _AT_A_TIME = 256  # examples, before it is asked whether the call takes too long
 _CONSTANTS = frozenset({int, float, bool, complex, str, bytes, type(None)})
+_ATOMS = frozenset({*DTYPES, str, bytes, type(None)})
 _TOLD = _CONSTANTS | {torch.Size, torch.dtype, torch.device}
 _CONTAINERS = (list, dict, set)
 _CONVERSIONS = {"int": int, "float": float, "bool": bool}
@@ -54,7 +57,7 @@ class _AsideError(Exception):
 
 def run(
     function: FunctionType,
-    names: tuple[str, ...],
+    names: tuple[tuple[str, ...], tuple[str, ...]],
     local: dict[str, Any],
     reads: tuple[tuple[str, Callable[[], Any]], ...],
     gives: tuple[int, ...],
@@ -62,12 +65,17 @@ def run(
 ) -> tuple | None:
     """The number of the way out and the values of all ways; None where it runs as it is written."""
     code = function.__code__
+    if thread.report is not None:  # of each step, which shows where it runs as it is written
+        if _only_computes(function):
+            thread.report.scalar.add(Place(code.co_filename, code.co_firstlineno))
+        return None
     left = _tries.get(code, _TRIES)
     if not left or not _may_run() or not _only_computes(function):
         return None
     try:
         examples = _Examples(may_change=may_change)
-        given = [examples.named(local[name]) for name in names]
+        given = [_Given(UNDEFINED), *(examples.named(local[name]) for name in names[0])]
+        given += [examples.named(local.get(name, UNDEFINED)) for name in names[1]]
         given += [examples.read(how, tensor()) for how, tensor in reads]
     except (Exception, words.Undefined):  # noqa: BLE001 - as it is written it tells what is wrong
         _tries[code] = left - 1
@@ -93,7 +101,7 @@ def _is_unheard() -> bool:
 
 def _may_run() -> bool:
     """Return True if examples may part as they like."""
-    if thread.report is not None or thread.loose:
+    if thread.loose:
         return False
     level: Any = stack.top
     while level is not None:
@@ -109,9 +117,9 @@ def _only_computes(function: FunctionType) -> bool:
     known = _bindings.get(code)
     if known is not None:
         bindings, before = known
-        if cells is None or (before and all(a is b for a, b in zip(cells, before, strict=True))):
-            if bindings is None or bindings.hold(function):
-                return bindings is not None
+        is_same = cells is None or all(map(is_, cells, before))
+        if is_same and (bindings is None or bindings.hold(function)):
+            return bindings is not None
     bindings = words.bindings_of(function)
     if bindings is not None and bindings.tensors:
         bindings = None
@@ -138,7 +146,7 @@ class _Examples:
     def named(self, value: Any) -> _Given:
         """The values of a name."""
         kind = type(value)
-        if kind in _TOLD:
+        if kind in _TOLD or value is UNDEFINED:
             return _Given(value)
         if kind is Number:
             return self._numbers(value.tensor, flat=True)
@@ -168,7 +176,7 @@ class _Examples:
             return self.named(value)
         if isinstance(value, Tensor) and how == "tolist":
             return self._numbers(value)
-        if how == "" or how == "tolist" or (isinstance(value, Tensor) and value.numel() != 1):
+        if how in ("", "tolist") or (isinstance(value, Tensor) and value.numel() != 1):
             raise _AsideError
         found = self._numbers(value, flat=True) if isinstance(value, Tensor) else self.named(value)
         if kind is None:
@@ -251,17 +259,30 @@ class _Examples:
             return values[0]
         return told(stacks.rebuilt(values, DTYPES[kind], (self.size,), [self.level]))
 
-    def text(self, values: list) -> Any:
-        """Texts, of which there are a few."""
-        different = dict.fromkeys(values)
+    def value(self, values: list) -> Any:
+        """What each example has: numbers, of one type or two, or a few texts."""
+        kinds = [*map(type, values)]
+        kind = kinds[0]
+        if kind in DTYPES and kinds.count(kind) == len(kinds):
+            return self.number(values, kind)
+        keys = [k if k in DTYPES else v for k, v in zip(kinds, values, strict=True)]
+        different = dict.fromkeys(keys)
         if len(different) == 1:
             return values[0]
         if len(different) > _MOST_TEXTS or stack.parted or self.level.parent is not None:
             raise _AsideError
-        places: dict[Any, list[int]] = {text: [] for text in different}
-        for n, text in enumerate(values):
-            places[text].append(n)
-        return merge([(World.alone(chosen(self.level, at)), text) for text, at in places.items()])
+        places: dict[Any, list[int]] = {key: [] for key in different}
+        for n, key in enumerate(keys):
+            places[key].append(n)
+        parts = []
+        for key, at in places.items():
+            part = chosen(self.level, at)
+            of_part = key
+            if key in DTYPES:
+                numbers = [values[n] for n in at]
+                of_part = Number(stacks.rebuilt(numbers, DTYPES[key], (len(at),), [part]))
+            parts.append((World.alone(part), of_part))
+        return merge(parts)
 
 
 def _rows(given: list[_Given], i: int, j: int) -> Iterator[tuple]:
@@ -273,17 +294,15 @@ def _rows(given: list[_Given], i: int, j: int) -> Iterator[tuple]:
 
 
 class _Results:
-    """One value of each example, all of one kind."""
+    """One value of each example."""
 
-    def __init__(self, kind: type) -> None:
-        self.kind = kind
+    def __init__(self) -> None:
         self.values: list[Any] = []
 
     def add(self, values: Sequence[Any]) -> None:
         """Take the values of some more examples."""
-        for kind in {*map(type, values)}:
-            if kind is not self.kind:
-                raise _AsideError
+        if not _ATOMS.issuperset(map(type, values)):
+            raise _AsideError
         self.values += values
 
     def fill(self, count: int) -> None:
@@ -292,16 +311,14 @@ class _Results:
 
     def of(self, examples: _Examples) -> Any:
         """The value of all examples."""
-        if self.kind in DTYPES:
-            return examples.number(self.values, self.kind)
-        return examples.text(self.values)
+        return examples.value(self.values)
 
 
 class _Containers(_Results):
     """Lists of one length, or dicts with the same keys."""
 
     def __init__(self, first: Any) -> None:
-        super().__init__(type(first))
+        self.kind = type(first)
         self.keys = [*first] if self.kind is dict else None
         if self.keys is not None and not all(type(key) in (int, str) for key in self.keys):
             raise _AsideError
@@ -334,8 +351,8 @@ def _results_of(first: Any) -> _Results:
     kind = type(first)
     if kind in (list, tuple, dict):
         return _Containers(first)
-    if kind in DTYPES or kind in (str, bytes, type(None)):
-        return _Results(kind)
+    if kind in _ATOMS:
+        return _Results()
     raise _AsideError
 
 

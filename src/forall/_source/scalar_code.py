@@ -23,22 +23,34 @@ from forall._source.pieces import FRAME, constant, expr, stmts
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+UNBOUND = "__unbound__"  # what a name is given that has no value
 # Methods and functions that read the numbers of a tensor
 _READ = frozenset({"item", "tolist"})
 _CONVERT = frozenset({"int", "float", "bool"})
 # What tells of a tensor the same for all examples
 _TOLD = frozenset({"shape", "ndim", "dtype", "device", "is_complex", "is_floating_point"})
 _TOLD_BY_CALLS = frozenset({"dim", "size", "numel", "nelement", "is_complex", "is_floating_point"})
+# What may be called on the way to a tensor that is read
+_NAMES_OF_COMPUTING = """
+    abs all amax amin any argmax argmin ceil clamp clone cos cumsum det detach diff dot double exp
+    flatten flip float floor len log logsumexp long matmul max mean median min mul norm prod
+    reshape round select sigmoid sign sin softmax sort sqrt square squeeze std sub sum tanh topk
+    trace unsqueeze var view
+"""
+_COMPUTES = _READ | _CONVERT | _TOLD_BY_CALLS | frozenset(_NAMES_OF_COMPUTING.split())
 # Functions of Python's that do more than compute, or depend on who calls
-_NOT_SCALAR = frozenset(
-    """__import__ aiter anext breakpoint compile delattr dir eval exec getattr globals hasattr help id
-    input isinstance issubclass iter locals memoryview next object open print setattr super type
-    vars""".split()
-)
+_NAMES_OF_OTHERS = """
+    __import__ aiter anext breakpoint compile delattr dir eval exec getattr globals hasattr help
+    id input isinstance issubclass iter locals memoryview next object open print setattr super
+    type vars
+"""
+_NOT_SCALAR = frozenset(_NAMES_OF_OTHERS.split())
 # Of these a column of all examples makes one call each: nothing is gained by leaving it
 _ARITHMETIC = frozenset({"int", "float", "bool", "abs", "min", "max", "round", "len", "range"})
 # Of Python's own functions, those that change nothing they are given
-_ONLY_READ = _ARITHMETIC | frozenset("sorted sum any all list tuple set dict str zip map".split())
+_ONLY_READ = _ARITHMETIC | {
+    "all", "any", "dict", "list", "map", "set", "sorted", "str", "sum", "tuple", "zip",
+}  # fmt: skip
 _MAKERS = frozenset({"tensor", "as_tensor", "scalar_tensor"})  # of tensors, from numbers
 _HEAVY = (
     ast.While, ast.For, ast.Try, ast.FunctionDef, ast.If, ast.IfExp, ast.JoinedStr, ast.Dict,
@@ -55,6 +67,7 @@ class ScalarCode(ast.If):
 
     function: str  # the name of a function that does the same for one example
     takes: list[str]  # the names that it is given
+    optional: list[str]  # more of these, which it binds itself and may have no value before
     reads: list[tuple[str, ast.expr]]  # and what it is given of tensors: a method, and the tensor
     gives: list[list[str]]  # the names of the values that it returns, for each way out of it
     way: str  # the name of the number of the way
@@ -65,9 +78,36 @@ def with_scalar_code(f: ast.FunctionDef, scope: Any, lookup: Callable[[str], Any
     """Put the scalar code of a function together."""
     if any(isinstance(n, (ast.Match, ast.Await, ast.Yield, ast.YieldFrom)) for n in ast.walk(f)):
         return
+    rename_arguments(f, scope)
     names = Names(f)
     finder = _Finder(f, names, scope, lookup)
     f.body = finder.block(f.body, in_loop=False)
+
+
+def rename_arguments(f: ast.FunctionDef, scope: Any) -> None:
+    """Give the second value of an argument, as in ``n = int(n)``, a name of its own.
+
+    Where a function binds its argument anew for all that follows, that is another variable, which
+    need not be a tensor. Names that others see are left.
+    """
+    names = Names(f)
+    seen = names.captured | names.noted | names.globals
+    a = f.args
+    given = {x.arg for x in (*a.posonlyargs, *a.args, *a.kwonlyargs)}
+    if any(isinstance(n, ast.Name) and n.id in _NOT_SCALAR for n in ast.walk(f)):
+        return  # it may look for its names
+    for n, s in enumerate(f.body):
+        if not isinstance(s, ast.Assign):
+            continue
+        for name in sorted(given & bound(s.targets) - seen):
+            new = scope.fresh(name)
+            for node in (t for target in s.targets for t in ast.walk(target)):
+                if isinstance(node, ast.Name) and node.id == name:
+                    node.id = new
+            for later in f.body[n + 1 :]:
+                for node in ast.walk(later):
+                    if isinstance(node, ast.Name) and node.id == name:
+                        node.id = new
 
 
 class _Finder:
@@ -97,8 +137,9 @@ class _Finder:
 
     def _bind(self, s: ast.stmt) -> None:
         match s:
-            case ast.Assign() if not self.is_scalar(s.value):
-                self.tensors |= bound(s.targets)
+            case ast.Assign():
+                for target in s.targets:
+                    self._bind_target(target, s.value)
             case ast.AugAssign() | ast.AnnAssign() if s.value and not self.is_scalar(s.value):
                 self.tensors |= bound([s.target])
             case ast.For() if not self.is_scalar(s.iter):
@@ -114,6 +155,18 @@ class _Finder:
         for n in ast.walk(s):
             if isinstance(n, ast.NamedExpr) and not self.is_scalar(n.value):
                 self.tensors.add(n.target.id)
+
+    def _bind_target(self, target: ast.expr, value: ast.expr) -> None:
+        sides = target, value
+        if all(isinstance(side, (ast.Tuple, ast.List)) for side in sides):
+            parts: list[list[ast.expr]] = [side.elts for side in sides]  # type: ignore[attr-defined]
+            starred = any(isinstance(p, ast.Starred) for part in parts for p in part)
+            if not starred and len(parts[0]) == len(parts[1]):
+                for inner, its in zip(*parts, strict=True):
+                    self._bind_target(inner, its)
+                return
+        if not self.is_scalar(value):
+            self.tensors |= bound([target])
 
     # --- expressions
 
@@ -147,8 +200,8 @@ class _Finder:
                 | ast.List() | ast.Set() | ast.Dict() | ast.Slice() | ast.Subscript()
                 | ast.JoinedStr() | ast.FormattedValue() | ast.Starred() | ast.keyword()
             ):  # fmt: skip
-                parts = ast.iter_child_nodes(node)
-                return all(self.is_scalar(p) for p in parts if isinstance(p, (ast.expr, ast.keyword)))
+                kinds = (ast.expr, ast.keyword)
+                return self._all(*(p for p in ast.iter_child_nodes(node) if isinstance(p, kinds)))
             case ast.NamedExpr():
                 return self.is_scalar(node.value) and self._may_bind(node.target)
         return False
@@ -197,15 +250,15 @@ class _Finder:
     def is_read_early(self, node: ast.AST) -> bool:
         """Return True if an expression of tensors may be evaluated before scalar code begins.
 
-        It writes nothing, and all its names are tensors, which scalar code does not bind.
+        It calls what computes alone, and its names are tensors, which scalar code does not bind.
         """
         for n in ast.walk(node):
             if isinstance(n, ast.Name):
                 if n.id not in self.tensors and n.id in self.names.local:
                     return False
             elif isinstance(n, ast.Call):
-                name = getattr(n.func, "attr", getattr(n.func, "id", "_"))
-                if name.endswith("_") or name in _NOT_SCALAR:
+                name = getattr(n.func, "attr", getattr(n.func, "id", ""))
+                if name not in _COMPUTES or name in self.names.local:
                     return False
             elif isinstance(n, (ast.NamedExpr, ast.Lambda, ast.IfExp, ast.BoolOp, *COMPREHENSIONS)):
                 return False
@@ -298,7 +351,7 @@ class _Finder:
                     return False
                 return s.name not in self.fixed and self._inside(s.args, list(s.body))
             case ast.Return():
-                return returns is None or (returns and self.is_scalar(s.value)) or False
+                return returns and self.is_scalar(s.value)
         return False
 
     def _is_handler(self, handler: ast.ExceptHandler) -> bool:
@@ -392,11 +445,15 @@ class _Finder:
         if not isinstance(s, (ast.Return, ast.Assign, ast.Expr, ast.AugAssign)):
             return []
         found: list = []
-        self.look_for_holes(s, found, [])
+        self.look_for_holes(s, found, leaves=False)
         return found
 
-    def look_for_holes(self, node: ast.AST, found: list, constants: list) -> None:
-        """Find the scalar expressions in another: of two that make tensors of numbers, each one."""
+    def look_for_holes(self, node: ast.AST, found: list, *, leaves: bool) -> None:
+        """Find the scalar expressions in another.
+
+        Where scalar code ``leaves`` by it, names are among them, which nobody else knows, and
+        numbers of which tensors are made, so that two ways out that make one are the same.
+        """
         delayed = isinstance(node, (ast.IfExp, ast.BoolOp, ast.Lambda, *COMPREHENSIONS))
         if delayed or isinstance(node, (ast.NamedExpr, ast.Compare)):
             return  # what may not be evaluated, or not there
@@ -404,18 +461,17 @@ class _Finder:
             items = value if isinstance(value, list) else [value]
             for i, item in enumerate(items):
                 if isinstance(item, ast.keyword):
-                    self.look_for_holes(item, found, constants)
+                    self.look_for_holes(item, found, leaves=leaves)
                 if not isinstance(item, ast.expr) or isinstance(item, (ast.Constant, ast.Slice)):
-                    if field == "args" and _is_number(item) and _makes_tensor(node):
-                        constants.append((item, _putter(node, field, i)))
+                    if leaves and field == "args" and _is_number(item) and _makes_tensor(node):
+                        found.append((item, _putter(node, field, i)))
                     continue
                 if isinstance(getattr(item, "ctx", None), (ast.Store, ast.Del)):
                     continue
-                if (field == "func" and isinstance(node, ast.Call)) or isinstance(item, ast.Starred):
-                    self.look_for_holes(item, found, constants)
-                elif not self.is_scalar(item):
-                    self.look_for_holes(item, found, constants)
-                elif not isinstance(item, ast.Name) and self._is_value(item):
+                is_callee = field == "func" and isinstance(node, ast.Call)
+                if is_callee or isinstance(item, ast.Starred) or not self.is_scalar(item):
+                    self.look_for_holes(item, found, leaves=leaves)
+                elif (leaves or not isinstance(item, ast.Name)) and self._is_value(item):
                     found.append((item, _putter(node, field, i if value is items else None)))
 
     def _is_value(self, node: ast.expr) -> bool:
@@ -462,33 +518,24 @@ class _Region:
         body = [self._inner(copy.deepcopy(s)) for s in self.run]
         given = [self._inner(copy.deepcopy(v)) for v in hole_values]
         takes = self._takes([*body, *(ast.copy_location(ast.Expr(v), v) for v in given)])
+        is_bound = bound(self.run)
+        optional = [n for n in takes if n in is_bound]
+        for n in reversed(optional):
+            body[:0] = stmts("if NAME is UNBOUND:\n    del NAME", self.at, NAME=n, UNBOUND=UNBOUND)
         results = ast.Tuple(
             [ast.Constant(0), *(ast.Name(n, ast.Load()) for n in outs), *given], ast.Load()
         )
         body += stmts("return V", self.at, V=results)
         name = finder.scope.fresh("scalar")
         (function,) = stmts("def NAME(): BODY", self.at, BODY=body)
-        args = [ast.arg(n) for n in (*takes, *self.read_names)]
+        takes = [n for n in takes if n not in is_bound]
+        args = [ast.arg(n) for n in (UNBOUND, *takes, *optional, *self.read_names)]
         function.name = name  # type: ignore[attr-defined]
         function.args = ast.arguments([], args, None, [], [], None, [])  # type: ignore[attr-defined]
         ast.fix_missing_locations(function)
         finder.scope.functions.append(function)
-        return self._node(name, takes, [*outs, *hole_names], as_written, after)
-
-    def _node(
-        self, name: str, takes: list[str], falls: list[str], as_written: list, after: list
-    ) -> list[ast.stmt]:
-        reads = [copy.deepcopy(tensor) for _, tensor in self.reads]
-        test = ast.Tuple([*(ast.Name(n, ast.Load()) for n in takes), *reads], ast.Load())
-        node = ScalarCode(test, as_written, [])
-        node.function, node.takes, node.reads = name, takes, self.reads
-        node.way = self.finder.scope.fresh("way")
-        node.gives = [falls, *(values for _, values, _ in self.ways)]
-        node.may_change = any(map(_may_change, self.run))
-        for n, (_, _, left) in enumerate(self.ways, 1):
-            test = expr("WAY == N", self.at, WAY=node.way, N=constant(n, self.at))
-            node.orelse.append(ast.copy_location(ast.If(test, [left], []), self.at))
-        is_test = isinstance(self.last, ast.If)
+        node = self._node(as_written, (takes, optional), [*outs, *hole_names])
+        node.function = name
         if self.holes and not is_test:
             node.orelse += after
             after = []
@@ -496,6 +543,21 @@ class _Region:
         ast.copy_location(node, self.at)
         ast.fix_missing_locations(node)
         return [node, *after]
+
+    def _node(self, as_written: list, names: tuple[list, list], falls: list[str]) -> ScalarCode:
+        """The statement, but for what is left to do where its end is reached."""
+        loaded = [ast.Name(n, ast.Load()) for n in (*names[0], *names[1])]
+        reads = [copy.deepcopy(tensor) for _, tensor in self.reads]
+        node = ScalarCode(ast.Tuple([*loaded, *reads], ast.Load()), as_written, [])
+        node.takes, node.optional = names
+        node.reads = self.reads
+        node.way = self.finder.scope.fresh("way")
+        node.gives = [falls, *(values for _, values, _ in self.ways)]
+        node.may_change = any(map(_may_change, self.run))
+        for n, (_, _, left) in enumerate(self.ways, 1):
+            test = expr("WAY == N", self.at, WAY=node.way, N=constant(n, self.at))
+            node.orelse.append(ast.copy_location(ast.If(test, [left], []), self.at))
+        return node
 
     def _outs(self) -> list[str]:
         """The names that are read after it."""
@@ -556,8 +618,7 @@ class _Region:
                 left.value = hole(left.value)
         elif left.value is not None:
             holes: list = []
-            outer = ast.Expr(left.value)
-            self.finder.look_for_holes(outer, holes, holes)
+            self.finder.look_for_holes(left, holes, leaves=True)
             for value, put in holes:
                 put(hole(value))
         text = ast.dump(left)

@@ -156,7 +156,8 @@ class Statements:
             as_written = stmts("raise F.Unsplittable(REASON)", node, REASON=reason)
         made = stmts(
             SCALAR, node, DONE=self.scope.fresh("done"), FUNCTION=node.function,
-            NAMES=self._strings(node.takes, node), GIVES=constant((*map(len, node.gives),), node),
+            NAMES=self._strings(node.takes, node), OPTIONAL=self._strings(node.optional, node),
+            GIVES=constant((*map(len, node.gives),), node),
             READS=ast.copy_location(ast.Tuple(reads, ast.Load()), node),
             CHANGES=constant(node.may_change, node), AS_WRITTEN=as_written,
             TARGET=target, AFTER=self.body(node.orelse),

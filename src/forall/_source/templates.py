@@ -54,7 +54,7 @@ else:
     TARGET = DONE
 """
 SCALAR = """
-DONE = F.scalar(FUNCTION, NAMES, F.locals(), READS, GIVES, CHANGES)
+DONE = F.scalar(FUNCTION, (NAMES, OPTIONAL), F.locals(), READS, GIVES, CHANGES)
 if DONE is None:
     AS_WRITTEN
 else:

@@ -76,7 +76,9 @@ class Explanation:
     the calls in which examples parted and that ran again for each group, with how often; ``replay``
     how many calls of the function were replayed, or why they are not, while
     `forall.config.replay` is on; ``measured`` how calls with so many examples run otherwise (what
-    is explained runs together), and what that takes, where `forall.config.parting` finds it out.
+    is explained runs together), and what that takes, where `forall.config.parting` finds it out;
+    ``scalar`` where code begins that computes with Python's own values alone: here it runs together
+    as well, to show its steps, and in other calls for one example after another.
 
     Cost: nothing more; all is kept as it was found.
 
@@ -101,9 +103,14 @@ class Explanation:
     again: tuple[tuple[str, int], ...]
     replay: str
     measured: str
+    scalar: tuple[Place, ...]
 
     def _again(self) -> list[tuple[str, str]]:
         return [(name, picture.counted(n, "time")) for name, n in self.again]
+
+    def _scalar(self) -> list[tuple[str, str, str]]:
+        how = "otherwise for one example after another"
+        return [(place.near(), place.text(), how) for place in self.scalar]
 
     def __str__(self) -> str:
         parts = [f"{self.call}: {picture.counted(self.examples, 'example')}"]
@@ -114,6 +121,7 @@ class Explanation:
             ("converted", [(f.name, f.place) for f in self.converted]),
             ("not converted, so run once for each group", [tuple(f) for f in self.refused]),
             ("parted inside, as it is, and ran again for each group", self._again()),
+            ("of Python's own values alone", self._scalar()),
             ("replayed", [(self.replay,)] if self.replay else []),
             ("how such calls run", [(self.measured,)] if self.measured else []),
         ):
@@ -141,6 +149,7 @@ def _explanation(mapped: Callable, report: Report, result: Any) -> Explanation:
         tuple(report.again.items()),
         vars(mapped)["__forall_told__"]() if config.now.replay else "",
         governor.describe_choice(governor.code_of(func), size),
+        tuple(sorted(report.scalar)),
     )
 
 
