@@ -497,7 +497,7 @@ def test_a_name_that_only_some_examples_have():
                 first = v
                 break
         y = x * 2
-        return y + first if x < 3 else y
+        return y + first if x < 3 else y  # pyright: ignore[reportPossiblyUnboundVariable]
 
     agree(vmap(f)(XS), by_loop(f, XS))
 
@@ -505,7 +505,7 @@ def test_a_name_that_only_some_examples_have():
         for v in [1.0, 2.0]:
             if v > x.item():
                 first = v
-        return x + first
+        return x + first  # pyright: ignore[reportPossiblyUnboundVariable]
 
     with pytest.raises(UnboundLocalError):
         by_loop(never, XS)
