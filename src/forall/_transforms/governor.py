@@ -41,14 +41,15 @@ _MOST = 64  # sizes of one function that are told apart
 _WORTH = 0.02  # seconds of calls that run as the loop, before all together is worth a try
 _MUCH, _CONVERTING = 1.0, 0.05  # times the loop, and seconds, that a first try may take
 _FIRST = 0.05  # seconds that the loop may take before all together was tried
-_SHARE = 32  # a later try takes at most one part in so many of the time
+_SHARE = 32  # a later try takes at most one part in so many of the time,
+_MOST_SHARE = 4096  # twice as many after each one that changes nothing, up to this
 _MANY, _WORTH_A_WORD = 32, 0.001  # examples, and seconds of a loop that is told of
 
 
 class Times:
     """Seconds that calls of one size have taken in either way."""
 
-    __slots__ = ("looped", "next", "replayed", "spent", "together")
+    __slots__ = ("_preferred", "_share", "looped", "next", "replayed", "spent", "together")
 
     def __init__(self) -> None:
         self.looped: float | None = None
@@ -56,6 +57,8 @@ class Times:
         self.replayed: float | None = None
         self.spent = 0.0
         self.next = _WORTH  # when so much was spent, the other way is tried
+        self._share = _SHARE
+        self._preferred: bool | None = None  # whether it was the loop when last tried
 
     def took(self, seconds: float, *, together: bool = False) -> None:
         """Note the seconds of a call."""
@@ -77,7 +80,11 @@ class Times:
 
     def was_tried(self, seconds: float) -> None:
         """Note what a try of the other way has cost: the next one comes when that is little."""
-        self.next = self.spent + _SHARE * seconds
+        prefers = self.prefers_loop()
+        is_news = prefers is not self._preferred
+        self._share = _SHARE if is_news else min(2 * self._share, _MOST_SHARE)
+        self._preferred = prefers
+        self.next = self.spent + self._share * seconds
 
     def prefers_loop(self) -> bool:
         """Return True if the loop takes less time, as far as is known."""
