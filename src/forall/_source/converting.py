@@ -147,6 +147,9 @@ def _template(f: types.FunctionType) -> Template | Refused:
         reason, line = cannot.reason, cannot.line
     except (SyntaxError, RecursionError) as error:  # too many loops inside each other
         reason = str(error)
+    except Exception as error:  # noqa: BLE001 - a defect, which is told, and is no error of the call
+        reason = f"forall itself failed with {type(error).__name__}: {error}"
+        return Refused(reason, f"{code.co_filename}:{code.co_firstlineno}", is_internal=True)
     return Refused(reason, f"{code.co_filename}:{line or code.co_firstlineno}")
 
 

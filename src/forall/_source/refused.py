@@ -11,6 +11,7 @@ class Refused(NamedTuple):
 
     reason: str
     place: str
+    is_internal: bool = False  # an error of the conversion
 
 
 class CannotConvert(Exception):  # noqa: N818 - says what happened

@@ -417,10 +417,16 @@ class _Finder:
     def _ended(self, run: list[ast.stmt], last: ast.stmt | None, in_loop: bool) -> list[ast.stmt]:
         """Scalar code, and the statement after it, of which parts may be scalar code too."""
         holes = self._holes(last) if last is not None else []
+        if isinstance(last, ast.If):  # before its sides are other statements
+            read_later = self.live.start(last.body, last) | self.live.start(last.orelse, last)
+        else:
+            read_later = (
+                set() if isinstance(last, ast.Return) or last is None else self.live.after[last]
+            )
         after = [] if last is None else [self._divided(last, in_loop)]
         if not any(map(self._is_heavy, run)) and not any(self._is_heavy(h) for h, _ in holes):
             return run + after
-        return _Region(self, run, last, holes).made(after)
+        return _Region(self, run, last, holes, read_later).made(after)
 
     def _is_heavy(self, node: ast.AST) -> bool:
         """Return True if code is more than arithmetic, which a column does for all at once."""
@@ -495,8 +501,11 @@ class _Finder:
 class _Region:
     """Scalar code while it is put together."""
 
-    def __init__(self, finder: _Finder, run: list, last: ast.stmt | None, holes: list) -> None:
+    def __init__(
+        self, finder: _Finder, run: list, last: ast.stmt | None, holes: list, read_later: set[str]
+    ) -> None:
         self.finder, self.run, self.last, self.holes = finder, run, last, holes
+        self.read_later = read_later  # what is read after the last statement's own holes
         self.at: ast.AST = run[0] if run else holes[0][0]
         self.reads: list[tuple[str, ast.expr]] = []
         self.read_names: list[str] = []
@@ -567,11 +576,9 @@ class _Region:
         if last is None or not self.holes:
             after = finder.live.after[self.run[-1]]
         elif isinstance(last, ast.If):
-            after = finder.live.start(last.body, last) | finder.live.start(last.orelse, last)
-        elif isinstance(last, ast.Return):
-            after = read(last)
+            after = self.read_later
         else:
-            after = finder.live.after[last] | read(last)
+            after = self.read_later | read(last)
         inside = {id(n) for s in self.run for n in ast.walk(s)}
         for node in own(finder.f.body):
             if isinstance(node, (*SCOPES, ast.GeneratorExp)) and id(node) not in inside:

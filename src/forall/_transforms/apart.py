@@ -181,7 +181,7 @@ class Obstacle(NamedTuple):
     @classmethod
     def at(cls, refused: Refused) -> Obstacle:
         file, _, line = refused.place.rpartition(":")
-        return cls(refused.reason, Place(file, int(line)))
+        return cls(refused.reason, Place(file, int(line)), refused.is_internal)
 
     @classmethod
     def of(cls, why: BaseException | Place | None) -> Obstacle:
