@@ -157,6 +157,11 @@ def is_any(items: Any, *, stop: bool) -> Any:
         t.back(depth)
         if done:
             region.meet([*done, rest])
+    except Exception:
+        t.back(depth)
+        if done:
+            region.reset()
+        raise
     finally:
         t.back(depth)
         t.parted = before

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import operator
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from forall._batching.straight import fused, operators
@@ -142,16 +143,65 @@ def _added(*values: Any) -> Any:
     return functools.reduce(operator.add, values)
 
 
+def _copied(make: Callable, args: tuple) -> Any:
+    """What goes through lists that are others for some lanes: all that it gives, as a list.
+
+    That these change meanwhile is noticed where the list is gone through.
+    """
+    return _noted(calls.opaque(make, args, {}), args)
+
+
+def _noted(copy: Any, values: Iterable[Any]) -> Any:
+    """A copy, of which is known what lists it was made of."""
+    lists = []
+    for value in values:
+        lists += [value] if type(value) is list else []
+        lists += thread.made_of.get(id(value), ())[1:]
+    thread.made_of[id(copy)] = [copy, *lists]
+    return copy
+
+
 def _zip(*args: Any, **kwargs: Any) -> Any:
     if _loose(args):
-        return calls.opaque(lambda *a: list(zip(*a, **kwargs)), args, {})  # noqa: B905 - as written
-    return zip(*args, **kwargs)  # noqa: B905 - as the user wrote it
+        return _copied(lambda *a: list(zip(*a, **kwargs)), args)  # noqa: B905 - as written
+    return zip(*map(items.watched, args), **kwargs)  # noqa: B905 - as the user wrote it
 
 
 def _enumerate(iterable: Any, start: Any = 0) -> Any:
     if _loose((iterable,)):
-        return calls.opaque(lambda i: list(enumerate(i, start)), (iterable,), {})
-    return enumerate(iterable, start)
+        return _copied(lambda i: list(enumerate(i, start)), (iterable,))
+    return enumerate(items.watched(iterable), start)
+
+
+def _going_through(make: Any) -> Callable:
+    """``iter``, `itertools`: what goes through lists sees them as they are by then."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        values = (*args, *kwargs.values())
+        if not _loose(values):
+            args = tuple(map(items.watched, args))
+            kwargs = {name: items.watched(value) for name, value in kwargs.items()}
+            return calls.opaque(make, args, kwargs)
+
+        def of_copies(*args: Any, **kwargs: Any) -> Any:
+            return make(*[_copy(v) for v in args], **{name: _copy(v) for name, v in kwargs.items()})
+
+        return _noted(calls.opaque(of_copies, args, kwargs), values)
+
+    return run
+
+
+def _copy(value: Any) -> Any:
+    return [*value] if type(value) is list else value
+
+
+_reversed_copy = _going_through(reversed)
+
+
+def _reversed(values: Any) -> Any:
+    if _loose((values,)) or type(values) is not list:
+        return _reversed_copy(values)
+    return items.watched(values, backwards=True)
 
 
 def _setattr(x: Any, name: str, value: Any) -> None:
@@ -170,7 +220,7 @@ def _hand_on(builtin: Any) -> Callable:
     def run(f: Any, *rest: Any) -> Any:
         if _loose(rest):
             return calls.opaque(builtin, (calls.converted(f), *rest), {})
-        return builtin(functools.partial(calls.call, f), *rest)
+        return builtin(functools.partial(calls.call, f), *map(items.watched, rest))
 
     return run
 
@@ -183,11 +233,20 @@ def _filter(f: Any, iterable: Any) -> Any:
     def keep(v: Any) -> None:
         calls.call(kept.append, v)
 
-    for v in iterable:
+    for v in items.watched(iterable):
         chosen(v if f is None else calls.call(f, v), functools.partial(keep, v), lambda: None)
-    return kept if items.is_mixed(kept) else iter(kept)
+    _noted(kept, (iterable,))
+    return kept if items.is_mixed(kept) else items.unchanging(kept)
 
 
+# What goes through its arguments later; `product` and its like make copies, `repeat` gives them.
+_LATER = (
+    iter, itertools.accumulate, itertools.chain, itertools.chain.from_iterable, itertools.compress,
+    itertools.cycle, itertools.dropwhile, itertools.filterfalse, itertools.groupby,
+    itertools.islice, itertools.pairwise, itertools.starmap, itertools.takewhile, itertools.tee,
+    itertools.zip_longest,
+)  # fmt: skip
+calls.OVERRIDDEN.update({f: _going_through(f) for f in _LATER})
 calls.OVERRIDDEN.update({f: _calculating(f) for f in vars(math).values() if callable(f)})
 calls.OVERRIDDEN.update(
     {
@@ -206,6 +265,7 @@ calls.OVERRIDDEN.update(
         all: lambda values: is_any(values, stop=False),
         zip: _zip,
         enumerate: _enumerate,
+        reversed: _reversed,
         setattr: _setattr,
         print: _print,
         map: _hand_on(map),

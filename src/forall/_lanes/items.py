@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from forall._core.remembering import Remembered
@@ -236,11 +236,71 @@ def stepwise(iterable: Any) -> Callable[[], tuple] | None:
     if kind is Varying:
         value = merge(iterable.now())
         parts = [(words.now(), value)] if type(value) is not Varying else value.now()
-        return _in_step([(w, _begun(w, v)) for w, v in parts])
+        return _in_step([(w, _begun(w, v)) for w, v in parts], _Unchanged(iterable))
     if is_mixed(iterable):
         parts = active(thread.mixed[id(iterable)][1])
-        return _in_step([(w, iter(list(content))) for w, content in parts])
+        return _in_step([(w, iter(list(content))) for w, content in parts], _Unchanged(iterable))
     return None
+
+
+class _Unchanged:
+    """Asked before each item of a copy: whether a container, and what it was made of, is as it was.
+
+    Python goes through a container as it is by then, and not as it was when it began.
+    """
+
+    def __init__(self, made: Any) -> None:
+        containers = [*thread.made_of.get(id(made), ())[1:]]
+        if type(made) is not Varying:
+            containers.append(made)
+        self.before = [(c, _contents(c)) for c in containers]
+
+    def check(self) -> None:
+        for container, before in self.before:
+            now = _contents(container)
+            if len(now) != len(before) or not all(map(_are_same, now, before)):
+                raise Unsplittable(_MEANWHILE)
+
+
+_MEANWHILE = "a list that changes while it is gone through, and is another for some examples"
+
+
+def _contents(container: Any) -> list:
+    """What is in a container, for each of the worlds that have something else in it."""
+    if is_mixed(container):
+        return [[*content] for _, content in active(thread.mixed[id(container)][1])]
+    return [[*container]]
+
+
+def _are_same(now: list, before: list) -> bool:
+    return len(now) == len(before) and all(a is b for a, b in zip(now, before, strict=True))
+
+
+def watched(values: Any, *, backwards: bool = False) -> Any:
+    """What gives the items that a list has by then, as an iterator of it does; else the same value.
+
+    While it is another list for some lanes, an iterator of Python's would see that of no lane.
+    """
+    return _each(values, backwards=backwards) if type(values) is list else values
+
+
+def unchanging(values: list) -> Iterator[Any]:
+    """The items of a copy, as long as what it was made of is as it was."""
+    unchanged = _Unchanged(values)
+    for value in values:
+        unchanged.check()
+        yield value
+
+
+def _each(values: list, *, backwards: bool) -> Iterator[Any]:
+    n = len(values) - 1 if backwards else 0
+    while True:
+        if thread.mixed and id(values) in thread.mixed:
+            raise Unsplittable(_MEANWHILE)
+        if not 0 <= n < len(values):
+            return
+        yield values[n]
+        n += -1 if backwards else 1
 
 
 def _begun(world: Any, iterable: Any) -> Any:
@@ -249,11 +309,13 @@ def _begun(world: Any, iterable: Any) -> Any:
         return iter(iterable)
 
 
-def _in_step(parts: Parts) -> Callable[[], tuple]:
+def _in_step(parts: Parts, unchanged: _Unchanged | None = None) -> Callable[[], tuple]:
     """All parts' iterators, one item of each at a time."""
 
     def step() -> tuple:
         nonlocal parts
+        if unchanged is not None:
+            unchanged.check()
         on, out = [], []
         for world, iterator in within(parts, words.now()):
             with words.running(world):

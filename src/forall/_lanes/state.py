@@ -34,6 +34,9 @@ class Thread(threading.local):
         self.deeply = False  # whether those of other libraries run converted too
         self.met_others = False  # whether one of them was called that ran as it is
         self.ran_again: dict[Any, Any] = {}  # functions not converted in which lanes parted: why
+        self.made_of: dict[
+            int, list[Any]
+        ] = {}  # containers of copies, by the id of these, and these
         self.loosened: dict[Any, Slot] = {}  # places where what varies was left
 
     def go(self, world: Any) -> None:
@@ -182,6 +185,8 @@ def each_world(parts: Parts, run: Callable[[Any], Any]) -> Any:
         region.meet(written)
     except Exception:
         t.failed = t.failed or words.now()
+        t.back(depth)
+        region.reset()  # it may be caught by who goes on in another way
         raise
     finally:
         t.back(depth)
@@ -214,6 +219,8 @@ class converted_run:
                 refuse_to_leave(t, left)
         finally:
             t.runs -= 1
+            if not t.runs:
+                t.made_of.clear()
             if kind is not None or not t.runs:
                 words.changed()  # who was to follow is no more
             t.back(depth)

@@ -1,0 +1,108 @@
+"""What goes through a list sees what the list has by then, also where examples change it.
+
+An iterator of Python's is at a place in a list. While the list is another one for some examples it
+would see that of none.
+"""
+
+import itertools
+
+import pytest
+import torch
+
+from forall import config, vmap
+from oracle import difference, loop
+from parting.programs import compiled
+
+XS = torch.tensor([0.1, 2.0, 0.3, 1.5, -1.0], dtype=torch.float64)
+BEFORE = {
+    "as it is": "",
+    "longer for some": "if a > 0.4: s.append(a)",
+    "of another type for some": "s[0] = a * 2 if a > 0 else 7",
+    "filtered": "s = [q for q in s if q > 0.2] or [1.0]",
+    "a key of some": "if a > 0.4: d[7] = a",
+}
+THROUGH = """
+    e in s
+    i, e in enumerate(s)
+    e, _ in zip(s, range(9))
+    _, e in zip(range(9), s)
+    e in map(abs, s)
+    e in reversed(s)
+    e in list(s)
+    e in filter(None, s)
+    e in itertools.chain(s, [1.0])
+    e in itertools.islice(s, 5)
+    e in [q for q in s]
+    e in d
+    e in d.values()
+    k, e in d.items()
+    e in iter(s)
+    e, _ in zip(itertools.cycle(s), range(5))
+    e in itertools.accumulate(s)
+    e in sorted(s)
+    e in s[:]
+    e, _ in itertools.pairwise(s)
+    e, _ in itertools.zip_longest(s, d, fillvalue=2.0)
+"""
+CHANGES = [
+    "s.append(0.5)", "s.append(a)", "len(s) > 1 and s.pop()", "s[-1] = a * 2", "s.clear()",
+    "s.insert(0, a)", "d[0] = a * 3", "d[99] = 1.0; break", "d.pop(1, 0); break", "t = t + 1",
+]  # fmt: skip
+WHERE = ["if a > 0.5 and len(s) < 6:", "if len(s) < 7:", "if n == 1:"]
+PROGRAM = """
+import itertools
+def f(a):
+    a = a.item()
+    s, t, n = [a, 0.5, a + 1], 0.0, 0
+    d = dict(enumerate(s))
+    {before}
+    for {through}:
+        e = e if isinstance(e, (int, float)) else e[0]
+        t = t * 0.5 + e
+        n += 1
+        if n > 12: break
+        {where}
+            {change}
+            a = a - 0.01
+    return t, float(n), float(len(s)), sum(s), sum(d.values())
+"""
+
+
+def ends(f):
+    try:
+        return loop(f)(XS)
+    except Exception:
+        return None
+
+
+@pytest.mark.sweep(4)
+@pytest.mark.parametrize("before", BEFORE)
+@pytest.mark.parametrize("through", [line.strip() for line in THROUGH.strip().splitlines()])
+def test_is_the_loops(through, before, monkeypatch):
+    monkeypatch.setattr(config, "parting", "together")
+    for change, where in itertools.product(CHANGES, WHERE):
+        parts = {"through": through, "before": BEFORE[before], "change": change, "where": where}
+        text = PROGRAM.format(**parts)
+        f = compiled(text, f"{parts}")
+        truth = ends(f)
+        if truth is not None:
+            told = difference(vmap(f)(XS), truth)
+            assert told is None, f"{told}\n{text}"
+
+
+def test_what_is_caught_within_forall_leaves_lists_as_they_are(monkeypatch):
+    monkeypatch.setattr(config, "parting", "together")
+    f = compiled(
+        """
+def f(a):
+    a = a.item()
+    s, t = [a, 0.5, a + 1], 0.0
+    s[0] = a * 2 if a > 0 else 7
+    for e in sorted(s):
+        e = e if isinstance(e, (int, float)) else e[0]
+        t = t + e
+    return t, sum(s)
+""",
+        "numbers of two types",
+    )
+    assert difference(vmap(f)(XS), loop(f)(XS)) is None
