@@ -155,7 +155,7 @@ def _noted(copy: Any, values: Iterable[Any]) -> Any:
     """A copy, of which is known what lists it was made of."""
     lists = []
     for value in values:
-        lists += [value] if type(value) is list else []
+        lists += [value] if type(value) in (list, dict) else []
         lists += thread.made_of.get(id(value), ())[1:]
     thread.made_of[id(copy)] = [copy, *lists]
     return copy
@@ -192,7 +192,7 @@ def _going_through(make: Any) -> Callable:
 
 
 def _copy(value: Any) -> Any:
-    return [*value] if type(value) is list else value
+    return [*value] if type(value) in (list, dict) else value
 
 
 _reversed_copy = _going_through(reversed)
@@ -217,9 +217,12 @@ def _print(*args: Any, **kwargs: Any) -> None:
 def _hand_on(builtin: Any) -> Callable:
     """``map``, ``reduce``: the function they are given runs converted."""
 
+    def of_copies(f: Any, *rest: Any) -> Any:
+        return builtin(f, *map(_copy, rest))
+
     def run(f: Any, *rest: Any) -> Any:
         if _loose(rest):
-            return calls.opaque(builtin, (calls.converted(f), *rest), {})
+            return _noted(calls.opaque(of_copies, (calls.converted(f), *rest), {}), rest)
         return builtin(functools.partial(calls.call, f), *map(items.watched, rest))
 
     return run
