@@ -69,7 +69,7 @@ def one_answer(asked: Tensor, complaint: Callable[[], Exception]) -> Tensor:
             if not level.size:
                 raise complaint()
             rows = values.reshape(level.size, -1)
-            if level.size > 1 and not torch.equal(rows[1:], rows[:-1]):
+            if level.size > 1 and not _are_equal(rows):
                 groups = _groups(rows)
                 if len(groups) > 1:
                     raise apart(level, groups, complaint)
@@ -107,6 +107,18 @@ def apart(level: Any, groups: list[list[int]], complaint: Callable[[], Exception
     return Parted(root, groups, root.parted_at)
 
 
+def _are_equal(rows: Tensor) -> bool:
+    """Whether all rows (B, N) are the same number: 0.0 and -0.0 are two, NaN is for `_groups`."""
+    if not torch.equal(rows[1:], rows[:-1]):
+        return False
+    if rows.is_complex():
+        rows = torch.view_as_real(rows).flatten(1)
+    if not rows.is_floating_point():
+        return True
+    signs = rows.signbit()
+    return torch.equal(signs[1:], signs[:-1])
+
+
 def _groups(rows: Tensor) -> list[list[int]]:
     """The numbers of equal rows (B, N), in the order of their first ones. NaN equals NaN."""
     if rows.is_complex():
@@ -116,7 +128,8 @@ def _groups(rows: Tensor) -> list[list[int]]:
         return sorted((g for g in found if g), key=lambda g: g[0])
     same: dict[Any, list[int]] = {}
     for i, row in enumerate(rows.tolist()):
-        same.setdefault(tuple("nan" if x != x else x for x in row), []).append(i)  # noqa: PLR0124
+        key = tuple(x if x and x == x else str(x) for x in row)  # noqa: PLR0124 - nan, -0.0
+        same.setdefault(key, []).append(i)
     return list(same.values())
 
 
