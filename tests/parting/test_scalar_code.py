@@ -561,6 +561,82 @@ def test_tensors_that_are_written_meanwhile():
     agree(vmap(f)(ROWS), by_loop(f, ROWS))
 
 
+def test_tensors_that_are_written_in_the_same_statement():
+    def f(x):
+        x = x.clone()
+        return x.mul_(2) + float(f"{x[0].item():.3f}")
+
+    def doubled(x):
+        return x.mul_(2).sum()
+
+    def g(x):
+        x = x.clone()
+        return doubled(x) + len(f"{x[0].item():.3f}") + max([v for v in x.tolist() if v < 9])
+
+    agree(vmap(f)(ROWS), by_loop(f, ROWS))
+    agree(vmap(g)(ROWS), by_loop(g, ROWS))
+
+
+def test_what_is_returned_out_of_a_loop(ran):
+    def sliced(x):
+        i = v = 99
+        for i, v in enumerate(x.tolist()):
+            if v > 0.4:
+                return x[i : i + 1].sum() + x.narrow(0, start=i, length=1)[0]
+        return x.sum()
+
+    def chosen(x):
+        i = v = 1
+        y = x * 2
+        for i, v in enumerate(x.tolist()):
+            if v > 0.4:
+                return y * i if v > 0.7 else y + v
+        return y - i
+
+    def keyed(x):
+        i = v = 0
+        for i, v in enumerate(x.tolist()):
+            if v < -0.4:
+                return x[None, i : i + 2].sum(dim=-1).clamp(max=v)[0]
+        return x[0] * v * i
+
+    for f in (sliced, chosen, keyed):
+        agree(vmap(f)(ROWS), by_loop(f, ROWS))
+    assert ran
+
+
+def test_an_argument_bound_anew_and_by_other_means():
+    def f(x, e):
+        e = int(e)
+        try:
+            k = [1, 2, 3][e]
+        except IndexError as e:
+            k = len(str(e))
+        return x * k
+
+    def g(x, n):
+        n = [n.item(), 2]
+        while n[0] > 2:
+            n[0] = n[0] // 2
+        n = n[0]
+        return x * n
+
+    agree(vmap(f)(XS, NS), by_loop(f, XS, NS))
+    agree(vmap(g)(XS, NS), by_loop(g, XS, NS))
+
+
+def test_slices_of_lists(ran):
+    def f(x):
+        values = x.tolist()
+        n = 0
+        while n < 3 and values[n] > -0.3:
+            n += 1
+        return torch.tensor([*values[n:], *values[:n]]) * len(values[: n + 1])
+
+    agree(vmap(f)(ROWS), by_loop(f, ROWS))
+    assert ran
+
+
 def test_a_matrix_row_by_row():
     def f(a):
         rows = a.tolist()

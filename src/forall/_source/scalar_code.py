@@ -58,6 +58,12 @@ _HEAVY = (
 )  # fmt: skip
 
 
+# Expressions of which a part may be left out, or stands in a scope of its own
+_WITHOUT_HOLES = (
+    ast.IfExp, ast.BoolOp, ast.Compare, ast.NamedExpr, ast.Lambda, *COMPREHENSIONS,
+)  # fmt: skip
+
+
 class ScalarCode(ast.If):
     """The statements ``body``, and what follows from them (``orelse``) where they ran by example.
 
@@ -91,7 +97,7 @@ def rename_arguments(f: ast.FunctionDef, scope: Any) -> None:
     need not be a tensor. Names that others see are left.
     """
     names = Names(f)
-    seen = names.captured | names.noted | names.globals
+    seen = names.captured | names.noted | names.globals | _bound_otherwise(f)
     a = f.args
     given = {x.arg for x in (*a.posonlyargs, *a.args, *a.kwonlyargs)}
     if any(isinstance(n, ast.Name) and n.id in _NOT_SCALAR for n in ast.walk(f)):
@@ -108,6 +114,17 @@ def rename_arguments(f: ast.FunctionDef, scope: Any) -> None:
                 for node in ast.walk(later):
                     if isinstance(node, ast.Name) and node.id == name:
                         node.id = new
+
+
+def _bound_otherwise(f: ast.FunctionDef) -> set[str]:
+    """The names that are bound by other means than by a `Name`."""
+    found: set[str] = set()
+    for n in (node for s in f.body for node in ast.walk(s)):
+        if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.ExceptHandler)):
+            found.add(n.name or "")
+        elif isinstance(n, ast.alias):
+            found.add((n.asname or n.name).split(".")[0])
+    return found
 
 
 class _Finder:
@@ -197,14 +214,24 @@ class _Finder:
                 return self._comprehension(node.generators, [node.key, node.value])
             case (
                 ast.BinOp() | ast.UnaryOp() | ast.BoolOp() | ast.Compare() | ast.Tuple()
-                | ast.List() | ast.Set() | ast.Dict() | ast.Slice() | ast.Subscript()
+                | ast.List() | ast.Set() | ast.Dict()
                 | ast.JoinedStr() | ast.FormattedValue() | ast.Starred() | ast.keyword()
             ):  # fmt: skip
                 kinds = (ast.expr, ast.keyword)
                 return self._all(*(p for p in ast.iter_child_nodes(node) if isinstance(p, kinds)))
+            case ast.Subscript():
+                return self.is_scalar(node.value) and self._is_scalar_key(node.slice)
             case ast.NamedExpr():
                 return self.is_scalar(node.value) and self._may_bind(node.target)
         return False
+
+    def _is_scalar_key(self, key: ast.expr) -> bool:
+        """Return True for what may stand in brackets, where a slice is no expression."""
+        if isinstance(key, ast.Slice):
+            return self._all(key.lower, key.upper, key.step)
+        if isinstance(key, ast.Tuple):
+            return all(map(self._is_scalar_key, key.elts))
+        return self.is_scalar(key)
 
     def _all(self, *nodes: ast.AST | None) -> bool:
         return all(map(self.is_scalar, nodes))
@@ -308,7 +335,7 @@ class _Finder:
             case ast.Starred():
                 return self._may_bind(target.value)
             case ast.Subscript():
-                return self._all(target.value, target.slice)
+                return self.is_scalar(target.value) and self._is_scalar_key(target.slice)
         return False
 
     def is_statement(self, s: ast.stmt, *, returns: bool = False, in_loop: bool = False) -> bool:
@@ -389,11 +416,12 @@ class _Finder:
         """Return True if the names of an expression are tensors, but for scalars inside."""
         if self.is_scalar(value):
             return True
-        if isinstance(value, (ast.Lambda, ast.NamedExpr, *COMPREHENSIONS)):
+        if isinstance(value, (*_WITHOUT_HOLES, ast.Await)):
             return False
+        kinds = (ast.expr, ast.keyword)
         return all(
-            self._is_made_later(n) for n in ast.iter_child_nodes(value) if isinstance(n, ast.expr)
-        ) or (isinstance(value, ast.Name))
+            self._is_made_later(n) for n in ast.iter_child_nodes(value) if isinstance(n, kinds)
+        )
 
     # --- putting it together
 
@@ -452,7 +480,27 @@ class _Finder:
             return []
         found: list = []
         self.look_for_holes(s, found, leaves=False)
-        return found
+        inside = {id(n) for value, _ in found for n in ast.walk(value)}
+        calls = (n for n in ast.walk(s) if isinstance(n, ast.Call) and id(n) not in inside)
+        return found if all(map(self._is_quiet, calls)) else []
+
+    def _is_quiet(self, call: ast.Call) -> bool:
+        """Return True if a call changes no tensor that is read after it in the same statement."""
+        f = call.func
+        if any(k.arg in (None, "out", "inplace") for k in call.keywords):
+            return False
+        if isinstance(f, ast.Name):
+            value = None if f.id in self.names.local else self.lookup(f.id)
+            return isinstance(value, types.BuiltinFunctionType | type)
+        if not isinstance(f, ast.Attribute) or f.attr.endswith("_"):
+            return False
+        owner: ast.expr = f.value
+        while isinstance(owner, ast.Attribute):
+            owner = owner.value
+        if isinstance(owner, ast.Name) and owner.id not in self.names.local:
+            value = self.lookup(owner.id)
+            return isinstance(value, types.ModuleType) and _home(value).startswith("torch")
+        return f.attr in _COMPUTES
 
     def look_for_holes(self, node: ast.AST, found: list, *, leaves: bool) -> None:
         """Find the scalar expressions in another.
@@ -460,13 +508,12 @@ class _Finder:
         Where scalar code ``leaves`` by it, names are among them, which nobody else knows, and
         numbers of which tensors are made, so that two ways out that make one are the same.
         """
-        delayed = isinstance(node, (ast.IfExp, ast.BoolOp, ast.Lambda, *COMPREHENSIONS))
-        if delayed or isinstance(node, (ast.NamedExpr, ast.Compare)):
+        if isinstance(node, _WITHOUT_HOLES):
             return  # what may not be evaluated, or not there
         for field, value in ast.iter_fields(node):
             items = value if isinstance(value, list) else [value]
             for i, item in enumerate(items):
-                if isinstance(item, ast.keyword):
+                if isinstance(item, (ast.keyword, ast.Slice)):
                     self.look_for_holes(item, found, leaves=leaves)
                 if not isinstance(item, ast.expr) or isinstance(item, (ast.Constant, ast.Slice)):
                     if leaves and field == "args" and _is_number(item) and _makes_tensor(node):
