@@ -69,6 +69,7 @@ def one_answer(asked: Tensor, complaint: Callable[[], Exception]) -> Tensor:
             if not level.size:
                 raise complaint()
             rows = values.reshape(level.size, -1)
+            rows = torch.view_as_real(rows).flatten(1) if rows.is_complex() else rows
             if level.size > 1 and not _are_equal(rows):
                 groups = _groups(rows)
                 if len(groups) > 1:
@@ -108,11 +109,9 @@ def apart(level: Any, groups: list[list[int]], complaint: Callable[[], Exception
 
 
 def _are_equal(rows: Tensor) -> bool:
-    """Whether all rows (B, N) are the same number: 0.0 and -0.0 are two, NaN is for `_groups`."""
+    """Return True if all rows (B, N) are the same; 0.0 and -0.0 are not, and NaN is nothing's."""
     if not torch.equal(rows[1:], rows[:-1]):
         return False
-    if rows.is_complex():
-        rows = torch.view_as_real(rows).flatten(1)
     if not rows.is_floating_point():
         return True
     signs = rows.signbit()
@@ -121,8 +120,6 @@ def _are_equal(rows: Tensor) -> bool:
 
 def _groups(rows: Tensor) -> list[list[int]]:
     """The numbers of equal rows (B, N), in the order of their first ones. NaN equals NaN."""
-    if rows.is_complex():
-        rows = torch.view_as_real(rows).flatten(1)
     if rows.shape[1] == 1 and rows.dtype == torch.bool:
         found = [rows[:, 0].nonzero()[:, 0].tolist(), (~rows[:, 0]).nonzero()[:, 0].tolist()]
         return sorted((g for g in found if g), key=lambda g: g[0])

@@ -158,9 +158,8 @@ def is_any(items: Any, *, stop: bool) -> Any:
         if done:
             region.meet([*done, rest])
     except Exception:
-        t.back(depth)
         if done:
-            region.reset()
+            region.undo()
         raise
     finally:
         t.back(depth)

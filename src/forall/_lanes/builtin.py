@@ -143,16 +143,8 @@ def _added(*values: Any) -> Any:
     return functools.reduce(operator.add, values)
 
 
-def _copied(make: Callable, args: tuple) -> Any:
-    """What goes through lists that are others for some lanes: all that it gives, as a list.
-
-    That these change meanwhile is noticed where the list is gone through.
-    """
-    return _noted(calls.opaque(make, args, {}), args)
-
-
-def _noted(copy: Any, values: Iterable[Any]) -> Any:
-    """A copy, of which is known what lists it was made of."""
+def _note_sources(copy: Any, values: Iterable[Any]) -> Any:
+    """Note the lists that a copy was made of, for who asks whether they change meanwhile."""
     lists = []
     for value in values:
         lists += [value] if type(value) in (list, dict) else []
@@ -163,45 +155,50 @@ def _noted(copy: Any, values: Iterable[Any]) -> Any:
 
 def _zip(*args: Any, **kwargs: Any) -> Any:
     if _loose(args):
-        return _copied(lambda *a: list(zip(*a, **kwargs)), args)  # noqa: B905 - as written
-    return zip(*map(items.watched, args), **kwargs)  # noqa: B905 - as the user wrote it
+        found = calls.opaque(lambda *a: list(zip(*a, **kwargs)), args, {})  # noqa: B905 - as written
+        return _note_sources(found, args)
+    return zip(*map(items.watch, args), **kwargs)  # noqa: B905 - as the user wrote it
 
 
 def _enumerate(iterable: Any, start: Any = 0) -> Any:
     if _loose((iterable,)):
-        return _copied(lambda i: list(enumerate(i, start)), (iterable,))
-    return enumerate(items.watched(iterable), start)
+        found = calls.opaque(lambda i: list(enumerate(i, start)), (iterable,), {})
+        return _note_sources(found, (iterable,))
+    return enumerate(items.watch(iterable), start)
 
 
-def _going_through(make: Any) -> Callable:
-    """``iter``, `itertools`: what goes through lists sees them as they are by then."""
+def _iterating(make: Any) -> Callable:
+    """Return ``iter``, or a class of `itertools`, that sees lists as they are by then."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         values = (*args, *kwargs.values())
-        if not _loose(values):
-            args = tuple(map(items.watched, args))
-            kwargs = {name: items.watched(value) for name, value in kwargs.items()}
-            return calls.opaque(make, args, kwargs)
-
-        def of_copies(*args: Any, **kwargs: Any) -> Any:
-            return make(*[_copy(v) for v in args], **{name: _copy(v) for name, v in kwargs.items()})
-
-        return _noted(calls.opaque(of_copies, args, kwargs), values)
+        if _loose(values):
+            return _note_sources(calls.opaque(_of_copies(make), args, kwargs), values)
+        args = tuple(map(items.watch, args))
+        return calls.opaque(make, args, {name: items.watch(v) for name, v in kwargs.items()})
 
     return run
 
 
-def _copy(value: Any) -> Any:
-    return [*value] if type(value) in (list, dict) else value
+def _of_copies(make: Any) -> Callable:
+    """Return a function of copies of the lists that it is given."""
+
+    def copy(value: Any) -> Any:
+        return [*value] if type(value) in (list, dict) else value
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return make(*map(copy, args), **{name: copy(v) for name, v in kwargs.items()})
+
+    return run
 
 
-_reversed_copy = _going_through(reversed)
+_reversed_copy = _iterating(reversed)
 
 
 def _reversed(values: Any) -> Any:
     if _loose((values,)) or type(values) is not list:
         return _reversed_copy(values)
-    return items.watched(values, backwards=True)
+    return items.watch(values, backwards=True)
 
 
 def _setattr(x: Any, name: str, value: Any) -> None:
@@ -217,13 +214,11 @@ def _print(*args: Any, **kwargs: Any) -> None:
 def _hand_on(builtin: Any) -> Callable:
     """``map``, ``reduce``: the function they are given runs converted."""
 
-    def of_copies(f: Any, *rest: Any) -> Any:
-        return builtin(f, *map(_copy, rest))
-
     def run(f: Any, *rest: Any) -> Any:
         if _loose(rest):
-            return _noted(calls.opaque(of_copies, (calls.converted(f), *rest), {}), rest)
-        return builtin(functools.partial(calls.call, f), *map(items.watched, rest))
+            found = calls.opaque(_of_copies(builtin), (calls.converted(f), *rest), {})
+            return _note_sources(found, rest)
+        return builtin(functools.partial(calls.call, f), *map(items.watch, rest))
 
     return run
 
@@ -236,10 +231,10 @@ def _filter(f: Any, iterable: Any) -> Any:
     def keep(v: Any) -> None:
         calls.call(kept.append, v)
 
-    for v in items.watched(iterable):
+    for v in items.watch(iterable):
         chosen(v if f is None else calls.call(f, v), functools.partial(keep, v), lambda: None)
-    _noted(kept, (iterable,))
-    return kept if items.is_mixed(kept) else items.unchanging(kept)
+    _note_sources(kept, (iterable,))
+    return kept if items.is_mixed(kept) else items.iterate_unchanged(kept)
 
 
 # What goes through its arguments later; `product` and its like make copies, `repeat` gives them.
@@ -249,7 +244,7 @@ _LATER = (
     itertools.islice, itertools.pairwise, itertools.starmap, itertools.takewhile, itertools.tee,
     itertools.zip_longest,
 )  # fmt: skip
-calls.OVERRIDDEN.update({f: _going_through(f) for f in _LATER})
+calls.OVERRIDDEN.update({f: _iterating(f) for f in _LATER})
 calls.OVERRIDDEN.update({f: _calculating(f) for f in vars(math).values() if callable(f)})
 calls.OVERRIDDEN.update(
     {

@@ -204,7 +204,7 @@ def _promoting(func: Any, args: tuple, kwargs: dict) -> Any:
                 given[p] = torch.tensor(given[p], dtype=dtype, device=device)
             given[p] = given[p].detach()
         if given[0].is_floating_point():
-            func = _clamped_in_place if name.endswith("_") else _clamped
+            func = _clamp_in_place if name.endswith("_") else _clamp
     args = tuple(given[i] for i in range(len(args)))
     return _in_float32(func, dtype) if as_it_is else func, args, {k: given[k] for k in kwargs}
 
@@ -212,8 +212,8 @@ def _promoting(func: Any, args: tuple, kwargs: dict) -> Any:
 _CLAMPS = frozenset({"clamp", "clip", "clamp_", "clip_"})
 
 
-def _clamped(input: Tensor, min: Any = None, max: Any = None) -> Tensor:
-    """``clamp`` with the derivative that it has by numbers: an entry at its bound is within.
+def _clamp(input: Tensor, min: Any = None, max: Any = None) -> Tensor:
+    """Clamp, with the derivative that it has by numbers: an entry at its bound is within.
 
     With one bound that is a tensor, torch's two modes do not agree there, and forward mode says 0.
     """
@@ -224,8 +224,8 @@ def _clamped(input: Tensor, min: Any = None, max: Any = None) -> Tensor:
     return torch.where(reduce(torch.logical_and, sides), input, out)
 
 
-def _clamped_in_place(input: Tensor, min: Any = None, max: Any = None) -> Tensor:
-    return input.copy_(_clamped(input, min, max))
+def _clamp_in_place(input: Tensor, min: Any = None, max: Any = None) -> Tensor:
+    return input.copy_(_clamp(input, min, max))
 
 
 def _is_special(name: str, values: list, dtype: torch.dtype) -> bool:

@@ -244,7 +244,7 @@ def stepwise(iterable: Any) -> Callable[[], tuple] | None:
 
 
 class _Unchanged:
-    """Asked before each item of a copy: whether a container, and what it was made of, is as it was.
+    """Asks before each item of a copy whether what the copy was made of is as it was.
 
     Python goes through a container as it is by then, and not as it was when it began.
     """
@@ -256,6 +256,7 @@ class _Unchanged:
         self.before = [(c, _contents(c)) for c in containers]
 
     def check(self) -> None:
+        """Raise `Unsplittable` where it is not."""
         for container, before in self.before:
             now = _contents(container)
             if len(now) != len(before) or not all(map(_are_same, now, before)):
@@ -266,7 +267,7 @@ _MEANWHILE = "a list that changes while it is gone through, and is another for s
 
 
 def _contents(container: Any) -> list:
-    """What is in a container, for each of the worlds that have something else in it."""
+    """Return the items of a container, for each of the worlds that have other ones."""
     if is_mixed(container):
         return [[*content] for _, content in active(thread.mixed[id(container)][1])]
     return [[*container]]
@@ -276,23 +277,23 @@ def _are_same(now: list, before: list) -> bool:
     return len(now) == len(before) and all(a is b for a, b in zip(now, before, strict=True))
 
 
-def watched(values: Any, *, backwards: bool = False) -> Any:
-    """What gives the items that a list has by then, as an iterator of it does; else the same value.
+def watch(values: Any, *, backwards: bool = False) -> Any:
+    """Return an iterator of a list, which gives the items that it has by then; else the value.
 
     While it is another list for some lanes, an iterator of Python's would see that of no lane.
     """
-    return _each(values, backwards=backwards) if type(values) is list else values
+    return _iterate(values, backwards=backwards) if type(values) is list else values
 
 
-def unchanging(values: list) -> Iterator[Any]:
-    """The items of a copy, as long as what it was made of is as it was."""
+def iterate_unchanged(values: list) -> Iterator[Any]:
+    """Give the items of a copy, as long as what it was made of is as it was."""
     unchanged = _Unchanged(values)
     for value in values:
         unchanged.check()
         yield value
 
 
-def _each(values: list, *, backwards: bool) -> Iterator[Any]:
+def _iterate(values: list, *, backwards: bool) -> Iterator[Any]:
     n = len(values) - 1 if backwards else 0
     while True:
         if thread.mixed and id(values) in thread.mixed:

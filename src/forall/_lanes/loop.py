@@ -9,7 +9,7 @@ from forall._batching.questions import heard
 from forall._core.levels import stack
 from forall._lanes.asking import ask
 from forall._lanes.branch import ONCE, meet
-from forall._lanes.items import stepwise, watched
+from forall._lanes.items import stepwise, watch
 from forall._lanes.merging import UNDEFINED
 from forall._lanes.state import Region
 from forall._lanes.words import either, words
@@ -75,7 +75,7 @@ class Loop(Region):
     def over(self, iterable: Any) -> Iterable:
         steps = stepwise(iterable)
         if steps is None:
-            return watched(iterable)
+            return watch(iterable)
         self.varying = True
         return self._steps(steps)
 

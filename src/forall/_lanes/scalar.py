@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from forall._batching.merging import is_stale, narrow
+from forall._batching.parting import answers
 from forall._batching.parts import chosen
 from forall._batching.worlds import World
 from forall._core.levels import stack
@@ -41,9 +42,8 @@ Tensor = torch.Tensor
 _TRIES = 4  # how often in a row the code may be left without a result
 _MOST_TEXTS = 8  # of examples, with which all others agree
 _AT_A_TIME = 256  # examples, before it is asked whether the call takes too long
-_CONSTANTS = frozenset({int, float, bool, complex, str, bytes, type(None)})
 _ATOMS = frozenset({*DTYPES, str, bytes, type(None)})
-_TOLD = _CONSTANTS | {torch.Size, torch.dtype, torch.device}
+_TOLD = _ATOMS | {torch.Size, torch.dtype, torch.device}
 _CONTAINERS = (list, dict, set)
 _CONVERSIONS = {"int": int, "float": float, "bool": bool}
 
@@ -63,35 +63,41 @@ def run(
     gives: tuple[int, ...],
     may_change: bool,
 ) -> tuple | None:
-    """The number of the way out and the values of all ways; None where it runs as it is written."""
+    """Return the number of the way out and the values of all ways; None to run it as written."""
     code = function.__code__
     if thread.report is not None:  # of each step, which shows where it runs as it is written
         if _only_computes(function):
             thread.report.scalar.add(Place(code.co_filename, code.co_firstlineno))
         return None
-    left = _tries.get(code, _TRIES)
-    if not left or not _may_run() or not _only_computes(function):
+    if not _tries.get(code, _TRIES) or not _may_run() or not _only_computes(function):
         return None
-    try:
-        examples = _Examples(may_change=may_change)
-        given = [_Given(UNDEFINED), *(examples.named(local[name]) for name in names[0])]
-        given += [examples.named(local.get(name, UNDEFINED)) for name in names[1]]
-        given += [examples.read(how, tensor()) for how, tensor in reads]
-    except (Exception, words.Undefined):  # noqa: BLE001 - as it is written it tells what is wrong
-        _tries[code] = left - 1
+    examples = _Examples(may_change=may_change)
+
+    def find_given() -> list[_Given]:
+        given = [_Given(UNDEFINED), *(examples.find_named(local[name]) for name in names[0])]
+        given += [examples.find_named(local.get(name, UNDEFINED)) for name in names[1]]
+        return given + [examples.read(how, tensor()) for how, tensor in reads]
+
+    given = _attempt(code, find_given)
+    if given is None:
         return None
     if examples.level is not None:
         numbers_told()
     if not _is_unheard():
         return None
-    try:
-        found = examples.run(function, given, gives)
-    except (Exception, words.Undefined):  # noqa: BLE001 - as it is written it tells what is wrong
-        _tries[code] = left - 1
-        return None
-    if left < _TRIES:
-        _tries[code] = left + 1
+    found = _attempt(code, lambda: examples.run(function, given, gives))
+    if found is not None and code in _tries:
+        _tries[code] = min(_tries[code] + 1, _TRIES)
     return found
+
+
+def _attempt(code: CodeType, run: Callable[[], Any]) -> Any:
+    """Return what ``run`` does; None where it fails, and the code is to run as it is written."""
+    try:
+        return run()
+    except (Exception, words.Undefined):  # noqa: BLE001 - as it is written it tells what is wrong
+        _tries[code] = _tries.get(code, _TRIES) - 1
+        return None
 
 
 def _is_unheard() -> bool:
@@ -123,7 +129,10 @@ def _only_computes(function: FunctionType) -> bool:
     bindings = words.bindings_of(function)
     if bindings is not None and bindings.tensors:
         bindings = None
-    _bindings[code] = bindings, cells
+    if bindings is None and cells is not None:  # they may hold anything, and another closure less
+        _tries[code] = _tries.get(code, _TRIES) - 1
+    else:
+        _bindings[code] = bindings, cells
     return bindings is not None
 
 
@@ -143,24 +152,24 @@ class _Examples:
         self.size = 1
         self.known: list[Any] = []  # containers that others know
 
-    def named(self, value: Any) -> _Given:
-        """The values of a name."""
+    def find_named(self, value: Any) -> _Given:
+        """Find the values of a name."""
         kind = type(value)
         if kind in _TOLD or value is UNDEFINED:
             return _Given(value)
         if kind is Number:
-            return self._numbers(value.tensor, flat=True)
+            return self._find_numbers(value.tensor, flat=True)
         if kind in (list, tuple):
-            return self._container(value, list(value), kind)
+            return self._find_container(value, list(value), kind)
         if kind is dict:
             keys = [*value]
-            return self._container(
+            return self._find_container(
                 value, [*value.values()], lambda v: dict(zip(keys, v, strict=True))
             )
         raise _AsideError
 
-    def _container(self, value: Any, items: list, make: Callable) -> _Given:
-        given = [self.named(item) for item in items]
+    def _find_container(self, value: Any, items: list, make: Callable) -> _Given:
+        given = [self.find_named(item) for item in items]
         if type(value) is not tuple:
             if self.may_change:
                 raise _AsideError
@@ -170,15 +179,18 @@ class _Examples:
         return _Given(None, lambda i, j: [*map(make, _rows(given, i, j))])
 
     def read(self, how: str, value: Any) -> _Given:
-        """What a method reads of a tensor."""
+        """Find what a method reads of a tensor, or of a number in its place."""
         kind = _CONVERSIONS.get(how)
-        if how == "" and not isinstance(value, Tensor):
-            return self.named(value)
-        if isinstance(value, Tensor) and how == "tolist":
-            return self._numbers(value)
-        if how in ("", "tolist") or (isinstance(value, Tensor) and value.numel() != 1):
+        if not isinstance(value, Tensor):
+            if how and kind is None:
+                raise _AsideError
+            found = self.find_named(value)
+        elif how == "tolist":
+            return self._find_numbers(value)
+        elif how and value.numel() == 1:
+            found = self._find_numbers(value, flat=True)
+        else:
             raise _AsideError
-        found = self._numbers(value, flat=True) if isinstance(value, Tensor) else self.named(value)
         if kind is None:
             return found
         each = found.each
@@ -186,18 +198,17 @@ class _Examples:
             return _Given(kind(found.same))
         return _Given(None, lambda i, j: [*map(kind, each(i, j))])
 
-    def _numbers(self, t: Tensor, *, flat: bool = False) -> _Given:
-        """The numbers of a tensor, as lists of lists or one for each example."""
+    def _find_numbers(self, t: Tensor, *, flat: bool = False) -> _Given:
+        """Find the numbers of a tensor: for each example lists of lists, or one."""
         stack.asked = True
         if stack.parted and is_stale(t):
             t = narrow(t)
-        numbers, levels = stacks.read(t)
+        numbers, levels = answers(t)
         if type(numbers) not in PLAIN or len(levels) > 1:
             raise _AsideError
         with functions_off(), no_dispatch():
             if not levels:
                 return _Given(numbers.item() if flat else numbers.tolist())
-            numbers = numbers.movedim(stacks.axis_of(t), 0)
             numbers = numbers.reshape(-1) if flat else numbers
         if self.level is None:
             self.level, self.size = levels[0], len(numbers)
@@ -212,37 +223,32 @@ class _Examples:
 
     def run(self, function: Callable, given: list[_Given], gives: tuple[int, ...]) -> tuple:
         """Call the code for each example; return what all of them get."""
-        ways: list[list[_Results] | None] = [None] * len(gives)
         taken: list[int] = []
+        values: list[list[_Results]] = [[] for _ in gives]  # of those that took each way
         # A few at a time, so that few rows and lists are alive at once.
         for start in range(0, self.size, _AT_A_TIME):
             rows = _rows(given, start, min(start + _AT_A_TIME, self.size))
             results = [*itertools.starmap(function, rows)]
             if stack.late is not None:
                 stack.late()
-            first = [result[0] for result in results]
-            for way in {*first}:
-                some = results
-                if first.count(way) < len(results):
-                    filler = next(r for r in results if r[0] == way)  # for who never looks
-                    some = [r if r[0] == way else filler for r in results]
-                values = [*zip(*some, strict=True)][1:]
-                self._check_names(some, values)
-                known = ways[way]
-                if known is None:
-                    known = ways[way] = [_results_of(column[0]) for column in values]
-                    for found, column in zip(known, values, strict=True):
-                        found.add([column[0]] * start)
-                for found, column in zip(known, values, strict=True):
-                    found.add(column)
-            for way in {*range(len(gives))} - {*first}:
-                for found in ways[way] or ():
-                    found.fill(len(results))
-            taken += first
-        given_back: list[Any] = [self.number(taken, int)]
-        for found, count in zip(ways, gives, strict=True):
-            given_back += [None] * count if found is None else [f.of(self) for f in found]
-        return tuple(given_back)
+            ways = [result[0] for result in results]
+            taken += ways
+            for way in {*ways}:
+                self._add([r for r in results if r[0] == way], values[way])
+        found: list[Any] = [self.number(taken, int)]
+        for way, count in enumerate(gives):
+            chosen = [w == way for w in taken]
+            found += [v.of(self, chosen) for v in values[way]] or [None] * count
+        return tuple(found)
+
+    def _add(self, results: list[tuple], values: list[_Results]) -> None:
+        """Add what some examples get, which have taken one way."""
+        columns = [*zip(*results, strict=True)][1:]
+        self._check_names(results, columns)
+        if not values:
+            values += [_results_of(column[0]) for column in columns]
+        for found, column in zip(values, columns, strict=True):
+            found.add(column)
 
     def _check_names(self, results: list[tuple], columns: list[Sequence]) -> None:
         """Leave where a container has two names, or is one that others know."""
@@ -254,13 +260,13 @@ class _Examples:
             _check_once(result, set(known))
 
     def number(self, values: list, kind: type) -> Any:
-        """Numbers of one type, as what each example has."""
+        """Make numbers of one type into what each example has."""
         if self.level is None:
             return values[0]
         return told(stacks.rebuilt(values, DTYPES[kind], (self.size,), [self.level]))
 
     def value(self, values: list) -> Any:
-        """What each example has: numbers, of one type or two, or a few texts."""
+        """Make values into what each example has: numbers, of one type or two, or a few texts."""
         kinds = [*map(type, values)]
         kind = kinds[0]
         if kind in DTYPES and kinds.count(kind) == len(kinds):
@@ -286,7 +292,7 @@ class _Examples:
 
 
 def _rows(given: list[_Given], i: int, j: int) -> Iterator[tuple]:
-    """The values of some examples, together for each of them."""
+    """Give the values of some examples, together for each of them."""
     if not given:
         return iter([()] * (j - i))
     columns = [itertools.repeat(g.same, j - i) if g.each is None else g.each(i, j) for g in given]
@@ -294,24 +300,24 @@ def _rows(given: list[_Given], i: int, j: int) -> Iterator[tuple]:
 
 
 class _Results:
-    """One value of each example."""
+    """One value of each of some examples."""
 
     def __init__(self) -> None:
         self.values: list[Any] = []
 
     def add(self, values: Sequence[Any]) -> None:
-        """Take the values of some more examples."""
+        """Add the values of some more examples."""
         if not _ATOMS.issuperset(map(type, values)):
             raise _AsideError
         self.values += values
 
-    def fill(self, count: int) -> None:
-        """Take some that nobody looks at."""
-        self.values += self.values[-1:] * count
-
-    def of(self, examples: _Examples) -> Any:
-        """The value of all examples."""
-        return examples.value(self.values)
+    def of(self, examples: _Examples, chosen: list[bool]) -> Any:
+        """Return the value of all examples; those that were not chosen never look at theirs."""
+        if len(self.values) == len(chosen):
+            return examples.value(self.values)
+        values = iter(self.values)
+        first = self.values[0]
+        return examples.value([next(values) if is_chosen else first for is_chosen in chosen])
 
 
 class _Containers(_Results):
@@ -322,32 +328,25 @@ class _Containers(_Results):
         self.keys = [*first] if self.kind is dict else None
         if self.keys is not None and not all(type(key) in (int, str) for key in self.keys):
             raise _AsideError
-        self.parts = [_results_of(v) for v in (first.values() if self.keys else first)]
+        self.parts = [_results_of(v) for v in _items(first)]
 
     def add(self, values: Sequence[Any]) -> None:
-        for kind in {*map(type, values)}:
-            if kind is not self.kind:
-                raise _AsideError
-        if self.keys is not None:
-            if any([*v] != self.keys for v in values):
-                raise _AsideError
-            values = [[*v.values()] for v in values]
-        if {*map(len, values)} - {len(self.parts)}:
+        if {*map(type, values)} != {self.kind}:
             raise _AsideError
-        for part, column in zip(self.parts, zip(*values, strict=True), strict=False):
+        if self.keys is not None and any([*v] != self.keys for v in values):
+            raise _AsideError
+        if {*map(len, values)} != {len(self.parts)}:
+            raise _AsideError
+        for part, column in zip(self.parts, zip(*map(_items, values), strict=True), strict=True):
             part.add(column)
 
-    def fill(self, count: int) -> None:
-        for part in self.parts:
-            part.fill(count)
-
-    def of(self, examples: _Examples) -> Any:
-        found = [part.of(examples) for part in self.parts]
+    def of(self, examples: _Examples, chosen: list[bool]) -> Any:
+        found = [part.of(examples, chosen) for part in self.parts]
         return self.kind(found) if self.keys is None else dict(zip(self.keys, found, strict=True))
 
 
 def _results_of(first: Any) -> _Results:
-    """Where values of this kind are put."""
+    """Return where values of this kind are put."""
     kind = type(first)
     if kind in (list, tuple, dict):
         return _Containers(first)

@@ -53,16 +53,6 @@ def levels_of(t: Tensor) -> list:
     return found
 
 
-def axis_of(t: Tensor) -> int:
-    """The axis that counts the examples of the one level among whose examples it differs."""
-    axis = 0
-    while isinstance(t, Wrapper):
-        if type(t) is Batched and t.axis is not None:
-            axis = t.axis
-        t = t.value
-    return axis
-
-
 def cast(t: Tensor, dtype: torch.dtype, device: Any = None, *, copy: bool = False) -> Tensor:
     """The same numbers in this dtype, without derivatives, whoever of the examples runs."""
     if isinstance(t, Wrapper):

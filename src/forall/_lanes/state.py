@@ -136,6 +136,11 @@ class Region:
         for slot, old in (self.heap or {}).values():
             slot.put(self.t, old)
 
+    def undo(self) -> None:
+        """Put all back after an error, which may be caught by who goes on in another way."""
+        self.t.back(self.depth)
+        self.reset()
+
     def meet(self, parts: list[tuple[Any, dict[Any, Any]]]) -> None:
         """Join what the lanes that meet have written."""
         for key, (slot, old) in (self.heap or {}).items():
@@ -185,8 +190,7 @@ def each_world(parts: Parts, run: Callable[[Any], Any]) -> Any:
         region.meet(written)
     except Exception:
         t.failed = t.failed or words.now()
-        t.back(depth)
-        region.reset()  # it may be caught by who goes on in another way
+        region.undo()
         raise
     finally:
         t.back(depth)

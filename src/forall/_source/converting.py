@@ -137,7 +137,7 @@ def _template(f: types.FunctionType) -> Template | Refused:
         if code.co_flags & 0x2A0:  # generators, coroutines
             raise CannotConvert("a generator or a coroutine")
         node, inside = find(f)
-        made = rewrite(whole(node), Scope(inside, {}), functools.partial(_looked_up, f))
+        made = rewrite(whole(node), Scope(inside, {}), functools.partial(_find_value, f))
         computes = straight(whole(node))
         return Template(
             _compiled(made, inside, f),
@@ -153,8 +153,8 @@ def _template(f: types.FunctionType) -> Template | Refused:
     return Refused(reason, f"{code.co_filename}:{line or code.co_firstlineno}")
 
 
-def _looked_up(f: types.FunctionType, name: str) -> Any:
-    """The value of a name in a function that is not its own; None for one that has none."""
+def _find_value(f: types.FunctionType, name: str) -> Any:
+    """Return the value of a name in a function that is not its own; None for one that has none."""
     if name in f.__code__.co_freevars:
         cell = (f.__closure__ or ())[f.__code__.co_freevars.index(name)]
         try:

@@ -8,6 +8,7 @@ import linecache
 import types
 from typing import Any, NamedTuple
 
+from forall._source.names import arguments
 from forall._source.refused import CannotConvert
 
 Def = ast.FunctionDef | ast.Lambda
@@ -60,10 +61,7 @@ def find(f: types.FunctionType) -> Found:
 def _is(node: Def, code: types.CodeType) -> bool:
     """Whether a node has the name and the arguments of some code."""
     name = "<lambda>" if isinstance(node, ast.Lambda) else node.name
-    a = node.args
-    names = [
-        x.arg for x in (*a.posonlyargs, *a.args, *a.kwonlyargs, *filter(None, (a.vararg, a.kwarg)))
-    ]
+    names = arguments(node.args)
     theirs = code.co_varnames[: len(names)]
     mangled = all(
         m == n or (n.startswith("__") and m.endswith(n))

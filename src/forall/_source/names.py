@@ -37,15 +37,30 @@ def bound(nodes: Iterable[ast.AST]) -> set[str]:
     for node in own(nodes):
         if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
             found.add(node.id)
-        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            found.add(node.name)
-        elif isinstance(node, (ast.Import, ast.ImportFrom)):
-            found |= {(a.asname or a.name).split(".")[0] for a in node.names}
-        elif isinstance(node, ast.ExceptHandler) and node.name:
-            found.add(node.name)
         elif isinstance(node, COMPREHENSIONS):
             found |= walrus(node)
+        else:
+            found |= bound_by_text(node)
     return found
+
+
+def bound_by_text(node: ast.AST) -> set[str]:
+    """Return the names that one node binds and holds as text, not as a `Name`."""
+    match node:
+        case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+            return {node.name}
+        case ast.Import() | ast.ImportFrom():
+            return {(a.asname or a.name).split(".")[0] for a in node.names}
+        case ast.ExceptHandler(name=str(name)):
+            return {name}
+        case _:
+            return set()
+
+
+def arguments(a: ast.arguments) -> list[str]:
+    """Return the names of all arguments of a function, in the order in which code holds them."""
+    given = (*a.posonlyargs, *a.args, *a.kwonlyargs, *filter(None, (a.vararg, a.kwarg)))
+    return [x.arg for x in given]
 
 
 def walrus(node: ast.AST) -> set[str]:
@@ -75,8 +90,6 @@ class Names:
     """What is known of the names of one function."""
 
     def __init__(self, f: ast.FunctionDef) -> None:
-        a = f.args
-        arguments = (*a.posonlyargs, *a.args, *a.kwonlyargs, *filter(None, (a.vararg, a.kwarg)))
         self.globals: set[str] = set()
         self.nonlocals: set[str] = set()
         for node in own(f.body):
@@ -84,7 +97,7 @@ class Names:
                 self.globals |= set(node.names)
             elif isinstance(node, ast.Nonlocal):
                 self.nonlocals |= set(node.names)
-        everything = bound(f.body) | {x.arg for x in arguments}
+        everything = bound(f.body) | {*arguments(f.args)}
         self.local = everything - self.globals - self.nonlocals
         self.captured: set[str] = set()  # read by a function inside, whenever that runs
         rebound: set[str] = set()

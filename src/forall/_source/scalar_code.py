@@ -17,7 +17,17 @@ import copy
 import types
 from typing import TYPE_CHECKING, Any
 
-from forall._source.names import COMPREHENSIONS, SCOPES, Liveness, Names, bound, own, read
+from forall._source.names import (
+    COMPREHENSIONS,
+    SCOPES,
+    Liveness,
+    Names,
+    arguments,
+    bound,
+    bound_by_text,
+    own,
+    read,
+)
 from forall._source.pieces import FRAME, constant, expr, stmts
 
 if TYPE_CHECKING:
@@ -58,10 +68,9 @@ _HEAVY = (
 )  # fmt: skip
 
 
-# Expressions of which a part may be left out, or stands in a scope of its own
-_WITHOUT_HOLES = (
-    ast.IfExp, ast.BoolOp, ast.Compare, ast.NamedExpr, ast.Lambda, *COMPREHENSIONS,
-)  # fmt: skip
+# Expressions that may leave out a part, bind a name, or have a scope of their own
+_NOT_EARLY = (ast.IfExp, ast.BoolOp, ast.NamedExpr, ast.Lambda, *COMPREHENSIONS)
+_WITHOUT_HOLES = (*_NOT_EARLY, ast.Compare)
 
 
 class ScalarCode(ast.If):
@@ -87,7 +96,7 @@ def with_scalar_code(f: ast.FunctionDef, scope: Any, lookup: Callable[[str], Any
     rename_arguments(f, scope)
     names = Names(f)
     finder = _Finder(f, names, scope, lookup)
-    f.body = finder.block(f.body, in_loop=False)
+    f.body = finder.rewrite(f.body)
 
 
 def rename_arguments(f: ast.FunctionDef, scope: Any) -> None:
@@ -97,9 +106,9 @@ def rename_arguments(f: ast.FunctionDef, scope: Any) -> None:
     need not be a tensor. Names that others see are left.
     """
     names = Names(f)
-    seen = names.captured | names.noted | names.globals | _bound_otherwise(f)
-    a = f.args
-    given = {x.arg for x in (*a.posonlyargs, *a.args, *a.kwonlyargs)}
+    by_text = [bound_by_text(n) for s in f.body for n in ast.walk(s)]
+    seen = (names.captured | names.noted | names.globals).union(*by_text)
+    given = {*arguments(f.args)}
     if any(isinstance(n, ast.Name) and n.id in _NOT_SCALAR for n in ast.walk(f)):
         return  # it may look for its names
     for n, s in enumerate(f.body):
@@ -116,28 +125,14 @@ def rename_arguments(f: ast.FunctionDef, scope: Any) -> None:
                         node.id = new
 
 
-def _bound_otherwise(f: ast.FunctionDef) -> set[str]:
-    """The names that are bound by other means than by a `Name`."""
-    found: set[str] = set()
-    for n in (node for s in f.body for node in ast.walk(s)):
-        if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.ExceptHandler)):
-            found.add(n.name or "")
-        elif isinstance(n, ast.alias):
-            found.add((n.asname or n.name).split(".")[0])
-    return found
-
-
 class _Finder:
     """Finds scalar code in one function."""
 
     def __init__(self, f: ast.FunctionDef, names: Names, scope: Any, lookup: Callable) -> None:
         self.f, self.names, self.scope, self.lookup = f, names, scope, lookup
-        a = f.args
-        given = (*a.posonlyargs, *a.args, *a.kwonlyargs, *filter(None, (a.vararg, a.kwarg)))
-        self.tensors = {x.arg for x in given}  # names that may be tensors
+        self.tensors = {*arguments(f.args)}  # names that may be tensors
         self.fixed = names.noted | names.globals  # names whose every write is seen by others
-        everything = types.SimpleNamespace(local=names.local, captured=set())
-        self.live = Liveness(f, everything, all_live=False)  # type: ignore[arg-type]
+        self.live = _liveness(f, names)
         self._spread()
 
     # --- which names may be tensors
@@ -199,7 +194,7 @@ class _Finder:
                     return not node.attr.startswith("_")
                 return node.attr in _TOLD and self.is_read_early(node.value)
             case ast.Call():
-                return self.reading(node) is not None or self._is_scalar_call(node)
+                return self.find_read(node) is not None or self._is_scalar_call(node)
             case ast.IfExp():
                 return self.is_test(node.test) and self._all(node.body, node.orelse)
             case ast.UnaryOp(op=ast.Not()):
@@ -207,11 +202,11 @@ class _Finder:
             case ast.BinOp(op=ast.MatMult()):
                 return False
             case ast.Lambda():
-                return self._inside(node.args, [node.body])
+                return self._is_scalar_function(node.args, [node.body])
             case ast.ListComp() | ast.SetComp() | ast.GeneratorExp():
-                return self._comprehension(node.generators, [node.elt])
+                return self._is_scalar_comprehension(node.generators, [node.elt])
             case ast.DictComp():
-                return self._comprehension(node.generators, [node.key, node.value])
+                return self._is_scalar_comprehension(node.generators, [node.key, node.value])
             case (
                 ast.BinOp() | ast.UnaryOp() | ast.BoolOp() | ast.Compare() | ast.Tuple()
                 | ast.List() | ast.Set() | ast.Dict()
@@ -257,7 +252,7 @@ class _Finder:
             return False
         return self.is_scalar(f) and self._all(*node.args, *node.keywords)
 
-    def reading(self, node: ast.AST) -> tuple[str, ast.expr] | None:
+    def find_read(self, node: ast.AST) -> tuple[str, ast.expr] | None:
         """Return the method by which a call reads a tensor's numbers, and the tensor."""
         if not isinstance(node, ast.Call) or node.keywords:
             return None
@@ -287,33 +282,33 @@ class _Finder:
                 name = getattr(n.func, "attr", getattr(n.func, "id", ""))
                 if name not in _COMPUTES or name in self.names.local:
                     return False
-            elif isinstance(n, (ast.NamedExpr, ast.Lambda, ast.IfExp, ast.BoolOp, *COMPREHENSIONS)):
+            elif isinstance(n, _NOT_EARLY):
                 return False
         return True
 
-    def _comprehension(self, generators: list[ast.comprehension], results: list[ast.expr]) -> bool:
+    def _is_scalar_comprehension(
+        self, generators: list[ast.comprehension], results: list[ast.expr]
+    ) -> bool:
         if any(g.is_async for g in generators) or not self.is_scalar(generators[0].iter):
             return False
         names = bound([g.target for g in generators])
         later = [g.iter for g in generators[1:]]
         tests = [test for g in generators for test in g.ifs]
-        return self._within(names, lambda: self._all(*later, *tests, *results))
+        return self._ask_with(names, lambda: self._all(*later, *tests, *results))
 
-    def _inside(self, args: ast.arguments, body: list[ast.AST]) -> bool:
+    def _is_scalar_function(self, args: ast.arguments, body: list[ast.AST]) -> bool:
         """Return True if a function inside is scalar code, given Python's own values."""
-        given = (*args.posonlyargs, *args.args, *args.kwonlyargs)
-        given = (*given, *filter(None, (args.vararg, args.kwarg)))
         if not self._all(*args.defaults, *args.kw_defaults):
             return False
-        names = {x.arg for x in given} | bound(body)
-        return self._within(names, lambda: all(map(self._is_part, body)))
+        names = {*arguments(args)} | bound(body)
+        return self._ask_with(names, lambda: all(map(self._is_part, body)))
 
     def _is_part(self, node: ast.AST) -> bool:
         if isinstance(node, ast.stmt):
             return self.is_statement(node, returns=True)
         return self.is_scalar(node)
 
-    def _within(self, names: set[str], ask: Callable[[], bool]) -> bool:
+    def _ask_with(self, names: set[str], ask: Callable[[], bool]) -> bool:
         """Ask where these names are others, which are scalars."""
         kept = self.tensors, self.names.local, self.fixed
         self.tensors = self.tensors - names
@@ -376,7 +371,7 @@ class _Finder:
             case ast.FunctionDef():
                 if s.decorator_list or any(isinstance(n, ast.Nonlocal) for n in ast.walk(s)):
                     return False
-                return s.name not in self.fixed and self._inside(s.args, list(s.body))
+                return s.name not in self.fixed and self._is_scalar_function(s.args, list(s.body))
             case ast.Return():
                 return returns and self.is_scalar(s.value)
         return False
@@ -416,7 +411,7 @@ class _Finder:
         """Return True if the names of an expression are tensors, but for scalars inside."""
         if self.is_scalar(value):
             return True
-        if isinstance(value, (*_WITHOUT_HOLES, ast.Await)):
+        if isinstance(value, _WITHOUT_HOLES):
             return False
         kinds = (ast.expr, ast.keyword)
         return all(
@@ -425,36 +420,31 @@ class _Finder:
 
     # --- putting it together
 
-    def block(self, nodes: list[ast.stmt], *, in_loop: bool) -> list[ast.stmt]:
-        """The statements of a block, with those that are scalar code put together."""
+    def rewrite(self, nodes: list[ast.stmt]) -> list[ast.stmt]:
+        """Return the statements of a block, with those that are scalar code put together."""
         made: list[ast.stmt] = []
         run: list[ast.stmt] = []
         for n, s in enumerate(nodes):
-            if self._is_doc(s, n, in_loop) or not (self.is_statement(s) or self.can_leave(s)):
-                made += self._ended(run, s, in_loop)
+            is_doc = n == 0 and isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant)
+            if is_doc or not (self.is_statement(s) or self.can_leave(s)):
+                made += self._rewrite_run(run, s)
                 run = []
             else:
                 run.append(s)
-        if run:
-            made += self._ended(run, None, in_loop)
-        return made
+        return made + self._rewrite_run(run, None) if run else made
 
-    def _is_doc(self, s: ast.stmt, n: int, in_loop: bool) -> bool:
-        return n == 0 and isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant)
-
-    def _ended(self, run: list[ast.stmt], last: ast.stmt | None, in_loop: bool) -> list[ast.stmt]:
-        """Scalar code, and the statement after it, of which parts may be scalar code too."""
-        holes = self._holes(last) if last is not None else []
+    def _rewrite_run(self, run: list[ast.stmt], last: ast.stmt | None) -> list[ast.stmt]:
+        """Put scalar code together, with parts of the statement after it that are such code too."""
+        holes = self._find_holes(last) if last is not None else []
+        read_later: set[str] = set()
         if isinstance(last, ast.If):  # before its sides are other statements
             read_later = self.live.start(last.body, last) | self.live.start(last.orelse, last)
-        else:
-            read_later = (
-                set() if isinstance(last, ast.Return) or last is None else self.live.after[last]
-            )
-        after = [] if last is None else [self._divided(last, in_loop)]
+        elif last is not None and not isinstance(last, ast.Return):
+            read_later = self.live.after[last]
+        after = [] if last is None else [self._rewrite_inside(last)]
         if not any(map(self._is_heavy, run)) and not any(self._is_heavy(h) for h, _ in holes):
             return run + after
-        return _Region(self, run, last, holes, read_later).made(after)
+        return _Region(self, run, last, holes, read_later).build(after)
 
     def _is_heavy(self, node: ast.AST) -> bool:
         """Return True if code is more than arithmetic, which a column does for all at once."""
@@ -462,7 +452,7 @@ class _Finder:
             if isinstance(n, _HEAVY):
                 if not isinstance(n, ast.Subscript) or self.is_scalar(n.value):
                     return True
-            elif isinstance(n, ast.Call) and self.reading(n) is None:
+            elif isinstance(n, ast.Call) and self.find_read(n) is None:
                 f = n.func
                 if isinstance(f, ast.Name) and f.id not in _ARITHMETIC:
                     return True
@@ -470,8 +460,8 @@ class _Finder:
                     return True
         return False
 
-    def _holes(self, s: ast.stmt) -> list[tuple[ast.expr, Callable[[ast.expr], None]]]:
-        """The scalar expressions in a statement that is none, each with how to replace it."""
+    def _find_holes(self, s: ast.stmt) -> list[tuple[ast.expr, Callable[[ast.expr], None]]]:
+        """Find the scalar expressions in a statement that is none, each with how to replace it."""
         if isinstance(s, (ast.If, ast.While)):
             if isinstance(s, ast.If) and self.is_scalar(s.test):
                 return [(s.test, lambda new: setattr(s, "test", new))]
@@ -530,18 +520,17 @@ class _Finder:
     def _is_value(self, node: ast.expr) -> bool:
         """Return True if an expression reads anything that differs between examples."""
         return any(
-            self.reading(n) is not None
+            self.find_read(n) is not None
             or (isinstance(n, ast.Name) and n.id in self.names.local and n.id not in self.tensors)
             for n in ast.walk(node)
         )
 
-    def _divided(self, s: ast.stmt, in_loop: bool) -> ast.stmt:
-        """A statement that is no scalar code, with that which is inside of it put together."""
-        loops = in_loop or isinstance(s, (ast.While, ast.For))
+    def _rewrite_inside(self, s: ast.stmt) -> ast.stmt:
+        """Put together the scalar code in the blocks of a statement that is none."""
         if isinstance(s, (ast.If, ast.While, ast.For, ast.With)):
-            s.body = self.block(s.body, in_loop=loops)
+            s.body = self.rewrite(s.body)
             if getattr(s, "orelse", None):
-                s.orelse = self.block(s.orelse, in_loop=in_loop)  # type: ignore[attr-defined]
+                s.orelse = self.rewrite(s.orelse)  # type: ignore[attr-defined]
         return s
 
 
@@ -558,7 +547,8 @@ class _Region:
         self.read_names: list[str] = []
         self.ways: list[tuple[str, list[str], ast.Return]] = []  # text, values, what is left to do
 
-    def made(self, after: list[ast.stmt]) -> list[ast.stmt]:
+    def build(self, after: list[ast.stmt]) -> list[ast.stmt]:
+        """Build the statement; ``after`` is what stands behind it."""
         finder, last = self.finder, self.last
         as_written = copy.deepcopy(self.run)
         hole_names = [finder.scope.fresh("hole") for _ in self.holes]
@@ -569,11 +559,11 @@ class _Region:
         elif self.holes:
             as_written += stmts("NAME = V", self.at, NAME=hole_names[0], V=hole_values[0])
         for (value, put), name in zip(self.holes, hole_names, strict=True):
-            put(_loaded(name, value))
-        outs = self._outs()
-        body = [self._inner(copy.deepcopy(s)) for s in self.run]
-        given = [self._inner(copy.deepcopy(v)) for v in hole_values]
-        takes = self._takes([*body, *(ast.copy_location(ast.Expr(v), v) for v in given)])
+            put(_load(name, value))
+        outs = self._find_outs()
+        body = [self._rewrite_for_one(copy.deepcopy(s)) for s in self.run]
+        given = [self._rewrite_for_one(copy.deepcopy(v)) for v in hole_values]
+        takes = self._find_takes([*body, *(ast.copy_location(ast.Expr(v), v) for v in given)])
         is_bound = bound(self.run)
         optional = [n for n in takes if n in is_bound]
         for n in reversed(optional):
@@ -590,7 +580,7 @@ class _Region:
         function.args = ast.arguments([], args, None, [], [], None, [])  # type: ignore[attr-defined]
         ast.fix_missing_locations(function)
         finder.scope.functions.append(function)
-        node = self._node(as_written, (takes, optional), [*outs, *hole_names])
+        node = self._build_node(as_written, (takes, optional), [*outs, *hole_names])
         node.function = name
         if self.holes and not is_test:
             node.orelse += after
@@ -600,8 +590,10 @@ class _Region:
         ast.fix_missing_locations(node)
         return [node, *after]
 
-    def _node(self, as_written: list, names: tuple[list, list], falls: list[str]) -> ScalarCode:
-        """The statement, but for what is left to do where its end is reached."""
+    def _build_node(
+        self, as_written: list, names: tuple[list, list], falls: list[str]
+    ) -> ScalarCode:
+        """Build the statement, but for what is left to do where its end is reached."""
         loaded = [ast.Name(n, ast.Load()) for n in (*names[0], *names[1])]
         reads = [copy.deepcopy(tensor) for _, tensor in self.reads]
         node = ScalarCode(ast.Tuple([*loaded, *reads], ast.Load()), as_written, [])
@@ -615,8 +607,8 @@ class _Region:
             node.orelse.append(ast.copy_location(ast.If(test, [left], []), self.at))
         return node
 
-    def _outs(self) -> list[str]:
-        """The names that are read after it."""
+    def _find_outs(self) -> list[str]:
+        """Return the names that are read after it."""
         finder, last = self.finder, self.last
         if not self.run:
             return []
@@ -632,39 +624,38 @@ class _Region:
                 after = after | read(node)
         return sorted(bound(self.run) & after & finder.names.local)
 
-    def _takes(self, body: list[ast.stmt]) -> list[str]:
-        """The names whose values it needs from before."""
+    def _find_takes(self, body: list[ast.stmt]) -> list[str]:
+        """Return the names whose values it needs from before."""
         body = [_Scopes(bound(body)).visit(copy.deepcopy(s)) for s in body]
         if not body:
             return []
-        plain = types.SimpleNamespace(local=self.finder.names.local, captured=set())
         f = ast.FunctionDef("f", ast.arguments([], [], None, [], [], None, []), body, [])
-        live = Liveness(f, plain, all_live=False)  # type: ignore[arg-type]
+        live = _liveness(f, self.finder.names)
         return sorted(live.before[body[0]] & self.finder.names.local)
 
-    def _inner(self, node: Any) -> Any:
-        """The code for one example: with names for what is read of tensors, and ways out."""
+    def _rewrite_for_one(self, node: Any) -> Any:
+        """Rewrite code for one example: with names for what is read of tensors, and ways out."""
         return _Inner(self).visit(node)
 
-    def reading(self, how: str, tensor: ast.expr) -> ast.expr:
-        """The name of what is read of a tensor."""
+    def name_of_read(self, how: str, tensor: ast.expr) -> ast.expr:
+        """Return the name of what is read of a tensor."""
         text = how, ast.dump(tensor)
         known = [(m, ast.dump(t)) for m, t in self.reads]
         if text not in known:
             self.reads.append((how, tensor))
             self.read_names.append(self.finder.scope.fresh("read"))
             known.append(text)
-        return _loaded(self.read_names[known.index(text)], tensor)
+        return _load(self.read_names[known.index(text)], tensor)
 
-    def leaving(self, node: ast.Return) -> ast.Return:
-        """``return value``, for one example: the number of the way, and what it needs."""
+    def leave_by(self, node: ast.Return) -> ast.Return:
+        """Make ``return value``, for one example, of the number of the way and what it needs."""
         values: list[ast.expr] = []
         names: list[str] = []
 
         def hole(value: ast.expr) -> ast.expr:
-            values.append(self._inner(value))
+            values.append(self._rewrite_for_one(value))
             names.append(self.finder.scope.fresh("hole"))
-            return _loaded(names[-1], value)
+            return _load(names[-1], value)
 
         left = copy.deepcopy(node)
         if left.value is not None and self.finder.is_scalar(left.value):
@@ -695,29 +686,29 @@ class _Inner(ast.NodeTransformer):
         self.depth = 0  # how many functions around
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
-        found = self.finder.reading(node)
-        return self.generic_visit(node) if found is None else self.region.reading(*found)
+        found = self.finder.find_read(node)
+        return self.generic_visit(node) if found is None else self.region.name_of_read(*found)
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
         if self.finder.is_scalar(node) and not self.finder.is_scalar(node.value):
-            return self.region.reading("", node)
+            return self.region.name_of_read("", node)
         return self.generic_visit(node)
 
     def visit_Compare(self, node: ast.Compare) -> ast.AST:
         if not self.finder.is_scalar(node):
-            return self.region.reading("bool", node)
+            return self.region.name_of_read("bool", node)
         return self.generic_visit(node)
 
     def visit_Return(self, node: ast.Return) -> ast.AST:
-        return self.generic_visit(node) if self.depth else self.region.leaving(node)
+        return self.generic_visit(node) if self.depth else self.region.leave_by(node)
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
-        return self._deeper(node)
+        return self._visit_function(node)
 
     def visit_Lambda(self, node: ast.Lambda) -> ast.AST:
-        return self._deeper(node)
+        return self._visit_function(node)
 
-    def _deeper(self, node: Any) -> ast.AST:
+    def _visit_function(self, node: Any) -> ast.AST:
         self.depth += 1
         try:
             return self.generic_visit(node)
@@ -731,7 +722,7 @@ class _Scopes(ast.NodeTransformer):
     def __init__(self, later: set[str]) -> None:
         self.later = later  # what functions inside may read once it has been bound
 
-    def _hidden(self, node: Any, names: set[str]) -> ast.AST:
+    def _hide(self, node: Any, names: set[str]) -> ast.AST:
         for n in ast.walk(node):
             if isinstance(n, ast.Name) and n.id in names:
                 n.id = "__hidden__"
@@ -739,21 +730,27 @@ class _Scopes(ast.NodeTransformer):
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
         given = {a.arg for a in ast.walk(node) if isinstance(a, ast.arg)}
-        return self._hidden(node, given | bound(node.body) | self.later)
+        return self._hide(node, given | bound(node.body) | self.later)
 
     def visit_Lambda(self, node: ast.Lambda) -> ast.AST:
         self.generic_visit(node)
-        return self._hidden(node, {a.arg for a in ast.walk(node) if isinstance(a, ast.arg)})
+        return self._hide(node, {a.arg for a in ast.walk(node) if isinstance(a, ast.arg)})
 
     def _comprehension(self, node: Any) -> ast.AST:
         self.generic_visit(node)
-        return self._hidden(node, bound([g.target for g in node.generators]))
+        return self._hide(node, bound([g.target for g in node.generators]))
 
     visit_ListComp = visit_SetComp = visit_DictComp = _comprehension  # noqa: N815 - ast's names
     visit_GeneratorExp = _comprehension  # noqa: N815 - ast's name
 
 
-def _loaded(name: str, at: ast.AST) -> ast.expr:
+def _liveness(f: ast.FunctionDef, names: Names) -> Liveness:
+    """Return what is read later, without what functions inside may read at any time."""
+    without = types.SimpleNamespace(local=names.local, captured=set())
+    return Liveness(f, without, all_live=False)  # type: ignore[arg-type]
+
+
+def _load(name: str, at: ast.AST) -> ast.expr:
     return ast.copy_location(ast.Name(name, ast.Load()), at)
 
 

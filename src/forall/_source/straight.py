@@ -11,7 +11,7 @@ import ast
 import copy
 from typing import NamedTuple
 
-from forall._source.names import COMPREHENSIONS, Names, bound
+from forall._source.names import COMPREHENSIONS, Names, arguments, bound
 from forall._source.pieces import RUNTIME, constant, expr
 from forall._source.refused import CannotConvert
 
@@ -29,9 +29,7 @@ def straight(f: ast.FunctionDef) -> ast.FunctionDef | None:
     if f.args.kwarg is not None:
         return None
     try:
-        a = f.args
-        given = (*a.posonlyargs, *a.args, *a.kwonlyargs, *filter(None, (a.vararg,)))
-        rewriter = _Straight(bound(f.body) | {x.arg for x in given})
+        rewriter = _Straight(bound(f.body) | {*arguments(f.args)})
         f.body = [rewriter.visit(s) for s in f.body]
     except CannotConvert:
         return None
