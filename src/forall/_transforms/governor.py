@@ -23,7 +23,9 @@ from forall._core import config
 from forall._core.errors import Call, columns, name_of, slow
 from forall._core.levels import stack
 from forall._core.parting import Late
+from forall._lanes import is_running
 from forall._torch import handover
+from forall._torch.dispatch import dispatch_modes, function_modes
 from forall._torch.names import PLAIN
 from forall._transforms import loop, mapping
 from forall._transforms.anew import transform_of
@@ -35,8 +37,10 @@ if TYPE_CHECKING:
 
     from forall._core.places import Place
     from forall._transforms.computing import Bindings
+    from forall._transforms.replaying import Calls
     from forall._transforms.vmap import Mapping
 
+_NUMBERS = frozenset({bool, int, float, complex})
 _MOST = 64  # sizes of one function that are told apart
 _WORTH = 0.02  # seconds of calls that run as the loop, before all together is worth a try
 _MUCH, _CONVERTING = 1.0, 0.05  # times the loop, and seconds, that a first try may take
@@ -119,13 +123,14 @@ def _key(func: Any, size: int, leaves: Sequence[Any]) -> tuple:
 
 
 def _forms(leaves: Sequence[Any]) -> tuple:
-    # Others may have a shape with symbols in it, or none.
-    return (
-        *[
-            (x.shape, x.requires_grad) if type(x) in PLAIN and not x.is_nested else type(x)
-            for x in leaves
-        ],
-    )
+    """Return what tells arguments apart: the shape of a tensor, and whether it requires grad."""
+    forms: list[Any] = []
+    for x in leaves:
+        if type(x) not in PLAIN or x.is_nested:  # others may have a shape with symbols, or none
+            forms.append(type(x))
+        else:
+            forms += x.shape, x.requires_grad
+    return (*forms,)
 
 
 def _keys_of(func: Any) -> tuple:
@@ -152,11 +157,12 @@ class Settled:
     is not to wait for all that `vmap` asks of other calls.
     """
 
-    __slots__ = ("_known", "_places", "_unknown", "dims", "func", "out_dims")
+    __slots__ = ("_bindings", "_known", "_places", "_unknown", "dims", "func", "out_dims")
 
     def __init__(self, func: Callable, in_dims: Any, out_dims: Any) -> None:
         self.func, self.dims, self.out_dims = func, in_dims, out_dims
         self._places: mapping.Places | None = None
+        self._bindings: Bindings | None = None
         self._known: dict[tuple, tuple[Times, tuple, int]] = {}  # by forms of arguments
         self._unknown = -1  # how many codes had times when this one had none
 
@@ -184,38 +190,68 @@ class Settled:
         known = self._known[forms] = times, dims, size
         return known
 
-    def run(self, args: tuple, known: tuple[Times, tuple, int]) -> tuple | None:
-        """Return a tuple of the result; None where the call is to be made in the ordinary way."""
+    def run(self, args: tuple, calls: Calls | None) -> tuple | None:
+        """Return a tuple of the result; None where the call is to be made in the ordinary way.
+
+        ``calls`` may replay it. Few functions are called here: what runs after an operator of
+        torch's is cold, so that a dozen of them cost as much as a loop over two examples.
+        """
+        known = self.find(args)
+        if known is None:
+            return None
         times, dims, size = known
-        if not times.loops_again() or config.now.parting != "measured" or stack.top is not None:
+        looped, together = times.looped, times.together
+        if looped is None or times.spent >= times.next or (together and looped > together):
             return None
-        if handover.needed_by_levels() or not loop.is_alone():
+        if calls is not None and calls.may_replay(times):
             return None
-        bindings = find_bindings(self.func)
-        if bindings is None or not bindings.may_take(args):
+        if stack.top is not None or stack.listening or config.now.parting != "measured":
             return None
-        if self._places is None:
-            call = Call("vmap", self.func, out_dims=self.out_dims)
-            self._places = mapping.Places(call, self.out_dims)
-        arguments = loop.Arguments(args, dims, size, None)
+        if dispatch_modes() or function_modes() or is_running() or handover.is_near():
+            return None
+        func, bindings = self.func, self._bindings
+        if bindings is None or not bindings.hold(func):
+            bindings = self._bindings = find_bindings(func)
+            if bindings is None:
+                return None
+        places = self._places
+        if places is None:
+            call = Call("vmap", func, out_dims=self.out_dims)
+            places = self._places = mapping.Places(call, self.out_dims)
         start = perf_counter()
-        try:
-            found = loop.run_each(self.func, arguments, self._places, bindings)
-        except loop.ElsewhereError:
-            return None
-        times.took(perf_counter() - start)
-        return (found,)
+        if bindings.writes or bindings.tensors:
+            if not bindings.may_take(args):
+                return None
+            arguments = loop.Arguments(args, dims, size, None)
+            try:
+                found = loop.run_each(func, arguments, places, bindings)
+            except loop.ElsewhereError:
+                return None
+        else:
+            found = loop.run_each_alone(func, args, dims, size, places)
+        if found is not None:
+            seconds = perf_counter() - start
+            times.spent += seconds
+            if seconds < looped:
+                times.looped = seconds
+        return found
 
 
 def _size_of(args: tuple, dims: Any) -> int | None:
-    """Return how many examples tensors have; None where anything else is to be looked at."""
+    """Return how many examples tensors have; None where anything but tensors and numbers is met."""
     if type(dims) is not tuple or len(dims) != len(args):
         return None
     size = None
     for x, dim in zip(args, dims, strict=True):
+        if type(x) not in PLAIN:
+            if dim is not None or type(x) not in _NUMBERS:
+                return None
+            continue
+        if x.is_nested:
+            return None
         if dim is None:
             continue
-        if type(dim) is not int or type(x) not in PLAIN or x.is_nested:
+        if type(dim) is not int:
             return None
         if not -x.dim() <= dim < x.dim():
             return None

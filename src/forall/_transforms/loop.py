@@ -21,7 +21,7 @@ from forall._core.levels import Level, stack
 from forall._derivatives.forward import JvpLevel
 from forall._lanes import is_running
 from forall._torch import trees, whole
-from forall._torch.dispatch import dispatch_modes, function_modes
+from forall._torch.dispatch import dispatch_modes, function_modes, functions_off
 from forall._torch.names import PLAIN, set_version, version
 from forall._torch.wrapper import Wrapper
 
@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from forall._transforms.vmap import Mapping
 
     Tensor = torch.Tensor
+
+
+_PLAIN = {torch.Tensor}
 
 
 class ElsewhereError(Exception):
@@ -88,7 +91,8 @@ def run(call: Mapping, bindings: Bindings, seconds: float = inf) -> tuple[list, 
     is_flat = not kwargs and len(args) == len(entering.leaves)
     pack = None if is_flat and all(map(is_, args, entering.leaves)) else entering.unflatten
     args = Arguments(entering.leaves, entering.dims, entering.size, pack)
-    return trees.flatten(run_each(call.func, args, call.places, bindings, seconds))
+    (found,) = run_each(call.func, args, call.places, bindings, seconds)
+    return trees.flatten(found)
 
 
 class Arguments(NamedTuple):
@@ -102,8 +106,8 @@ class Arguments(NamedTuple):
 
 def run_each(
     func: Callable, args: Arguments, places: Places, bindings: Bindings, seconds: float = inf
-) -> Any:
-    """Call ``func`` for one example after another, and return the stacks of the results."""
+) -> tuple:
+    """Call ``func`` for one example after another; return the stacks of the results in a tuple."""
     before = _Before([*args.leaves, *bindings.tensors], copies=bindings.writes)
     try:
         found = _stack_results(_call_each(func, args, bindings, seconds), places)
@@ -120,7 +124,35 @@ def run_each(
     if found is None or (before.has_changed() and before.has_changed(but=_own(args))):
         before.put_back()
         raise ElsewhereError
-    return found[0]
+    return found
+
+
+def run_each_alone(
+    func: Callable, args: tuple, dims: Sequence[int | None], size: int, places: Places
+) -> tuple | None:
+    """Do the same for a function that captures no tensor and has no statement that writes.
+
+    Return None where the call has to be made in another way.
+    """
+    try:
+        before = [x._version if type(x) in PLAIN else None for x in args]
+    except RuntimeError:  # of inference mode, where nobody counts
+        return None
+    rows = [
+        [x] * size if dim is None else x.unbind(dim) for x, dim in zip(args, dims, strict=True)
+    ]
+    try:
+        results = [*map(func, *rows)]
+        found = _stack_results(results, places)
+    except Exception:
+        if _versions(args) != before:
+            raise
+        return None  # the other way tells it, and of which example
+    if before != [x._version if type(x) in PLAIN else None for x in args]:
+        pairs = zip(dims, before, _versions(args), strict=True)
+        if any(dim is None and number != now for dim, number, now in pairs):
+            return None  # all examples have written into one argument
+    return found
 
 
 def _own(args: Arguments) -> set[int]:
@@ -159,17 +191,23 @@ class _Before:
                 set_version(x, number)
 
 
-def _versions(values: list[Any]) -> list[int | None]:
-    return [version(x) if type(x) in PLAIN else None for x in values]
+def _versions(values: Sequence[Any]) -> list[int | None]:
+    """Return how often each has been written to; `Bindings.may_take` leaves out inference mode."""
+    with functions_off():
+        return [x._version if type(x) in PLAIN else None for x in values]
 
 
 def _call_each(func: Callable, args: Arguments, bindings: Bindings, seconds: float) -> list[Any]:
     """Call ``func`` for one example after another."""
-    pack = args.pack
-    rows = [
-        [leaf] * args.size if dim is None else _split(leaf, dim, writes=bindings.writes)
-        for leaf, dim in zip(args.leaves, args.dims, strict=True)
-    ]
+    leaves, dims, size, pack = args
+    rows: list[Sequence] = []
+    for leaf, dim in zip(leaves, dims, strict=True):
+        if dim is None:
+            rows.append([leaf] * size)
+        elif bindings.writes:  # each example is a view of its own
+            rows.append([leaf.select(dim, n) for n in range(size)])
+        else:
+            rows.append(leaf.unbind(dim))
     if pack is None and seconds == inf:
         return [*map(func, *rows)]
     results = []
@@ -178,16 +216,9 @@ def _call_each(func: Callable, args: Arguments, bindings: Bindings, seconds: flo
         own, named = (row, {}) if pack is None else pack([*row])
         results.append(func(*own, **named))
         taken = perf_counter() - start
-        if taken > seconds and len(results) < args.size:
-            raise TooLongError(taken / len(results) * args.size)
+        if taken > seconds and len(results) < size:
+            raise TooLongError(taken / len(results) * size)
     return results
-
-
-def _split(leaf: Tensor, dim: int, *, writes: bool) -> Sequence[Tensor]:
-    """Return the examples of a stack, each a view of its own if it may be written to."""
-    if writes:
-        return [leaf.select(dim, n) for n in range(leaf.shape[dim])]
-    return leaf.unbind(dim)
 
 
 def _stack_results(results: list[Any], places: Places) -> tuple[Any] | None:
@@ -216,20 +247,19 @@ def _stack_results(results: list[Any], places: Places) -> tuple[Any] | None:
     return (trees.unflatten(left, spec),)
 
 
-def _stack_column(column: Sequence[Any], place: int | None) -> tuple[Any] | None:
+def _stack_column(column: list | tuple, place: int | None) -> tuple[Any] | None:
     """Stack one result of all examples, in a tuple of one; None if they do not fit together."""
     first = column[0]
     kinds = {*map(type, column)}
     if isinstance(first, torch.Tensor) and place is not None:
-        if not all(kind is torch.Tensor or issubclass(kind, Wrapper) for kind in kinds):
+        if kinds != _PLAIN and not all(k is torch.Tensor or issubclass(k, Wrapper) for k in kinds):
             return None
-        rank, shape, dtype = first.dim() + 1, first.shape, first.dtype
-        if not -rank <= place < rank or first.layout is not torch.strided:
+        if first.layout is not torch.strided:
             return None
-        for x in column:
-            if x.shape != shape or x.dtype is not dtype:
-                return None
-        return (torch.stack([*column], place % rank),)
+        try:  # it compares the shapes, and promotes types as the other ways do
+            return (torch.stack(column, place) if place else torch.stack(column),)
+        except (RuntimeError, IndexError):
+            return None
     if len(kinds) > 1:
         return None
     kind = type(first)

@@ -338,15 +338,16 @@ def _transformed(
     @functools.wraps(func, updated=())
     def transformed(*args: Any, **kwargs: Any) -> Any:
         nonlocal last
-        known = None if settled is None or kwargs or is_compiling() else settled.find(args)
-        if settled is not None and known is not None and not (last and last.may_replay(known[0])):
-            found = settled.run(args, known)
+        is_simple = settled is not None and not kwargs and not is_compiling()
+        if is_simple:
+            found = settled.run(args, last)
             if found is not None:
                 return found[0]
         if not is_on() or (last is not None and last.passes()):
             return whole.call(eager, func, *args, **kwargs)
         calls, given = fixed or _place(func, key, own)
         last = calls  # to find them may take longer than what they say
+        known = settled.find(args) if is_simple else None
         if known is None:
             return calls.run(func, given, eager, args, kwargs)
         hits, start = calls.hits, perf_counter()
