@@ -78,7 +78,8 @@ kept = _Kept.made(idle=True)
 def forget(found: dict[int, tuple[Any, Any, Any]]) -> None:
     """These examples run no more: a tensor must not hold its copies, which hold it."""
     for t, was, was_read in found.values():
-        t.narrowed, t.read = was, was_read
+        own = t.__dict__
+        own["narrowed"], own["read"] = was, was_read
 
 
 class Fit(NamedTuple):
@@ -232,7 +233,7 @@ def for_reading(t: Batched, level: Any) -> Tensor | None:
         value = value.index_select(t.axis, places if value.is_cpu else places.to(value.device))
     if kept.found is not None:
         kept.found.setdefault(id(t), (t, None, known))
-        t.read = level, value, times
+        t.__dict__["read"] = level, value, times
     return value
 
 

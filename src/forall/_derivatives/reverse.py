@@ -320,12 +320,13 @@ def closed(results: Any, run: Run, outer_grad: bool) -> Any:
         return results
     with functions_off():
         found = [t for t in trees.leaves(results) if isinstance(t, torch.Tensor)]
-        pairs = [(t, bare(t) if posing.used else t) for t in found]
-        pairs = [(t, b) for t, b in pairs if b.requires_grad]
-        if not pairs:
+        bares = [*map(bare, found)] if posing.used else found
+        recorded = [b for b in bares if b.requires_grad]
+        if not recorded:
             return results
-        free = {*map(id, inward([b for _, b in pairs], run))}
-        freed = {id(t) for t, b in pairs if id(b) in free}
+        freed = {*map(id, inward(recorded, run))}
+        if posing.used:
+            freed = {id(t) for t, b in zip(found, bares, strict=True) if id(b) in freed}
         return trees.map_tensors(
             lambda t: carried(_alias(bare(t)), t) if id(t) in freed else t, results
         )

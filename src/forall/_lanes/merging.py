@@ -10,7 +10,7 @@ import torch
 from forall._lanes import aliases
 from forall._lanes.words import both, either, words
 from forall._torch.dispatch import functions_off
-from forall._torch.posed import attributes, bare, kind_of, worn
+from forall._torch.posed import attributes, bare, kind_of, posing, worn
 
 Parts = list[tuple[Any, Any]]  # worlds, disjoint, and what their lanes have
 
@@ -113,10 +113,10 @@ def _one(parts: Parts) -> Any:
 
 def tensors(parts: Parts) -> Any:
     """One tensor for all lanes, and what is the same tensor in the loop."""
-    bares = [(w, bare(t)) for w, t in parts]
+    bares = [(w, bare(t)) for w, t in parts] if posing.used else parts
     joined = words.joined(bares)
     aliases.remember(joined, bares)
-    if all(b is t for (_, b), (_, t) in zip(bares, parts, strict=True)):
+    if bares is parts or all(b is t for (_, b), (_, t) in zip(bares, parts, strict=True)):
         return joined
     return _dressed(joined, parts)
 
@@ -133,9 +133,12 @@ def _dressed(joined: Any, parts: Parts) -> Any:
 
 
 def _alike(a: Any, b: Any) -> bool:
-    if not isinstance(b, words.Tensor) or kind_of(a) is not kind_of(b):
+    if not isinstance(b, words.Tensor):
         return False
-    a, b = bare(a), bare(b)
+    if type(a) is not type(b) and kind_of(a) is not kind_of(b):
+        return False
+    if posing.used:
+        a, b = bare(a), bare(b)
     with functions_off():
         return (a.shape, a.dtype, a.device, a.layout) == (b.shape, b.dtype, b.device, b.layout)
 

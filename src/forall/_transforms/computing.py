@@ -154,10 +154,7 @@ class Bindings(NamedTuple):
                 return False
         if _is_other(func, self.states[0]):
             return False
-        for f, state in zip(self.functions, self.states[1:], strict=True):
-            if _is_other(f, state):
-                return False
-        return True
+        return not self.functions or not any(map(_is_other, self.functions, self.states[1:]))
 
     def may_take(self, leaves: Iterable[Any]) -> bool:
         """Return True if all that a call with these arguments writes can be put back."""

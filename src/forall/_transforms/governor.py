@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from forall._transforms.replaying import Calls
     from forall._transforms.vmap import Mapping
 
-_NUMBERS = frozenset({bool, int, float, complex})
+_WORDS = frozenset({bool, int, float, complex, str, type(None)})
 _MOST = 64  # sizes of one function that are told apart
 _WORTH = 0.02  # seconds of calls that run as the loop, before all together is worth a try
 _MUCH, _CONVERTING = 1.0, 0.05  # times the loop, and seconds, that a first try may take
@@ -53,12 +53,15 @@ _MANY, _WORTH_A_WORD = 32, 0.001  # examples, and seconds of a loop that is told
 class Times:
     """Seconds that calls of one size have taken in either way."""
 
-    __slots__ = ("_preferred", "_share", "looped", "next", "replayed", "spent", "together")
+    __slots__ = (
+        "_preferred", "_share", "looped", "next", "replayed", "replays", "spent", "together",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.looped: float | None = None
         self.together: float | None = None
         self.replayed: float | None = None
+        self.replays = 0
         self.spent = 0.0
         self.next = _WORTH  # when so much was spent, the other way is tried
         self._share = _SHARE
@@ -75,6 +78,7 @@ class Times:
 
     def was_replayed(self, seconds: float) -> None:
         """Note the seconds of a call of which a program was replayed."""
+        self.replays += 1
         self.replayed = min(seconds, self.replayed or inf)
 
     def is_slow_to_replay(self) -> bool:
@@ -105,15 +109,13 @@ class Times:
 
 _times: WeakKeyDictionary[CodeType, dict[Any, Times]] = WeakKeyDictionary()
 _told: WeakSet[CodeType] = WeakSet()  # of which was said that they run as the loop
-_count = 0  # codes that have come into that table
 
 
 def _by_size(code: CodeType) -> dict[Any, Times]:
-    global _count  # noqa: PLW0603 - asked in each call of what is not in the table
     found = _times.get(code)
     if found is None:
         found = _times[code] = {}
-        _count += 1
+        Settled.codes += 1
     return found
 
 
@@ -157,19 +159,18 @@ class Settled:
     is not to wait for all that `vmap` asks of other calls.
     """
 
-    __slots__ = ("_bindings", "_known", "_places", "_unknown", "dims", "func", "out_dims")
+    __slots__ = ("_bindings", "_known", "_places", "dims", "func", "out_dims", "unknown")
+    codes = 0  # of all functions whose calls are timed
 
     def __init__(self, func: Callable, in_dims: Any, out_dims: Any) -> None:
         self.func, self.dims, self.out_dims = func, in_dims, out_dims
         self._places: mapping.Places | None = None
         self._bindings: Bindings | None = None
         self._known: dict[tuple, tuple[Times, tuple, int]] = {}  # by forms of arguments
-        self._unknown = -1  # how many codes had times when this one had none
+        self.unknown = -1  # how many codes had times when this one had none
 
     def find(self, args: tuple) -> tuple[Times, tuple, int] | None:
         """Return the times of such calls, with the dims and number of the examples, if known."""
-        if self._unknown == _count:
-            return None
         forms = _forms(args)
         known = self._known.get(forms)
         return self._look_up(args, forms) if known is None else known
@@ -178,7 +179,7 @@ class Settled:
         code = code_of(self.func)
         by_size = None if code is None else _times.get(code)
         if by_size is None:
-            self._unknown = _count
+            self.unknown = self.codes
             return None
         dims = (self.dims,) * len(args) if type(self.dims) is int else self.dims
         size = _size_of(args, dims)
@@ -190,15 +191,12 @@ class Settled:
         known = self._known[forms] = times, dims, size
         return known
 
-    def run(self, args: tuple, calls: Calls | None) -> tuple | None:
+    def run(self, args: tuple, known: tuple[Times, tuple, int], calls: Calls | None) -> Any:
         """Return a tuple of the result; None where the call is to be made in the ordinary way.
 
         ``calls`` may replay it. Few functions are called here: what runs after an operator of
         torch's is cold, so that a dozen of them cost as much as a loop over two examples.
         """
-        known = self.find(args)
-        if known is None:
-            return None
         times, dims, size = known
         looped, together = times.looped, times.together
         if looped is None or times.spent >= times.next or (together and looped > together):
@@ -238,13 +236,13 @@ class Settled:
 
 
 def _size_of(args: tuple, dims: Any) -> int | None:
-    """Return how many examples tensors have; None where anything but tensors and numbers is met."""
+    """Return how many examples tensors have; None if anything but tensors and words is met."""
     if type(dims) is not tuple or len(dims) != len(args):
         return None
     size = None
     for x, dim in zip(args, dims, strict=True):
         if type(x) not in PLAIN:
-            if dim is not None or type(x) not in _NUMBERS:
+            if dim is not None or type(x) not in _WORDS:
                 return None
             continue
         if x.is_nested:

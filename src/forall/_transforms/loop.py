@@ -138,9 +138,7 @@ def run_each_alone(
         before = [x._version if type(x) in PLAIN else None for x in args]
     except RuntimeError:  # of inference mode, where nobody counts
         return None
-    rows = [
-        [x] * size if dim is None else x.unbind(dim) for x, dim in zip(args, dims, strict=True)
-    ]
+    rows = [[x] * size if dim is None else x.unbind(dim) for x, dim in zip(args, dims, strict=True)]
     try:
         results = [*map(func, *rows)]
         found = _stack_results(results, places)

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from forall._transforms.governor import Settled, Times
 
 _CALLS = 2  # of a function before it is looked at, however long they take
+_TIMED = 16  # replayed calls, after which it is known how long they take
 _LOOKED_AT_AGAIN = 256  # calls after which a function is read again that did more than compute
 _MOST = 16  # transforms of one function that are counted together
 _RECORDS = tuple(  # with all they import
@@ -77,11 +78,6 @@ class Calls:
         if self.count >= _CALLS and self.spent >= config.now.patience and _can_record():
             self._looked_at(func, eager)
         return result
-
-    def passes(self) -> bool:
-        """Whether nothing is replayed, and the next call is not looked at."""
-        replays = self.replays
-        return replays is not None and replays.newest is None and replays.passes()
 
     @property
     def hits(self) -> int:
@@ -338,17 +334,18 @@ def _transformed(
     @functools.wraps(func, updated=())
     def transformed(*args: Any, **kwargs: Any) -> Any:
         nonlocal last
-        is_simple = settled is not None and not kwargs and not is_compiling()
-        if is_simple:
-            found = settled.run(args, last)
+        known = None
+        if settled is not None and settled.unknown != settled.codes and not kwargs:
+            known = None if is_compiling() else settled.find(args)
+            found = None if known is None else settled.run(args, known, last)
             if found is not None:
                 return found[0]
-        if not is_on() or (last is not None and last.passes()):
+        replays = None if last is None else last.replays
+        if not is_on() or (replays is not None and replays.newest is None and replays.passes()):
             return whole.call(eager, func, *args, **kwargs)
         calls, given = fixed or _place(func, key, own)
         last = calls  # to find them may take longer than what they say
-        known = settled.find(args) if is_simple else None
-        if known is None:
+        if known is None or known[0].replays >= _TIMED:
             return calls.run(func, given, eager, args, kwargs)
         hits, start = calls.hits, perf_counter()
         result = calls.run(func, given, eager, args, kwargs)
