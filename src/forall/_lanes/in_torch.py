@@ -95,17 +95,21 @@ def one_each(tree: Any) -> Any:
 
 def in_dtype(n: Number, dtype: torch.dtype, device: Any = None) -> Tensor | None:
     """The number in ``dtype``, or None where it may be too large, on which torch decides."""
-    if n.kind is complex:
-        return n.cast(dtype, device) if dtype.is_complex else None
-    lo, hi = n.bounds
+    bounds = (0, 0) if n.kind is complex else n.bounds
+    return n.cast(dtype, device) if fit(n.kind, bounds, dtype) else None
+
+
+def fit(kind: type, bounds: tuple, dtype: torch.dtype) -> bool:
+    """Return True if numbers of this type and within these bounds are none too large."""
+    if kind is complex:
+        return dtype.is_complex
+    lo, hi = bounds
     if dtype.is_floating_point or dtype.is_complex:
-        if torch.finfo(dtype).max < max(-lo, hi) < math.inf:
-            return None
-    elif dtype is not torch.bool:
-        info = torch.iinfo(dtype)
-        if not info.min <= lo <= hi <= info.max:
-            return None
-    return n.cast(dtype, device)
+        return not torch.finfo(dtype).max < max(-lo, hi) < math.inf
+    if dtype is torch.bool:
+        return True
+    info = torch.iinfo(dtype)
+    return info.min <= lo <= hi <= info.max
 
 
 def common_dtype(values: list) -> torch.dtype:

@@ -10,13 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from forall._batching.batched import Batched, wrap
 from forall._batching.rules import calls  # noqa: F401 - enters the meanings that are widened here
 from forall._batching.table import CALLS
-from forall._lanes.in_torch import common_dtype, in_dtype
+from forall._core.levels import stack
+from forall._lanes import stacks
+from forall._lanes.arithmetic import bounds_of
+from forall._lanes.in_torch import common_dtype, fit, in_dtype
 from forall._lanes.numbers import Number
+from forall._torch.dispatch import functions_off, no_dispatch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 Tensor = torch.Tensor
 
@@ -37,13 +42,38 @@ def _with_tensors(data: Any, dtype: torch.dtype | None, device: Any) -> Any:
     return data.one() if t is None else t
 
 
+def _stacked(data: Sequence, dtype: torch.dtype | None, device: Any) -> Tensor | None:
+    """Return a row of numbers at once, where all are of one type and of the same examples."""
+    if stack.listening or not data or {*map(type, data)} != {Number}:
+        return None
+    kind, tensors = data[0].kind, [n.tensor for n in data]
+    level = getattr(tensors[0], "level", None)
+    if kind is complex or any(n.kind is not kind for n in data):
+        return None
+    for t in tensors:
+        if type(t) is not Batched or t.level is not level or t.axis != 0:
+            return None
+        if type(t.value) is not Tensor:
+            return None
+    dtype = dtype or common_dtype([data[0]])
+    with functions_off(), no_dispatch():
+        rows = torch.stack([t.value for t in tensors], 1)
+        if not fit(kind, bounds_of(rows), dtype):
+            return None
+        return wrap(rows.to(device, dtype), 0, level)
+
+
 def _made(before: Any, data: Any, dtype: Any, device: Any, requires_grad: bool) -> Tensor:
+    found = _stacked(data, dtype, device) if type(data) in (list, tuple) else None
+    if found is not None:
+        return found.requires_grad_() if requires_grad else found
     found = _with_tensors(data, dtype, device)
     if not isinstance(found, Tensor):
         options = {"dtype": dtype, "device": device, "requires_grad": requires_grad}
         made = before(found, **options)
         return torch.tensor(found, **options) if made is NotImplemented else made
-    found = found.clone()
+    # Its cast is kept for others. Who listens hears of an operator.
+    found = found.clone() if stack.listening else stacks.cast(found, found.dtype, copy=True)
     return found.requires_grad_() if requires_grad else found
 
 

@@ -28,7 +28,7 @@ from forall._core.places import Place
 from forall._lanes import stacks
 from forall._lanes.arithmetic import DTYPES
 from forall._lanes.merging import UNDEFINED, merge
-from forall._lanes.numbers import Number, told
+from forall._lanes.numbers import Number
 from forall._lanes.state import thread
 from forall._lanes.words import words
 from forall._torch.dispatch import functions_off, no_dispatch
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 Tensor = torch.Tensor
 _TRIES = 4  # how often in a row the code may be left without a result
 _MOST_TEXTS = 8  # of examples, with which all others agree
+_FEW_EQUAL = 0.9  # of the examples have numbers of their own: to look for others' is no gain
 _AT_A_TIME = 256  # examples, before it is asked whether the call takes too long
 _ATOMS = frozenset({*DTYPES, str, bytes, type(None)})
 _TOLD = _ATOMS | {torch.Size, torch.dtype, torch.device}
@@ -141,6 +142,15 @@ class _Given(NamedTuple):
 
     same: Any = None
     each: Callable[[int, int], Sequence[Any]] | None = None  # those of the examples from i to j
+    repeats: bool = False  # whether examples may well have equal ones: they are whole numbers
+
+
+def _may_repeat(given: list[_Given]) -> bool:
+    """Return True if many examples may be given the same, and what tells that is known at once."""
+    each = [g for g in given if g.each is not None]
+    same = [g.same for g in given if g.each is None]
+    are_told = not any(isinstance(value, (list, tuple, dict)) for value in same)
+    return bool(each) and are_told and all(g.repeats for g in each)
 
 
 class _Examples:
@@ -187,7 +197,7 @@ class _Examples:
             found = self.find_named(value)
         elif how == "tolist":
             return self._find_numbers(value)
-        elif how and value.numel() == 1:
+        elif how:
             found = self._find_numbers(value, flat=True)
         else:
             raise _AsideError
@@ -196,7 +206,8 @@ class _Examples:
         each = found.each
         if each is None:
             return _Given(kind(found.same))
-        return _Given(None, lambda i, j: [*map(kind, each(i, j))])
+        is_whole = found.repeats or kind is not float
+        return _Given(None, lambda i, j: [*map(kind, each(i, j))], is_whole)
 
     def _find_numbers(self, t: Tensor, *, flat: bool = False) -> _Given:
         """Find the numbers of a tensor: for each example lists of lists, or one."""
@@ -209,33 +220,49 @@ class _Examples:
         with functions_off(), no_dispatch():
             if not levels:
                 return _Given(numbers.item() if flat else numbers.tolist())
-            numbers = numbers.reshape(-1) if flat else numbers
+            size = numbers.shape[0]
+            is_whole = not (numbers.is_floating_point() or numbers.is_complex())
+            if flat and numbers.dim() > 1:
+                numbers = numbers.reshape(size, -1).squeeze(1)
         if self.level is None:
-            self.level, self.size = levels[0], len(numbers)
-        if levels[0] is not self.level or len(numbers) != self.size:
+            self.level, self.size = levels[0], size
+        if levels[0] is not self.level or size != self.size or (flat and numbers.dim() > 1):
             raise _AsideError
 
         def each(i: int, j: int) -> list:
             with functions_off(), no_dispatch():
                 return numbers[i:j].tolist()
 
-        return _Given(None, each)
+        return _Given(None, each, flat and is_whole)
 
     def run(self, function: Callable, given: list[_Given], gives: tuple[int, ...]) -> tuple:
-        """Call the code for each example; return what all of them get."""
+        """Call the code for each example; return what all of them get.
+
+        The code only computes, so that examples with equal numbers have one result.
+        """
         taken: list[int] = []
+        seen: dict[tuple, tuple] | None = {} if _may_repeat(given) else None
         values: list[list[_Results]] = [[] for _ in gives]  # of those that took each way
         # A few at a time, so that few rows and lists are alive at once.
         for start in range(0, self.size, _AT_A_TIME):
-            rows = _rows(given, start, min(start + _AT_A_TIME, self.size))
-            results = [*itertools.starmap(function, rows)]
+            rows = [*_rows(given, start, min(start + _AT_A_TIME, self.size))]
+            if seen is None:
+                results = [*itertools.starmap(function, rows)]
+            else:
+                before = len(seen)
+                for row in rows:
+                    if row not in seen:
+                        seen[row] = function(*row)
+                results = [seen[row] for row in rows]
+                if len(seen) - before > _FEW_EQUAL * len(rows):
+                    seen = None
             if stack.late is not None:
                 stack.late()
             ways = [result[0] for result in results]
             taken += ways
             for way in {*ways}:
                 self._add([r for r in results if r[0] == way], values[way])
-        found: list[Any] = [self.number(taken, int)]
+        found: list[Any] = [self.value(taken)]
         for way, count in enumerate(gives):
             chosen = [w == way for w in taken]
             found += [v.of(self, chosen) for v in values[way]] or [None] * count
@@ -261,9 +288,9 @@ class _Examples:
 
     def number(self, values: list, kind: type) -> Any:
         """Make numbers of one type into what each example has."""
-        if self.level is None:
-            return values[0]
-        return told(stacks.rebuilt(values, DTYPES[kind], (self.size,), [self.level]))
+        if self.level is None or (kind is int and values.count(values[0]) == len(values)):
+            return values[0]  # an int that all have can be a size anywhere
+        return Number(stacks.rebuilt(values, DTYPES[kind], (self.size,), [self.level]))
 
     def value(self, values: list) -> Any:
         """Make values into what each example has: numbers, of one type or two, or a few texts."""
