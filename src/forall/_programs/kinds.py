@@ -75,10 +75,19 @@ class Kinds(Unwatched):
         made = self.newest
         if made is not None and not kwargs and made.serves(len(args), args, args):
             # Tensors alone, each a leaf: the tree of them is their number.
-            if made.may_fail:
+            if made.draws:
                 return self._again(made, args, args, kwargs)
-            self.hits += 1
-            return made(args)
+            try:
+                result = made(args)
+            except Exception:
+                if not made.may_fail:
+                    raise
+                made.has_failed()
+                self.misses += 1
+            else:
+                self.hits += 1
+                return result
+            return self.func(*args)  # it tells what is wrong, and for whom
         if not is_free():
             self.misses += 1
             return self.func(*args, **kwargs)

@@ -68,9 +68,13 @@ def run(call: Mapping) -> tuple[list, Any]:
 
 
 def _at_once(call: Mapping, code: CodeType | None, *, is_new: bool = False) -> tuple[list, Any]:
-    """Make a call as it is; converted, where its examples part or have ever done so."""
-    if code in _PARTED or call.entering.size == 1:
-        return _together(call, code, None, known=code in _PARTED)
+    """Make a call as it is; converted, where its examples part or have ever done so.
+
+    Of a new one Python has asked nothing so far, and they have not parted.
+    """
+    has_parted = not is_new and code in _PARTED
+    if has_parted or call.entering.size == 1:
+        return _together(call, code, None, known=has_parted)
     before, stack.asked = stack.asked, False
     try:
         return _once(call, "as it is")
