@@ -99,7 +99,7 @@ def _made_anew(factory: Any) -> Any:
 
 
 # Whose handler serves every operator that gives each example a shape of its own.
-_BY_SHAPE = torch.ops.aten._unique2.default
+_BY_SHAPE = torch.ops.aten.unique_dim.default
 # Torch adds its zeros without memory to our values by these, once a level has ended.
 _PRIMS = {name: getattr(torch.ops.aten, name).Tensor for name in ("add", "sub", "mul", "div")}
 

@@ -92,6 +92,30 @@ def by_shape(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     return wrapped(families.restacked(columns), 0, level)
 
 
+def _unique(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    """The values of whole numbers, in order. Of floats torch alone knows which zero it keeps."""
+    names = ("x", "sorted", "return_inverse", "return_counts")
+    given = dict(zip(names, args, strict=False)) | kwargs
+    x = stacked(args[0], level)
+    numbers = x.reshape(len(x), -1)
+    size, length = numbers.shape
+    if x.is_floating_point() or x.is_complex() or not numbers.numel():
+        return by_shape(level, func, args, kwargs)
+    ordered, places = numbers.sort(dim=1)
+    is_new = ordered[:, 1:] != ordered[:, :-1]
+    is_first = torch.cat([is_new.new_ones((size, 1)), is_new], 1)
+    n = one_size(level, is_first.sum(1), "unique", "Sort, and count what differs.")
+    inverse = counts = places.new_empty((size, 0))
+    if given.get("return_inverse"):
+        order = is_first.cumsum(1) - 1
+        inverse = torch.empty_like(places).scatter(1, places, order).reshape(x.shape)
+    if given.get("return_counts"):
+        starts = is_first.nonzero()[:, 1].reshape(size, n)
+        counts = torch.diff(starts, dim=1, append=starts.new_full((size, 1), length))
+    found = ordered[is_first].reshape(size, n), inverse, counts
+    return tuple(wrap(t, 0, level) for t in found)
+
+
 def _refused(func: Any) -> Exception:
     return data_dependent(
         str(func), "Use torch.where or masks of fixed shape, or compute it outside vmap."
@@ -191,7 +215,7 @@ register(
         aten.is_nonzero.default: _truth,
         aten.nonzero.default: _nonzero,
         aten.masked_select.default: _masked_select,
-        aten._unique2.default: by_shape,
+        aten._unique2.default: _unique,
         aten.unique_dim.default: by_shape,
         aten.unique_consecutive.default: by_shape,
         aten.repeat_interleave.Tensor: _repeat_interleave,
