@@ -96,6 +96,13 @@ class Frame(Region):
 
     # --- expressions
 
+    @staticmethod
+    def bound(value: Any) -> Any:
+        """Return the value of a name; raise where some of the lanes that run have not bound it."""
+        if type(value) is Varying:
+            value.now()
+        return value
+
     chosen = staticmethod(asking.chosen)
 
     def both(self, a: Any, b: Callable) -> Any:

@@ -59,6 +59,7 @@ class Scope:
         self.borrowed: set[str] = set()
         self.functions: list[ast.stmt] = []  # scalar code, for one example
         self.names: Any = None
+        self.may_be_unbound: set[str] = set()  # names that are read where they may have no value
         self.leaves = False
 
     def fresh(self, kind: str) -> str:

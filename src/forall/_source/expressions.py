@@ -196,6 +196,11 @@ class Expressions(ast.NodeTransformer):
             return ast.copy_location(made, node)
         return self.visit(node)
 
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        if node.id in self.scope.may_be_unbound and isinstance(node.ctx, ast.Load):
+            return expr("F.bound(A)", node, A=node)
+        return node
+
     def visit_NamedExpr(self, node: ast.NamedExpr) -> ast.expr:
         node.value = self.visit(node.value)
         if node.target.id in self.scope.names.noted:

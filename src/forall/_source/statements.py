@@ -10,7 +10,7 @@ import itertools
 from typing import Any
 
 from forall._source.expressions import Expressions
-from forall._source.names import Liveness, Names, bound
+from forall._source.names import Liveness, Names, arguments, bound
 from forall._source.pieces import FRAME, ITERABLE, constant, delayed, expr, function, stmts
 from forall._source.refused import CannotConvert
 from forall._source.scalar_code import ScalarCode
@@ -40,6 +40,9 @@ class Statements:
         self.scope = scope
         self.names: Names = scope.names
         self.live = Liveness(f, self.names, all_live=_sees_all(f))
+        if f.body:
+            read_first = self.live.before[f.body[0]] - self.live.always
+            scope.may_be_unbound = read_first & self.names.local - {*arguments(f.args)}
         self.loops: list[str] = []  # the records of the loops around, innermost last
         self.trips = 0  # how many one-trip loops around
 
@@ -337,6 +340,8 @@ class Statements:
         for target in node.targets:
             match target:
                 case ast.Name():
+                    name = ast.copy_location(ast.Name(target.id, ast.Load()), target)
+                    made += stmts("F.bound(NAME)", node, NAME=name)  # for all examples that run
                     made += self._noting(target, node)
                     made.append(ast.copy_location(ast.Delete([target]), node))
                 case ast.Attribute():
