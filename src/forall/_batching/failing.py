@@ -34,6 +34,10 @@ _NOT_ONE_EXAMPLES = (DataDependentError, Warning, torch.OutOfMemoryError)
 _OURS = ("vmap:", "vmap(", "jvp:", "jvp(")  # messages of this library, about all examples
 
 
+class AllFailAlikeError(torch.linalg.LinAlgError):
+    """The error of all examples, each of which has the one that the first has."""
+
+
 def told(_level: Any, error: Exception, func: Any, args: tuple, kwargs: dict, /) -> BaseException:
     """What to raise where the operator ``func`` failed with ``error`` for all examples at once."""
     if isinstance(error, _NOT_ONE_EXAMPLES) or str(error).startswith(_OURS):
@@ -42,7 +46,8 @@ def told(_level: Any, error: Exception, func: Any, args: tuple, kwargs: dict, /)
     if mutates:
         args = tuple(Copied(a) if i in mutates else a for i, a in enumerate(args))
         kwargs = {k: Copied(a) if k in mutates else a for k, a in kwargs.items()}
-    most = 1 if isinstance(error, NotImplementedError) else None  # no example can do better
+    # No example can do better, or otherwise.
+    most = 1 if isinstance(error, (NotImplementedError, AllFailAlikeError)) else None
     return first_error(str(func), func, args, kwargs, most) or error
 
 
@@ -60,6 +65,7 @@ def first_error(
             return None
         parts = most is None and all(level.parts for level in levels)
         errors: list[Exception | None] = []
+        found: Exception | None = None
         drawn = generators.states(flat)
         try:
             with outside_all():
@@ -69,13 +75,14 @@ def first_error(
                         call(*a, **k)
                         errors.append(None)
                     except Exception as theirs:  # noqa: BLE001 - the user's error, whatever it is
-                        theirs.add_note(_note(name, places))
+                        if found is None:
+                            found = theirs
+                            found.add_note(_note(name, places))
                         errors.append(theirs)
                         if not parts:
                             break
         finally:
             generators.restore(drawn)
-    found = next((e for e in errors if e is not None), None)
     return found if found is None or not parts else _parted(errors, levels) or found
 
 

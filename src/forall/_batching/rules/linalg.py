@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from forall._batching import parting
 from forall._batching.batched import wrap
+from forall._batching.failing import AllFailAlikeError
 from forall._batching.families import front, is_mapped, lower, stacked, wrapped
 from forall._batching.table import register
 from forall._torch.schema import facts, met
@@ -192,9 +194,20 @@ def _combination(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _check_errors(level: Any, func: Any, args: tuple, kwargs: dict) -> None:
-    """The stack's error names the first example that fails, as a batch element."""
+    """Raise where all examples fail; part where some do, or otherwise, for they may catch it.
+
+    The stack's error names the first example that fails, as a batch element.
+    """
     info, name = args[:2]
-    func(front(info), name, is_matrix=False)
+    found = front(info)
+    try:
+        func(found, name, is_matrix=False)
+    except RuntimeError as error:
+        if found.dim() > 1:  # several matrices in each example
+            raise
+        cause = error
+        parting.number(wrap(found, 0, level), lambda: cause)
+        raise AllFailAlikeError(*error.args) from None
 
 
 register(
