@@ -198,11 +198,13 @@ def _versions(values: Sequence[Any]) -> list[int | None]:
 def _call_each(func: Callable, args: Arguments, bindings: Bindings, seconds: float) -> list[Any]:
     """Call ``func`` for one example after another."""
     leaves, dims, size, pack = args
+    # One of several views must not get a history by what is written into it.
+    one_by_one = bindings.writes and any(x.requires_grad for x in bindings.tensors)
     rows: list[Sequence] = []
     for leaf, dim in zip(leaves, dims, strict=True):
         if dim is None:
             rows.append([leaf] * size)
-        elif bindings.writes:  # each example is a view of its own
+        elif one_by_one:
             rows.append([leaf.select(dim, n) for n in range(size)])
         else:
             rows.append(leaf.unbind(dim))
