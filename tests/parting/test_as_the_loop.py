@@ -18,6 +18,7 @@ from math import inf
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.nn import functional
 
 import forall
@@ -731,6 +732,71 @@ class TestSettled:
             torch.func.vmap(mapped)(XS[None])
         config.parting = "together"
         torch.testing.assert_close(mapped(XS), expected)
+
+    def test_results_of_two_types_are_promoted(self):
+        def f(x):
+            return x.double() if x.item() > 2 else x
+
+        xs = torch.linspace(0, 4, 5)
+        mapped = self.settled(f, xs)
+        torch.testing.assert_close(mapped(xs), xs.double())
+
+    def test_results_of_other_shapes_are_an_error(self):
+        def f(row):
+            return row if row[0].item() > -10 else row[:1]
+
+        mapped = self.settled(f, ROWS)
+        with pytest.raises(ValueError, match="shape"):
+            mapped(torch.cat([ROWS, ROWS[:1] - 20]))
+
+    def test_tensors_of_inference_mode(self):
+        mapped = self.settled(asks, XS)
+        with torch.inference_mode():
+            xs = XS.clone()
+            torch.testing.assert_close(mapped(xs), XS * 2)
+        torch.testing.assert_close(mapped(xs), XS * 2)
+
+    def test_tangents_of_the_users_own(self):
+        mapped = self.settled(asks, XS)
+        with forward_ad.dual_level():
+            found = forward_ad.unpack_dual(mapped(forward_ad.make_dual(XS, XS + 1)))
+        torch.testing.assert_close(found.tangent, (XS + 1) * 2)
+
+    def test_numbers_that_add_up_beside_rows_that_are_written(self):
+        def f(row):
+            total = 0
+            for x in row.tolist():
+                total += x
+            if total > 0:
+                row[0] = total
+            return row * total
+
+        mapped = self.settled(f, ROWS.clone())
+        rows, expected = ROWS.clone(), ROWS.clone()
+        results = torch.stack([f(row) for row in expected])
+        torch.testing.assert_close(mapped(rows), results)
+        torch.testing.assert_close(rows, expected)
+
+    def test_what_is_written_with_a_history(self):
+        weight = torch.ones(ROWS.shape[1], requires_grad=True)
+
+        def f(row):
+            if row[0].item() > -10:
+                row = row.clone()
+                row += weight
+            return row
+
+        mapped = self.settled(f, ROWS)
+        (found,) = torch.autograd.grad(mapped(ROWS).sum(), weight)
+        torch.testing.assert_close(found, torch.full_like(weight, len(ROWS)))
+
+    def test_a_word_among_the_arguments(self):
+        def f(x, how, scale):
+            return x * scale if how == "scaled" and x.item() > -10 else x
+
+        mapped = self.settled(f, XS, "scaled", 2.0, in_dims=(0, None, None))
+        torch.testing.assert_close(mapped(XS, "scaled", 3.0), XS * 3)
+        torch.testing.assert_close(mapped(XS, "not", 3.0), XS)
 
 
 def listed(row):
