@@ -41,7 +41,7 @@ def needed_by_levels() -> bool:
 def is_near() -> bool:
     """Return True if anything of torch's transforms, or of its forward mode, is active.
 
-    `needed_by_levels` is to be asked then; where this is False it is False too.
+    `needed_by_levels` is to be asked then. Dynamo is another matter, which callers ask first.
     """
     return in_torch_func() or forward_ad._current_level >= 0 or is_exporting()
 
