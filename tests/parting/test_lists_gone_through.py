@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from forall import config, vmap
+from forall._lanes import scalar
 from oracle import difference, loop
 from parting.programs import compiled
 
@@ -20,6 +21,9 @@ BEFORE = {
     "of another type for some": "s[0] = a * 2 if a > 0 else 7",
     "filtered": "s = [q for q in s if q > 0.2] or [1.0]",
     "a key of some": "if a > 0.4: d[7] = a",
+    "one of two": "s = [a] if a > 0 else [a + 1, a]",
+    "a new one for some": "if a > 0.4: s = [a, 1.0]",
+    "filtered or another": "s = [q for q in s if q > 0.7] or [a]",
 }
 THROUGH = """
     e in s
@@ -75,11 +79,14 @@ def ends(f):
         return None
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("before", BEFORE)
 @pytest.mark.parametrize("through", [line.strip() for line in THROUGH.strip().splitlines()])
-def test_is_the_loops(through, before, monkeypatch):
+@pytest.mark.parametrize("is_scalar", [True, False], ids=["by example", "as written"])
+def test_is_the_loops(through, before, is_scalar, monkeypatch):
     monkeypatch.setattr(config, "parting", "together")
+    if not is_scalar:
+        monkeypatch.setattr(scalar, "_may_run", lambda: False)
     for change, where in itertools.product(CHANGES, WHERE):
         parts = {"through": through, "before": BEFORE[before], "change": change, "where": where}
         text = PROGRAM.format(**parts)

@@ -147,7 +147,7 @@ def _note_sources(copy: Any, values: Iterable[Any]) -> Any:
     """Note the lists that a copy was made of, for who asks whether they change meanwhile."""
     lists = []
     for value in values:
-        lists += [value] if type(value) in (list, dict) else []
+        lists += items.lists_in(value)
         lists += thread.made_of.get(id(value), ())[1:]
     thread.made_of[id(copy)] = [copy, *lists]
     return copy

@@ -250,9 +250,8 @@ class _Unchanged:
     """
 
     def __init__(self, made: Any) -> None:
-        containers = [*thread.made_of.get(id(made), ())[1:]]
-        if type(made) is not Varying:
-            containers.append(made)
+        own = lists_in(made) if type(made) is Varying else [made]
+        containers = [*thread.made_of.get(id(made), ())[1:], *own]
         self.before = [(c, _contents(c)) for c in containers]
 
     def check(self) -> None:
@@ -261,6 +260,12 @@ class _Unchanged:
             now = _contents(container)
             if len(now) != len(before) or not all(map(_are_same, now, before)):
                 raise Unsplittable(_MEANWHILE)
+
+
+def lists_in(value: Any) -> list[Any]:
+    """Return the list or dict that a value is, or those that it is for some lanes each."""
+    values = [v for _, v in value.parts] if type(value) is Varying else [value]
+    return [v for v in values if type(v) in (list, dict)]
 
 
 _MEANWHILE = "a list that changes while it is gone through, and is another for some examples"
@@ -274,7 +279,7 @@ def _contents(container: Any) -> list:
 
 
 def _are_same(now: list, before: list) -> bool:
-    return len(now) == len(before) and all(a is b for a, b in zip(now, before, strict=True))
+    return len(now) == len(before) and all(map(operator.is_, now, before))
 
 
 def watch(values: Any, *, backwards: bool = False) -> Any:
