@@ -1,5 +1,8 @@
 """A name that some examples have not bound: to read it raises, whatever becomes of its value."""
 
+# That the names may have no value is what is tested.
+# pyright: reportPossiblyUnboundVariable=false, reportUnusedExpression=false
+
 import pytest
 import torch
 

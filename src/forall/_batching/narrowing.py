@@ -78,7 +78,7 @@ kept = _Kept.made(idle=True)
 def forget(found: dict[int, tuple[Any, Any, Any]]) -> None:
     """These examples run no more: a tensor must not hold its copies, which hold it."""
     for t, was, was_read in found.values():
-        own = t.__dict__
+        own = t.__dict__  # past `__setattr__`, which looks for a user's attribute
         own["narrowed"], own["read"] = was, was_read
 
 
@@ -233,7 +233,8 @@ def for_reading(t: Batched, level: Any) -> Tensor | None:
         value = value.index_select(t.axis, places if value.is_cpu else places.to(value.device))
     if kept.found is not None:
         kept.found.setdefault(id(t), (t, None, known))
-        t.__dict__["read"] = level, value, times
+        own_names: Any = t.__dict__
+        own_names["read"] = level, value, times
     return value
 
 
