@@ -35,7 +35,7 @@ _OURS = ("vmap:", "vmap(", "jvp:", "jvp(")  # messages of this library, about al
 
 
 class AllFailAlikeError(torch.linalg.LinAlgError):
-    """The error of all examples, each of which has the one that the first has."""
+    """An error that all examples have, with one message."""
 
 
 def told(_level: Any, error: Exception, func: Any, args: tuple, kwargs: dict, /) -> BaseException:
@@ -46,7 +46,7 @@ def told(_level: Any, error: Exception, func: Any, args: tuple, kwargs: dict, /)
     if mutates:
         args = tuple(Copied(a) if i in mutates else a for i, a in enumerate(args))
         kwargs = {k: Copied(a) if k in mutates else a for k, a in kwargs.items()}
-    # No example can do better, or otherwise.
+    # Then every example fails, and with the same error: the first one tells it.
     most = 1 if isinstance(error, (NotImplementedError, AllFailAlikeError)) else None
     return first_error(str(func), func, args, kwargs, most) or error
 

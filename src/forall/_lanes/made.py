@@ -42,7 +42,7 @@ def _with_tensors(data: Any, dtype: torch.dtype | None, device: Any) -> Any:
     return data.one() if t is None else t
 
 
-def _stacked(data: Sequence, dtype: torch.dtype | None, device: Any) -> Tensor | None:
+def _stack_numbers(data: Sequence, dtype: torch.dtype | None, device: Any) -> Tensor | None:
     """Return a row of numbers at once, where all are of one type and of the same examples."""
     if stack.listening or not data or {*map(type, data)} != {Number}:
         return None
@@ -64,7 +64,7 @@ def _stacked(data: Sequence, dtype: torch.dtype | None, device: Any) -> Tensor |
 
 
 def _made(before: Any, data: Any, dtype: Any, device: Any, requires_grad: bool) -> Tensor:
-    found = _stacked(data, dtype, device) if type(data) in (list, tuple) else None
+    found = _stack_numbers(data, dtype, device) if type(data) in (list, tuple) else None
     if found is not None:
         return found.requires_grad_() if requires_grad else found
     found = _with_tensors(data, dtype, device)

@@ -265,7 +265,7 @@ class _Examples:
         found: list[Any] = [self.value(taken)]
         for way, count in enumerate(gives):
             chosen = [w == way for w in taken]
-            found += [v.of(self, chosen) for v in values[way]] or [None] * count
+            found += [v.build(self, chosen) for v in values[way]] or [None] * count
         return tuple(found)
 
     def _add(self, results: list[tuple], values: list[_Results]) -> None:
@@ -338,7 +338,7 @@ class _Results:
             raise _AsideError
         self.values += values
 
-    def of(self, examples: _Examples, chosen: list[bool]) -> Any:
+    def build(self, examples: _Examples, chosen: list[bool]) -> Any:
         """Return the value of all examples; those that were not chosen never look at theirs."""
         if len(self.values) == len(chosen):
             return examples.value(self.values)
@@ -367,8 +367,8 @@ class _Containers(_Results):
         for part, column in zip(self.parts, zip(*map(_items, values), strict=True), strict=True):
             part.add(column)
 
-    def of(self, examples: _Examples, chosen: list[bool]) -> Any:
-        found = [part.of(examples, chosen) for part in self.parts]
+    def build(self, examples: _Examples, chosen: list[bool]) -> Any:
+        found = [part.build(examples, chosen) for part in self.parts]
         return self.kind(found) if self.keys is None else dict(zip(self.keys, found, strict=True))
 
 

@@ -198,10 +198,7 @@ class Settled:
         torch's is cold, so that a dozen of them cost as much as a loop over two examples.
         """
         times, dims, size = known
-        looped, together = times.looped, times.together
-        if looped is None or times.spent >= times.next or (together and looped > together):
-            return None
-        if calls is not None and calls.may_replay(times):
+        if not times.loops_again() or (calls is not None and calls.may_replay(times)):
             return None
         if stack.top is not None or stack.listening or config.now.parting != "measured":
             return None
@@ -228,10 +225,7 @@ class Settled:
         else:
             found = loop.run_each_alone(func, args, dims, size, places)
         if found is not None:
-            seconds = perf_counter() - start
-            times.spent += seconds
-            if seconds < looped:
-                times.looped = seconds
+            times.took(perf_counter() - start)
         return found
 
 

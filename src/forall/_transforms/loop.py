@@ -132,11 +132,12 @@ def run_each_alone(
 ) -> tuple | None:
     """Do the same for a function that captures no tensor and has no statement that writes.
 
-    Return None where the call has to be made in another way.
+    There is nothing to be put back then, and what `run_each` keeps for that takes as long as a
+    small example. Return None where the call has to be made in another way.
     """
     try:
-        before = [x._version if type(x) in PLAIN else None for x in args]
-    except RuntimeError:  # of inference mode, where nobody counts
+        before = _versions(args)
+    except RuntimeError:  # torch counts no writes into tensors of inference mode
         return None
     rows = [[x] * size if dim is None else x.unbind(dim) for x, dim in zip(args, dims, strict=True)]
     try:
@@ -146,9 +147,10 @@ def run_each_alone(
         if _versions(args) != before:
             raise
         return None  # the other way tells it, and of which example
-    if before != [x._version if type(x) in PLAIN else None for x in args]:
-        pairs = zip(dims, before, _versions(args), strict=True)
-        if any(dim is None and number != now for dim, number, now in pairs):
+    now = _versions(args)
+    if now != before:
+        triples = zip(dims, before, now, strict=True)
+        if any(dim is None and number != new for dim, number, new in triples):
             return None  # all examples have written into one argument
     return found
 
@@ -190,7 +192,11 @@ class _Before:
 
 
 def _versions(values: Sequence[Any]) -> list[int | None]:
-    """Return how often each has been written to; `Bindings.may_take` leaves out inference mode."""
+    """Return how often each tensor has been written to.
+
+    Raises:
+        RuntimeError: for a tensor of inference mode, which `Bindings.may_take` leaves out.
+    """
     with functions_off():
         return [x._version if type(x) in PLAIN else None for x in values]
 

@@ -93,7 +93,10 @@ def by_shape(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _unique(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
-    """The values of whole numbers, in order. Of floats torch alone knows which zero it keeps."""
+    """Return the sorted values of whole numbers.
+
+    Floats go one example after another: torch chooses which of 0.0 and -0.0 it keeps.
+    """
     names = ("x", "sorted", "return_inverse", "return_counts")
     given = dict(zip(names, args, strict=False)) | kwargs
     x = stacked(args[0], level)
