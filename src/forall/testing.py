@@ -43,7 +43,7 @@ def check_vmap(
         raise ValueError(f"{call}: there is no example.\nPass at least one, to compare with.")
     mapped = vmap(f, in_dims, out_dims, chunk_size=chunk_size)(*_copied(args))
     _, out_spec = trees.flatten(results[0])
-    places = mapping.places(Call("check_vmap", f, out_dims=out_dims), out_dims, out_spec)
+    places = mapping.Places(Call("check_vmap", f, out_dims=out_dims), out_dims).of(out_spec)
     rows = [trees.leaves(r) for r in results]
     truth = [_stacked(list(c), p) for c, p in zip(zip(*rows, strict=True), places, strict=True)]
     _same(call, mapped, trees.unflatten(truth, out_spec))

@@ -234,6 +234,8 @@ class Ledger:
 
 def marks_of(level: Any) -> list[tuple[Ledger, tuple]]:
     """The ledgers of a level and of those further out, each with a mark of its notes so far."""
+    if level is None:
+        return []
     return [(ledger, ledger.mark()) for _, ledger in ledgers_from(level)]
 
 

@@ -48,7 +48,7 @@ class Level:
     def __init__(self, parent: Level | None) -> None:
         self.parent = self.born_in = parent
         self.number, self.room = numbered(stack.since)
-        self.around = _up_to(parent) | _up_to(stack.place)
+        self.around = _around(parent, stack.place)
         self.active = False
         self.lifted: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         # What they were, as long as others keep them: known when the call has ended.
@@ -169,13 +169,21 @@ def top() -> Level | None:
     return stack.top
 
 
-def _up_to(level: Level | None) -> frozenset[Level]:
-    return frozenset() if level is None else level.around | {level.root}
+_NONE: frozenset[Level] = frozenset()
+
+
+def _around(*places: Level | None) -> frozenset[Level]:
+    """The levels at these places, and those that they are inside of."""
+    around = _NONE
+    for level in places:
+        if level is not None:
+            around |= level.around | {level.root}
+    return around
 
 
 def around_what_runs() -> frozenset[Level]:
     """The levels that the code which runs now is inside of, ended ones too if it runs once more."""
-    return _up_to(stack.top) | _up_to(stack.place)
+    return _around(stack.top, stack.place)
 
 
 class entered:

@@ -12,7 +12,7 @@ import dis
 import functools
 import sys
 from collections import deque
-from types import CellType, CodeType, FunctionType
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,6 +28,7 @@ _EMPTIED = frozenset(_CONTAINERS)
 _MOST = 10_000  # entries in all: what is longer is data, not a record of calls
 UNSET = object()  # what an empty cell holds, and a name that nothing has
 _HERE = __file__.rsplit("_core", 1)[0]
+_STATELESS = (ModuleType, type(None))  # what a builtin function is bound to, but for a method
 
 
 class Unwatched:
@@ -56,13 +57,14 @@ class Remembered:
         self.functions: set[FunctionType] = set()
         self.generators: list[tuple[torch.Generator, torch.Tensor]] = []  # to be put back apart
         self.left = _MOST
-        for value in given:
-            self._take(value, 1)
+        self._all(given, 1)
         self._callable(func)
 
     def _callable(self, func: Any) -> None:
         if type(func) is FunctionType and not func.__dict__:  # as most are: it wraps nothing
             self._function(func, 2)
+            return
+        if type(func) is BuiltinFunctionType and isinstance(func.__self__, _STATELESS):
             return
         while isinstance(func, functools.partial):
             self._take((func.args, func.keywords), 1)

@@ -135,9 +135,13 @@ def _alias(x: torch.Tensor) -> torch.Tensor:
 
 def leads_outside(tensors: Iterable[torch.Tensor], run: Run) -> bool:
     """Whether the graphs of ``tensors`` reach a leaf other than a variable of ``run``."""
-    if any(t.requires_grad and t.grad_fn is None and not run.has(t) for t in tensors):
-        return True
-    return any(type(n) is ACCUMULATE and not run.has(n.variable) for n in nodes(tensors))
+    for t in tensors:
+        if t.requires_grad and t.grad_fn is None and not run.has(t):
+            return True
+    for n in nodes(tensors):
+        if type(n) is ACCUMULATE and not run.has(n.variable):
+            return True
+    return False
 
 
 def inward(tensors: list[torch.Tensor], run: Run) -> list[torch.Tensor]:

@@ -57,6 +57,8 @@ def _function(kind: type) -> Any:
 
 def has_own_meaning(kind: type) -> bool:
     """True if a subclass of Tensor takes part, by __torch_function__, in the calls on it."""
+    if kind is _Tensor:
+        return False
     kind = users_class(kind)
     known = _known.get(kind)
     if known is None:
@@ -233,11 +235,14 @@ def carried(new: torch.Tensor, old: torch.Tensor) -> Any:
         if old.__dict__ and new is not old:
             new.__dict__.update(old.__dict__)
         return new
-    if new is old or (not isinstance(old, (Wrapper, Posed)) and has_own_dispatch(kind)):
-        return new  # which has of its class what its operators gave it
-    kind = kind_of(old)
-    if is_worn(kind):
-        new = worn(new, kind)
+    if new is old:
+        return new
+    if not issubclass(kind, Wrapper):
+        if not issubclass(kind, Posed) and has_own_dispatch(kind):
+            return new  # which has of its class what its operators gave it
+        kind = users_class(kind)
+        if is_worn(kind):
+            new = worn(new, kind)
     own = attributes(old)
     if own:
         new.__dict__.update(own)

@@ -129,7 +129,7 @@ def _found() -> tuple:
         _keeps_casts(),
         modes() if _count_modes() else (),
         functions() if _count_functions() else (),
-        [d.copy() if d else None for d in dicts],
+        [*map(dict.copy, dicts)],
     )
 
 
@@ -147,7 +147,7 @@ def _put_back(before: tuple) -> None:
             tell(left, level)
         for place in _IDLE:
             vars(place).clear()
-        for now, was in zip(_now.dicts, [d or {} for d in ours], strict=False):
+        for now, was in zip(_now.dicts, ours, strict=False):
             if now != was:
                 now.clear()
                 now.update(was)

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import functools
 from typing import TYPE_CHECKING, Any, NamedTuple
-from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
 from forall._batching.merging import Undefined, is_partial
 from forall._batching.worlds import Apart
+from forall._core.code_table import CodeSet, CodeTable
 from forall._core.errors import columns, name_of, slow
 from forall._core.levels import stack
 from forall._core.parting import Late, Parted
@@ -37,9 +37,9 @@ if TYPE_CHECKING:
     from forall._batching.interpreter import VmapLevel
     from forall._transforms.vmap import Mapping
 
-_ASKED: WeakSet[CodeType] = WeakSet()  # of which Python has asked something, answered alike or not
-_PARTED: WeakKeyDictionary[CodeType, Place] = WeakKeyDictionary()  # and where first
-_DEEPLY: WeakSet[CodeType] = WeakSet()  # and where libraries had to be converted besides
+_ASKED = CodeSet()  # of which Python has asked something, answered alike or not
+_PARTED: CodeTable[Place] = CodeTable()  # and where first
+_DEEPLY = CodeSet()  # and where libraries had to be converted besides
 # What converted code raises where it cannot hold examples apart.
 UNABLE = (Apart, Undefined, Unsplittable, Late)
 _NOWHERE = Place("?", 0)

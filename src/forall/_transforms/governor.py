@@ -13,13 +13,13 @@ import functools
 import inspect
 from math import inf
 from time import perf_counter
-from types import FunctionType
+from types import BuiltinFunctionType, FunctionType
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
 from forall._core import config
+from forall._core.code_table import CodeSet, CodeTable
 from forall._core.errors import Call, columns, name_of, slow
 from forall._core.levels import stack
 from forall._core.parting import Late
@@ -107,8 +107,8 @@ class Times:
         return self.looped is not None and self.spent < self.next and self.prefers_loop()
 
 
-_times: WeakKeyDictionary[CodeType, dict[Any, Times]] = WeakKeyDictionary()
-_told: WeakSet[CodeType] = WeakSet()  # of which was said that they run as the loop
+_times: CodeTable[dict[Any, Times]] = CodeTable()
+_told = CodeSet()  # of which was said that they run as the loop
 
 
 def _by_size(code: CodeType) -> dict[Any, Times]:
@@ -255,6 +255,8 @@ def _size_of(args: tuple, dims: Any) -> int | None:
 
 def code_of(func: Any) -> CodeType | None:
     """Return what tells a function that may be made anew for each call."""
+    if type(func) is BuiltinFunctionType:
+        return None
     if type(func) is not FunctionType or "__wrapped__" in vars(func):
         func = inspect.unwrap(func)
         while isinstance(func, functools.partial):

@@ -96,7 +96,7 @@ def inputs(
         ]
     if not sizes:
         raise _nothing_mapped(call, args, in_dims)
-    if any(n != sizes[0] for n in sizes):
+    if len(sizes) > 1 and any(n != sizes[0] for n in sizes):
         raise _sizes_differ(call, args, kwargs, leaves, dims)
     return leaves, spec, dims, sizes[0]
 
@@ -229,21 +229,18 @@ class Places:
             raise no_places(call)
 
     def of(self, spec: Any) -> list:
-        return places(self.call, self.out_dims, spec)
-
-
-def places(call: Call, given: Any, spec: Any) -> list:
-    """A place for every leaf of the result."""
-    if spec.is_leaf() and type(given) is tuple and len(given) == 1:
-        given = given[0]  # as torch.func has it: one place for one result
-    found = trees.prefix(given, spec)
-    if found is None:
-        raise ValueError(
-            f"{call}: out_dims does not fit the result.\n"
-            f"{columns([('out_dims', short(given)), ('result', trees.text(spec))])}\n"
-            "Give one int for all results, or a tree of ints (or None) like the result."
-        )
-    return collections.counted(spec, found, 1)
+        """Return a place for every leaf of the result."""
+        given = self.out_dims
+        if spec.type is None and type(given) is tuple and len(given) == 1:
+            given = given[0]  # as torch.func has it: one place for one result
+        found = trees.prefix(given, spec)
+        if found is None:
+            raise ValueError(
+                f"{self.call}: out_dims does not fit the result.\n"
+                f"{columns([('out_dims', short(given)), ('result', trees.text(spec))])}\n"
+                "Give one int for all results, or a tree of ints (or None) like the result."
+            )
+        return collections.counted(spec, found, 1)
 
 
 def place_outside(call: Call, result: torch.Tensor, place: int) -> IndexError:
@@ -280,8 +277,6 @@ def as_it_is(call: Call, result: Any, level: Any) -> Any:
 
 def check_contexts(call: Call, spec: Any) -> None:
     """Raise if the context of a container holds a number that differs between the examples."""
-    if spec.is_leaf():
-        return
     for x in trees.leaves(trees.contexts(spec)):
         if type(x) is Number:
             raise _unseen(call, "the context of a container", x)

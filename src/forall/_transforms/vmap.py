@@ -163,21 +163,20 @@ class Verb(NamedTuple):
     def run(self, options: Options, args: tuple, kwargs: dict) -> Any:
         """One call of the mapped function."""
         func, in_dims, out_dims, randomness, chunk_size = self
-        torchs = for_torch(chunk_size)
         call = Call("vmap", func, in_dims=in_dims)
         if isinstance(in_dims, dict):
             args, kwargs, *dims = mapping.named(call, func, in_dims, args, kwargs)
             if handover.needed_by_levels():
                 checks.no_key(call, randomness)
-                return handover.call_named(func, tuple(dims), out_dims, randomness, torchs)(
-                    *args, **kwargs
-                )
+                return handover.call_named(
+                    func, tuple(dims), out_dims, randomness, for_torch(chunk_size)
+                )(*args, **kwargs)
         else:
             dims = [in_dims]
             if handover.needed_by_levels():
                 checks.no_key(call, randomness)
                 return handover.call(
-                    "vmap", func, in_dims, out_dims, randomness, chunk_size=torchs
+                    "vmap", func, in_dims, out_dims, randomness, chunk_size=for_torch(chunk_size)
                 )(*args, **kwargs)
         places = mapping.Places(Call("vmap", func, out_dims=out_dims), out_dims)
         entering = Entering(*mapping.inputs(call, args, kwargs, *dims), (args, kwargs), {})
@@ -187,7 +186,7 @@ class Verb(NamedTuple):
                 break
         origin = Origin(call, users_instruction(), range(entering.size), entering.size)
         whole = Mapping(func, entering, places, Draws(randomness), origin, options)
-        result = in_chunks(whole, chunk_size)
+        result = whole.run() if chunk_size is None else in_chunks(whole, chunk_size)
         return nested(places.call, result) if options.ragged else result
 
 
@@ -334,7 +333,8 @@ class Mapping(NamedTuple):
                 result = self.func(*args, **kwargs)
         _hand_back(entering, entered, level, self.origin)
         results, spec = trees.flatten(result)
-        mapping.check_contexts(self.places.call, spec)
+        if spec.type is not None:
+            mapping.check_contexts(self.places.call, spec)
         left = []
         seen: set[int] = set()
         places = self.places.of(spec)

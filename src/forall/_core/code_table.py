@@ -1,0 +1,63 @@
+"""What is known of code, kept for as long as the code itself."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Generic, TypeVar, overload
+from weakref import ref
+
+if TYPE_CHECKING:
+    from types import CodeType
+
+V = TypeVar("V")
+D = TypeVar("D")
+
+
+class CodeTable(Generic[V]):
+    """A mapping from code objects that does not keep them.
+
+    Code is told apart by what object it is. A ``WeakKeyDictionary`` would ask for its hash, which
+    Python makes anew from all of its instructions each time: a microsecond of every call.
+    """
+
+    __slots__ = ("_kept",)
+
+    def __init__(self) -> None:
+        self._kept: dict[int, tuple[ref[CodeType], V]] = {}
+
+    def __contains__(self, code: object) -> bool:
+        return id(code) in self._kept
+
+    def __getitem__(self, code: CodeType) -> V:
+        return self._kept[id(code)][1]
+
+    def __setitem__(self, code: CodeType, value: V) -> None:
+        kept, key = self._kept, id(code)
+        kept[key] = ref(code, lambda _: kept.pop(key, None)), value
+
+    @overload
+    def get(self, code: CodeType) -> V | None: ...
+
+    @overload
+    def get(self, code: CodeType, default: D) -> V | D: ...
+
+    def get(self, code: CodeType, default: D | None = None) -> V | D | None:
+        """Return what is known of this code; the default where nothing is."""
+        found = self._kept.get(id(code))
+        return default if found is None else found[1]
+
+    def setdefault(self, code: CodeType, value: V) -> V:
+        """Return what is known of this code, which is ``value`` from now on if nothing was."""
+        if code not in self:
+            self[code] = value
+        return self[code]
+
+
+class CodeSet(CodeTable[None]):
+    """A set of code objects that does not keep them."""
+
+    __slots__ = ()
+
+    def add(self, code: CodeType) -> None:
+        """Have this code in the set."""
+        if code not in self:
+            self[code] = None
