@@ -138,10 +138,7 @@ def leads_outside(tensors: Iterable[torch.Tensor], run: Run) -> bool:
     for t in tensors:
         if t.requires_grad and t.grad_fn is None and not run.has(t):
             return True
-    for n in nodes(tensors):
-        if type(n) is ACCUMULATE and not run.has(n.variable):
-            return True
-    return False
+    return any(type(n) is ACCUMULATE and not run.has(n.variable) for n in nodes(tensors))
 
 
 def inward(tensors: list[torch.Tensor], run: Run) -> list[torch.Tensor]:
