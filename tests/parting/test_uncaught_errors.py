@@ -69,8 +69,28 @@ def second_half_fails(x):
     return y
 
 
+def adds_a_text_to_a_number(x):
+    return x * (x.item() + "one") if x > 1 else x
+
+
+def adds_a_number_to_a_text(x):
+    return x * len("one" + int(x * 4)) if x < -1 else x
+
+
+def asks_a_tensor_what_it_cannot(x):
+    return round(x) if x > 1 else x
+
+
+def repeats_a_list_by_a_float(x):
+    return x * len([1.0] * x.item()) if x > 1 else x
+
+
 FUNCTIONS = (
     raises,
+    adds_a_text_to_a_number,
+    adds_a_number_to_a_text,
+    asks_a_tensor_what_it_cannot,
+    repeats_a_list_by_a_float,
     asserts,
     fails_in_a_loop,
     fails_at_different_operators,
@@ -119,6 +139,28 @@ def test_caught_outside_nothing_stays_behind(f):
     with pytest.raises(type(found[1])):
         vmap(f)(xs)
     assert torch.equal(vmap(lambda x: x * 2 if x > 0 else x)(xs), torch.where(xs > 0, xs * 2, xs))
+
+
+def test_types_are_named_as_in_the_loop_where_all_examples_fail():
+    def f(x):
+        return x * (x.item() + "one")
+
+    xs = torch.tensor([0.5, 1.5], dtype=D)
+    found = first_error(f, xs)
+    assert found is not None
+    with pytest.raises(TypeError) as caught:
+        vmap(f)(xs)
+    assert str(caught.value) == str(found[1])
+
+
+def test_no_other_way_that_was_tried_is_told_of():
+    def f(x):
+        return x * (x.item() + "one") if x > 1 else x
+
+    for _ in range(3):
+        with pytest.raises(TypeError) as caught:
+            vmap(f)(torch.tensor([0.5, 1.5], dtype=D))
+        assert caught.value.__context__ is None
 
 
 def test_example_of_each_level_is_named():

@@ -31,7 +31,12 @@ if TYPE_CHECKING:
     from forall._core.places import Origin
 
 _NOT_ONE_EXAMPLES = (DataDependentError, Warning, torch.OutOfMemoryError)
-_OURS = ("vmap:", "vmap(", "jvp:", "jvp(")  # messages of this library, about all examples
+_OURS = ("vmap:", "vmap(", "jvp:", "jvp(")  # how messages of this library begin
+
+
+def tells_of_all(error: Exception) -> bool:
+    """Return True for an error of this library, which tells of all examples."""
+    return str(error).startswith(_OURS)
 
 
 class AllFailAlikeError(torch.linalg.LinAlgError):
@@ -40,7 +45,7 @@ class AllFailAlikeError(torch.linalg.LinAlgError):
 
 def told(_level: Any, error: Exception, func: Any, args: tuple, kwargs: dict, /) -> BaseException:
     """What to raise where the operator ``func`` failed with ``error`` for all examples at once."""
-    if isinstance(error, _NOT_ONE_EXAMPLES) or str(error).startswith(_OURS):
+    if isinstance(error, _NOT_ONE_EXAMPLES) or tells_of_all(error):
         return error
     mutates = writes(func, args)
     if mutates:
@@ -119,7 +124,7 @@ def name_example(error: Exception, origin: Origin, number: int) -> None:
     """Say for which example of a call the user's own code failed, if no note has said so."""
     row = _row(origin, number)
     notes = getattr(error, "__notes__", [])
-    if not origin.is_users or str(error).startswith(_OURS) or any(row[2] in n for n in notes):
+    if not origin.is_users or tells_of_all(error) or any(row[2] in n for n in notes):
         return
     ours = [i for i, note in enumerate(notes) if note.startswith(_FAILED)]
     if ours:

@@ -29,6 +29,7 @@ from forall._torch.posed import bare
 from forall._torch.wrapper import Wrapper
 from forall._transforms.governor import code_of, run_cheaper
 from forall._transforms.groups import Altered, Groups, in_groups, is_out_of_memory
+from forall._transforms.loop import retell
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -57,7 +58,14 @@ words.bindings_of = _bindings_of
 
 def run(call: Mapping) -> tuple[list, Any]:
     """All examples at once as long as they agree; then apart, as far as need be."""
-    code = code_of(call.func)
+    try:
+        return _run(call, code_of(call.func))
+    except TypeError as error:
+        retell(error, call)
+        raise
+
+
+def _run(call: Mapping, code: CodeType | None) -> tuple[list, Any]:
     # What converted code calls is converted as well.
     if is_running():
         return _together(call, code, None, known=True)

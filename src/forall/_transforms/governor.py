@@ -9,6 +9,7 @@ that calls have taken since.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from math import inf
@@ -332,23 +333,34 @@ def run_cheaper(
         return together()
     if config.now.parting == "loop" or times.loops():
         is_new = times.together is None and config.now.parting == "measured"
-        start = perf_counter()
         try:
-            found = loop.run(call, bindings, _FIRST if is_new else inf)
+            found = _run_as_loop(call, bindings, times, _FIRST if is_new else inf)
         except loop.TooLongError as late:
             times.took(late.seconds)
-        except loop.ElsewhereError:
-            return together()
         else:
-            seconds = perf_counter() - start
-            times.took(seconds)
-            if not times.prefers_loop():
-                times.was_tried(seconds)
-            return found
+            return found or together()
     found = _try_together(call, bindings, times, together)
     if parted_at is not None and code not in _told and _is_worth_a_word(call, times):
         _told.add(code)
         _warn(call, parted_at)
+    return found
+
+
+def _run_as_loop(
+    call: Mapping, bindings: Bindings, times: Times, most: float
+) -> tuple[list, Any] | None:
+    """Make a call as the loop; None where it has to be made in another way."""
+    start = perf_counter()
+    try:
+        found = loop.run(call, bindings, most)
+    except loop.TooLongError:
+        raise
+    except loop.ElsewhereError:
+        return None
+    seconds = perf_counter() - start
+    times.took(seconds)
+    if not times.prefers_loop():
+        times.was_tried(seconds)
     return found
 
 
@@ -390,13 +402,14 @@ def _try_together(
         with _until(most):
             found = together()
     except Late:
-        times.together = inf
-        times.was_tried(perf_counter() - start)
-        try:
-            return loop.run(call, bindings)
-        except loop.ElsewhereError:
-            return together()
+        found = None
     seconds = perf_counter() - start
+    if found is None:
+        times.together = inf
+        times.was_tried(seconds)
+        with contextlib.suppress(loop.ElsewhereError):
+            return loop.run(call, bindings)
+        return together()
     times.took(seconds, together=True)
     if is_first and seconds > looped:
         times.next = times.spent  # once more: the first try had its function to convert

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from forall._batching.failing import tells_of_all
 from forall._batching.sharing import Sharing
 from forall._core.levels import Level, stack
 from forall._derivatives.forward import JvpLevel
@@ -24,6 +25,7 @@ from forall._torch import trees, whole
 from forall._torch.dispatch import dispatch_modes, function_modes, functions_off
 from forall._torch.names import PLAIN, set_version, version
 from forall._torch.wrapper import Wrapper
+from forall._transforms.replaying import find_bindings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Sequence
@@ -39,7 +41,10 @@ _PLAIN = {torch.Tensor}
 
 
 class ElsewhereError(Exception):
-    """The call has to be made in another way; nothing has changed."""
+    """The call has to be made in another way; nothing has changed.
+
+    Its cause is the error of the first example to fail, if one has failed.
+    """
 
 
 class TooLongError(ElsewhereError):
@@ -109,22 +114,35 @@ def run_each(
 ) -> tuple:
     """Call ``func`` for one example after another; return the stacks of the results in a tuple."""
     before = _Before([*args.leaves, *bindings.tensors], copies=bindings.writes)
+    failed = None
     try:
         found = _stack_results(_call_each(func, args, bindings, seconds), places)
     except TooLongError:
         before.put_back()
         raise
-    except Exception:
+    except Exception as error:
         if not before.can_be_put_back():
             raise
-        found = None  # the other way tells it, and of which example
+        found, failed = None, error  # the other way tells it, and of which example
     except BaseException:
         before.put_back()
         raise
     if found is None or (before.has_changed() and before.has_changed(but=_own(args))):
         before.put_back()
-        raise ElsewhereError
+        raise ElsewhereError from failed
     return found
+
+
+def retell(error: TypeError, call: Mapping) -> None:
+    """Give an error of Python's the text that it has in the loop: it names the types it met."""
+    bindings = None if tells_of_all(error) else find_bindings(call.func)
+    if bindings is None or not may_run(call, bindings):
+        return
+    try:
+        run(call, bindings)
+    except ElsewhereError as instead:
+        if type(instead.__cause__) is type(error):
+            error.args = instead.__cause__.args
 
 
 def run_each_alone(
