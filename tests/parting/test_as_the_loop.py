@@ -20,9 +20,21 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 from torch.nn import functional
+from torch.utils._pytree import tree_leaves
 
 import forall
-from forall import config, explain, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from forall import (
+    config,
+    explain,
+    grad,
+    grad_and_value,
+    hessian,
+    jacfwd,
+    jacrev,
+    jvp,
+    vjp,
+    vmap,
+)
 from forall._core.levels import stack
 from forall._core.parting import Late
 from forall._transforms import governor, loop
@@ -662,9 +674,9 @@ class TestSettled:
         monkeypatch.setattr(config, "parting", "measured")
 
     @staticmethod
-    def settled(f, *stacks, **options):
-        """A mapped function whose calls stay with the loop."""
-        mapped = vmap(f, **options)
+    def settled(f, *stacks, word=lambda f: f, **options):
+        """A mapped function, or a mapped derivative of it, whose calls stay with the loop."""
+        mapped = vmap(word(f), **options)
         for _ in range(3):
             mapped(*stacks)
         for times in governor._times[f.__code__].values():
@@ -789,6 +801,57 @@ class TestSettled:
         mapped = self.settled(f, ROWS)
         (found,) = torch.autograd.grad(mapped(ROWS).sum(), weight)
         torch.testing.assert_close(found, torch.full_like(weight, len(ROWS)))
+
+    @pytest.mark.parametrize("number", [0, 1])
+    @pytest.mark.parametrize("word", [grad, grad_and_value])
+    def test_gradients_are_those_of_autograd(self, word, number, monkeypatch):
+        def f(x, y):
+            if y.sum().item() > 1:
+                return x * x * y.prod()
+            return x * 3 if x.item() > 0.6 else torch.tensor(2.0)  # without history for some
+
+        def one(x, y):
+            given = [x, y]
+            given[number] = own = given[number].clone().requires_grad_()
+            value = f(*given)
+            if not value.requires_grad:
+                return torch.zeros_like(own), value
+            (found,) = torch.autograd.grad(value, own, allow_unused=True)
+            return torch.zeros_like(own) if found is None else found, value.detach()
+
+        xs = torch.linspace(-2, 2, 5)
+        truth = [*zip(*map(one, xs, ROWS), strict=True)]
+        mapped = self.settled(f, xs, ROWS, word=lambda f: word(f, number))
+        with monkeypatch.context() as patched:
+            patched.setattr("forall._transforms.vmap.Verb.run", lambda *_: pytest.fail("looked at"))
+            found = mapped(xs, ROWS)
+        with torch.no_grad():
+            again = mapped(xs, ROWS)
+        for results in (found, again):
+            for result, column in zip(tree_leaves(results), truth, strict=False):
+                torch.testing.assert_close(result, torch.stack(column))
+                assert not result.requires_grad
+
+    def test_gradients_of_what_has_history_keep_it(self):
+        def f(x):
+            return x * x * x if x.item() > 0 else x * x
+
+        mapped = self.settled(f, XS, word=grad)
+        xs = XS.clone().requires_grad_()
+        mapped(xs)
+        (found,) = torch.autograd.grad(mapped(xs).sum(), xs)
+        torch.testing.assert_close(found, torch.where(XS > 0, 6 * XS, 2.0))
+
+    def test_values_that_have_no_gradient_are_told(self):
+        def f(x, shape):
+            value = x * 2 if x.item() > -10 else x
+            return value.reshape(shape) if shape else value
+
+        mapped = self.settled(f, XS, 0, word=grad, in_dims=(0, None))
+        with pytest.raises(RuntimeError, match="must return a scalar"):
+            mapped(XS, 1)
+        with pytest.raises(RuntimeError, match="only floating"):
+            mapped(XS.long(), 0)
 
     def test_a_word_among_the_arguments(self):
         def f(x, how, scale):

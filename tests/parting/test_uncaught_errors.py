@@ -74,7 +74,7 @@ def adds_a_text_to_a_number(x):
 
 
 def adds_a_number_to_a_text(x):
-    return x * len("one" + int(x * 4)) if x < -1 else x
+    return x * len("one" + int(x * 4)) if x < -1 else x  # pyright: ignore[reportOperatorIssue]
 
 
 def asks_a_tensor_what_it_cannot(x):

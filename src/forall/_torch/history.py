@@ -44,7 +44,7 @@ def has_pythons(ends: Iterable[Tensor], stops: Iterable[Tensor]) -> bool:
     )
 
 
-def nodes(ends: Iterable[End], stops: Callable[[Any], bool] = lambda _: False) -> Iterator[Any]:
+def nodes(ends: Iterable[End], stops: Callable[[Any], bool] | None = None) -> Iterator[Any]:
     """Every node of the graphs that lead to ``ends``, none behind one that ``stops``."""
     starts = [e.grad_fn if isinstance(e, torch.Tensor) else e.node for e in ends]
     todo: list[Any] = [node for node in starts if node is not None]
@@ -52,7 +52,7 @@ def nodes(ends: Iterable[End], stops: Callable[[Any], bool] = lambda _: False) -
     while todo:
         node = todo.pop()
         yield node
-        if stops(node):
+        if stops is not None and stops(node):
             continue
         for following, _ in node.next_functions:
             if following not in seen:

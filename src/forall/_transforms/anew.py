@@ -89,6 +89,8 @@ class Transform(NamedTuple):
     key: Hashable
     make: Callable[[Callable], Callable]  # the transform of another function
     calls: Callable[[], Any]  # where they are kept by now
+    # The same by torch.autograd, where nobody but the function has to do with what runs.
+    alone: Callable | None = None
 
 
 class Made(NamedTuple):

@@ -15,7 +15,7 @@ import inspect
 from math import inf
 from time import perf_counter
 from types import BuiltinFunctionType, FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -153,6 +153,15 @@ def times_of(code: CodeType, call: Mapping) -> Times:
     return times
 
 
+class _Known(NamedTuple):
+    """What is known of calls with arguments of one form."""
+
+    times: Times
+    dims: tuple
+    size: int
+    alone: Callable | None  # see `anew.Transform`
+
+
 class Settled:
     """The calls of one mapped function that stay with the loop, which nobody has to look at anew.
 
@@ -167,16 +176,16 @@ class Settled:
         self.func, self.dims, self.out_dims = func, in_dims, out_dims
         self._places: mapping.Places | None = None
         self._bindings: Bindings | None = None
-        self._known: dict[tuple, tuple[Times, tuple, int]] = {}  # by forms of arguments
+        self._known: dict[tuple, _Known] = {}  # by forms of arguments
         self.unknown = -1  # how many codes had times when this one had none
 
-    def find(self, args: tuple) -> tuple[Times, tuple, int] | None:
-        """Return the times of such calls, with the dims and number of the examples, if known."""
+    def find(self, args: tuple) -> _Known | None:
+        """Return what is known of such calls, if anything is."""
         forms = _forms(args)
         known = self._known.get(forms)
         return self._look_up(args, forms) if known is None else known
 
-    def _look_up(self, args: tuple, forms: tuple) -> tuple[Times, tuple, int] | None:
+    def _look_up(self, args: tuple, forms: tuple) -> _Known | None:
         code = code_of(self.func)
         by_size = None if code is None else _times.get(code)
         if by_size is None:
@@ -189,16 +198,20 @@ class Settled:
             return None
         if len(self._known) >= _MOST:
             self._known.clear()
-        known = self._known[forms] = times, dims, size
+        how = transform_of(self.func)
+        alone = how and how.alone
+        if any(type(x) in PLAIN and x.requires_grad for x in args):
+            alone = None
+        known = self._known[forms] = _Known(times, dims, size, alone)
         return known
 
-    def run(self, args: tuple, known: tuple[Times, tuple, int], calls: Calls | None) -> Any:
+    def run(self, args: tuple, known: _Known, calls: Calls | None) -> Any:
         """Return a tuple of the result; None where the call is to be made in the ordinary way.
 
         ``calls`` may replay it. Few functions are called here: what runs after an operator of
         torch's is cold, so that a dozen of them cost as much as a loop over two examples.
         """
-        times, dims, size = known
+        times, dims, size, alone = known
         if not times.loops_again() or (calls is not None and calls.may_replay(times)):
             return None
         if stack.top is not None or stack.listening or config.now.parting != "measured":
@@ -224,6 +237,8 @@ class Settled:
             except loop.ElsewhereError:
                 return None
         else:
+            if alone is not None and torch.is_grad_enabled():
+                func = alone
             found = loop.run_each_alone(func, args, dims, size, places)
         if found is not None:
             times.took(perf_counter() - start)

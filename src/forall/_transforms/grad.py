@@ -157,7 +157,22 @@ def _grad_and_value(
             return tree, (value, aux) if has_aux else value
         return (tree, aux) if has_aux else tree
 
-    @replaying(func, how)
+    simple = argnames is None and not has_aux and type(argnums) is int and argnums >= 0
+
+    def alone(*args: Any) -> Any:
+        """The same by torch.autograd, for ordinary tensors without history."""
+        x = args[argnums].detach().requires_grad_()
+        value = func(*args[:argnums], x, *args[argnums + 1 :])
+        if type(value) is not torch.Tensor or value.dim():
+            checks.scalar(called(verb, func, argnums, argnames), value)
+        gradient = None
+        if value.requires_grad:
+            (gradient,) = torch.autograd.grad(value, x, allow_unused=True)
+        if gradient is None:
+            gradient = torch.zeros_like(x)
+        return given_back(gradient, value.detach(), None)
+
+    @replaying(func, how, alone=alone if simple else None)
     def derivative(func: Callable, /, *args: Any, **kwargs: Any) -> Any:
         if handover.needed():
             name = "grad_and_value" if valued else "grad"

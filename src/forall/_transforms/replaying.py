@@ -313,18 +313,27 @@ def find_bindings(func: Any) -> Bindings | None:
 
 
 def replaying(
-    func: Callable, how: tuple = (), settled: Settled | None = None
+    func: Callable,
+    how: tuple = (),
+    settled: Settled | None = None,
+    alone: Callable | None = None,
 ) -> Callable[[Callable], Callable]:
     """A transform of ``func``, under the name of ``func``, and replayed where it can be.
 
     ``how`` is what the transform was `told`. What is decorated runs a call, of the function that
     comes first. ``settled`` runs the calls that nobody has to look at, while nothing is replayed.
+    ``alone`` gives the same for one example of ordinary tensors without history, by torch.autograd.
     """
-    return functools.partial(_transformed, func, _key_of(how), settled=settled)
+    return functools.partial(_transformed, func, _key_of(how), settled=settled, alone=alone)
 
 
 def _transformed(
-    func: Callable, key: Any, eager: Callable, *, settled: Settled | None = None
+    func: Callable,
+    key: Any,
+    eager: Callable,
+    *,
+    settled: Settled | None = None,
+    alone: Callable | None = None,
 ) -> Callable:
     asked = key is not None and is_on() and anew.may_be_anew(func)
     own = None if isinstance(func, (FunctionType, Module)) else Calls()
@@ -345,12 +354,12 @@ def _transformed(
             return whole.call(eager, func, *args, **kwargs)
         calls, given = fixed or _place(func, key, own)
         last = calls  # to find them may take longer than what they say
-        if known is None or known[0].replays >= _TIMED:
+        if known is None or known.times.replays >= _TIMED:
             return calls.run(func, given, eager, args, kwargs)
         hits, start = calls.hits, perf_counter()
         result = calls.run(func, given, eager, args, kwargs)
         if calls.hits > hits:
-            known[0].was_replayed(perf_counter() - start)
+            known.times.was_replayed(perf_counter() - start)
         return result
 
     def calls() -> Calls:
@@ -358,7 +367,7 @@ def _transformed(
 
     made = vars(transformed)
     made["__forall_transform__"] = anew.Transform(
-        func, key, lambda other: _transformed(other, None, eager), calls
+        func, key, lambda other: _transformed(other, None, eager), calls, alone
     )
     made["__forall_told__"] = lambda: calls().told(func, eager)  # what `explain` asks for
     return transformed
