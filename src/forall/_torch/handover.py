@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.func
-from torch.autograd import forward_ad
 from torch.compiler import is_exporting
 
 from forall._torch import whole
@@ -36,14 +35,6 @@ def needed() -> bool:
 def needed_by_levels() -> bool:
     """Whether they must where ours would push a level, which torch.export's modes come before."""
     return is_exporting() or needed()
-
-
-def is_near() -> bool:
-    """Return True if anything of torch's transforms, or of its forward mode, is active.
-
-    `needed_by_levels` is to be asked then. Dynamo is another matter, which callers ask first.
-    """
-    return in_torch_func() or forward_ad._current_level >= 0 or is_exporting()
 
 
 # As they are at import: somebody may put ours in the place of these later, by name.

@@ -18,6 +18,7 @@ from types import BuiltinFunctionType, FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch.autograd import forward_ad
 
 from forall._core import config
 from forall._core.code_table import CodeSet, CodeTable
@@ -25,8 +26,7 @@ from forall._core.errors import Call, columns, name_of, slow
 from forall._core.levels import stack
 from forall._core.parting import Late
 from forall._lanes import is_running
-from forall._torch import handover
-from forall._torch.dispatch import dispatch_modes, function_modes
+from forall._torch.dispatch import dispatch_modes, function_modes, in_torch_func
 from forall._torch.names import PLAIN
 from forall._transforms import loop, mapping
 from forall._transforms.anew import transform_of
@@ -105,7 +105,10 @@ class Times:
 
     def loops_again(self) -> bool:
         """Return True if it is settled that the next call runs as the loop."""
-        return self.looped is not None and self.spent < self.next and self.prefers_loop()
+        looped, together = self.looped, self.together
+        if looped is None or self.spent >= self.next:
+            return False
+        return together is None or looped <= together
 
 
 _times: CodeTable[dict[Any, Times]] = CodeTable()
@@ -216,7 +219,9 @@ class Settled:
             return None
         if stack.top is not None or stack.listening or config.now.parting != "measured":
             return None
-        if dispatch_modes() or function_modes() or is_running() or handover.is_near():
+        if dispatch_modes() or function_modes() or is_running():
+            return None
+        if in_torch_func() or forward_ad._current_level >= 0:
             return None
         func, bindings = self.func, self._bindings
         if bindings is None or not bindings.hold(func):

@@ -37,9 +37,6 @@ if TYPE_CHECKING:
     Tensor = torch.Tensor
 
 
-_PLAIN = {torch.Tensor}
-
-
 class ElsewhereError(Exception):
     """The call has to be made in another way; nothing has changed.
 
@@ -154,7 +151,7 @@ def run_each_alone(
     small example. Return None where the call has to be made in another way.
     """
     try:
-        before = _versions(args)
+        before = _counts(args)
     except RuntimeError:  # torch counts no writes into tensors of inference mode
         return None
     rows = [[x] * size if dim is None else x.unbind(dim) for x, dim in zip(args, dims, strict=True)]
@@ -162,10 +159,10 @@ def run_each_alone(
         results = [*map(func, *rows)]
         found = _stack_results(results, places)
     except Exception:
-        if _versions(args) != before:
+        if _counts(args) != before:
             raise
         return None  # the other way tells it, and of which example
-    now = _versions(args)
+    now = _counts(args)
     if now != before:
         triples = zip(dims, before, now, strict=True)
         if any(dim is None and number != new for dim, number, new in triples):
@@ -216,7 +213,12 @@ def _versions(values: Sequence[Any]) -> list[int | None]:
         RuntimeError: for a tensor of inference mode, which `Bindings.may_take` leaves out.
     """
     with functions_off():
-        return [x._version if type(x) in PLAIN else None for x in values]
+        return _counts(values)
+
+
+def _counts(values: Sequence[Any]) -> list[int | None]:
+    """Do the same where no function mode is on."""
+    return [x._version if type(x) in PLAIN else None for x in values]
 
 
 def _call_each(func: Callable, args: Arguments, bindings: Bindings, seconds: float) -> list[Any]:
@@ -274,17 +276,17 @@ def _stack_results(results: list[Any], places: Places) -> tuple[Any] | None:
 def _stack_column(column: list | tuple, place: int | None) -> tuple[Any] | None:
     """Stack one result of all examples, in a tuple of one; None if they do not fit together."""
     first = column[0]
-    kinds = {*map(type, column)}
     if isinstance(first, torch.Tensor) and place is not None:
-        if kinds != _PLAIN and not all(k is torch.Tensor or issubclass(k, Wrapper) for k in kinds):
-            return None
-        if first.layout is not torch.strided:
+        if type(first) is not torch.Tensor and not _are_known(column):
             return None
         try:  # it compares the shapes, and promotes types as the other ways do
-            return (torch.stack(column, place) if place else torch.stack(column),)
-        except (RuntimeError, IndexError):
+            found = torch.stack(column, place) if place else torch.stack(column)
+        except (RuntimeError, IndexError, TypeError):
             return None
-    if len(kinds) > 1:
+        if type(found) is not torch.Tensor and not _are_known(column):
+            return None
+        return (found,) if found.layout is torch.strided else None
+    if len({*map(type, column)}) > 1:
         return None
     kind = type(first)
     if kind in (int, float, bool, complex) and place is not None and place in (0, -1):
@@ -292,3 +294,8 @@ def _stack_column(column: list | tuple, place: int | None) -> tuple[Any] | None:
     if (first is None or kind is str) and all(x == first for x in column):
         return (first,)
     return None
+
+
+def _are_known(column: list | tuple) -> bool:
+    """Return True if all are tensors, and none of a class of the user's."""
+    return all(type(x) is torch.Tensor or isinstance(x, Wrapper) for x in column)
