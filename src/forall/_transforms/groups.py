@@ -8,6 +8,7 @@ did to memory from before the call, that is undone as well, and the examples run
 
 from __future__ import annotations
 
+from array import array
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -260,7 +261,7 @@ class Run:
     def put_back(self) -> None:
         """What the groups wrote into mapped arguments, in the caller's own tensors."""
         for whole, dim, numbers, some, recorded in self.written:
-            at = torch.tensor(numbers, device=whole.device)
+            at = index_of(numbers, whole.device)
             with functions_off(), torch.set_grad_enabled(recorded and torch.is_grad_enabled()):
                 whole.index_copy_(dim, at, some)
 
@@ -271,9 +272,16 @@ def _is_shared_further_out(whole: Tensor) -> bool:
     return level is not None and is_shared_older(whole, level)
 
 
+def index_of(numbers: Sequence[int], device: torch.device) -> Tensor:
+    """Return whole numbers as a tensor: `torch.tensor` would ask each of them for its type."""
+    if not numbers:
+        return torch.tensor([], dtype=torch.int64, device=device)
+    return torch.frombuffer(array("q", numbers), dtype=torch.int64).to(device)
+
+
 def rows(leaf: Tensor, dim: int, numbers: Sequence[int]) -> Tensor:
     """These examples of a stack, in a tensor of their own."""
-    at = torch.tensor(numbers, device=leaf.device)
+    at = index_of(numbers, leaf.device)
     return Rows.apply(leaf, dim, at) if leaf.requires_grad else leaf.index_select(dim, at)
 
 
@@ -330,8 +338,8 @@ def joined(places: Places, parts: list[Part]) -> tuple[list, Any]:
 
 
 def _in_order(result: Any, place: int | None, order: list[int]) -> Any:
-    ordered = all(n == i for i, n in enumerate(order))
-    if ordered or place is None or not isinstance(result, torch.Tensor):
+    if order == [*range(len(order))] or place is None or not isinstance(result, torch.Tensor):
         return result
-    back = torch.tensor(order, device=result.device).argsort()
+    at = index_of(order, result.device)
+    back = torch.empty_like(at).scatter_(0, at, torch.arange(len(order), device=at.device))
     return result.index_select(place % result.dim(), back)

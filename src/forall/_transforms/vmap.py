@@ -288,11 +288,12 @@ class Mapping(NamedTuple):
             leaf if dim is None else _some(leaf, dim, numbers)
             for leaf, dim in zip(entering.leaves, entering.dims, strict=True)
         ]
-        known = (
-            origin.numbers[numbers.start : numbers.stop]
-            if isinstance(numbers, range)
-            else [origin.numbers[n] for n in numbers]
-        )
+        if isinstance(numbers, range):
+            known = origin.numbers[numbers.start : numbers.stop]
+        elif origin.numbers == range(origin.size):
+            known = numbers
+        else:
+            known = [origin.numbers[n] for n in numbers]
         return self._replace(
             entering=entering._replace(
                 leaves=leaves,
