@@ -3,7 +3,9 @@
 from torch.func import functionalize, rearrange, replace_all_batch_norm_modules_
 
 from forall._core.loading import without_collector as _without_collector
+from forall._torch.versions import warn_if_untested as _warn_if_untested
 
+_warn_if_untested()
 with _without_collector():
     from forall import random as random
     from forall._batching import rules as _rules
@@ -38,7 +40,8 @@ with _without_collector():
     _captured.install()
     _copies.install()
     _torchs.install()
-del _captured, _copies, _functions, _wiring, _rules, _torchs, _without_collector
+del _captured, _copies, _functions, _wiring, _rules, _torchs
+del _warn_if_untested, _without_collector
 __all__ = [
     "Chunks",
     "Explanation",

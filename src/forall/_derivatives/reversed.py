@@ -22,7 +22,6 @@ from forall._derivatives.reverse import Run, closed, gradients, inward, leaf, re
 from forall._random.scopes import resuming
 from forall._torch import generators, trees
 from forall._torch.dispatch import (
-    apply_users,
     autograd_below,
     forward_level,
     forward_on,
@@ -31,6 +30,7 @@ from forall._torch.dispatch import (
 )
 from forall._torch.lazy import attach_tangent
 from forall._torch.names import split_tangent
+from forall._torch.versions import apply_users
 from forall._torch.whole import contextmanager
 from forall._torch.wrapper import innermost
 

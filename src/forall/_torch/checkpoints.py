@@ -16,7 +16,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint
 
-from forall._torch import whole
+from forall._torch import versions, whole
 from forall._torch.whole import contextmanager
 
 if TYPE_CHECKING:
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     Keeps = Callable[[torch.Tensor], bool]
 
 _forward = checkpoint.CheckpointFunction.forward
-_generator = checkpoint._checkpoint_without_reentrant_generator
 _engine = torch.autograd._engine_run_backward
 _backwards = {name: getattr(BackwardCFunction, name) for name in ("apply", "apply_boxed")}
 
@@ -68,6 +67,8 @@ def install(
         with modes(), hooks(outputs, create_graph):
             return _engine(outputs, given, retain, create_graph, *args, **kw)
 
+    for caller in ("backward", "grad"):
+        versions.require_called("_engine_run_backward", torch.autograd, caller)
     torch.autograd._engine_run_backward = engine
 
 
@@ -99,13 +100,12 @@ def _install_checkpoints(
         ctx.run_function = again
         return out
 
-    @functools.wraps(_generator)
-    def generator(function: Callable, preserve: bool = True, *args: Any, **kwargs: Any) -> Any:
+    def begin(function: Callable, preserve: bool, start: Callable[[Callable], Generator]) -> Any:
         if tangents():
             return _nothing()
         again = in_place(drawing(function) if preserve else function)
         keeps = within()
-        return _Begun(keeps, _generator(_keeping(keeps, again), preserve, *args, **kwargs))
+        return _Begun(keeps, start(_keeping(keeps, again)))
 
     def apply(cls: Any, function: Callable, preserve: bool, *args: Any) -> Any:
         if tangents():
@@ -114,7 +114,7 @@ def _install_checkpoints(
 
     checkpoint.CheckpointFunction.forward = staticmethod(forward)
     checkpoint.CheckpointFunction.apply = classmethod(apply)  # pyright: ignore[reportAttributeAccessIssue]
-    checkpoint._checkpoint_without_reentrant_generator = generator
+    versions.wrap_checkpoints(begin)
 
 
 class _Kept(NamedTuple):

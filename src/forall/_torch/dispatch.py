@@ -17,6 +17,7 @@ from torch.autograd import forward_ad
 
 from forall._torch import inference, whole
 from forall._torch.tracers import beneath_ours, unseen
+from forall._torch.versions import apply_users
 from forall._torch.whole import contextmanager
 
 if TYPE_CHECKING:
@@ -413,10 +414,6 @@ class _Aside(whole.Here):
 
 
 aside = _Aside.made()
-
-
-# torch.autograd.Function.apply as torch has it: what it runs is the user's code.
-apply_users = torch.autograd.Function.__dict__["apply"].__func__
 
 
 def apply_function(function: type, *args: Any) -> Any:

@@ -40,7 +40,6 @@ from forall._derivatives.twice import hooked
 from forall._random.scopes import resuming
 from forall._torch import checkpoints, posed, trees
 from forall._torch.dispatch import (
-    apply_users,
     dispatch_modes,
     function_modes,
     functions_are_off,
@@ -51,6 +50,7 @@ from forall._torch.dispatch import (
 )
 from forall._torch.names import BACKWARD_HOOK
 from forall._torch.posed import Posed, bare, carried, posing, undressed
+from forall._torch.versions import apply_users
 from forall._torch.wrapper import Wrapper
 from forall._transforms.own_rules import by_own_rule
 

@@ -16,6 +16,7 @@ from forall._batching.failing import AllFailAlikeError
 from forall._batching.families import front, is_mapped, lower, stacked, wrapped
 from forall._batching.table import register
 from forall._torch.schema import facts, met
+from forall._torch.versions import existing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -103,7 +104,7 @@ register(
     {
         **dict.fromkeys(
             (
-                aten.cholesky.default,
+                *existing(["cholesky.default"]),
                 aten.cholesky_inverse.default,
                 aten.geqrf.default,
                 aten.linalg_cholesky_ex.default,

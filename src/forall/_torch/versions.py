@@ -1,0 +1,116 @@
+"""What differs between the releases of torch that forall runs on.
+
+All that asks for a release, or for a name that not every release has, is here. A change of torch's
+that is not known here is an error at import, not a wrong number later: a function of torch's that
+ours stand in for is looked for in the code that calls it.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils import checkpoint
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Iterable
+    from types import ModuleType
+
+OLDEST, NEWEST = (2, 13), (2, 15)  # that the tests have run on
+
+
+def release() -> tuple[int, int]:
+    """Return torch's release, as in (2, 13)."""
+    major, minor = torch.__version__.split(".")[:2]
+    return int(major), int(minor)
+
+
+def warn_if_untested() -> None:
+    """Say so where torch is newer than any release that the tests have run on."""
+    if release() <= NEWEST:
+        return
+    warnings.warn(
+        f"forall: torch {torch.__version__} is newer than those that forall was tested on "
+        f"({_tested()}).\n"
+        "Where torch has changed what it keeps private, results may differ from the loop's. Report "
+        "such a result as an issue, with what `python -m torch.utils.collect_env` prints.",
+        stacklevel=2,
+    )
+
+
+def _tested() -> str:
+    low, high = (".".join(map(str, version)) for version in (OLDEST, NEWEST))
+    return f"{low} to {high}"
+
+
+def existing(names: Iterable[str]) -> tuple[Any, ...]:
+    """Return the ATen operators of these names, as in "mm.default", that this torch has."""
+    found = []
+    for name in names:
+        packet, _, overload = name.partition(".")
+        found.append(getattr(getattr(torch.ops.aten, packet, None), overload, None))
+    return tuple(op for op in found if op is not None)
+
+
+# `torch.autograd.Function.apply` as torch has it, to be called with the class first. It is written
+# in Python up to 2.13 and in C since.
+_apply = torch.autograd.Function.__dict__["apply"]
+apply_users = getattr(_apply, "__func__", _apply)
+
+
+def require_called(name: str, module: ModuleType, *callers: str) -> None:
+    """Raise unless one of these functions of a module calls what torch has under this name.
+
+    Raises:
+        ImportError: if another function has taken its place, so that ours would never run.
+    """
+    functions = (inspect.unwrap(getattr(module, caller)) for caller in callers)
+    if not any(name in function.__code__.co_names for function in functions):
+        raise _unknown(f"{module.__name__}.{callers[0]} does not call {name}")
+
+
+def _unknown(what: str) -> ImportError:
+    return ImportError(
+        f"forall: this release of torch is not known, and derivatives could come out wrong.\n"
+        f"    torch   {torch.__version__}, where {what}\n"
+        f"Install a torch that forall was tested on, from {_tested()}."
+    )
+
+
+def wrap_checkpoints(begin: Callable) -> None:
+    """Have ``begin(function, preserve, start)`` make what runs around a checkpoint.
+
+    ``start(other)`` is torch's own generator, for another function in the place of ``function``.
+    """
+    new, old = (f"_checkpoint_without_reentrant_generator{end}" for end in ("_impl", ""))
+    if hasattr(checkpoint, new):  # since 2.14: arguments are passed as a tuple and a dict
+        require_called(new, checkpoint, "checkpoint", "_checkpoint_impl")
+        torchs = getattr(checkpoint, new)
+
+        @functools.wraps(torchs)
+        def generator(
+            function: Callable,
+            args: tuple,
+            kwargs: dict,
+            *,
+            preserve_rng_state: bool = True,
+            **how: Any,
+        ) -> Any:
+            def start(other: Callable) -> Generator:
+                return torchs(other, args, kwargs, preserve_rng_state=preserve_rng_state, **how)
+
+            return begin(function, preserve_rng_state, start)
+
+        setattr(checkpoint, new, generator)
+        return
+    require_called(old, checkpoint, "checkpoint")
+    torchs = getattr(checkpoint, old)
+
+    @functools.wraps(torchs)
+    def generator(function: Callable, preserve: bool = True, *args: Any, **kwargs: Any) -> Any:
+        return begin(function, preserve, lambda other: torchs(other, preserve, *args, **kwargs))
+
+    setattr(checkpoint, old, generator)
