@@ -16,6 +16,7 @@ import torch
 from forall._lanes.arithmetic import DTYPES, wider
 from forall._lanes.numbers import Number
 from forall._torch.dispatch import functions_off, no_dispatch
+from forall._torch.versions import bounds_are_within
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -208,28 +209,41 @@ def _promoting(func: Any, args: tuple, kwargs: dict) -> Any:
                 given[p] = torch.tensor(given[p], dtype=dtype, device=device)
             given[p] = given[p].detach()
         if given[0].is_floating_point():
-            func = _clamp_in_place if name.endswith("_") else _clamp
+            func = _CLAMPS[name]
     args = tuple(given[i] for i in range(len(args)))
     return _in_float32(func, dtype) if as_it_is else func, args, {k: given[k] for k in kwargs}
 
 
-_CLAMPS = frozenset({"clamp", "clip", "clamp_", "clip_"})
-
-
 def _clamp(input: Tensor, min: Any = None, max: Any = None) -> Tensor:
-    """Clamp, with the derivative that it has by numbers: an entry at its bound is within.
+    """Clamp, with the derivative that it has by numbers at a bound.
 
-    With one bound that is a tensor, torch's two modes do not agree there, and forward mode says 0.
+    By tensors it has another: 0.5, or what torch's two modes do not agree on, as the release is.
     """
     x = input.detach()
     out = torch.clamp(x, min, max)
-    sides = [x >= min] if min is not None else []
-    sides += [x <= max] if max is not None else []
+    above, below = (torch.ge, torch.le) if bounds_are_within() else (torch.gt, torch.lt)
+    sides = [above(x, min)] if min is not None else []
+    sides += [below(x, max)] if max is not None else []
     return torch.where(reduce(torch.logical_and, sides), input, out)
 
 
-def _clamp_in_place(input: Tensor, min: Any = None, max: Any = None) -> Tensor:
-    return input.copy_(_clamp(input, min, max))
+def _clamp_min(input: Tensor, min: Any) -> Tensor:
+    return _clamp(input, min)
+
+
+def _clamp_max(input: Tensor, max: Any) -> Tensor:
+    return _clamp(input, None, max)
+
+
+def _in_place(clamp: Callable) -> Callable:
+    def written(input: Tensor, *bounds: Any, **named: Any) -> Tensor:
+        return input.copy_(clamp(input, *bounds, **named))
+
+    return written
+
+
+_CLAMPS = {"clamp": _clamp, "clip": _clamp, "clamp_min": _clamp_min, "clamp_max": _clamp_max}
+_CLAMPS |= {f"{name}_": _in_place(clamp) for name, clamp in _CLAMPS.items()}
 
 
 def _is_special(name: str, values: list, dtype: torch.dtype) -> bool:

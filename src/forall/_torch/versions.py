@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable
     from types import ModuleType
 
-OLDEST, NEWEST = (2, 13), (2, 15)  # that the tests have run on
+OLDEST, NEWEST = (2, 13), (2, 14)  # that the tests have run on
 
 
 def release() -> tuple[int, int]:
@@ -55,6 +55,14 @@ def existing(names: Iterable[str]) -> tuple[Any, ...]:
     return tuple(op for op in found if op is not None)
 
 
+def bounds_are_within() -> bool:
+    """Return True if the derivative of `torch.clamp` by numbers is 1 where an entry is its bound.
+
+    Since 2.14 it is 0 there.
+    """
+    return release() < (2, 14)
+
+
 # `torch.autograd.Function.apply` as torch has it, to be called with the class first. It is written
 # in Python up to 2.13 and in C since.
 _apply = torch.autograd.Function.__dict__["apply"]
@@ -86,31 +94,42 @@ def wrap_checkpoints(begin: Callable) -> None:
     ``start(other)`` is torch's own generator, for another function in the place of ``function``.
     """
     new, old = (f"_checkpoint_without_reentrant_generator{end}" for end in ("_impl", ""))
-    if hasattr(checkpoint, new):  # since 2.14: arguments are passed as a tuple and a dict
+    if hasattr(checkpoint, new):
         require_called(new, checkpoint, "checkpoint", "_checkpoint_impl")
-        torchs = getattr(checkpoint, new)
+        setattr(checkpoint, new, _of_tuples(getattr(checkpoint, new), begin))
+    else:
+        require_called(old, checkpoint, "checkpoint")
+        setattr(checkpoint, old, _of_arguments(getattr(checkpoint, old), begin))
 
-        @functools.wraps(torchs)
-        def generator(
-            function: Callable,
-            args: tuple,
-            kwargs: dict,
-            *,
-            preserve_rng_state: bool = True,
-            **how: Any,
-        ) -> Any:
-            def start(other: Callable) -> Generator:
-                return torchs(other, args, kwargs, preserve_rng_state=preserve_rng_state, **how)
 
-            return begin(function, preserve_rng_state, start)
+def _of_tuples(torchs: Callable, begin: Callable) -> Callable:
+    """Return the generator of 2.14 and later, to which arguments are passed as a tuple and a dict.
 
-        setattr(checkpoint, new, generator)
-        return
-    require_called(old, checkpoint, "checkpoint")
-    torchs = getattr(checkpoint, old)
+    It calls ``begin`` as `wrap_checkpoints` says.
+    """
+
+    @functools.wraps(torchs)
+    def generator(
+        function: Callable,
+        args: tuple,
+        kwargs: dict,
+        *,
+        preserve_rng_state: bool = True,
+        **how: Any,
+    ) -> Any:
+        def start(other: Callable) -> Generator:
+            return torchs(other, args, kwargs, preserve_rng_state=preserve_rng_state, **how)
+
+        return begin(function, preserve_rng_state, start)
+
+    return generator
+
+
+def _of_arguments(torchs: Callable, begin: Callable) -> Callable:
+    """Return the same for releases before 2.14, where arguments follow the settings."""
 
     @functools.wraps(torchs)
     def generator(function: Callable, preserve: bool = True, *args: Any, **kwargs: Any) -> Any:
         return begin(function, preserve, lambda other: torchs(other, preserve, *args, **kwargs))
 
-    setattr(checkpoint, old, generator)
+    return generator
