@@ -827,7 +827,11 @@ class TestSettled:
             found = mapped(xs, ROWS)
         with torch.no_grad():
             again = mapped(xs, ROWS)
-        for results in (found, again):
+        with torch.inference_mode():
+            inferred = mapped(xs, ROWS)
+        with torch.inference_mode(), torch.enable_grad():
+            both = mapped(xs, ROWS)
+        for results in (found, again, inferred, both):
             for result, column in zip(tree_leaves(results), truth, strict=False):
                 torch.testing.assert_close(result, torch.stack(column))
                 assert not result.requires_grad

@@ -242,7 +242,8 @@ class Settled:
             except loop.ElsewhereError:
                 return None
         else:
-            if alone is not None and torch.is_grad_enabled():
+            # Inference mode records nothing, whatever grad mode says.
+            if alone and torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
                 func = alone
             found = loop.run_each_alone(func, args, dims, size, places)
         if found is not None:
