@@ -37,6 +37,9 @@ if TYPE_CHECKING:
     Tensor = torch.Tensor
 
 
+_RETELLING = 1.0  # seconds that an error may be late for the sake of its text
+
+
 class ElsewhereError(Exception):
     """The call has to be made in another way; nothing has changed.
 
@@ -136,7 +139,7 @@ def retell(error: TypeError, call: Mapping) -> None:
     if bindings is None or not may_run(call, bindings):
         return
     try:
-        run(call, bindings)
+        run(call, bindings, _RETELLING)
     except ElsewhereError as instead:
         if type(instead.__cause__) is type(error):
             error.args = instead.__cause__.args
