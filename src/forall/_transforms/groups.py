@@ -21,7 +21,7 @@ from forall._batching.undoing import Touched
 from forall._core.levels import moves, outside, top
 from forall._core.parting import Late
 from forall._core.remembering import Remembered
-from forall._torch import generators, trees
+from forall._torch import generators, tracers, trees
 from forall._torch.dispatch import functions_off
 from forall._transforms import mapping
 from forall._transforms.budget import unlimited
@@ -273,9 +273,12 @@ def _is_shared_further_out(whole: Tensor) -> bool:
 
 
 def index_of(numbers: Sequence[int], device: torch.device) -> Tensor:
-    """Return whole numbers as a tensor: `torch.tensor` would ask each of them for its type."""
-    if not numbers:
-        return torch.tensor([], dtype=torch.int64, device=device)
+    """Return whole numbers as a tensor: `torch.tensor` would ask each of them for its type.
+
+    A mode beneath ours, as that of fake tensors, has to see it being made.
+    """
+    if not numbers or tracers.lie_beneath():
+        return torch.tensor(numbers, dtype=torch.int64, device=device)
     return torch.frombuffer(array("q", numbers), dtype=torch.int64).to(device)
 
 
