@@ -1,4 +1,4 @@
-"""What is known of code, kept for as long as the code itself."""
+"""A mapping, and a set, of code objects, each entry of which goes with its code."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ class CodeTable(Generic[V]):
     def get(self, code: CodeType, default: D) -> V | D: ...
 
     def get(self, code: CodeType, default: D | None = None) -> V | D | None:
-        """Return what is known of this code; the default where nothing is."""
+        """Return the value of this code; the default where it has none."""
         found = self._kept.get(id(code))
         return default if found is None else found[1]
 
     def setdefault(self, code: CodeType, value: V) -> V:
-        """Return what is known of this code, which is ``value`` from now on if nothing was."""
+        """Return the value of this code, which is ``value`` from now on if it had none."""
         if code not in self:
             self[code] = value
         return self[code]

@@ -16,7 +16,7 @@ import torch
 from forall._lanes.arithmetic import DTYPES, wider
 from forall._lanes.numbers import Number
 from forall._torch.dispatch import functions_off, no_dispatch
-from forall._torch.versions import bounds_are_within
+from forall._torch.versions import HAS_BOUNDS_WITHIN
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -221,7 +221,7 @@ def _clamp(input: Tensor, min: Any = None, max: Any = None) -> Tensor:
     """
     x = input.detach()
     out = torch.clamp(x, min, max)
-    above, below = (torch.ge, torch.le) if bounds_are_within() else (torch.gt, torch.lt)
+    above, below = (torch.ge, torch.le) if HAS_BOUNDS_WITHIN else (torch.gt, torch.lt)
     sides = [above(x, min)] if min is not None else []
     sides += [below(x, max)] if max is not None else []
     return torch.where(reduce(torch.logical_and, sides), input, out)

@@ -62,8 +62,8 @@ def has_own_meaning(kind: type) -> bool:
     kind = users_class(kind)
     known = _known.get(kind)
     if known is None:
-        known = kind is not _Tensor and not issubclass(kind, Wrapper)
-        known = _known[kind] = known and _function(kind) not in _SILENT
+        known = not issubclass(kind, Wrapper) and _function(kind) not in _SILENT
+        _known[kind] = known
     return known
 
 

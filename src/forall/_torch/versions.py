@@ -1,8 +1,8 @@
-"""What differs between the releases of torch that forall runs on.
+"""Differences between the releases of torch that forall runs on.
 
-All that asks for a release, or for a name that not every release has, is here. A change of torch's
-that is not known here is an error at import, not a wrong number later: a function of torch's that
-ours stand in for is looked for in the code that calls it.
+Code that depends on the release, or on a name that some releases lack, is in this file. forall
+replaces some functions of torch. At import it checks that torch still calls each of them: if not,
+the import raises, where results would be wrong later.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ def warn_if_untested() -> None:
         return
     warnings.warn(
         f"forall: torch {torch.__version__} is newer than those that forall was tested on "
-        f"({_tested()}).\n"
+        f"({_name_tested_releases()}).\n"
         "Where torch has changed what it keeps private, results may differ from the loop's. Report "
         "such a result as an issue, with what `python -m torch.utils.collect_env` prints.",
         stacklevel=2,
     )
 
 
-def _tested() -> str:
+def _name_tested_releases() -> str:
     low, high = (".".join(map(str, version)) for version in (OLDEST, NEWEST))
     return f"{low} to {high}"
 
@@ -55,12 +55,8 @@ def existing(names: Iterable[str]) -> tuple[Any, ...]:
     return tuple(op for op in found if op is not None)
 
 
-def bounds_are_within() -> bool:
-    """Return True if the derivative of `torch.clamp` by numbers is 1 where an entry is its bound.
-
-    Since 2.14 it is 0 there.
-    """
-    return release() < (2, 14)
+# The derivative of `torch.clamp` by numbers, where an entry equals its bound: 1, and 0 since 2.14.
+HAS_BOUNDS_WITHIN = release() < (2, 14)
 
 
 # `torch.autograd.Function.apply` as torch has it, to be called with the class first. It is written
@@ -84,7 +80,7 @@ def _unknown(what: str) -> ImportError:
     return ImportError(
         f"forall: this release of torch is not known, and derivatives could come out wrong.\n"
         f"    torch   {torch.__version__}, where {what}\n"
-        f"Install a torch that forall was tested on, from {_tested()}."
+        f"Install a torch that forall was tested on, from {_name_tested_releases()}."
     )
 
 

@@ -157,7 +157,7 @@ def times_of(code: CodeType, call: Mapping) -> Times:
 
 
 class _Known(NamedTuple):
-    """What is known of calls with arguments of one form."""
+    """The times of calls with arguments of one form, and how to make such a call."""
 
     times: Times
     dims: tuple
@@ -183,7 +183,7 @@ class Settled:
         self.unknown = -1  # how many codes had times when this one had none
 
     def find(self, args: tuple) -> _Known | None:
-        """Return what is known of such calls, if anything is."""
+        """Return the times of such calls and how to make them; None if they were not timed."""
         forms = _forms(args)
         known = self._known.get(forms)
         return self._look_up(args, forms) if known is None else known
@@ -221,6 +221,7 @@ class Settled:
             return None
         if dispatch_modes() or function_modes() or is_running():
             return None
+        # torch.export need not be asked for: its tensors are fake, and have no form that is known.
         if in_torch_func() or forward_ad._current_level >= 0:
             return None
         func, bindings = self.func, self._bindings

@@ -159,8 +159,8 @@ def _grad_and_value(
 
     simple = argnames is None and not has_aux and type(argnums) is int and argnums >= 0
 
-    def alone(*args: Any) -> Any:
-        """The same by torch.autograd, for ordinary tensors without history."""
+    def differentiate_alone(*args: Any) -> Any:
+        """Return the same by torch.autograd, for ordinary tensors without history."""
         x = args[argnums].detach().requires_grad_()
         value = func(*args[:argnums], x, *args[argnums + 1 :])
         if type(value) is not torch.Tensor or value.dim():
@@ -172,7 +172,7 @@ def _grad_and_value(
             gradient = torch.zeros_like(x)
         return given_back(gradient, value.detach(), None)
 
-    @replaying(func, how, alone=alone if simple else None)
+    @replaying(func, how, alone=differentiate_alone if simple else None)
     def derivative(func: Callable, /, *args: Any, **kwargs: Any) -> Any:
         if handover.needed():
             name = "grad_and_value" if valued else "grad"
