@@ -39,6 +39,7 @@ from forall._core.levels import stack
 from forall._core.parting import Late
 from forall._transforms import governor, loop
 from forall._transforms.computing import bindings_of
+from forall._transforms.replaying import calls_of
 
 XS = torch.tensor([0.5, -1.25, 3.0, 2.0, -0.75])
 ROWS = torch.linspace(-2, 2, 20).sin().reshape(5, 4)
@@ -487,7 +488,45 @@ def test_a_try_that_takes_long_ends(monkeypatch):
     for _ in range(4):
         torch.testing.assert_close(mapped(XS), by_loop(f, XS))
     (times,) = governor._times[f.__code__].values()
+    assert times.was_late
+    assert times.together is None
+    times.next = times.spent  # of the first try most may have been what is done once
+    torch.testing.assert_close(mapped(XS), by_loop(f, XS))
     assert times.together == inf
+
+
+def test_a_loop_is_timed_when_the_calls_in_it_are_recorded(monkeypatch):
+    monkeypatch.setattr(config, "parting", "measured")
+    monkeypatch.setattr(config, "patience", 0.0)
+    monkeypatch.setattr(governor, "_WARMING", inf)
+
+    def f(x):
+        y = x if x > 0 else -x
+        return y.log() + 1 if y > 1 else y
+
+    derivative = jacfwd(f)
+    mapped = vmap(derivative)
+    wanted = by_loop(jacfwd(f), XS)
+    for _ in range(governor._LOOPS_TO_WARM + 1):
+        torch.testing.assert_close(mapped(XS), wanted)
+    (times,) = governor._times[f.__code__].values()
+    assert not times.warming
+    assert calls_of(derivative).hits >= len(XS)
+
+
+def test_a_loop_that_may_get_faster_is_tried_before_all_together():
+    times = governor.Times(warming=8)
+    assert not times.may_get_faster()
+    times.took(0.1)
+    assert times.may_get_faster()
+    times.took(0.05, together=True)
+    assert times.may_get_faster()
+    times.together = 0.01
+    assert not times.may_get_faster()
+    times.spent = governor._LOOPS_TO_WARM * 0.1  # by now it is little to try
+    assert times.may_get_faster()
+    times.warmed(is_over=True)
+    assert not times.may_get_faster()
 
 
 WITHOUT_SOURCE = """

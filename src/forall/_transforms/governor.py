@@ -5,6 +5,9 @@ what they do is Python's own work. Calls are timed, for each function and each n
 its examples. The first call runs as the loop, a later one together, given up where that takes
 longer. Then the faster way stays. The other one is tried again when that takes little of the time
 that calls have taken since.
+
+A loop over calls of a transformed function, as of ``jacfwd(f)``, gets faster: those calls are
+recorded, and replayed from then on. It is timed when that is over.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from forall._torch.dispatch import dispatch_modes, function_modes, in_torch_func
 from forall._torch.names import PLAIN
 from forall._transforms import loop, mapping
 from forall._transforms.anew import transform_of
-from forall._transforms.replaying import find_bindings
+from forall._transforms.replaying import find_bindings, is_on
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -48,6 +51,9 @@ _MUCH, _CONVERTING = 1.0, 0.05  # times the loop, and seconds, that a first try 
 _FIRST = 0.05  # seconds that the loop may take before all together was tried
 _SHARE = 32  # a later try takes at most one part in so many of the time,
 _MOST_SHARE = 4096  # twice as many after each one that changes nothing, up to this
+_LOOPS_TO_WARM, _CALLS_TO_WARM = 8, 64  # in which the calls of a transform are recorded, at most
+_WARMING = 1.0  # seconds of these before all together was tried
+_SOME_GAIN, _MOST_GAIN = 4.0, 16.0  # times that a loop gets faster by that: likely, and at most
 _MANY, _WORTH_A_WORD = 32, 0.001  # examples, and seconds of a loop that is told of
 
 
@@ -55,10 +61,21 @@ class Times:
     """Seconds that calls of one size have taken in either way."""
 
     __slots__ = (
-        "_preferred", "_share", "looped", "next", "replayed", "replays", "spent", "together",
+        "_preferred",
+        "_share",
+        "looped",
+        "next",
+        "replayed",
+        "replays",
+        "spent",
+        "together",
+        "warming",
+        "was_late",
     )  # fmt: skip
 
-    def __init__(self) -> None:
+    def __init__(self, warming: int = 0) -> None:
+        self.warming = warming  # loops at most, until one is timed
+        self.was_late = False  # a first try of all together was broken off
         self.looped: float | None = None
         self.together: float | None = None
         self.replayed: float | None = None
@@ -99,6 +116,24 @@ class Times:
         """Return True if the loop takes less time, as far as is known."""
         return self.looped is None or self.together is None or self.looped <= self.together
 
+    def may_get_faster(self) -> bool:
+        """Return True if the loop may become the faster way once the calls in it are recorded.
+
+        Where together is much faster so far, that waits until calls have taken as long as it may.
+        """
+        looped, together = self.looped, self.together
+        if not self.warming or looped is None:
+            return False
+        if together is None:
+            return self.spent < _WARMING
+        if looped < _SOME_GAIN * together:
+            return True
+        return looped < _MOST_GAIN * together and self.spent >= _LOOPS_TO_WARM * looped
+
+    def warmed(self, *, is_over: bool) -> None:
+        """Note a loop in which calls may have been recorded."""
+        self.warming = 0 if is_over else self.warming - 1
+
     def loops(self) -> bool:
         """Return True if the next call is to run as the loop."""
         return self.looped is None or self.prefers_loop() == (self.spent < self.next)
@@ -106,7 +141,7 @@ class Times:
     def loops_again(self) -> bool:
         """Return True if it is settled that the next call runs as the loop."""
         looped, together = self.looped, self.together
-        if looped is None or self.spent >= self.next:
+        if looped is None or self.spent >= self.next or self.warming:
             return False
         return together is None or looped <= together
 
@@ -152,8 +187,22 @@ def times_of(code: CodeType, call: Mapping) -> Times:
     if times is None:
         if len(by_size) >= _MOST:
             by_size.pop(next(iter(by_size)), None)
-        times = by_size[key] = Times()
+        times = by_size[key] = Times(_loops_to_warm(call.func, call.entering.size))
     return times
+
+
+def _loops_to_warm(func: Any, size: int) -> int:
+    """Return how many loops the calls in it may take to be recorded; none but for a transform."""
+    if transform_of(func) is None or not is_on():
+        return 0
+    return max(_LOOPS_TO_WARM, _CALLS_TO_WARM // size)
+
+
+def _hits_of(func: Any) -> float:
+    """Return how many calls of a function were replayed; infinity where none ever will be."""
+    how = transform_of(func)
+    calls = how and how.calls()
+    return inf if calls is None or calls.has_doubts() else calls.hits
 
 
 class _Known(NamedTuple):
@@ -353,7 +402,7 @@ def run_cheaper(
             listener.give_up("its examples part, and take less time one after another")
     if not loop.may_run(call, bindings):
         return together()
-    if config.now.parting == "loop" or times.loops():
+    if config.now.parting == "loop" or times.may_get_faster() or times.loops():
         is_new = times.together is None and config.now.parting == "measured"
         try:
             found = _run_as_loop(call, bindings, times, _FIRST if is_new else inf)
@@ -372,6 +421,7 @@ def _run_as_loop(
     call: Mapping, bindings: Bindings, times: Times, most: float
 ) -> tuple[list, Any] | None:
     """Make a call as the loop; None where it has to be made in another way."""
+    hits = _hits_of(call.func) if times.warming else inf
     start = perf_counter()
     try:
         found = loop.run(call, bindings, most)
@@ -381,7 +431,9 @@ def _run_as_loop(
         return None
     seconds = perf_counter() - start
     times.took(seconds)
-    if not times.prefers_loop():
+    if times.warming:
+        times.warmed(is_over=_hits_of(call.func) >= hits + call.entering.size)
+    if not (times.prefers_loop() or times.may_get_faster()):
         times.was_tried(seconds)
     return found
 
@@ -427,7 +479,10 @@ def _try_together(
         found = None
     seconds = perf_counter() - start
     if found is None:
-        times.together = inf
+        # A first try may have been late for what is done once, or for others on the machine.
+        if times.was_late or not is_first:
+            times.together = inf
+        times.was_late = True
         times.was_tried(seconds)
         with contextlib.suppress(loop.ElsewhereError):
             return loop.run(call, bindings)

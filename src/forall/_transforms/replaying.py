@@ -91,6 +91,10 @@ class Calls:
             return False
         return not times.is_slow_to_replay()
 
+    def has_doubts(self) -> bool:
+        """Return True if it is known that no call will be replayed."""
+        return self.replays is not None and self.replays.doubt() is not None
+
     def told(self, func: Any, eager: Callable) -> str:
         """How the calls are replayed, or why not; nothing where that is not known yet."""
         replays = self._looked_at(func, eager) if self.replays is None else self.replays
