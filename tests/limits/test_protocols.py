@@ -269,6 +269,16 @@ def test_what_needs_the_memory_of_one_example_is_refused(f):
 
 
 @pytest.mark.parametrize(
+    "transform", [vmap, lambda f: lambda x: jvp(f, (x,), (x,))], ids=["vmap", "jvp"]
+)
+def test_a_kernel_that_is_launched_past_the_dispatcher_is_refused(transform):
+    code = "template <typename T> T square_of(T x) { return x * x; }"
+    square = torch.cuda.jiterator._create_jit_fn(code)
+    with pytest.raises(TypeError, match=r"square_of.*cannot run inside a transform"):
+        transform(lambda x: square(x).sum())(torch.ones(3))
+
+
+@pytest.mark.parametrize(
     "f",
     [
         lambda x: x.detach().numpy().copy(),

@@ -111,7 +111,7 @@ def like(tensor: torch.Tensor, number: complex) -> Any:
     """A Python number as a tensor like this one; NotImplemented if it does not fit."""
     if tensor.dim() or torch.result_type(tensor, number) != tensor.dtype:
         return NotImplemented
-    return torch.tensor(number, dtype=tensor.dtype, device=tensor.device)
+    return torch.full((), number, dtype=tensor.dtype, device=tensor.device)
 
 
 def stacked(call: Called, column: list, path: str) -> Any:

@@ -26,8 +26,8 @@ def rows(tensors: Sequence[torch.Tensor], start: int, stop: int) -> list[torch.T
         block = torch.zeros(stop - start, n, dtype=t.dtype, device=t.device)
         low, high = max(start, first), min(stop, first + n)
         if low < high:
-            i = torch.arange(low, high, device=t.device)
-            block[i - start, i - first] = 1
+            # Not by an index: the number would be copied to the device, which waits for it.
+            block[low - start : high - start, low - first : high - first].fill_diagonal_(1)
         out.append(block.view(stop - start, *t.shape))
         first += n
     return out

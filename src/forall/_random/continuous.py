@@ -52,6 +52,8 @@ def parameter(value: Any, dtype: torch.dtype, key: Tensor) -> Tensor:
     """A number or a tensor of them, beside the key."""
     if isinstance(value, torch.Tensor):
         return value.to(device=key.device, dtype=dtype)
+    if isinstance(value, (bool, int, float, complex)):  # to fill does not wait for the device
+        return torch.full((), value, dtype=dtype, device=key.device)
     return torch.tensor(value, dtype=dtype, device=key.device)
 
 

@@ -90,14 +90,19 @@ def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
     if isinstance(data, torch.Tensor):
         low = data.to(device=key.device, dtype=torch.int32)
     else:
-        low = torch.tensor(data & LOW, device=key.device).to(torch.int32)
+        # To fill a tensor does not wait for the device, as a copy does.
+        low = torch.full((), data & LOW, device=key.device).to(torch.int32)
     return _folded(k0, k1, low)
 
 
 def fold_each(key: Tensor, numbers: Sequence[int]) -> Tensor:
     """`fold_in` of each of these numbers: (2,) -> (len(numbers), 2)."""
     k0, k1 = words("fold_in", key)
-    return _folded(k0, k1, torch.tensor(numbers, device=key.device).to(torch.int32))
+    if isinstance(numbers, range):  # made on the device: a copy would wait for it
+        low = torch.arange(numbers.start, numbers.stop, numbers.step, device=key.device)
+    else:
+        low = torch.tensor(numbers, device=key.device)
+    return _folded(k0, k1, low.to(torch.int32))
 
 
 def _folded(k0: Tensor, k1: Tensor, low: Tensor) -> Tensor:

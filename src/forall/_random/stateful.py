@@ -127,7 +127,7 @@ def _randint(key: Tensor, size: tuple, dtype: torch.dtype, *bounds: Any) -> Tens
     if not isinstance(high, Tensor):
         _ask(low < high, f"random_ expects 'from' to be less than 'to', but got {low} >= {high}")
         _ask(high - low < 1 << 63, "randint of 2**63 numbers and more has no keyed form")
-        high = torch.tensor(high, device=key.device)
+        high = torch.full((), high, device=key.device)
     return (below(key, size, high - low) + low).to(dtype)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from typing import Any
 
@@ -150,6 +151,30 @@ _READS_TOO = ("data_ptr", "storage", "share_memory_", "__dlpack__", "__reduce_ex
 ENTRYWISE = ("apply_", "map_", "map2_")  # functions of Python's, which are handed numbers
 for _name in (*READS, *_READS_TOO, *ENTRYWISE):
     setattr(Wrapper, _name, _of_memory(_name))
+
+
+def _without_wrappers(torchs: Any) -> Any:
+    """Return the call of a kernel that torch launches past its dispatcher, for plain tensors.
+
+    It would read memory that a wrapper does not have, and end the process.
+    """
+
+    @functools.wraps(torchs)
+    def call(self: Any, *tensors: Any, **kwargs: Any) -> Any:
+        if any(isinstance(x, Wrapper) for x in tensors):
+            raise TypeError(
+                f"{self.kernel_name}(...): a kernel of torch.cuda.jiterator cannot run inside a "
+                "transform of forall, as it reads the memory of its arguments.\n"
+                "Call it in a torch.library.custom_op: that runs once per example, and takes a "
+                "derivative from register_autograd."
+            )
+        return torchs(self, *tensors, **kwargs)
+
+    return call
+
+
+_kernel = torch.cuda.jiterator._JittedFunction
+_kernel.__call__ = _without_wrappers(_kernel.__call__)
 
 
 def _number(name: str) -> Any:
