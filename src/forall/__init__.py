@@ -1,8 +1,9 @@
 """Composable function transforms for PyTorch."""
 
-from torch.func import functionalize, rearrange, replace_all_batch_norm_modules_
+from torch.func import functionalize, replace_all_batch_norm_modules_
 
 from forall._core.loading import without_collector as _without_collector
+from forall._torch.versions import rearrange
 from forall._torch.versions import warn_if_untested as _warn_if_untested
 
 _warn_if_untested()

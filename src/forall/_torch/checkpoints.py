@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _forward = checkpoint.CheckpointFunction.forward
 _engine = torch.autograd._engine_run_backward
-_backwards = {name: getattr(BackwardCFunction, name) for name in ("apply", "apply_boxed")}
+_backwards = {name: getattr(BackwardCFunction, name) for name in versions.BACKWARDS}
 
 
 def _nothing() -> Iterator[None]:

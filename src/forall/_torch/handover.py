@@ -17,6 +17,7 @@ from torch.compiler import is_exporting
 from forall._torch import whole
 from forall._torch.dispatch import dynamo_loaded, in_torch_func, refuse_inside_linearize
 from forall._torch.names import pop_mode, push_mode
+from forall._torch.versions import count_compiled_frames
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -102,14 +103,14 @@ class eagerly:
             if _eager.depth == 1:
                 _eager.callback = self.callback
             # While somebody counts, fullgraph=True does not ask how many frames it compiled.
-            self.counted = compiler.set_fullgraph_compiled_frame_count(0)
+            self.counted = count_compiled_frames(compiler, 0)
             if compiler._callback_from_stance is not _callback_from_stance:
                 _install(compiler)
 
     def __exit__(self, *_: object) -> None:
         _eager.depth -= 1
         if self.counted < 0:
-            sys.modules["torch._dynamo.eval_frame"].set_fullgraph_compiled_frame_count(-1)
+            count_compiled_frames(sys.modules["torch._dynamo.eval_frame"], -1)
         if _eager.depth == 0:
             _eager.callback = None
         if self.callback is not None:

@@ -27,6 +27,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from forall._torch.names import OpOverload, OpOverloadPacket, function_homes, functions_pass
+from forall._torch.versions import LATER_QUESTIONS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -137,11 +138,11 @@ QUESTIONS = frozenset(
         torch.cuda.device_count,
         torch.cuda.is_current_stream_capturing,
         torch.xpu.is_available,
-        torch.xpu.is_current_stream_capturing,
         torch.mps.is_available,
         torch.backends.mps.is_available,
         torch.distributed.is_available,
         torch._C._are_functorch_transforms_active,
+        *LATER_QUESTIONS,
     }
 )
 

@@ -13,11 +13,17 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd.function import BackwardCFunction
 from torch.utils import checkpoint
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable
     from types import ModuleType
+
+try:
+    from torch.func import rearrange
+except ImportError:  # before 2.13
+    from functorch.einops import rearrange
 
 OLDEST, NEWEST = (2, 13), (2, 14)  # that the tests have run on
 
@@ -63,6 +69,25 @@ HAS_BOUNDS_WITHIN = release() < (2, 14)
 # in Python up to 2.13 and in C since.
 _apply = torch.autograd.Function.__dict__["apply"]
 apply_users = getattr(_apply, "__func__", _apply)
+
+# What the engine calls in a backward pass of a Function; "apply_boxed" since 2.13.
+BACKWARDS = tuple(n for n in ("apply", "apply_boxed") if hasattr(BackwardCFunction, n))
+
+# Questions about torch's state that some releases lack: the first since 2.11.
+LATER_QUESTIONS = tuple(
+    getattr(module, name)
+    for module, name in [(torch.xpu, "is_current_stream_capturing")]
+    if hasattr(module, name)
+)
+
+
+def count_compiled_frames(compiler: ModuleType, start: int) -> int:
+    """Count the frames that are compiled from ``start`` on, or not where it is -1.
+
+    Return the count until now. Where torch counts none, before 2.12, that is 0.
+    """
+    count = getattr(compiler, "set_fullgraph_compiled_frame_count", None)
+    return 0 if count is None else count(start)
 
 
 def require_called(name: str, module: ModuleType, *callers: str) -> None:
