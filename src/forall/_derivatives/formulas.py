@@ -17,6 +17,7 @@ from forall._derivatives.pullbacks import BACKWARD
 from forall._torch.dispatch import dispatch_modes, in_backward
 from forall._torch.memory import has_memory, is_alone
 from forall._torch.names import DispatchMode, pop_mode, push_mode
+from forall._torch.versions import WRONG_FORMULAS
 from forall._torch.wrapper import Wrapper, has_history, innermost
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ _WRONG = frozenset(
         aten.triangular_solve.default,  # of the transposed system another triangle
         aten.normal.Tensor_Tensor,  # of the mean's shape, though the deviation's is larger
         aten.masked_scatter_backward.default,  # of the gradient's shape, not of the source's
+        *WRONG_FORMULAS,
     }
 )
 
@@ -76,6 +78,7 @@ _ONCE = frozenset(
         aten.aminmax.default,
         aten.linalg_eig.default,
     }
+    - _WRONG
 )
 # Right at any order of forward mode; in reverse, nan from the diagonal of a quotient.
 _FORWARD = frozenset({aten._linalg_eigh.default})

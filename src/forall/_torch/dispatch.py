@@ -36,6 +36,7 @@ NEGATIVE = DispatchKey.Negative
 ZEROS = DispatchKey.ZeroTensor
 VIEWS = DispatchKey.ADInplaceOrView
 PYTHON = DispatchKey.Python
+SNAPSHOT = DispatchKey.PythonTLSSnapshot  # what one level hands to the next
 # What the dispatcher switches off on its way into a Python handler and autograd's kernels need.
 _ABOVE_PYTHON = (
     AUTOGRAD,

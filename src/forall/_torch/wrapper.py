@@ -12,6 +12,7 @@ from torch import is_inference_mode_enabled
 from forall._torch import numpys
 from forall._torch.dispatch import (
     PYTHON,
+    SNAPSHOT,
     functions_off,
     is_excluded,
     no_dispatch,
@@ -180,18 +181,19 @@ _kernel.__call__ = _without_wrappers(_kernel.__call__)
 def _number(name: str) -> Any:
     """``float(x)`` and its like, which torch.tensor asks in C++ of each x in a list.
 
-    It does so with the key excluded by which levels are asked, and a wrapper has no memory.
+    It does so with the keys excluded by which levels are asked, and a wrapper has no memory.
     """
     plain = getattr(torch.Tensor, name)
 
     def method(self: Wrapper) -> Any:
-        if not is_excluded(PYTHON):
-            return plain(self)
-        set_excluded(PYTHON, False)
+        excluded = [key for key in (PYTHON, SNAPSHOT) if is_excluded(key)]
+        for key in excluded:
+            set_excluded(key, False)
         try:
             return plain(self)
         finally:
-            set_excluded(PYTHON, True)
+            for key in excluded:
+                set_excluded(key, True)
 
     method.__name__ = name
     return method
