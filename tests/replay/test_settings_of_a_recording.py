@@ -277,6 +277,7 @@ def other(kind, value):
     named = {
         "autocast": (("cpu", BF16),),
         "default dtype": F64,
+        "default device": torch.device("meta"),
         "determinism": (True, True),
         "precision of float32": ("medium", *value[1:]) if isinstance(value, tuple) else None,
     }

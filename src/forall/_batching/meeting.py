@@ -27,6 +27,7 @@ SUMS = _all(
     add add_ sub sub_ rsub stack cat complex where index_put index_put_ index_add index_add_
     scatter_add scatter_add_ slice_scatter select_scatter diagonal_scatter as_strided_scatter
     _thnn_fused_lstm_cell_backward _thnn_fused_lstm_cell_backward_impl mkldnn_rnn_layer_backward
+    _thnn_fused_gru_cell_backward _cudnn_rnn_backward
     """
 )
 # One summand and a product.

@@ -16,10 +16,10 @@ from torch.nn import functional
 from forall._batching.batched import Batched, wrap
 from forall._batching.layouts import is_open
 from forall._batching.table import DIRECT
+from forall._torch.devices import function_modes
 from forall._torch.dispatch import (
     below_autograd,
     dispatch_modes,
-    function_modes,
     functions_off,
     in_torch_func,
     is_autocast,

@@ -22,9 +22,9 @@ from forall._batching.shortcut import has_own_rule, is_pointwise
 from forall._batching.table import overloads
 from forall._core.levels import stack
 from forall._source.arithmetic import METHODS
+from forall._torch.devices import function_modes
 from forall._torch.dispatch import (
     dispatch_modes,
-    function_modes,
     functions_off,
     graph_task,
     in_torch_func,

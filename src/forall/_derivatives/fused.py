@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from forall._core import recurrent
 from forall._core.sparse import PLACING
 from forall._derivatives import composites, losses, sparse
 from forall._derivatives.losses import largest
@@ -115,6 +116,9 @@ FORWARD: dict[Any, Callable] = {
     aten._batch_norm_with_update.default: _batch_norm_with_update,
     aten.cudnn_batch_norm.default: composites.batch_norm,
     aten.miopen_batch_norm.default: composites.batch_norm,
+    aten._cudnn_rnn.default: recurrent.cudnn,
+    aten._thnn_fused_lstm_cell.default: recurrent.lstm_cell,
+    aten._thnn_fused_gru_cell.default: recurrent.gru_cell,
 }
 # Torch registers these when it first calls them.
 _LATE: dict[str, Callable] = {

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from forall._core import recurrent
 from forall._derivatives import composites
 from forall._derivatives import pullbacks as back
 from forall._derivatives.pullbacks import pulled
@@ -99,6 +100,22 @@ def _embedding_bag_node(node: Any) -> tuple[Callable, tuple]:
         return pulled(back.bags_of(g, *rest), g, weight, own)
 
     return pull, _saved(node, "weight per_sample_weights")
+
+
+def _cudnn_rnn_node(node: Any) -> tuple[Callable, tuple]:
+    x, params, hx, cx = _saved(node, "input weight hx cx")
+    mode, count, both_ways = _saved(node, "mode num_layers bidirectional")
+    recurrent.refuse_dropout(count, *_saved(node, "dropout train"))
+    how = (count, 2 if both_ways else 1, *_saved(node, "batch_first batch_sizes"))
+    layers = recurrent.Layers(mode, *how)
+
+    def pull(gy, gh, gc, x, *rest):
+        *params, hx, cx = rest
+        gc = gc if mode == recurrent.LSTM else None
+        gx, gh, gc, by_params = layers.backward(x, hx, cx, params, gy, gh, gc)
+        return gx, *by_params, gh, gc
+
+    return pull, (x, *params, hx, cx)
 
 
 # ------------------------------- backwards that torch differentiates, but not rightly
@@ -234,6 +251,7 @@ NODES: dict[str, Node] = {
     "CtcLossBackward0": Node(_ctc_node),
     "CtcLossBackward1": Node(_ctc_node),
     "SegmentReduceBackward0": Node(_segment_node),
+    "CudnnRnnBackward0": Node(_cudnn_rnn_node, cotangents=3),
     "EmbeddingBagBackward0": Node(_embedding_bag_node),
     "WeightNormInterfaceBackward0": Node(_weight_norm_node),
     "LinalgDetBackward0": Node(_det_node, lacks_tangents=True),

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from forall._core import recurrent
 from forall._core.levels import deepest, lift
 from forall._derivatives import composites, losses
 from forall._derivatives.losses import largest
@@ -212,6 +213,9 @@ BACKWARD: dict[Any, Callable] = {
     aten._ctc_loss_backward.default: ctc_backward,
     aten._ctc_loss_backward.Tensor: ctc_backward,
     aten._segment_reduce_backward.default: segment_backward,
+    aten._cudnn_rnn_backward.default: recurrent.cudnn_backward,
+    aten._thnn_fused_lstm_cell_backward_impl.default: recurrent.fused_lstm_cell_backward,
+    aten._thnn_fused_gru_cell_backward.default: recurrent.fused_gru_cell_backward,
     aten._embedding_bag_backward.default: _embedding_bag_backward,
     aten._embedding_bag_per_sample_weights_backward.default: _own_weights_backward,
 }

@@ -15,6 +15,7 @@ import torch
 
 from forall._lanes.arithmetic import DTYPES, wider
 from forall._lanes.numbers import Number
+from forall._torch.devices import new_device
 from forall._torch.dispatch import functions_off, no_dispatch
 from forall._torch.versions import HAS_BOUNDS_WITHIN
 
@@ -356,7 +357,8 @@ def _roll(func: Any, args: tuple, kwargs: dict) -> Any:
 def _full(func: Any, args: tuple, kwargs: dict) -> Any:
     def full(size: Any, fill_value: Any, *, dtype: Any = None, **options: Any) -> Tensor:
         dtype = dtype or common_dtype([fill_value])
-        t = in_dtype(fill_value, dtype, options.get("device"))
+        options["device"] = new_device(options.get("device"))
+        t = in_dtype(fill_value, dtype, options["device"])
         value = fill_value.one() if t is None else t
         return func(one_each(size), value, dtype=dtype, **options)
 
@@ -366,6 +368,7 @@ def _full(func: Any, args: tuple, kwargs: dict) -> Any:
 
 def _scalar_tensor(func: Any, args: tuple, kwargs: dict) -> Any:
     def scalar_tensor(s: Number, *, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
+        device = new_device(device)
         t = in_dtype(s, dtype or torch.get_default_dtype(), device)
         return func(s.one(), dtype=dtype, device=device) if t is None else t.clone()
 
@@ -379,7 +382,12 @@ def _spaced(func: Any, args: tuple, kwargs: dict) -> Any:
         return NotImplemented
     dtype = kwargs.get("dtype") or torch.get_default_dtype()
     ends = [e if isinstance(e, Tensor) else torch.tensor(e, dtype=torch.float64) for e in ends]
-    return func, (*ends, *one_each(args[2:])), {**one_each(kwargs), "dtype": dtype}
+    device = new_device(kwargs.get("device"))
+    return (
+        func,
+        (*ends, *one_each(args[2:])),
+        {**one_each(kwargs), "dtype": dtype, "device": device},
+    )
 
 
 def _is_real(a: Any) -> bool:

@@ -18,6 +18,7 @@ from forall._lanes import stacks
 from forall._lanes.arithmetic import bounds_of
 from forall._lanes.in_torch import common_dtype, fit, in_dtype
 from forall._lanes.numbers import Number
+from forall._torch.devices import new_device
 from forall._torch.dispatch import functions_off, no_dispatch
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ def _stack_numbers(data: Sequence, dtype: torch.dtype | None, device: Any) -> Te
 
 
 def _made(before: Any, data: Any, dtype: Any, device: Any, requires_grad: bool) -> Tensor:
+    device = new_device(device)
     found = _stack_numbers(data, dtype, device) if type(data) in (list, tuple) else None
     if found is not None:
         return found.requires_grad_() if requires_grad else found

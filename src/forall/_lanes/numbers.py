@@ -27,6 +27,7 @@ from forall._core.places import users_line
 from forall._lanes import stacks
 from forall._lanes.arithmetic import DTYPES, KINDS, UNARY, Operand, binary, bounds_of
 from forall._torch import trees
+from forall._torch.devices import new_device
 from forall._torch.dispatch import functions_off, no_dispatch
 
 Tensor = torch.Tensor
@@ -241,8 +242,11 @@ def told(t: Tensor) -> Any:
 def as_tensor(n: Number) -> Tensor:
     """What ``torch.tensor(n)`` gives."""
     dtypes = {float: (real := torch.get_default_dtype()), complex: real.to_complex()}
+    device = new_device()
     with functions_off():
-        return n.cast(dtypes[n.kind]) if n.kind in dtypes else n.tensor
+        if n.kind in dtypes:
+            return n.cast(dtypes[n.kind], device)
+        return n.tensor if n.tensor.device == device else n.cast(n.tensor.dtype, device)
 
 
 table.STRANGERS.add(Number)

@@ -184,7 +184,9 @@ class Blocks:
 
     def __call__(self, *given: Tensor) -> list[Tensor]:
         cut, whole = self.cut, given[self.parted :]
-        outs = [torch.empty(layout.shape, dtype=layout.dtype) for layout in self.layouts]
+        outs = [
+            torch.empty(layout.shape, dtype=layout.dtype, device="cpu") for layout in self.layouts
+        ]
         places = zip(*map(cut, outs), strict=True)
         blocks = zip(*map(cut, given[: self.parted]), strict=True)
         for block, there in zip(blocks, places, strict=True):

@@ -11,6 +11,7 @@ from forall._programs.differentiated import Differentiated
 from forall._programs.program import Ref
 from forall._programs.statics import unboxed
 from forall._torch import trees
+from forall._torch.devices import default_device
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -68,6 +69,8 @@ def words(args: tuple, kwargs: dict[str, Any]) -> str:
         "inference_mode": torch.is_inference_mode_enabled(),
         "autocast": torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"),
     }
+    device = default_device()
+    state[f"default device {device}"] = device is not None
     under = " and ".join(name for name, on in state.items() if on)
     return ", ".join(given) + (f"; under {under}" if under else "")
 

@@ -21,10 +21,16 @@ from forall._core.levels import stack
 from forall._programs.holding import Tests
 from forall._programs.sameness import EXACT, Reading, Unfit
 from forall._programs.statics import Static
+from forall._torch.devices import (
+    accelerator,
+    any_function_modes,
+    current_device,
+    default_device,
+    function_modes,
+)
 from forall._torch.dispatch import (
     autocast_state,
     dispatch_modes,
-    function_modes,
     in_torch_func,
     is_autocast,
     users_tangents,
@@ -84,7 +90,7 @@ FREE = Tests(
     [
         "stack.top is None",
         "not dispatch_modes()",
-        "not function_modes()",
+        "(not any_function_modes() or not function_modes())",
         "(forward_ad._current_level < 0 or not users_tangents())",
         "not in_torch_func()",
         "not is_dynamo_compiling()",
@@ -94,6 +100,7 @@ FREE = Tests(
     {
         "stack": stack,
         "dispatch_modes": dispatch_modes,
+        "any_function_modes": any_function_modes,
         "function_modes": function_modes,
         "forward_ad": forward_ad,
         "users_tangents": users_tangents,
@@ -113,6 +120,8 @@ def ambient() -> tuple:
         is_inference_mode_enabled(),
         autocast_state() if is_autocast() else None,
         get_default_dtype(),
+        default_device(),
+        current_device(),
         are_deterministic_algorithms_enabled(),
         is_deterministic_algorithms_warn_only_enabled(),
     )
@@ -135,6 +144,15 @@ def like(outline: Any, leaves: Sequence[Any], tensors: Sequence[torch.Tensor]) -
     given = {"known": outline, "state": state(), "inference": is_inference_mode_enabled}
     tests = ["outline == known", "len(tensors) == len(leaves)", "state()"]
     tests.append(f"inference() is {is_inference_mode_enabled()}")
+    if default_device() is None:
+        tests.append("not modes()")
+        given["modes"] = any_function_modes
+    else:
+        tests.append("device() == set")
+        given |= {"device": default_device, "set": default_device()}
+    if accelerator() is not None:
+        given |= {"current": current_device, "index": current_device()}
+        tests.append("current() == index")
     if tensors:
         given |= {"looks": looks, "offset": _offset, "begin": [*map(_offset, tensors)]}
         given |= {"own": _own, "map": map, "any": any}

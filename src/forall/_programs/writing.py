@@ -11,7 +11,13 @@ from forall._programs.bindings import binding
 from forall._programs.blocks import in_blocks
 from forall._programs.interpreted import warmed
 from forall._programs.program import Ref, refs
-from forall._torch.dispatch import is_autocast, without_autocast, without_history
+from forall._torch.devices import default_device
+from forall._torch.dispatch import (
+    functions_off,
+    is_autocast,
+    without_autocast,
+    without_history,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -24,7 +30,11 @@ class Text:
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        self.names: dict[str, Any] = {"_below": without_history, "_uncast": without_autocast}
+        self.names: dict[str, Any] = {
+            "_below": without_history,
+            "_uncast": without_autocast,
+            "_unseen": functions_off,
+        }
         self.lines: list[str] = []
         self._known: dict[int, str] = {}
 
@@ -98,10 +108,12 @@ def function(
 ) -> Callable:
     """A function of the values ``given`` that runs ``nodes`` and returns ``results``."""
     nodes = in_blocks(program, nodes, results, partial(_within, program))
+    # Operators are recorded with their devices; the mode of a default one would cost at each.
+    below = "_below()" if default_device() is None else "_below(), _unseen()"
     if is_autocast():  # what was recorded has been cast
         with without_autocast():
-            return _function(program, nodes, given, results, "_below(), _uncast()")
-    run = _function(program, nodes, given, results, "_below()")
+            return _function(program, nodes, given, results, f"{below}, _uncast()")
+    run = _function(program, nodes, given, results, below)
     return warmed(run, program, nodes, given, results)
 
 

@@ -76,7 +76,9 @@ def _few(k0: Tensor, k1: Tensor, x0: Tensor, x1: Tensor) -> Words:
         return _rounds_in_place(k0, k1, x0, x1)
     entries = zip(*(t.expand(shape).reshape(-1).tolist() for t in (k0, k1, x0, x1)), strict=True)
     words = [*zip(*(_enciphered(*e) for e in entries), strict=True)]
-    first, second = torch.tensor(words, dtype=torch.int64).to(torch.int32).view(2, *shape)
+    first, second = (
+        torch.tensor(words, dtype=torch.int64, device="cpu").to(torch.int32).view(2, *shape)
+    )
     return first, second
 
 

@@ -283,7 +283,6 @@ no_dispatch = torch._C._DisableTorchDispatch
 functions_off = torch._C.DisableTorchFunction
 functions_on = torch._C._EnableTorchFunction
 functions_are_off = torch._C._is_torch_function_all_disabled
-function_modes = torch._C._len_torch_function_stack
 graph_task = torch._C._current_graph_task_id
 is_autocast = torch._C._is_any_autocast_enabled
 

@@ -16,7 +16,7 @@ def to_int(flags: torch.Tensor) -> int:
     """The set that a bool tensor (n,) marks."""
     size = flags.numel()
     if size % 8 or flags.storage_offset() or not (flags.is_cpu and flags.is_contiguous()):
-        padded = torch.zeros(-(-size // 8) * 8, dtype=torch.bool)
+        padded = torch.zeros(-(-size // 8) * 8, dtype=torch.bool, device="cpu")
         padded[:size] = flags
         flags = padded
     if not _LITTLE:
@@ -34,9 +34,9 @@ def count_of(flags: torch.Tensor) -> int:
 def to_flags(rows: int, size: int) -> torch.Tensor:
     """(size,) bool: who is in the set."""
     if not size:
-        return torch.zeros(0, dtype=torch.bool)
+        return torch.zeros(0, dtype=torch.bool, device="cpu")
     packed = torch.frombuffer(bytearray(rows.to_bytes(-(-size // 8), "little")), dtype=torch.uint8)
-    return (packed.unsqueeze(1) >> torch.arange(8) & 1).view(-1)[:size].bool()
+    return (packed.unsqueeze(1) >> torch.arange(8, device="cpu") & 1).view(-1)[:size].bool()
 
 
 def everyone(size: int) -> int:

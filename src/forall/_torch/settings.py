@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from forall._torch.devices import default_device, under_default_device
 from forall._torch.dispatch import autocast_state
 
 if TYPE_CHECKING:
@@ -141,6 +142,7 @@ SETTINGS: list[Setting] = [
     Setting("grad mode", torch.is_grad_enabled, torch.set_grad_enabled),
     Setting("autocast", autocast_state, under_autocast),
     _in_process("default dtype", torch.get_default_dtype, torch.set_default_dtype),
+    Setting("default device", default_device, under_default_device),
     _in_process("determinism", _determinism, _set_determinism),
     *_OF_KERNELS,
     *_OF_NUMBERS,

@@ -39,9 +39,9 @@ from forall._derivatives.reversed import push_by_rule
 from forall._derivatives.twice import hooked
 from forall._random.scopes import resuming
 from forall._torch import checkpoints, posed, trees
+from forall._torch.devices import function_modes
 from forall._torch.dispatch import (
     dispatch_modes,
-    function_modes,
     functions_are_off,
     functions_off,
     in_backward,

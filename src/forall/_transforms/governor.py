@@ -29,7 +29,8 @@ from forall._core.errors import Call, columns, name_of, slow
 from forall._core.levels import stack
 from forall._core.parting import Late
 from forall._lanes import is_running
-from forall._torch.dispatch import dispatch_modes, function_modes, in_torch_func
+from forall._torch.devices import function_modes
+from forall._torch.dispatch import dispatch_modes, in_torch_func
 from forall._torch.names import PLAIN
 from forall._transforms import loop, mapping
 from forall._transforms.anew import transform_of

@@ -32,10 +32,10 @@ def jit(
     saw, about a millisecond for each operator. A later call runs the operators. A kind is made of
     the tree of the arguments, the shape, strides, dtype, device and ``requires_grad`` of each
     tensor, the class and value of each number and string, which tensors and containers are one, the
-    identity of everything else, and torch's state: grad mode, autocast, default dtype. The last 64
-    kinds are kept. Where something outside requires grad, the backward pass is replayed as well; a
-    derivative of that pass runs ``func`` again, as does the first pass that starts at other results
-    than those before.
+    identity of everything else, and torch's state: grad mode, autocast, default dtype, default
+    device. The last 64 kinds are kept. Where something outside requires grad, the backward pass is
+    replayed as well; a derivative of that pass runs ``func`` again, as does the first pass that
+    starts at other results than those before.
 
     Captured tensors are read anew with each call. What ``func`` can be seen to reach (closure,
     globals, defaults, attributes, modules) is compared with each call by identity, and a change

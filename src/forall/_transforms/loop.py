@@ -22,7 +22,8 @@ from forall._core.levels import Level, stack
 from forall._derivatives.forward import JvpLevel
 from forall._lanes import is_running
 from forall._torch import trees, whole
-from forall._torch.dispatch import dispatch_modes, function_modes, functions_off
+from forall._torch.devices import DeviceContext, function_modes
+from forall._torch.dispatch import dispatch_modes, functions_off
 from forall._torch.names import PLAIN, set_version, version
 from forall._torch.wrapper import Wrapper
 from forall._transforms.replaying import find_bindings
@@ -85,7 +86,7 @@ def is_alone() -> bool:
         return False
     modes, functions = whole.modes(), whole.functions()
     return all(isinstance(mode, Level) for mode in modes) and all(
-        type(mode) is Sharing for mode in functions
+        type(mode) in (Sharing, DeviceContext) for mode in functions
     )
 
 

@@ -61,7 +61,9 @@ def draw(explanation: Explanation, path: Any) -> Any:
 def _table(explanation: Explanation, places: list[Place]) -> Any:
     """(examples, steps): which line it is, from 1, for those who take it."""
     number = {place: n for n, place in enumerate(places, 1)}
-    table = torch.zeros((explanation.examples, len(explanation.steps)), dtype=torch.uint8)
+    table = torch.zeros(
+        (explanation.examples, len(explanation.steps)), dtype=torch.uint8, device="cpu"
+    )
     for column, step in enumerate(explanation.steps):
         table[[*step.examples], column] = number[step.place]
     return table.numpy()

@@ -25,6 +25,7 @@ from forall._batching.rules import (
     quantised,
     random,
     recurrent,
+    recurrent_kernels,
     recurrent_layer,
     reduce,
     reseat,

@@ -21,6 +21,7 @@ from forall._batching.table import CALLS, IN_PLACE
 from forall._batching.undoing import grad_of
 from forall._core.errors import data_dependent, shared_write
 from forall._core.levels import lift, moves, top
+from forall._torch.devices import new_device
 from forall._torch.dispatch import no_dispatch
 from forall._torch.flags import count_of
 from forall._torch.wrapper import Wrapper
@@ -138,6 +139,7 @@ def _full(size: Any, fill_value: Any, *, dtype: Any = None, **options: Any) -> A
         return NotImplemented
     dtype = dtype or _dtype_of_number(fill_value)
     options.pop("out", None)
+    options["device"] = new_device(options.get("device"))
     return _filled(torch.empty(size, dtype=dtype, **options), fill_value)
 
 
@@ -177,7 +179,7 @@ def _tensor(
 ) -> Any:
     if not isinstance(data, (list, tuple)) or not _any_ours(data):
         return NotImplemented
-    out = _joined(data, dtype, device)
+    out = _joined(data, dtype, new_device(device))
     return out.requires_grad_() if requires_grad else out
 
 

@@ -1,0 +1,95 @@
+"""The default device, which torch keeps as a function mode, and the accelerator's current one."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._device import DeviceContext
+
+from forall._torch.whole import contextmanager
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_CPU = torch.device("cpu")
+any_function_modes = torch._C._len_torch_function_stack  # how many, in C
+_at = torch._C._get_function_stack_at
+_pop = torch._C._pop_torch_function_stack
+_push = torch._C._push_on_torch_function_stack
+
+
+def function_modes() -> int:
+    """Return how many function modes are on, apart from torch's own for a default device.
+
+    Those have a say in nothing but where new tensors lie.
+    """
+    count = left = any_function_modes()
+    while left:
+        left -= 1
+        if type(_at(left)) is DeviceContext:
+            count -= 1
+    return count
+
+
+def default_device() -> torch.device | None:
+    """Return what `torch.set_default_device` or ``with torch.device(...)`` has set, or None."""
+    left = any_function_modes()
+    while left:
+        left -= 1
+        mode = _at(left)
+        if type(mode) is DeviceContext:
+            return mode.device
+    return None
+
+
+def new_device(device: Any = None) -> Any:
+    """Return the device on which torch makes a new tensor of Python's numbers, if told this one."""
+    return device if device is not None else default_device() or _CPU
+
+
+@contextmanager
+def under_default_device(device: torch.device | None) -> Iterator[None]:
+    """Within it the default device is this one; with None no default device is set."""
+    if device is not None:
+        with DeviceContext(device):
+            yield
+        return
+    modes = _take_off()
+    for mode in modes:
+        if type(mode) is not DeviceContext:
+            _push(mode)
+    try:
+        yield
+    finally:
+        _take_off()
+        for mode in modes:
+            _push(mode)
+
+
+def _take_off() -> list[Any]:
+    """Take all function modes off; return them, the outermost first."""
+    return [_pop() for _ in range(any_function_modes())][::-1]
+
+
+@cache
+def accelerator() -> Any:
+    """Return the module of the accelerator that torch was built for; None without one."""
+    device = torch.accelerator.current_accelerator()
+    return None if device is None else torch.get_device_module(device)
+
+
+def current_device() -> int:
+    """Return the index that a device without one stands for.
+
+    That is 0 until the accelerator is in use. To ask it earlier would set it up, after which the
+    process could no longer fork.
+    """
+    module = accelerator()
+    is_used = module is not None and getattr(module, "is_initialized", _is_used)()
+    return torch.accelerator.current_device_index() if is_used else 0
+
+
+def _is_used() -> bool:
+    return True
