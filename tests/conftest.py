@@ -3,7 +3,7 @@
 Every other one has torch's interpreter run its programs from the first, however short they are.
 
 With FORALL_TESTS=jit, or fastmath, all of them make each transformed call by `jit` too, see
-`by_jit`.
+`by_jit`. With FORALL_DEVICE=cuda, or fakedev (see `device.fakedev`), their tensors lie there.
 """
 
 import gc
@@ -13,9 +13,11 @@ from typing import Any
 from zlib import crc32
 
 import pytest
+import torch
 
 import forall
 from by_groups import GAPS
+from device import fakedev
 from forall._programs import attempts, interpreted, replay
 from forall._transforms import apart
 
@@ -26,6 +28,10 @@ ONE_IN = 16  # tests whose replayed calls are compared with the calls themselves
 BY_JIT = os.environ.get("FORALL_TESTS") in ("jit", "fastmath")
 ASIDE = {"replay", "jit", "test_not_replayed.py"}  # that test the recording itself
 SAMPLED = bool(os.environ.get("FORALL_SAMPLED"))
+if DEVICE := os.environ.get("FORALL_DEVICE"):  # before the first test module makes a tensor
+    if DEVICE == fakedev.NAME:
+        fakedev.load()
+    torch.set_default_device(DEVICE)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
