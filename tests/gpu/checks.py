@@ -99,7 +99,7 @@ def brief(message: object, width: int = 300) -> str:
 
 def synchronise(device: torch.device) -> None:
     if device.type != "cpu":
-        torch.accelerator.synchronize(device)
+        torch.get_device_module(device).synchronize(device)
 
 
 def only_cuda(device: torch.device) -> None:
