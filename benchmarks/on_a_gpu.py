@@ -289,7 +289,7 @@ def main() -> int:
         if started > until - 3:
             status(f"{len(rows) - i} rows", "not run", "the time was over", count=len(rows) - i)
             break
-        tell({"begun": name})
+        tell({"begun": name, "place": i, "left": 0})
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")

@@ -133,17 +133,16 @@ def numbers(
 
 def assert_same(found: Any, truth: Any, what: str = "", working: torch.dtype | None = None) -> None:
     """Compare two trees in structure, shapes, dtypes, devices and values."""
-    text = difference(found, truth, working=working)
-    if text is None:
-        pairs = zip(tree_leaves(found), tree_leaves(truth), strict=True)
-        text = next(filter(None, (_other_device(*pair) for pair in pairs)), None)
+    text = difference(found, truth, values=False) or _other_device(found, truth)
+    text = text or difference(found, truth, working=working)
     assert text is None, f"{what}: {text}" if what else text
 
 
 def _other_device(found: Any, truth: Any) -> str | None:
-    if not isinstance(truth, Tensor) or found.device == truth.device:
-        return None
-    return f"device: {found.device} instead of {truth.device}"
+    for x, y in zip(tree_leaves(found), tree_leaves(truth), strict=True):
+        if isinstance(y, Tensor) and x.device != y.device:
+            return f"device: {x.device} instead of {y.device}"
+    return None
 
 
 def truth_of(run: Callable[[], Any]) -> Any:

@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 import forall
 from forall import grad, jit, vmap
-from gpu.checks import Check, Skipped, assert_same, default_device, numbers
+from gpu.checks import Check, Skipped, assert_same, default_device, numbers, truth_of
 
 
 def checks(device: torch.device) -> list[Check]:
@@ -117,6 +117,8 @@ def draws_shared_by_chunks(device, xs):
 
 
 def draws_of_a_generator_of_the_callers(device, xs):
+    truth_of(lambda: torch.rand(1, device=device, generator=torch.Generator(device)))
+
     def drawn(randomness):
         own = torch.Generator(device=device).manual_seed(11)
 

@@ -64,6 +64,7 @@ SHARDS = {
     "functions": 2,
 }  # that are spread over processes
 TIMES = "times"  # the ratios: alone on the device, after all else
+BEYOND_USE = 3  # exit code of a process whose device takes no more calls
 MOST_SHOWN = 12  # of one status in one section; --json has all
 PATIENCE = 45.0  # seconds that a check in progress may go on after the time is over
 
@@ -93,6 +94,26 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return options
 
 
+class Job(NamedTuple):
+    """A section, or a shard of it, from the check at place `first`."""
+
+    section: str
+    shard: int = 0
+    shards: int = 1
+    first: int = 0
+
+    def __str__(self) -> str:
+        return "/".join(map(str, self))
+
+    @classmethod
+    def parse(cls, text: str) -> Job:
+        section, *places = text.split("/")
+        return cls(section, *map(int, places))
+
+    def after(self, place: int) -> Job:
+        return self._replace(first=place + 1)
+
+
 # --- in a process of a section's own --------------------------------------------------------------
 
 
@@ -100,36 +121,35 @@ def work(options: argparse.Namespace) -> int:
     """Run the checks of one section, and write each as it begins and as it ends."""
     from gpu.checks import Check, Result, judge
 
-    section, shard, shards = options.child.split("/")
+    job = Job.parse(options.child)
     device = prepare(options)
+    checks: list[Check] = []
+
+    def load() -> None:
+        module = importlib.import_module(f"gpu.{job.section}")
+        every = getattr(module, "QUICK" if options.quick else "EVERY", 1)
+        checks[:] = module.checks(device)[::every][job.shard :: job.shards]
+
     with options.out.open("w") as lines:
 
         def tell(entry: dict[str, Any]) -> None:
             print(json.dumps(entry), file=lines, flush=True)
 
-        def left_out(count: int, why: str) -> dict[str, Any]:
-            return Result(section, f"{count} checks", "not run", why).as_dict() | {"count": count}
-
-        def load() -> None:
-            every = getattr(module, "QUICK" if options.quick else "EVERY", 1)
-            checks[:] = module.checks(device)[::every][int(shard) :: int(shards)]
-
-        checks: list[Check] = []
-        module = importlib.import_module(f"gpu.{section}")
-        made = judge(section, Check("the section itself", load), device)
+        tell({"begun": "the section itself", "left": 0})
+        made = judge(job.section, Check("the section itself", load), device)
         if made.status != "ok":
             tell(made.as_dict())
-        for i, check in enumerate(checks):
+        for i, check in enumerate(checks[job.first :], job.first):
+            left = len(checks) - i
             if time.time() > options.until:
-                left = len(checks) - i
-                tell(left_out(left, "the time was over"))
+                result = Result(job.section, f"{left} checks", "not run", "the time was over")
+                tell(result.as_dict() | {"count": left})
                 break
-            tell({"begun": check.name})
-            result = judge(section, check, device)
+            tell({"begun": check.name, "place": i, "left": left - 1})
+            result = judge(job.section, check, device)
             tell(result.as_dict())
             if is_beyond_use(result.text):
-                tell(left_out(len(checks) - i - 1, "the device takes no more calls"))
-                break
+                return BEYOND_USE  # and another process goes on
     return 0
 
 
@@ -172,28 +192,21 @@ def stand_in_for_expecttest() -> None:
 # --- the process that starts them -----------------------------------------------------------------
 
 
-class Job(NamedTuple):
-    section: str
-    shard: int
-    shards: int
-
-    def __str__(self) -> str:
-        return f"{self.section}/{self.shard}/{self.shards}"
-
-
 class Child:
     """A process that runs one section, or a shard of it, and the file that it writes to."""
 
     def __init__(self, job: Job, options: argparse.Namespace, until: float, folder: Path) -> None:
         self.job, self.until = job, until
         self.out = folder / f"{str(job).replace('/', '-')}.jsonl"
-        self.log = (folder / f"{self.out.stem}.log").open("w+")
+        self.log = self.out.with_suffix(".log").open("w+")
         program = ROOT / "benchmarks" / "on_a_gpu.py" if job.section == TIMES else HERE
         command = [sys.executable, str(program), "--child", str(job), "--device", options.device]
         command += ["--until", str(until), "--out", str(self.out)]
         command += ["--quick"] * options.quick
         command += ["--preload", options.preload] if options.preload else []
-        self.process = subprocess.Popen(command, stdout=self.log, stderr=self.log, cwd=ROOT)
+        self.process = subprocess.Popen(
+            command, stdout=self.log, stderr=self.log, cwd=ROOT, env=with_whole_paths()
+        )
 
     def is_done(self) -> bool:
         """Whether the process has ended; it is ended where it does not come back."""
@@ -202,26 +215,29 @@ class Child:
             self.process.wait()
         return self.process.poll() is not None
 
-    def entries(self) -> list[dict[str, Any]]:
-        """What it wrote, and one more entry where it ended in a check."""
+    def entries(self) -> tuple[list[dict[str, Any]], Job | None]:
+        """What it wrote, and what is left for another process where it ended in a check."""
         lines = self.out.read_text().splitlines() if self.out.exists() else []
         entries = [json.loads(line) for line in lines if line.endswith("}")]
-        if self.process.returncode != 0:
-            begun = next((e["begun"] for e in reversed(entries) if "begun" in e), "the section")
-            entries.append(
-                {
-                    "section": self.job.section,
-                    "name": begun,
-                    "status": "crash",
-                    "text": f"exit code {self.process.returncode}: {self.last_words()}",
-                    "seconds": 0.0,
-                }
-            )
-        return entries
+        code = self.process.returncode
+        if code == 0:
+            return entries, None
+        begun = next((e for e in reversed(entries) if "begun" in e), {"begun": "the process"})
+        if code != BEYOND_USE:
+            text = f"exit code {code}: {self.last_words()}"
+            entry = {"section": self.job.section, "name": begun["begun"], "status": "crash"}
+            entries.append(entry | {"text": text, "seconds": 0.0})
+        return entries, self.job.after(begun["place"]) if begun.get("left") else None
 
     def last_words(self) -> str:
         self.log.seek(0)
         return " ".join(self.log.read().split())[-300:]
+
+
+def with_whole_paths() -> dict[str, str]:
+    """The environment, with no path that hangs on the folder that this was started in."""
+    paths = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    return os.environ | {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, paths))}
 
 
 def run_all(
@@ -239,20 +255,23 @@ def run_all(
             running.append(Child(job, options, until, folder))
         for child in [c for c in running if c.is_done()]:
             running.remove(child)
-            yield child.job, child.entries()
+            entries, rest = child.entries()
+            if rest is not None:
+                waiting.insert(0, rest)
+            yield child.job, entries
         time.sleep(0.05)
 
 
 def processes_for(options: argparse.Namespace) -> int:
-    """One for two cores and 6 GB of the device's memory, at most 8."""
+    """One for two cores and 8 GB of the device's memory, at most 8."""
     if options.processes:
         return options.processes
     found = max(1, min(8, (os.cpu_count() or 1) // 2))
     if options.device.startswith("cuda"):
         import torch
 
-        free, _ = torch.cuda.mem_get_info(torch.device(options.device))
-        found = max(1, min(found, free // (6 << 30)))
+        whole = torch.cuda.get_device_properties(torch.device(options.device)).total_memory
+        found = max(1, min(found, whole // (8 << 30)))
     return found
 
 

@@ -36,7 +36,7 @@ def counted(device: torch.device) -> Iterator[list[str]]:
                 yield found
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-        waits = [w for w in told if "synchroniz" in str(w.message)]
+        waits = [w for w in told if "called a synchronizing" in str(w.message)]
         found += [f"{'/'.join(w.filename.split('/')[-2:])}:{w.lineno}" for w in waits]
         return
     counter = getattr(getattr(torch.ops, device.type, None), "syncs", None)
