@@ -57,6 +57,11 @@ limitations: $(VENV)/.installed
 bench: $(VENV)/.installed
 	$(RUN) benchmarks/run.py $(BENCH)
 
+# On this machine's GPU, in under 8 minutes: whether all is right, then ratios to torch.func and to programs by hand.
+# GPU takes the options of tests/gpu/run.py, as in `make gpu GPU='--quick --device cuda:1'`.
+gpu: $(VENV)/.installed
+	$(RUN) tests/gpu/run.py $(GPU)
+
 # Every operator in torch's own database, under every transform: long, so not part of `test`. It takes all cores,
 # and goes on where it was cut short; `make clean` makes it begin anew.
 coverage: $(VENV)/.installed

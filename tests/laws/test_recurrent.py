@@ -12,31 +12,13 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils._pytree import tree_leaves
 
 import forall
+from laws.recurrent import CELLS, LAYERS
 from oracle import difference, loop
 
 pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections:UserWarning")
 
 B, T, N, I, H = 3, 4, 2, 3, 4  # noqa: E741 - as in the formulas
 
-LAYERS = {
-    "lstm": (nn.LSTM, {}),
-    "lstm without bias": (nn.LSTM, {"bias": False}),
-    "lstm projected": (nn.LSTM, {"proj_size": 2}),
-    "lstm of two layers both ways": (nn.LSTM, {"num_layers": 2, "bidirectional": True}),
-    "gru": (nn.GRU, {}),
-    "gru both ways, batch first": (
-        nn.GRU,
-        {"num_layers": 2, "bidirectional": True, "batch_first": True},
-    ),
-    "rnn": (nn.RNN, {"num_layers": 2}),
-    "rnn with relu": (nn.RNN, {"nonlinearity": "relu", "bidirectional": True}),
-}
-CELLS = {
-    "lstm": (nn.LSTMCell, {}),
-    "gru": (nn.GRUCell, {}),
-    "rnn": (nn.RNNCell, {}),
-    "relu": (nn.RNNCell, {"nonlinearity": "relu", "bias": False}),
-}
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 LAYER = pytest.mark.parametrize("name", LAYERS)
 

@@ -1,8 +1,6 @@
 """The nine transforms nest in any order, and keep their options and trees as they do."""
 
 import gc
-import itertools
-import random
 import tracemalloc
 import weakref
 
@@ -21,6 +19,7 @@ from forall import (
     vjp,
     vmap,
 )
+from laws.nesting import PAIRS, TRIPLES, check_nesting
 from oracle import difference
 
 D = torch.float64
@@ -32,86 +31,6 @@ def seeded(*shape):
 
 
 # --- every pair, on functions of a number ---------------------------------------------------------
-
-
-def slope(f):
-    def derivative(x):
-        x = x.view_as(x) if x.requires_grad else x.detach().requires_grad_()
-        return torch.autograd.grad(f(x), x, create_graph=True)[0]
-
-    return derivative
-
-
-def by_vmap(f):
-    return lambda x: vmap(f)(torch.stack([x, x * 0.5, x * -2])).sum()
-
-
-def by_grad_and_value(f):
-    def both(x):
-        g, value = grad_and_value(f)(x)
-        return g + 2 * value
-
-    return both
-
-
-def by_vjp(f):
-    def both(x):
-        y, pull = vjp(f, x)
-        return y + pull(3 * torch.ones_like(y))[0]
-
-    return both
-
-
-def by_jvp(f):
-    def both(x):
-        y, t = jvp(f, (x,), (3 * torch.ones_like(x),))
-        return y + t
-
-    return both
-
-
-def by_linearize(f):
-    def both(x):
-        y, push = linearize(f, x)
-        return y + push(3 * torch.ones_like(x))
-
-    return both
-
-
-# What ours does to a function of a number, and what that is in terms of its slope.
-VERBS = {
-    "vmap": (by_vmap, lambda f: lambda x: f(x) + f(x * 0.5) + f(x * -2)),
-    "grad": (grad, slope),
-    "grad_and_value": (by_grad_and_value, lambda f: lambda x: slope(f)(x) + 2 * f(x)),
-    "vjp": (by_vjp, lambda f: lambda x: f(x) + 3 * slope(f)(x)),
-    "jvp": (by_jvp, lambda f: lambda x: f(x) + 3 * slope(f)(x)),
-    "linearize": (by_linearize, lambda f: lambda x: f(x) + 3 * slope(f)(x)),
-    "jacrev": (jacrev, slope),
-    "jacfwd": (jacfwd, slope),
-    "hessian": (hessian, lambda f: slope(slope(f))),
-}
-
-PAIRS = list(itertools.product(VERBS, repeat=2))
-TRIPLES = random.Random(0).sample(list(itertools.product(VERBS, repeat=3)), 60)
-
-
-def nested(names, f, which):
-    for name in reversed(names):
-        f = VERBS[name][which](f)
-    return f
-
-
-def check_nesting(names, captured_requires_grad):
-    results = []
-    for which in (0, 1):
-        x = torch.tensor(0.3, dtype=D).requires_grad_(captured_requires_grad)
-        w = torch.tensor(0.7, dtype=D).requires_grad_(captured_requires_grad)
-        y = nested(names, lambda x: (x * w).sin() * x.exp(), which)(x)  # noqa: B023 - run at once
-        if which == 0:
-            assert y.requires_grad == captured_requires_grad
-        grads = torch.autograd.grad(y, (x, w)) if captured_requires_grad else ()
-        results.append([y, *grads])
-    assert difference(*results) is None
 
 
 @pytest.mark.parametrize("captured_requires_grad", [False, True])

@@ -31,7 +31,8 @@ D = torch.float64
 
 def numbers(*shape: int, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(10 * sum(shape) + len(shape) + seed)
-    return torch.randn(shape, dtype=D, generator=generator)
+    drawn = torch.randn(shape, dtype=D, generator=generator, device="cpu")
+    return drawn.to(torch.get_default_device())
 
 
 DIRECTION = torch.tensor([0.5, -1.0, 2.0], dtype=D)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -54,6 +54,10 @@ class Sample:
     text: str
     working: torch.dtype | None = None  # the least precise dtype computed in, if not the result's
     process: Callable[[Any], Any] | None = None  # leaves what has one derivative (no free phases)
+
+    def on(self, device: torch.device) -> Sample:
+        """The same call of tensors on this device."""
+        return replace(self, leaves=[[x.to(device) for x in row] for row in self.leaves])
 
 
 class Flat(NamedTuple):

@@ -95,13 +95,23 @@ class _Nature:
 class Entry:
     """An entry with its samples, looked at once for all words and engines."""
 
-    def __init__(self, name: str, op: Any, dtype: torch.dtype, samples: int = 6, seed: int = 0):
+    def __init__(
+        self,
+        name: str,
+        op: Any,
+        dtype: torch.dtype,
+        samples: int = 6,
+        seed: int = 0,
+        device: torch.device | None = None,
+    ):
         self.name, self.op, self.dtype = name, op, str(dtype).removeprefix("torch.")
         self.why = ""
         try:
             chosen = samples_of(op, dtype, samples, seed)
         except Exception as error:
             chosen, self.why = [], f"no samples: {brief(error)}"
+        if device is not None:
+            chosen = [s.on(device) for s in chosen]
         natures = [(s, nature_of(s)) for s in chosen]
         self.samples = [(turn, s, n) for turn, (s, n) in enumerate(natures) if n]
         self._slopes: dict[int, Any] = {}

@@ -43,7 +43,9 @@ class Task:
 
     def drawn(self, shape: Sequence[int], dtype: torch.dtype, draw: torch.Generator) -> Tensor:
         wide = torch.complex128 if dtype.is_complex else torch.float64
-        return torch.randn(shape, dtype=wide, generator=draw).to(self.via or dtype).to(dtype)
+        drawn = torch.randn(shape, dtype=wide, generator=draw).to(self.via or dtype).to(dtype)
+        examples = self.case.sample.leaves[0]
+        return drawn.to(examples[0].device) if examples else drawn
 
     def values(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The results that have a derivative. What an entry writes into is its own copy."""

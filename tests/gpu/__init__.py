@@ -1,0 +1,1 @@
+"""Checks of forall on an accelerator, run by `make gpu`."""
