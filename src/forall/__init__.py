@@ -24,6 +24,7 @@ with _without_collector():
     from forall._transforms.chunking import Chunks
     from forall._transforms.explain import Explanation, explain
     from forall._transforms.grad import grad, grad_and_value
+    from forall._transforms.installed import install, installed, uninstall
     from forall._transforms.jacobian import hessian, jacfwd, jacrev
     from forall._transforms.jit import jit
     from forall._transforms.jvp import jvp
@@ -60,6 +61,8 @@ __all__ = [
     "hessian",
     "hessian_diag",
     "hvp",
+    "install",
+    "installed",
     "jacfwd",
     "jacobian",
     "jacrev",
@@ -75,6 +78,7 @@ __all__ = [
     "stack_module_state",
     "stacked",
     "switch",
+    "uninstall",
     "vjp",
     "vmap",
     "while_loop",

@@ -17,7 +17,7 @@ FLOORS = {
     "_transforms": 5,
     "_control": 6,
 }
-DOORS = ("__init__.py", "extend.py", "random.py", "testing.py")
+DOORS = ("__init__.py", "__main__.py", "extend.py", "random.py", "testing.py")
 
 
 def room(path: str) -> str:

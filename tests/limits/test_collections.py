@@ -109,6 +109,73 @@ def test_gradients_of_parameters_in_a_collection():
         torch.testing.assert_close(found[name], expected)
 
 
+def ensemble(as_module=True):
+    """Parameters of three modules, and a function of those of one."""
+    torch.manual_seed(0)
+    nets = [nn.Linear(4, 2, dtype=D) for _ in range(3)]
+    empty = nn.Linear(4, 2, device="meta", dtype=D)
+
+    def of_one(params, x):
+        with params.to_module(empty, preserve_module_state=False):
+            return empty(x)
+
+    return TensorDict.from_modules(*nets, as_module=as_module), of_one
+
+
+@pytest.mark.parametrize("replay", [True, False])
+@pytest.mark.parametrize("place", [0, 1, -1, (1,)])
+def test_parameters_of_an_ensemble(place, replay, monkeypatch):
+    """As a module they are no node of torch's trees, and are mapped as what they hold is."""
+    monkeypatch.setattr(forall.config, "replay", replay)
+    monkeypatch.setattr(forall.config, "patience", 0)
+    params, of_one = ensemble()
+    assert isinstance(params, nn.Module)
+    xs = numbers(5, 4)
+    mapped = vmap(of_one, (0, None), place)
+    for step in range(6):
+        dim = place[0] if isinstance(place, tuple) else place
+        expected = torch.stack([xs @ w.T + b for w, b in zip(*weights(params), strict=True)], dim)
+        found = mapped(params, xs)
+        torch.testing.assert_close(found, expected)
+        gradients = torch.autograd.grad(found.square().sum(), list(params.parameters()))
+        other = torch.autograd.grad(expected.square().sum(), list(params.parameters()))
+        torch.testing.assert_close(gradients, other)
+        with torch.no_grad():
+            for p in params.parameters():
+                p += step
+
+
+def weights(params):
+    return params["weight"], params["bias"]
+
+
+def test_parameters_of_an_ensemble_as_a_result():
+    params, _ = ensemble()
+    found = vmap(lambda p: p * 2)(params)
+    assert found.batch_size == (3,)
+    torch.testing.assert_close(found["weight"], params["weight"] * 2)
+    assert vmap(lambda p: p.batch_size)(params) == ()
+
+
+def test_parameters_of_an_ensemble_among_others():
+    params, of_one = ensemble()
+    xs = numbers(3, 5, 4)
+    found = vmap(lambda d, x: of_one(d["p"], x) * d["s"], ({"p": 0, "s": None}, 0))(
+        {"p": params, "s": 2.0}, xs
+    )
+    expected = [2 * (x @ w.T + b) for x, w, b in zip(xs, *weights(params), strict=True)]
+    torch.testing.assert_close(found, torch.stack(expected))
+    shared = vmap(lambda p, x: p["weight"][0] @ x, (None, 0))(params, numbers(6, 4))
+    torch.testing.assert_close(shared, numbers(6, 4) @ params["weight"][0].T)
+
+
+def test_parameters_of_an_ensemble_by_name():
+    params, of_one = ensemble()
+    xs = numbers(5, 4)
+    found = vmap(of_one, {"params": 0, "x": None})(params=params, x=xs)
+    torch.testing.assert_close(found, vmap(of_one, (0, None))(params, xs))
+
+
 def test_a_stack_that_keeps_its_tensors_apart():
     lazy = tensordict.LazyStackedTensorDict(*(SQUARE[i : i + 2] for i in range(3)), stack_dim=0)
     with pytest.raises(NotImplementedError, match=r"LazyStackedTensorDict keeps .*\n.*\n.*contig"):

@@ -30,6 +30,20 @@ def _stacks(spec: TreeSpec) -> bool:
     return isinstance(spec._context, dict) and "stack_dim" in spec._context
 
 
+def wrapper() -> Any:
+    """Return the class of modules that hold a collection, which torch's registry does not know.
+
+    It is an empty tuple where nobody can have made one: no object is an instance of that.
+    """
+    module = sys.modules.get("tensordict.nn.params")
+    return getattr(module, "TensorDictParams", ())
+
+
+def unwrapped(module: Any) -> Any:
+    """Return the collection that such a module holds: its tensors are the module's parameters."""
+    return module._param_td
+
+
 def counted(spec: TreeSpec, dims: list, more: int = 0) -> list:
     """The dim of each leaf, from the front; ``more`` dims are yet to come."""
     if not _are_in(spec):

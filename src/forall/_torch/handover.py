@@ -39,12 +39,12 @@ def needed_by_levels() -> bool:
 
 
 # As they are at import: somebody may put ours in the place of these later, by name.
-_OWN = {name: f for name, f in vars(torch.func).items() if callable(f)}
+OWN = {name: f for name, f in vars(torch.func).items() if callable(f)}
 
 
 def call(name: str, *args: Any, **kwargs: Any) -> Any:
     """torch.func's transform of this name, with these arguments."""
-    return _OWN[name](*args, **kwargs)
+    return OWN[name](*args, **kwargs)
 
 
 def call_named(

@@ -101,6 +101,23 @@ def inputs(
     return leaves, spec, dims, sizes[0]
 
 
+def opened(args: tuple, kwargs: dict, in_dims: Any, named_dims: Any = None) -> tuple[tuple, dict]:
+    """Args and kwargs with collections in the place of mapped modules that hold one."""
+    wrapper = collections.wrapper()
+    leaves, spec = _flat(args, kwargs) if wrapper else ([], None)
+    if not any(isinstance(leaf, wrapper) for leaf in leaves):
+        return args, kwargs
+    by_position = tuple(in_dims) if isinstance(in_dims, list) else in_dims
+    dims = trees.prefix((by_position, named_dims), spec)
+    if dims is None:
+        return args, kwargs  # `inputs` tells
+    is_mapped = [
+        isinstance(x, wrapper) and d is not None for x, d in zip(leaves, dims, strict=True)
+    ]
+    pairs = zip(leaves, is_mapped, strict=True)
+    return trees.unflatten([collections.unwrapped(x) if m else x for x, m in pairs], spec)
+
+
 def _flat(args: tuple, kwargs: dict) -> tuple[list, Any]:
     """Leaves and tree of ``(args, kwargs)``; most calls pass tensors and nothing else."""
     for a in args:

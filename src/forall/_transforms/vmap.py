@@ -179,6 +179,7 @@ class Verb(NamedTuple):
                     "vmap", func, in_dims, out_dims, randomness, chunk_size=for_torch(chunk_size)
                 )(*args, **kwargs)
         places = mapping.Places(Call("vmap", func, out_dims=out_dims), out_dims)
+        args, kwargs = mapping.opened(args, kwargs, *dims)
         entering = Entering(*mapping.inputs(call, args, kwargs, *dims), (args, kwargs), {})
         for x in entering.leaves:
             if type(x) is not torch.Tensor and is_dressed(x):

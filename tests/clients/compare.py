@@ -1,0 +1,166 @@
+"""Programs of other libraries, run with torch.func and with forall in its place.
+
+Each is a file ``of_NAME.py``. Its ``make()`` returns a function without arguments, which gives
+the same tensors with each call. Where torch.func refuses what the library does, ``make_loop()`` returns the function that
+computes the same by a loop, and is compared with in its place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils import _pytree as pytree
+
+import forall
+
+HERE = Path(__file__).parent
+# The name that pip knows each library by, where it is another.
+DISTRIBUTIONS = {
+    "curvlinops": "curvlinops-for-pytorch",
+    "laplace": "laplace-torch",
+}
+NAMES = sorted(path.stem.removeprefix("of_") for path in HERE.glob("of_*.py"))
+TRANSFORMS = (
+    "functional_call",
+    "grad",
+    "grad_and_value",
+    "hessian",
+    "jacfwd",
+    "jacrev",
+    "jvp",
+    "linearize",
+    "stack_module_state",
+    "vjp",
+    "vmap",
+)
+SECONDS, ROUNDS = 0.03, 15  # that a round takes of each at least, and how many there are
+
+Run = Callable[[], Any]
+
+
+@dataclass
+class Found:
+    """What came of one library."""
+
+    what: str  # of its docstring
+    transforms: list[str]  # that were called
+    refused: str  # what torch.func says, where it does
+    difference: float  # the largest one, in units of the largest entry
+    theirs: float  # seconds
+    ours: float
+
+
+def load(name: str) -> Any:
+    """The file of a library, as a module."""
+    spec = importlib.util.spec_from_file_location(f"of_{name}", HERE / f"of_{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def make_both(module: Any) -> tuple[Run, Run, list[str], str]:
+    """Their program and ours, made alike; which transforms ours calls; what torch.func says."""
+    torch.manual_seed(0)
+    refused = ""
+    if hasattr(module, "make_loop"):
+        with contextlib.suppress(RuntimeError):
+            refused = _refusal(module.make())
+        torch.manual_seed(0)
+        theirs = module.make_loop()
+    else:
+        theirs = module.make()
+    with forall.installed():
+        with transforms_called() as called:
+            module.make()()
+        torch.manual_seed(0)
+        ours = module.make()
+    return theirs, ours, sorted(called), refused
+
+
+def _refusal(run: Run) -> str:
+    try:
+        run()
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    raise AssertionError("torch.func runs this: compare with it, not with a loop")
+
+
+@contextlib.contextmanager
+def transforms_called() -> Iterator[set[str]]:
+    """The names of forall's transforms that are called in a block."""
+    codes = {getattr(forall, name).__code__: name for name in TRANSFORMS}
+    called = set()
+
+    def note(frame: Any, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code in codes:
+            called.add(codes[frame.f_code])
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        yield called
+    finally:
+        sys.setprofile(before)
+
+
+def run_ours(ours: Run) -> Any:
+    with forall.installed():
+        return ours()
+
+
+def difference(ours: Any, theirs: Any) -> float:
+    """The largest difference, in units of the largest entry; raises where it is not rounding."""
+    found, spec = pytree.tree_flatten(ours)
+    expected, other = pytree.tree_flatten(theirs)
+    assert spec == other, "results have other trees"
+    largest = 0.0
+    for a, b in zip(map(_tensor, found), map(_tensor, expected), strict=True):
+        torch.testing.assert_close(a, b)
+        if a.numel() and a.dtype.is_floating_point:
+            scale = b.abs().max().item()
+            largest = max(largest, (a - b).abs().max().item() / scale if scale else 0.0)
+    return largest
+
+
+def _tensor(value: Any) -> torch.Tensor:
+    value = torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+    return value.detach()
+
+
+def compare(name: str) -> Found:
+    """Both results, and how long both take: medians of rounds that alternate."""
+    module = load(name)
+    theirs, ours, called, refused = make_both(module)
+    assert called, f"{name}: no transform is called"
+    expected = theirs()
+    largest = difference(run_ours(ours), expected)
+    calls = max(1, round(SECONDS / _time(theirs, 3)))
+    with forall.installed():
+        _time(ours, max(10, calls))  # what can be is replayed from now on
+    times = []
+    for _ in range(ROUNDS):
+        before = _time(theirs, calls)
+        with forall.installed():
+            times.append((before, _time(ours, calls)))
+    largest = max(largest, difference(run_ours(ours), expected))
+    what = (module.__doc__ or "").splitlines()[0].partition(": ")[2]
+    return Found(what, called, refused, largest, *map(median, zip(*times, strict=True)))
+
+
+def _time(run: Run, calls: int) -> float:
+    start = time.perf_counter()
+    for _ in range(calls):
+        run()
+    return (time.perf_counter() - start) / calls
