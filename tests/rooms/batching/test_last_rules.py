@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from forall import PerformanceWarning, grad, jvp, vmap
 from forall._batching import resolve, table
 from forall._torch.names import DispatchKey, has_kernel
+from forall._torch.versions import release
 from oracle import check_vmap, difference, loop
 
 aten = torch.ops.aten
@@ -284,7 +285,16 @@ LEFT = {
     "_transform_bias_rescale_qkv.default": "only _native_multi_head_attention calls it",
     "_transformer_encoder_layer_fwd.default": "the fast path of an encoder layer, not taken here",
     "normal.out": "an in-place draw under another name, which nothing calls",
+    # Some releases have these.
+    "_philox_key_fold_in.default": "a key of torch's own stateless draws; forall.random has others",
+    "_philox_key_fold_in.Tensor": "the same",
+    "_philox_key_split.default": "the same",
+    "_scaled_addmm.default": "float8, with scales for blocks of it",
+    "_scaled_grouped_mm_v2.default": "float8, with scales for blocks of it",
+    "shallow_copy_data_.default": "how a traced program sets x.data",
 }
+if release() < (2, 13):
+    LEFT["_unique.default"] = "an older form of _unique2, which has a rule"
 # What these work on is no dense tensor, or is a weight packed for one kernel.
 _ELSEWHERE = re.compile(
     "nested|jagged|quant|indices|values|sparse|_spdiags|int4pack|int8pack|_test_"
@@ -317,5 +327,5 @@ def test_what_is_left_to_the_loop():
     handlers = {op: table.HANDLERS.get(op) or resolve._find(op)[0] for op in _overloads()}
     assert len(handlers) > 1500
     left = {str(op).removeprefix("aten.") for op, handler in handlers.items() if handler in loops}
-    assert left == set(LEFT)
-    assert len(LEFT) <= 15
+    assert left == set(LEFT) & {str(op).removeprefix("aten.") for op in handlers}
+    assert len(LEFT) <= 20

@@ -41,6 +41,9 @@ OF_ONE = {
     "svd": (lambda b: linalg.svd(b, full_matrices=False)[0].abs(), B),
     "svdvals": (linalg.svdvals, B),
 }
+if hasattr(linalg, "polar"):  # since torch 2.14
+    OF_ONE["matrix_sqrth"] = (linalg.matrix_sqrth, A)  # pyright: ignore[reportAttributeAccessIssue]
+    OF_ONE["polar"] = (linalg.polar, A)  # pyright: ignore[reportAttributeAccessIssue]
 OF_TWO = {
     "cholesky_solve": (lambda a, b: torch.cholesky_solve(b, linalg.cholesky(a)), B),
     "lstsq": (lambda a, b: linalg.lstsq(a, b)[0], B),

@@ -104,7 +104,8 @@ register(
     {
         **dict.fromkeys(
             (
-                *existing(["cholesky.default"]),
+                *existing(["cholesky.default", "linalg_matrix_sqrth.default"]),
+                *existing(["linalg_polar.default"]),
                 aten.cholesky_inverse.default,
                 aten.geqrf.default,
                 aten.linalg_cholesky_ex.default,
