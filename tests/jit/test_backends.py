@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import subprocess
 import sys
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -19,8 +19,9 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from forall import PerformanceWarning, grad, jit, vmap
-from forall._programs import backends
+from forall._programs import backends, recorder, writing
 from forall._torch import compilers
+from forall._torch.settings import precision_allowed
 from jit.cases import AS_IT_IS, CASES
 from jit.test_adversarial import same, six_calls
 
@@ -329,15 +330,50 @@ class Tape(TorchDispatchMode):
                 made.copy_(again)
 
 
-def test_a_graph_reads_copies_and_hands_copies_back(monkeypatch):
-    device = SimpleNamespace(wait_stream=lambda other: None)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda: device)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: device)
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Tape)
-    monkeypatch.setattr(torch.cuda, "graph", lambda tape: tape)
+class Stream:
+    """One that only notes what it waits for."""
+
+    def __init__(self):
+        self.waited = []
+
+    def wait_stream(self, other):
+        pass
+
+    def wait_event(self, event):
+        self.waited.append(event)
+
+
+@pytest.fixture
+def made_up(monkeypatch):
+    """A device whose tensors are the CPU's; its state, which tests may set."""
+    device = SimpleNamespace(stream=Stream(), captured=[], is_capturing=False)
+
+    @contextmanager
+    def graph(tape, stream, capture_error_mode):
+        device.captured.append((stream, capture_error_mode))
+        with tape:
+            yield
+
+    for name, value in {
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "is_current_stream_capturing": lambda: device.is_capturing,
+        "device": lambda device: nullcontext(),
+        "current_device": lambda: 0,
+        "Stream": Stream,
+        "Event": lambda: SimpleNamespace(record=lambda: None),
+        "current_stream": lambda: device.stream,
+        "stream": lambda stream: nullcontext(),
+        "CUDAGraph": Tape,
+        "graph": graph,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(backends.Core, "_unfit", lambda core, tensors: None)
+    monkeypatch.setattr(compilers, "device_of", lambda tensors: torch.device("cpu"))
+    return device
+
+
+def test_a_graph_reads_copies_and_hands_copies_back(made_up):
     w = torch.ones(3)
     f = lambda x: ((x * w).sin(), x.add_(1), (x * w).cos()[1])  # noqa: E731
     g = jit(f, backend="cudagraphs")
@@ -350,6 +386,63 @@ def test_a_graph_reads_copies_and_hands_copies_back(monkeypatch):
         kept.append(([y.clone() for y in wanted], found))
     for wanted, found in kept:
         assert alike(found, wanted)  # no later call wrote into them
+    ((stream, mode),) = made_up.captured
+    assert stream is not made_up.stream
+    assert mode == "thread_local"  # other threads may call CUDA meanwhile
+
+
+def test_another_stream_waits_for_the_last_call_of_a_graph(made_up):
+    g = jit(lambda x: (x.sin() * 2).exp(), backend="cudagraphs")
+    first, second = made_up.stream, Stream()
+    for stream in (first, first, second, second, first):
+        made_up.stream = stream
+        assert g(X).equal((X.sin() * 2).exp())
+    assert (len(first.waited), len(second.waited)) == (1, 1)
+
+
+def test_a_graph_of_the_users_holds_no_other(made_up):
+    g = jit(lambda x: (x.sin() * 2).exp(), backend="cudagraphs")
+    for is_capturing in (False, True, False, True, False):
+        made_up.is_capturing = is_capturing
+        before = len(made_up.captured)
+        assert g(X).equal((X.sin() * 2).exp())
+        assert len(made_up.captured) == before or not is_capturing
+    assert len(made_up.captured) == 1
+
+
+@pytest.mark.parametrize("flag", ["benchmark", "deterministic"])
+def test_a_graph_is_of_the_settings_that_its_kernels_were_chosen_by(made_up, monkeypatch, flag):
+    monkeypatch.setattr(backends, "_is_on_accelerator", lambda program, numbers: True)
+    g = jit(lambda x: (x.sin() * 2).exp(), backend="cudagraphs")
+    for on in (False, False, True, True, False):
+        with torch.backends.cudnn.flags(enabled=True, **{flag: on}):
+            assert g(X).equal((X.sin() * 2).exp())
+    assert len(made_up.captured) == 2
+    assert g.cache_info().currsize == 1
+
+
+@pytest.mark.filterwarnings("ignore:Please use the new API settings")
+def test_precision_is_among_the_settings_of_compiled_code():
+    before = precision_allowed()
+    try:
+        torch.set_float32_matmul_precision("high")
+        assert precision_allowed() != before
+    finally:
+        torch.set_float32_matmul_precision("highest")
+        torch.backends.cuda.matmul.fp32_precision = "none"
+        torch.backends.mkldnn.matmul.fp32_precision = "none"
+    assert precision_allowed() == before
+
+
+def test_constants_are_waited_for_before_another_stream_reads_them(monkeypatch):
+    recorded, written = [], []
+    for module, seen in ((recorder, recorded), (writing, written)):
+        monkeypatch.setattr(module, "wait_until_made", lambda made, seen=seen: seen.extend(made))
+    f = jit(lambda x: x * torch.tensor([1.0, 2.0, 3.0]).exp())
+    for _ in range(3):
+        assert f(X).equal(X * torch.tensor([1.0, 2.0, 3.0]).exp())
+    assert [t.tolist() for t in recorded] == [[1.0, 2.0, 3.0]]
+    assert [t.tolist() for t in written] == [torch.tensor([1.0, 2.0, 3.0]).exp().tolist()]
 
 
 def test_what_is_not_on_the_gpu_is_no_part_of_a_graph(monkeypatch):

@@ -24,6 +24,7 @@ from forall._programs.writing import function
 from forall._torch import compilers
 from forall._torch.memory import storage_of
 from forall._torch.schema import facts
+from forall._torch.settings import precision_allowed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 _FEWEST = 2  # operators that are worth a compiler
+_MOST = 8  # settings that a piece is compiled for
 _PLAIN = (bool, int, float, complex, str, type(None))
 _WORDS = (torch.dtype, torch.device, torch.memory_format, torch.layout)
 
@@ -170,14 +172,21 @@ class Core:
         self.plain = function(program, nodes, given, results)
         self.fixed = [n in program.constants and n not in written for n in given]
         self.graph = _graph(nodes, given, results)
-        self.run: Callable | None = None
+        self.is_on_accelerator = _is_on_accelerator(program, [*given, *results])
+        self.made: dict[tuple, Callable] = {}  # by the settings that kernels are chosen by
 
     def __call__(self, *tensors: Tensor) -> Sequence[Tensor]:
-        if self.run is None:
-            self.run = self._compiled(tensors)
+        chosen = precision_allowed() if self.is_on_accelerator else ()
+        run = self.made.get(chosen)
+        if (run is None or self.backend == "cudagraphs") and compilers.is_capturing():
+            return self.plain(*tensors)
+        if run is None:
+            if len(self.made) >= _MOST:
+                self.made.clear()
+            run = self.made[chosen] = self._compiled(tensors)
         if self.written and _shares_memory(tensors):
             return self.plain(*tensors)
-        return self.run(*tensors)
+        return run(*tensors)
 
     def _compiled(self, tensors: Sequence[Tensor]) -> Callable:
         why = self._unfit(tensors)
@@ -202,6 +211,8 @@ class Core:
             return None
         if not all(t.is_cuda or fixed for t, fixed in zip(tensors, self.fixed, strict=True)):
             return "a tensor is not on the GPU"
+        if len({t.device for t in tensors if t.is_cuda}) > 1:
+            return "its tensors are on several GPUs"
         if any(0 in t.stride() and t.numel() > 1 for t in tensors):
             return "an expanded tensor has no place of its own on the GPU"
         return None
@@ -210,6 +221,14 @@ class Core:
         if self.backend == "inductor":
             return compilers.by_inductor(self.graph, examples, writes=bool(self.written))
         return compilers.by_graph(self.plain, examples, self.written)
+
+
+def _is_on_accelerator(program: Program, numbers: Sequence[int]) -> bool:
+    """Return True if kernels may be chosen when these values are compiled for.
+
+    Those of the CPU ask for the settings when they run, also where they are called in C++.
+    """
+    return any(program.values[n].layout.device.type != "cpu" for n in numbers)
 
 
 def _apart(run: Callable, given: Sequence[Tensor], made: Sequence[Tensor]) -> Callable:

@@ -34,6 +34,7 @@ from forall._programs.draws import Draws
 from forall._programs.program import Layout, Node, Program, Ref, Value
 from forall._programs.unfilled import are_given
 from forall._torch import trees
+from forall._torch.devices import wait_until_made
 from forall._torch.dispatch import functions_off, in_torch_func
 from forall._torch.lazy import is_zeros, with_lazy_bits
 from forall._torch.memory import has_memory, storage_of
@@ -300,6 +301,7 @@ class Recorder(DispatchMode):
             self.fails("memory is written where no operator tells")
         if self.why is not None:
             return None
+        wait_until_made(self.constants.values())
         return Program(
             values=self.values,
             inputs=self.inputs,

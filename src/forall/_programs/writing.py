@@ -11,7 +11,7 @@ from forall._programs.bindings import binding
 from forall._programs.blocks import in_blocks
 from forall._programs.interpreted import warmed
 from forall._programs.program import Ref, refs
-from forall._torch.devices import default_device
+from forall._torch.devices import default_device, wait_until_made
 from forall._torch.dispatch import (
     functions_off,
     is_autocast,
@@ -134,6 +134,7 @@ def _function(
     text = Text(program)
     there = {*given}
     made = [n for n in program.constants if n not in there]
+    wait_until_made(program.constants[n] for n in made)
     changing = program.changing(nodes, results)
     for n in made:
         if n in changing:

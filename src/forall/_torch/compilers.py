@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from threading import Lock
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -75,10 +76,31 @@ def _are_same(one: Callable, other: Callable, tensors: Sequence[torch.Tensor]) -
     )
 
 
+def is_capturing() -> bool:
+    """Return True if a graph of the user's is being captured, which may hold no other."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
 def by_graph(
     program: Callable, examples: Sequence[torch.Tensor], written: Sequence[int]
 ) -> Callable:
-    """The same, recorded on the device once. A call copies its tensors there, and results back."""
+    """The same, recorded on the device once. A call copies its tensors there, and results back.
+
+    The graph is of the tensors' device, and captured while other threads may call CUDA. Callers
+    share the memory that it reads: threads wait for each other's calls, streams for their work.
+    """
+    with torch.cuda.device(device_of(examples)):
+        return _captured(program, examples, written)
+
+
+def device_of(tensors: Sequence[torch.Tensor]) -> torch.device:
+    """Return the GPU that tensors are on; numbers that are constants may be on the CPU."""
+    return next(t.device for t in tensors if t.is_cuda)
+
+
+def _captured(
+    program: Callable, examples: Sequence[torch.Tensor], written: Sequence[int]
+) -> Callable:
     places = [_copy(t) for t in examples]
 
     def given(tensors: Sequence[torch.Tensor]) -> None:
@@ -92,17 +114,28 @@ def by_graph(
             given(examples)
             program(*places)
         given(examples)
-    torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         made = program(*places)
+    torch.cuda.current_stream().wait_stream(stream)
+    device, calls = torch.cuda.current_device(), Lock()
+    last, done = torch.cuda.current_stream(), torch.cuda.Event()
+    done.record()
 
     def run(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        given(tensors)
-        graph.replay()
-        for i in written:
-            tensors[i].copy_(places[i])
-        return tuple(y.clone() for y in made)
+        nonlocal last
+        with torch.cuda.device(device), calls:
+            now = torch.cuda.current_stream()
+            if now != last:
+                now.wait_event(done)
+                last = now
+            given(tensors)
+            graph.replay()
+            for i in written:
+                tensors[i].copy_(places[i])
+            results = tuple(y.clone() for y in made)
+            done.record()
+        return results
 
     return run
 

@@ -11,7 +11,7 @@ from torch.utils._device import DeviceContext
 from forall._torch.whole import contextmanager
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
 _CPU = torch.device("cpu")
 any_function_modes = torch._C._len_torch_function_stack  # how many, in C
@@ -93,3 +93,15 @@ def current_device() -> int:
 
 def _is_used() -> bool:
     return True
+
+
+def wait_until_made(tensors: Iterable[torch.Tensor]) -> None:
+    """Wait for the devices of tensors that are to be read on any stream from now on.
+
+    A program keeps its constants, and its calls may come on other streams than the recording did.
+    To wait once costs less than to ask at each call. A graph of the user's that is being captured
+    cannot be waited for, and runs all that it holds in order.
+    """
+    for device in {t.device for t in tensors}:
+        if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+            torch.cuda.synchronize(device)

@@ -81,6 +81,9 @@ _OF_PRECISION = [
 ]
 
 
+_OF_CUDA = 5  # the first of these
+
+
 def _precision() -> tuple[str | None, ...]:
     """By torch's older name, which sets some of the others and is set by none, and by each."""
     try:
@@ -148,11 +151,24 @@ SETTINGS: list[Setting] = [
     *_OF_NUMBERS,
 ]
 _ASKED_OF_KERNELS = [s.get for s in _OF_KERNELS]
+_ASKED_OF_NUMBERS = [
+    *(partial(torch._C._get_fp32_precision_getter, *of) for of in _OF_PRECISION[:_OF_CUDA]),
+    *(s.get for s in _OF_NUMBERS[1:]),
+    torch.are_deterministic_algorithms_enabled,
+]
 
 
 def kernels_allowed() -> tuple:
     """Which kernels attention and recurrent layers may take, and which before which."""
     return tuple([ask() for ask in _ASKED_OF_KERNELS])
+
+
+def precision_allowed() -> tuple:
+    """Return what kernels of CUDA are chosen by: precision, benchmarks and determinism.
+
+    An operator asks for it when it runs, compiled code and graphs when they are made.
+    """
+    return tuple([ask() for ask in _ASKED_OF_NUMBERS])
 
 
 def settings_now() -> tuple:
