@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Generator
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint
 
 from forall._torch import versions, whole
+from forall._torch.device_threads import one_thread
 from forall._torch.whole import contextmanager
 
 if TYPE_CHECKING:
@@ -53,7 +55,8 @@ def install(
     same numbers for more memory. A backward pass runs in ``modes()``, the user's part of a node in
     ``making(gradients)``, and what that gives goes on as ``theirs(gradients, it)``. A checkpoint
     keeps the tensors for which ``within()``, asked where it begins, says so. A pass from outputs,
-    which is to be differentiated or not, runs in ``hooks(outputs, create_graph)``.
+    which is to be differentiated or not, runs in ``hooks(outputs, create_graph)``, and in the
+    thread that asks for it, see NOTE [device threads].
     """
     if checkpoint.CheckpointFunction.forward is not _forward:
         return
@@ -64,7 +67,8 @@ def install(
 
     @functools.wraps(_engine)
     def engine(outputs: Any, given: Any, retain: Any, create_graph: bool, *args: Any, **kw: Any):
-        with modes(), hooks(outputs, create_graph):
+        threads = one_thread() if whole.has_called() else nullcontext()
+        with threads, modes(), hooks(outputs, create_graph):
             return _engine(outputs, given, retain, create_graph, *args, **kw)
 
     for caller in ("backward", "grad"):

@@ -16,6 +16,7 @@ from torch._C import DispatchKey
 from torch.autograd import forward_ad
 
 from forall._torch import inference, whole
+from forall._torch.device_threads import one_thread
 from forall._torch.tracers import beneath_ours, unseen
 from forall._torch.versions import apply_users
 from forall._torch.whole import contextmanager
@@ -312,15 +313,16 @@ def run_backward(
     create_graph: bool,
 ) -> tuple[torch.Tensor | None, ...]:
     """torch.autograd.grad without its argument checks and its trip through function modes."""
-    return torch.autograd.Variable._execution_engine.run_backward(
-        outputs,
-        cotangents,
-        retain_graph,
-        create_graph,
-        inputs,
-        allow_unreachable=True,
-        accumulate_grad=False,
-    )
+    with one_thread():
+        return torch.autograd.Variable._execution_engine.run_backward(
+            outputs,
+            cotangents,
+            retain_graph,
+            create_graph,
+            inputs,
+            allow_unreachable=True,
+            accumulate_grad=False,
+        )
 
 
 def in_backward() -> bool:

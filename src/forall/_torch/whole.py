@@ -67,6 +67,12 @@ class _Now(threading.local):
 
 _now = _Now()
 _guards: list[Any] = []
+_ever_called = False
+
+
+def has_called() -> bool:
+    """Whether a transform has been called in this process."""
+    return _ever_called
 
 
 def _entered(guard: Any) -> None:
@@ -100,8 +106,10 @@ def contextmanager(func: Callable[P, Iterator[T]]) -> Callable[P, AbstractContex
 
 def call(func: Callable, /, *args: Any, **kwargs: Any) -> Any:
     """``func(*args, **kwargs)``, after which this thread's state is as before if it fails."""
+    global _ever_called  # noqa: PLW0603 - of the process, and set once
     if is_compiling() or _now.before is not None:
         return func(*args, **kwargs)
+    _ever_called = True
     try:
         _now.before = _found()
         result = func(*args, **kwargs)
