@@ -54,8 +54,8 @@ def of_module(name: str, net: nn.Module, xs: torch.Tensor, first: Callable) -> l
             k: torch.stack([p * (1 + i / 4) for i in range(4)]) for k, p in parameters(net).items()
         }
         call = lambda p, x: first(forall.functional_call(net, p, (x,)))  # noqa: E731
-        truth = [call({k: p[i] for k, p in stacks.items()}, x) for i, x in enumerate(xs)]
-        assert_same(vmap(call)(stacks, xs), torch.stack(truth).detach())
+        truth = truth_of(lambda: loop(call, (dict.fromkeys(stacks, 0), 0))(stacks, xs))
+        assert_same(vmap(call)(stacks, xs).detach(), truth.detach())
 
     def weights() -> None:
         truth = truth_of(lambda: gradients_of_weights(net, xs, lambda out: first(out).sin().sum()))
@@ -103,12 +103,13 @@ def of_module(name: str, net: nn.Module, xs: torch.Tensor, first: Callable) -> l
         assert_same(vmap(jacfwd(lambda x: first(net(x))))(xs[:2]), truth, working=working)
 
     def backward_outside() -> None:
-        both = []
-        for mapped in (loop(net), vmap(net)):
+        def grads(mapped: Callable) -> tuple[torch.Tensor, ...]:
             leaf = xs.clone().requires_grad_()
             leaves = [leaf, *net.parameters()]
-            both.append(torch.autograd.grad(total(mapped(leaf)), leaves, materialize_grads=True))
-        assert_same(both[1], both[0])
+            return torch.autograd.grad(total(mapped(leaf)), leaves, materialize_grads=True)
+
+        truth = truth_of(lambda: grads(loop(net)))
+        assert_same(grads(vmap(net)), truth)
 
     return [
         *vmapped_and_differentiated(name, net, xs, working=working),

@@ -33,7 +33,8 @@ from typing import Any, NamedTuple
 
 HERE = Path(__file__).resolve()
 TESTS, ROOT = HERE.parents[1], HERE.parents[2]
-sys.path[:1] = [str(TESTS)]
+if str(TESTS) not in sys.path:
+    sys.path.insert(0, str(TESTS))
 
 SECTIONS = {  # in the order in which they begin, and what each is about
     "threads": "derivatives taken by the engine's threads: hooks, custom Functions, checkpoints",

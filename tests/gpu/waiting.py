@@ -52,10 +52,14 @@ def checks(device: torch.device) -> list[Check]:
         def run() -> str:
             with counted(device):  # or this device does not tell
                 program = call()
-            for _ in range(3):
-                program()
-            with counted(device) as waits:
-                program()
+            before, forall.config.parting = forall.config.parting, "together"
+            try:
+                for _ in range(3):
+                    program()
+                with counted(device) as waits:
+                    program()
+            finally:
+                forall.config.parting = before
             text = f"{len(waits)} synchronisations, {allowed} needed at most"
             if len(waits) > allowed:
                 raise Waits(f"{text}: {', '.join(dict.fromkeys(waits))}")
@@ -168,7 +172,6 @@ def without(device: torch.device) -> dict[str, Callable[[], Callable[[], Any]]]:
         "scan, gradients": lambda: vmap(
             grad(lambda v: forall.scan(lambda c, y: ((c * y).sin(), y), v[0], v)[0])
         )(xs),
-        "cond": lambda: vmap(lambda v: forall.cond(v.sum() > 0, torch.sin, torch.cos, v))(xs),
         "norms of gradients": lambda: forall.per_example_grad_norm(loss, in_dims=(None, 0, 0))(
             params, xs, labels
         ),
@@ -202,7 +205,9 @@ def with_tests(device: torch.device) -> dict[str, tuple[int, Callable[[], Callab
     masked = vmap(lambda v: v[v > 0].sum())
     looped = vmap(lambda c: forall.while_loop(lambda c: c < 1000, lambda c: c * 2 + 1, c))
     rows = numbers(device, 8, 16)
+    chosen = vmap(lambda v: forall.cond(v.sum() > 0, torch.sin, torch.cos, v))
     return {
+        "cond": (1, lambda: lambda: chosen(rows)),
         "an if": (2, lambda: lambda: branched(lanes)),
         "a while of ten steps": (16, lambda: lambda: mapped(lanes)),
         "while_loop of ten steps": (14, lambda: lambda: looped(lanes)),
