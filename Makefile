@@ -1,12 +1,13 @@
 # Needs Python 3.11 or later, pip and make; everything else goes into .venv the first time.
 PYTHON ?= python3
 VENV := .venv
+CLIENTS := .venv-clients
 RUN := $(VENV)/bin/python
 PIP := $(RUN) -m pip --disable-pip-version-check install -q -c constraints.txt
 # MACHINES=0/1 is the part of the entries that this machine takes: 0/2 and 1/2 are halves.
 MACHINES ?= 0/1
 
-.PHONY: whole replayed jitted looped leaks demo test check static doctest limitations bench coverage fuzz format clean
+.PHONY: whole replayed jitted looped leaks demo test check static doctest limitations bench clients coverage fuzz format clean
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/.installed
@@ -62,6 +63,10 @@ bench: $(VENV)/.installed
 gpu: $(VENV)/.installed
 	$(RUN) tests/gpu/run.py $(GPU)
 
+# docs/clients.md, from running programs of released libraries with torch.func and with forall installed: ten minutes.
+clients: $(CLIENTS)/.installed
+	$(CLIENTS)/bin/python tests/clients/run.py
+
 # Every operator in torch's own database, under every transform: long, so not part of `test`. It takes all cores,
 # and goes on where it was cut short; `make clean` makes it begin anew.
 coverage: $(VENV)/.installed
@@ -90,4 +95,13 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
 	$(PIP) torch
 	$(PIP) -e '.[demo,bench,dev]'
+	touch $@
+
+# The index has torchvision for CUDA builds of torch alone, which does not load beside another; libraries do without.
+$(CLIENTS)/.installed: pyproject.toml constraints.txt tests/clients/requirements.txt
+	test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
+	$(PIP:$(RUN)%=$(CLIENTS)/bin/python%) torch
+	$(PIP:$(RUN)%=$(CLIENTS)/bin/python%) -r tests/clients/requirements.txt
+	$(PIP:$(RUN)%=$(CLIENTS)/bin/python%) -e .
+	$(CLIENTS)/bin/python -m pip uninstall -q -y torchvision
 	touch $@

@@ -1,12 +1,14 @@
-"""BoTorch: gradients and Hessians of an acquisition function at many points.
-
-torch.func refuses its posteriors, which are made by autograd.Functions of linear_operator: results
-are compared with those of a loop over torch.autograd.
-"""
+"""BoTorch: gradients and Hessians of an acquisition function at many points."""
 
 import torch
 from botorch.acquisition import LogExpectedImprovement
 from botorch.models import SingleTaskGP
+
+WHY_LOOP = (
+    "`vmap(grad)` of an acquisition function by torch.func ends in a segmentation fault, or in "
+    "`RuntimeError: tensor does not have a device`. forall is compared with a loop over "
+    "torch.autograd."
+)
 
 
 def make_acquisition():

@@ -1,7 +1,6 @@
-"""dattri: inverse products with Hessian and Fisher matrices, and projected gradients (TRAK)."""
+"""dattri: gradients of each example, products with a Hessian and its inverse."""
 
 import torch
-from dattri.func.fisher import ifvp_explicit
 from dattri.func.hessian import hvp, ihvp_cg, ihvp_explicit
 from dattri.task import AttributionTask
 from torch import nn

@@ -1,4 +1,4 @@
-"""evotorch: functional search (CEM, PGPE) for a batch of problems, and a module of flat parameters."""
+"""evotorch: search (CEM, PGPE) for a batch of problems, a module of flat parameters."""
 
 import torch
 from evotorch.algorithms.functional import cem, cem_ask, cem_tell, pgpe, pgpe_ask, pgpe_tell

@@ -20,8 +20,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "clients.md"
 FAILED = "failed"
 # What cannot be installed beside this torch, and why.
 MISSING = {
-    "theseus-ai": "it needs scikit-sparse, of which there is no wheel: building it takes SuiteSparse's "
-    "headers. Its torchkin stands alone.",
+    "theseus-ai": "it needs scikit-sparse, of which there is no wheel: building it takes the "
+    "headers of SuiteSparse. Its torchkin stands alone.",
 }
 # Why forall takes more time than torch.func, where it does.
 REASONS: dict[str, str] = {}
@@ -29,11 +29,12 @@ REASONS: dict[str, str] = {}
 HEAD = """\
 # Libraries that call torch.func
 
-Each program below is a few lines on a released library, and calls torch.func through the library's own code. It runs as it
-is, and with forall in torch.func's place (`forall.installed()`). Both results are compared by `torch.testing.assert_close`, at the first
-call and at the last one; the largest difference is in units of the largest entry, and 0 means the same bits. Times are
-medians of rounds that alternate, with one thread. `make clients` writes this page: it makes an environment with
-the releases of `tests/clients/requirements.txt`.
+Each program below is a few lines on a released library, and calls torch.func through the library's
+own code. It runs as it is, and with forall in torch.func's place (`forall.installed()`). Both
+results are compared by `torch.testing.assert_close`, at the first call and at the last one. The
+largest difference is in units of the largest entry; 0 means the same bits. Times are of one thread,
+medians of rounds that alternate. `make clients` writes this page: it makes an environment with the
+releases of `tests/clients/requirements.txt`.
 
 """
 
@@ -81,7 +82,7 @@ def tell(name: str, one: Found | str) -> str:
     return (
         f"{name:14} {one.theirs * 1e3:9.2f} ms {one.ours * 1e3:9.2f} ms "
         f"{one.ours / one.theirs:6.2f}   {one.difference:7.1e}   {', '.join(one.transforms)}"
-        f"{'   (torch.func refuses: against the loop)' if one.refused else ''}"
+        f"{'   (against the loop)' if one.why_loop else ''}"
     )
 
 
@@ -97,15 +98,15 @@ def page(found: dict[str, Found | str], mean: float) -> str:
         if not isinstance(one, Found):
             lines.append(f"| {distribution} {release} | {FAILED}: `{one}` | | | | | |")
             continue
-        loop = " (the loop)" if one.refused else ""
+        loop = " (the loop)" if one.why_loop else ""
         ratio = one.ours / one.theirs
         lines.append(
             f"| {distribution} {release} | {one.what} | {', '.join(one.transforms)} "
             f"| {one.theirs * 1e3:.2f}{loop} | {one.ours * 1e3:.2f} | {ratio:.2f} "
             f"| {f'{one.difference:.0e}' if one.difference else 0} |"
         )
-        if one.refused:
-            notes.append(f"torch.func refuses {distribution}'s program: `{one.refused}`.")
+        if one.why_loop:
+            notes.append(f"{distribution}: {one.why_loop}")
         if name in REASONS:
             notes.append(f"{distribution}: {REASONS[name]}")
     notes += [f"Not installed: {name}, since {why}" for name, why in MISSING.items()]

@@ -1,0 +1,17 @@
+"""Three of the programs that `make clients` runs, where their libraries are installed."""
+
+import pytest
+
+from clients.compare import difference, load, make_both, run_ours
+
+
+@pytest.mark.filterwarnings("ignore")  # the libraries' own
+@pytest.mark.parametrize("name", ["einx", "opacus", "tensordict"])
+def test_a_librarys_program_has_the_results_of_torch_func(name):
+    pytest.importorskip(name, reason=f"{name} is not installed: `make test` installs it")
+    theirs, ours, called = make_both(load(name))
+    assert "vmap" in called
+    expected = theirs()
+    for _ in range(4):
+        assert difference(run_ours(ours), expected) < 1e-5
+    assert difference(theirs(), expected) == 0  # torch.func is back
