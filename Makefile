@@ -7,7 +7,7 @@ PIP := $(RUN) -m pip --disable-pip-version-check install -q -c constraints.txt
 # MACHINES=0/1 is the part of the entries that this machine takes: 0/2 and 1/2 are halves.
 MACHINES ?= 0/1
 
-.PHONY: whole replayed jitted looped leaks demo test check static doctest limitations bench clients coverage fuzz format clean
+.PHONY: whole replayed gpu jitted looped leaks demo test check static doctest limitations bench clients coverage fuzz format clean
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/.installed

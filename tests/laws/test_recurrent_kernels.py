@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 import forall
 from forall._batching.rules import recurrent_kernels
+from forall._torch import wrapper
 from oracle import difference, loop
 
 aten = torch.ops.aten
@@ -352,3 +353,18 @@ def test_dropout_that_cudnn_has_drawn_has_no_second_derivative():
 
     with pytest.raises(NotImplementedError, match=r"cudnn\.flags\(enabled=False\)"):
         forall.hessian(value)(x)
+
+
+def test_weights_that_have_no_memory_are_not_moved():
+    moved, layer = [], nn.LSTM(I, H)
+    flatten = wrapper._for_memory(moved.append)
+    flatten(layer)
+    assert moved == [layer]
+
+    def f(x):
+        layer._flat_weights[0] = x
+        flatten(layer)
+        return x
+
+    forall.vmap(f)(torch.randn(2, 4 * H, I))
+    assert moved == [layer]

@@ -154,7 +154,8 @@ class Batched(Wrapper):
                 raise escaped(f"x.{name}()", self, self.level.origin)
             if name not in READS:
                 raise no_memory(name, self, self.level.size)
-        self.refuse_history(name)
+        if name in READS:
+            self.refuse_history(name)
         numbers_told()
         if self.older and self.level.notes:
             self.level.ledger.reads(f"x.{name}()", self)

@@ -174,6 +174,22 @@ def _without_wrappers(torchs: Any) -> Any:
     return call
 
 
+def _for_memory(torchs: Any) -> Any:
+    """Return `RNNBase.flatten_parameters`, which moves weights that have memory, for others too.
+
+    The layer calls it for the weights that `functional_call` gives it. There is nothing to move in
+    wrappers: operators of ours run them.
+    """
+
+    @functools.wraps(torchs)
+    def flatten_parameters(self: torch.nn.RNNBase) -> None:
+        if not any(isinstance(weight, Wrapper) for weight in self._flat_weights):
+            torchs(self)
+
+    return flatten_parameters
+
+
+torch.nn.RNNBase.flatten_parameters = _for_memory(torch.nn.RNNBase.flatten_parameters)
 _kernel = torch.cuda.jiterator._JittedFunction
 _kernel.__call__ = _without_wrappers(_kernel.__call__)
 

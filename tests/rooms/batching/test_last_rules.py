@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from forall import PerformanceWarning, grad, jvp, vmap
 from forall._batching import resolve, table
+from forall._batching.rules.attention import ROW, with_aligned_rows
 from forall._torch.names import DispatchKey, has_kernel
 from forall._torch.versions import release
 from oracle import check_vmap, difference, loop
@@ -329,3 +330,12 @@ def test_what_is_left_to_the_loop():
     left = {str(op).removeprefix("aten.") for op, handler in handlers.items() if handler in loops}
     assert left == set(LEFT) & {str(op).removeprefix("aten.") for op in handlers}
     assert len(LEFT) <= 20
+
+
+@pytest.mark.parametrize("columns", [1, 6, 16, 19])
+def test_rows_of_a_mask_begin_where_the_memory_efficient_kernel_reads_them(columns):
+    mask = torch.randn(4, 2, 3, columns)
+    aligned = with_aligned_rows(mask)
+    assert torch.equal(aligned, mask)
+    assert aligned.stride(-2) % ROW == 0
+    assert with_aligned_rows(aligned) is aligned

@@ -32,6 +32,24 @@ def mask_joined(a: Stack | Tensor | None, size: int, n: int) -> Tensor | None:
     return v.expand(size, n, *v.shape[2:]).flatten(0, 1)
 
 
+def with_aligned_rows(mask: Tensor | None) -> Tensor | None:
+    """Return a mask whose rows begin where the memory efficient kernel reads them.
+
+    Torch pads rows before it calls the kernel. A copy of all examples lies close again.
+    """
+    if mask is None or mask.stride(-2) % ROW == 0:
+        return mask
+    n = mask.shape[-1]
+    return torch.nn.functional.pad(mask, (0, -n % ROW))[..., :n]
+
+
+ROW = 16  # entries, of which a row takes a multiple
+EFFICIENT = {
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_efficient_attention_backward.default,
+}
+
+
 def parted(out: Any, size: int) -> Any:
     """(B*N, *) -> (B, N, *)."""
     if not isinstance(out, Tensor):
@@ -39,8 +57,8 @@ def parted(out: Any, size: int) -> Any:
     return out.unflatten(0, (size, -1)) if out.dim() > 1 else out.expand(size, *out.shape)
 
 
-def over_batch(func: Any, mask: int | None = None):
-    """``mask``: the place of the mask, where it is no keyword."""
+def over_batch(func: Any, mask: int = -1):
+    """``mask``: the place of the mask, where it is no keyword, else -1."""
 
     def rule(size, *args, **kwargs):
         q = args[0]
@@ -50,6 +68,8 @@ def over_batch(func: Any, mask: int | None = None):
         args = [
             mask_joined(a, size, n) if i == mask else joined(a, size) for i, a in enumerate(args)
         ]
+        if func in EFFICIENT:
+            args[mask] = with_aligned_rows(args[mask])
         return tuple(parted(o, size) for o in func(*args, **kwargs))
 
     return by_front(rule)
@@ -59,10 +79,10 @@ register(
     {
         op: over_batch(op, mask)
         for op, mask in (
-            (aten._scaled_dot_product_flash_attention_for_cpu.default, None),
-            (aten._scaled_dot_product_flash_attention_for_cpu_backward.default, None),
-            (aten._scaled_dot_product_flash_attention.default, None),
-            (aten._scaled_dot_product_flash_attention_backward.default, None),
+            (aten._scaled_dot_product_flash_attention_for_cpu.default, -1),
+            (aten._scaled_dot_product_flash_attention_for_cpu_backward.default, -1),
+            (aten._scaled_dot_product_flash_attention.default, -1),
+            (aten._scaled_dot_product_flash_attention_backward.default, -1),
             (aten._scaled_dot_product_efficient_attention.default, 3),
             (aten._scaled_dot_product_efficient_attention_backward.default, 4),
             (aten._scaled_dot_product_cudnn_attention.default, 3),
