@@ -1,0 +1,190 @@
+"""No transform has the host wait for the device, where no Python question of data is asked."""
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call, stack_module_state
+
+import forall
+from device import fakedev
+from forall import (
+    associative_scan,
+    fori_loop,
+    grad,
+    grad_and_value,
+    hessian,
+    jacfwd,
+    jacrev,
+    jit,
+    jvp,
+    linearize,
+    scan,
+    vjp,
+    vmap,
+)
+
+D = fakedev.NAME
+
+
+def numbers(*shape):
+    return torch.randn(*shape, device=D)
+
+
+W, V, X, XS = numbers(3, 3), numbers(3), numbers(3), numbers(5, 3)
+
+
+def f(x):
+    return (x @ W).tanh() * V
+
+
+def loss(x):
+    return f(x).square().sum()
+
+
+def writes(x):
+    buffer = torch.zeros(4, device=D)
+    buffer[1:] += x
+    buffer[0] = x.sum()
+    return buffer.cumsum(0)
+
+
+def drawn(x):
+    return x + torch.randn(3, device=D) * torch.rand_like(x)
+
+
+def dropped(x):
+    return nn.functional.dropout(x, 0.5)
+
+
+def autograd_inside(x):
+    v = x.clone().requires_grad_()
+    loss(v).backward()
+    return v.grad
+
+
+def steps(carry, x):
+    carry = carry * x + f(x)
+    return carry, carry.sin()
+
+
+def kept(x):
+    return torch.where(x > 0, x, x.exp()).sort()[0].softmax(0)
+
+
+def indexed(x):
+    return x[PLACES].index_add(0, PLACES, x) + x.gather(0, PLACES)
+
+
+def looked_up(i):
+    return nn.functional.embedding(i, W).sum(0)
+
+
+def convolved(x):
+    return CONV(x).relu()
+
+
+def attended(x):
+    y = x.expand(4, 3)
+    return nn.functional.scaled_dot_product_attention(y, y, y * 2)
+
+
+PLACES = torch.tensor([2, 0, 1], device=D)
+INDICES = torch.tensor([[0, 1], [2, 2]], device=D)
+CONV = nn.Conv1d(2, 3, 2).to(D)
+IMAGES = numbers(4, 2, 6)
+NETS = [nn.Linear(3, 2).to(D) for _ in range(4)]
+STATE = stack_module_state(NETS)
+NORM = nn.BatchNorm1d(3, track_running_stats=False).to(D)
+
+
+def ensemble(state, x):
+    return functional_call(NETS[0], state, (x,))
+
+
+def per_example_gradients():
+    state = dict(CONV.named_parameters())
+    return vmap(
+        grad(lambda s, x: functional_call(CONV, s, (x,)).square().sum()), in_dims=(None, 0)
+    )(state, IMAGES)
+
+
+def outside():
+    w = W.clone().requires_grad_()
+    vmap(lambda x: (x @ w).sin().sum())(XS).sum().backward()
+    return w.grad
+
+
+CALLS = {
+    "vmap": lambda: vmap(f)(XS),
+    "vmap of vmap": lambda: vmap(vmap(f))(XS.expand(2, 5, 3)),
+    "vmap, in chunks": lambda: vmap(f, chunk_size=2)(XS),
+    "vmap of writes": lambda: vmap(writes)(XS),
+    "vmap of a choice": lambda: vmap(kept)(XS),
+    "vmap of indices": lambda: vmap(indexed)(XS),
+    "vmap of an embedding": lambda: vmap(looked_up)(INDICES),
+    "vmap of a convolution": lambda: vmap(convolved)(IMAGES),
+    "vmap of attention": lambda: vmap(attended)(XS),
+    "vmap of batch norm": lambda: vmap(NORM)(numbers(2, 5, 3)),
+    "vmap of autograd": lambda: vmap(autograd_inside)(XS),
+    "draws that differ": lambda: vmap(drawn, randomness="different")(XS),
+    "draws that are the same": lambda: vmap(drawn, randomness="same")(XS),
+    "dropout": lambda: vmap(dropped, randomness="different")(XS),
+    "dropout, in chunks": lambda: vmap(dropped, randomness="different", chunk_size=2)(XS),
+    "grad": lambda: grad(loss)(X),
+    "grad_and_value": lambda: grad_and_value(loss)(X),
+    "grad of grad": lambda: grad(lambda x: grad(loss)(x).sum())(X),
+    "vmap of grad": lambda: vmap(grad(loss))(XS),
+    "per-example gradients": per_example_gradients,
+    "vjp": lambda: vjp(f, X)[1](V),
+    "jvp": lambda: jvp(f, (X,), (V,)),
+    "jvp of grad": lambda: jvp(grad(loss), (X,), (V,)),
+    "linearize": lambda: linearize(f, X)[1](V),
+    "jacrev": lambda: jacrev(f)(X),
+    "jacrev, in chunks": lambda: jacrev(f, chunk_size=2)(X),
+    "jacfwd": lambda: jacfwd(f)(X),
+    "hessian": lambda: hessian(loss)(X),
+    "vmap of hessian": lambda: vmap(hessian(loss))(XS),
+    "jacrev of jacfwd": lambda: jacrev(jacfwd(f))(X),
+    "scan": lambda: scan(steps, V, XS),
+    "vmap of scan": lambda: vmap(lambda x: scan(steps, x, XS)[0])(XS),
+    "grad of scan": lambda: grad(lambda x: scan(steps, x, XS)[1].sum())(X),
+    "associative_scan": lambda: associative_scan(torch.mul, XS),
+    "fori_loop": lambda: fori_loop(0, 3, lambda _, x: f(x), X),
+    "jit": lambda: JITTED(X),
+    "jit of vmap of grad": lambda: PER_EXAMPLE(XS),
+    "keys": lambda: forall.random.normal(forall.random.split(KEY, 3)[0], (3,)),
+    "vmap of keys": lambda: vmap(lambda k: forall.random.normal(k, (3,)))(KEYS),
+    "an ensemble": lambda: vmap(ensemble, in_dims=((0, 0), None))(STATE, X),
+    "outside": outside,
+}
+JITTED = jit(f)
+PER_EXAMPLE = jit(vmap(grad(loss)))
+KEY = forall.random.key(0).to(D)
+KEYS = forall.random.split(KEY, 4)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_host_does_not_wait(name, monkeypatch):
+    # A replay that is compared with the call itself waits for the comparison.
+    monkeypatch.setattr(forall.config, "replay", True)
+    for _ in range(3):  # as it is, recorded, and replayed
+        waits = fakedev.waits()
+        with fakedev.no_waits():
+            CALLS[name]()
+        assert fakedev.waits() == waits
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_nothing_is_sent_to_the_device(name, monkeypatch):
+    monkeypatch.setattr(forall.config, "replay", True)
+    CALLS[name]()  # what is kept is sent the first time
+    before = fakedev.sent()
+    CALLS[name]()
+    assert fakedev.sent() == before
+
+
+def test_a_branch_waits_once():
+    f = lambda x: forall.cond(x.sum() > 0, torch.sin, torch.cos, x)  # noqa: E731
+    before = fakedev.waits()
+    grad(lambda x: f(x).sum())(X)
+    assert fakedev.waits() == before + 1
