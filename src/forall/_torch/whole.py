@@ -20,6 +20,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling as is_compiling
 
+from forall._torch import tracers
 from forall._torch.names import pop_functions, pop_mode, push_functions, push_mode
 
 if TYPE_CHECKING:
@@ -102,6 +103,10 @@ def call(func: Callable, /, *args: Any, **kwargs: Any) -> Any:
     """``func(*args, **kwargs)``, after which this thread's state is as before if it fails."""
     if is_compiling() or _now.before is not None:
         return func(*args, **kwargs)
+    if tracers.trace_before_autograd():
+        from forall._torch import exporting  # which needs what needs this
+
+        return exporting.call(call, func, *args, **kwargs)
     try:
         _now.before = _found()
         result = func(*args, **kwargs)
