@@ -99,6 +99,18 @@ def test_make_fx(name: str, mode: str):
         assert same(actual, expected)
 
 
+OPEN = ("vmap∘hessian", "vmap∘jvp", "gradients of each example")
+
+
+@pytest.mark.parametrize("name", OPEN)
+def test_make_fx_leaves_the_number_of_examples_open(name: str):
+    f = PROGRAMS[name]
+    traced = make_fx(f, tracing_mode="symbolic", _allow_non_fake_inputs=True)(ROWS)
+    more = torch.cat([ROWS.cos(), ROWS, ROWS.sin()])
+    for actual, expected in zip(tree_leaves(traced(more)), tree_leaves(f(more)), strict=True):
+        assert same(actual, expected)
+
+
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_fake_tensors(name: str):
     """They have no numbers: shapes and dtypes alone are found."""

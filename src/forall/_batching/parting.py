@@ -35,6 +35,7 @@ def answers(t: Tensor) -> tuple[Tensor, list]:
     values, levels = answers(t.value)
     if t.axis is None:
         return values, levels
+    tracers_hear()
     with no_dispatch(), functions_off():
         return values.movedim(len(levels) + t.axis, len(levels)), [*levels, t.level]
 

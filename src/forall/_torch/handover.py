@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.func
-from torch.compiler import is_exporting
 
 from forall._torch import whole
 from forall._torch.dispatch import dynamo_loaded, in_torch_func, refuse_inside_linearize
@@ -31,11 +30,6 @@ def needed() -> bool:
         return True
     refuse_inside_linearize()
     return False
-
-
-def needed_by_levels() -> bool:
-    """Whether they must where ours would push a level, which torch.export's modes come before."""
-    return is_exporting() or needed()
 
 
 # As they are at import: somebody may put ours in the place of these later, by name.

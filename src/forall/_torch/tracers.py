@@ -6,11 +6,15 @@ A tracer takes what it is not told of for constant. So what our own code makes o
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from forall._torch.names import DispatchMode, pop_mode, push_mode
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 _modes = torch._C._len_torch_dispatch_stack
 _mode = torch._C._get_dispatch_stack_at
@@ -25,6 +29,11 @@ def lie_beneath() -> bool:
 def are_on() -> bool:
     """Whether a tracer is on: the numbers of its tensors are not those of later calls, or none."""
     return lie_beneath() and any(torch._C._get_dispatch_mode(key) for key in _TRACERS)
+
+
+def is_fake(a: Any) -> bool:
+    """Whether this is a tensor without numbers, as torch.export traces on."""
+    return isinstance(a, FakeTensor)
 
 
 class beneath_ours:
@@ -45,3 +54,32 @@ class beneath_ours:
 def unseen() -> Any:
     """A context for what our own code makes of tensors that are no wrappers of ours."""
     return beneath_ours() if lie_beneath() else torch._C._DisableTorchDispatch()
+
+
+class Unsized:
+    """``range(size)`` for a size that a tracer leaves open, until somebody needs the numbers."""
+
+    __slots__ = ("size",)
+
+    def __init__(self, size: Any) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return int(self.size)
+
+    def __getitem__(self, i: Any) -> Any:
+        return range(self.size)[i]
+
+
+def counted(size: Any) -> Sequence[int]:
+    """``range(size)``; a size of a tracer's own stays open."""
+    return range(size) if type(size) is int else cast("Sequence[int]", Unsized(size))
+
+
+def trace_before_autograd() -> bool:
+    """Whether a tracer is on that sees operators before autograd does, as torch.export's."""
+    return _is_included(_BEFORE)
+
+
+_BEFORE = torch._C.DispatchKey.PreDispatch
+_is_included = torch._C._dispatch_tls_is_dispatch_key_included

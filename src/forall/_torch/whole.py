@@ -20,6 +20,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling as is_compiling
 
+from forall._torch import tracers
 from forall._torch.names import pop_functions, pop_mode, push_functions, push_mode
 
 if TYPE_CHECKING:
@@ -110,6 +111,10 @@ def call(func: Callable, /, *args: Any, **kwargs: Any) -> Any:
     if is_compiling() or _now.before is not None:
         return func(*args, **kwargs)
     _ever_called = True
+    if tracers.trace_before_autograd():
+        from forall._torch import exporting  # which needs what needs this
+
+        return exporting.call(call, func, *args, **kwargs)
     try:
         _now.before = _found()
         result = func(*args, **kwargs)

@@ -13,7 +13,7 @@ import torch
 
 from forall._torch.dispatch import aside, functions_off, no_dispatch
 from forall._torch.shapes import broadcast_shapes
-from forall._torch.tracers import unseen
+from forall._torch.tracers import is_fake, lie_beneath, unseen
 from forall._torch.wrapper import Wrapper
 
 aten = torch.ops.aten
@@ -73,7 +73,8 @@ def _is_zero(a: Any) -> bool:
     """Whether it is marked, at whatever level, and nobody has written into it since."""
     while isinstance(a, Wrapper) and getattr(a, "axis", None) is None:
         a = a.value
-    if type(a) is not torch.Tensor or not getattr(a, "never_moves", False):
+    plain = type(a) is torch.Tensor or (lie_beneath() and is_fake(a))
+    if not plain or not getattr(a, "never_moves", False):
         return False
     with torch._C.DisableTorchFunction():
         return a._version == 0

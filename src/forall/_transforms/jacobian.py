@@ -327,7 +327,7 @@ def hessian(
 
     @replaying(func, how)
     def second(func: Callable, /, *args: Any, **kwargs: Any) -> Any:
-        if handover.needed_by_levels():
+        if handover.needed():
             return _hessian_by_torch(func, argnums, argnames, has_aux, return_value, args, kwargs)
         call = called("hessian", func, argnums, argnames)
         first = First(call, func, args, kwargs, (argnums, argnames), has_aux, chunk_size)
@@ -363,7 +363,7 @@ def derived(
     @replaying(func, how)
     def jacobian(func: Callable, /, *args: Any, **kwargs: Any) -> Any:
         f = valued(verb, func, has_aux) if return_value else func
-        if handover.needed_by_levels():
+        if handover.needed():
             return by_torch(torchs or verb, f, args, kwargs, *which, has_aux=beside, **options)
         call = called(verb, func, *which)
         given = Arguments(call, args, kwargs, *which, error)

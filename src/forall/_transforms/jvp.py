@@ -83,7 +83,7 @@ def jvp(
     """
     how = told("jvp", locals())
     checks.callable_("jvp", func)
-    if handover.needed_by_levels():
+    if handover.needed():
         return handover.call("jvp", func, primals, tangents, strict=strict, has_aux=has_aux)
     eager = functools.partial(_jvp, strict, has_aux)
     if is_on():

@@ -67,7 +67,7 @@ def linearize(func: Callable, *primals: Any) -> tuple[Any, Callable]:
     """
     how = told("linearize", locals())
     checks.callable_("linearize", func)
-    if handover.needed_by_levels():
+    if handover.needed():
         return handover.linearize(func, primals)
     call = Call("linearize", func)
     flat, spec = checks.primals(call, primals)

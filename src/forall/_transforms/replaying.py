@@ -29,6 +29,7 @@ from forall._core.levels import stack
 from forall._programs.attempts import clock, without_collections
 from forall._torch import handover, whole
 from forall._torch.dispatch import dispatch_modes
+from forall._torch.tracers import trace_before_autograd
 from forall._transforms import anew
 from forall._transforms.chunking import Chunks
 
@@ -177,6 +178,8 @@ def is_on() -> bool:
     Not inside a transform, which has the whole call to replay, and may pull back many at once.
     """
     if not config.now.replay or stack.top is not None or stack.reversing:
+        return False
+    if trace_before_autograd():
         return False
     return not handover.needed()
 

@@ -166,14 +166,14 @@ class Verb(NamedTuple):
         call = Call("vmap", func, in_dims=in_dims)
         if isinstance(in_dims, dict):
             args, kwargs, *dims = mapping.named(call, func, in_dims, args, kwargs)
-            if handover.needed_by_levels():
+            if handover.needed():
                 checks.no_key(call, randomness)
                 return handover.call_named(
                     func, tuple(dims), out_dims, randomness, for_torch(chunk_size)
                 )(*args, **kwargs)
         else:
             dims = [in_dims]
-            if handover.needed_by_levels():
+            if handover.needed():
                 checks.no_key(call, randomness)
                 return handover.call(
                     "vmap", func, in_dims, out_dims, randomness, chunk_size=for_torch(chunk_size)
@@ -185,7 +185,7 @@ class Verb(NamedTuple):
             if type(x) is not torch.Tensor and is_dressed(x):
                 entering = entering.looked_at(call)
                 break
-        origin = Origin(call, users_instruction(), range(entering.size), entering.size)
+        origin = Origin(call, users_instruction(), tracers.counted(entering.size), entering.size)
         whole = Mapping(func, entering, places, Draws(randomness), origin, options)
         result = whole.run() if chunk_size is None else in_chunks(whole, chunk_size)
         return nested(places.call, result) if options.ragged else result
