@@ -2,8 +2,16 @@
 
 Each contestant agrees with the hand-written program before anything is timed. All of them run in
 every round, one after the other, and a ratio is the median over rounds. Times are the wall clock's,
-between two synchronisations around so many calls that they take some milliseconds; "by hand" is
-one call of the hand-written program. Peak memory is the allocator's.
+between two synchronisations around so many calls that they take some milliseconds. Below 1, forall
+is the faster one. The columns:
+
+    eager/func     forall as it is, to torch.func
+    replayed/..    with calls replayed unasked; jit/.., graphs/.., inductor/..: by `jit` and backend
+    ../hand        to the hand-written program
+    ../loop        to the loop over examples, where torch.func refuses
+    host share     of an eager call's time until the host is done with it: near 1, the device waits
+    memory/..      peak memory of eager calls, as the allocator counts it
+    by hand        the time of one call of the hand-written program
 """
 
 from __future__ import annotations
@@ -31,7 +39,7 @@ from torch.nn import functional as F
 
 import forall
 import workloads  # noqa: F401 - importing the groups registers their workloads
-from measure import Disagreement, make, time_programs
+from measure import Disagreement, make, synchroniser, time_programs
 from memory import peak_bytes
 from registry import (
     JIT,
@@ -40,25 +48,23 @@ from registry import (
     REPLAYED,
     WORKLOADS,
     Contestants,
+    Program,
     Workload,
     assert_agree,
     parting,
 )
 from report import ratios
+from workloads import attention
 from workloads.hessians import at_points
 from workloads.parting import newton, newton_masked
 from workloads.per_example import convolutional, perceptron
 from workloads.pointwise import gradient_of_size, of_size
 
-COLUMNS = {
-    "forall / torch.func": (0, 1),
-    "replayed / torch.func": (REPLAYED, 1),
-    "jit / torch.func": (JIT, 1),
-    "forall / hand": (0, 2),
-    "replayed / hand": (REPLAYED, 2),
-    "jit / hand": (JIT, 2),
-}
+# What is divided by torch.func, or by what stands in its place, and by the hand-written program.
+OURS = {"eager": 0, "replayed": REPLAYED, "jit": JIT, "graphs": JIT + 2, "inductor": JIT + 3}
+OTHERS = {NAMES: "func", PARTING: "loop"}  # the second contestant, by the names of all
 ROUNDS, TARGET = 7, 0.02
+COMPILED = 3  # rows that torch's compiler is tried on too, seconds each
 
 
 class Row(NamedTuple):
@@ -175,6 +181,10 @@ def lstm_gradients(device: torch.device) -> Contestants:
     return Contestants(programs, found.check, (1.0, len(xs) / len(chosen), 1.0))
 
 
+def larger_attention(device: torch.device) -> Contestants:
+    return attention.of_size(device, 256, 128, 128)
+
+
 # --- the rows, the most important ones first ------------------------------------------------------
 
 ROWS = (
@@ -191,6 +201,7 @@ ROWS = (
     made("draws", drawn),
     made("per-example-mlp, 2048", lambda d: perceptron(d, 2048), with_memory=True),
     made("per-example-cnn, 512", lambda d: convolutional(d, 512), with_memory=True),
+    made("per-example-attention, 256 x 128 x 128", larger_attention, with_memory=True),
     registered("norms-mlp", with_memory=True),
     registered("grad-of-two-numbers"),
     registered("vmap-grad-of-two-numbers"),
@@ -219,21 +230,67 @@ ROWS = (
 QUICK = 10  # the first of them
 
 
+Tell = Callable[[str, str, str], None]  # a name, a status, and a text
+
+
+def by_backends(
+    row: Row, contestants: Contestants, device: torch.device, compiled: bool, tell: Tell
+) -> list[Program | None]:
+    """The first program by `jit` with CUDA graphs, and with torch's compiler, where it can be."""
+    found: list[Program | None] = []
+    for backend in ("cudagraphs", "inductor"):
+        is_tried = device.type == "cuda" if backend == "cudagraphs" else compiled
+        program = None
+        if is_tried and contestants.jitted is not None and contestants.transformed is not None:
+            name = f"{row.workload.name} by {backend}"
+            try:
+                program = forall.jit(contestants.anew(forall), backend=backend)
+                for _ in range(3):
+                    contestants.check(program(), contestants.programs[2]())
+            except AssertionError as error:
+                tell(name, "wrong", str(error))
+                program = None
+            except Exception as error:
+                lacks = "this machine cannot run that backend" in str(error)
+                tell(name, "skipped" if lacks else "error", f"{type(error).__name__}: {error}")
+                program = None
+        found.append(program)
+    return found
+
+
 def medians(samples: list[tuple[float, ...]], names: tuple[str, ...]) -> dict[str, float]:
     """The ratios that are known, by the names of their columns."""
-    columns = COLUMNS if names == NAMES else {k: v for k, v in COLUMNS.items() if v[1] == 2}
-    if names == PARTING:
-        columns = {"forall / loop": (0, 1)} | columns
-    found = {name: statistics.median(ratios(samples, *pair)) for name, pair in columns.items()}
+    below = {"hand": 2} | ({OTHERS[names]: 1} if names in OTHERS else {})
+    found = {
+        f"{ours}/{other}": statistics.median(ratios(samples, OURS[ours], place))
+        for other, place in sorted(below.items())
+        for ours in OURS
+    }
     return {name: value for name, value in found.items() if not math.isnan(value)}
 
 
-def measured(row: Row, device: torch.device, quick: bool) -> dict[str, Any]:
+def share_of_the_host(program: Program, device: torch.device, calls: int = 20) -> float:
+    """By how much of a call's time the host is done: near 1, it is what the device waits for."""
+    synchronise = synchroniser(device)
+    synchronise()
+    started = time.perf_counter()
+    for _ in range(calls):
+        program()
+    said = time.perf_counter() - started
+    synchronise()
+    return said / (time.perf_counter() - started)
+
+
+def measured(
+    row: Row, device: torch.device, quick: bool, compiled: bool, tell: Tell
+) -> dict[str, Any]:
     """One line of the table."""
     workload = row.workload
     contestants = make(workload, device)
-    programs = [program for program, _ in contestants.all]
+    programs: list[Program | None] = [program for program, _ in contestants.all]
     factors = [factor for _, factor in contestants.all]
+    programs += by_backends(row, contestants, device, compiled, tell)
+    factors += [factors[0]] * (len(programs) - len(factors))
     rounds, target = (3, 0.005) if quick else (ROUNDS, TARGET)
     samples = [
         tuple(t * factor for t, factor in zip(sample, factors, strict=True))
@@ -241,12 +298,13 @@ def measured(row: Row, device: torch.device, quick: bool) -> dict[str, Any]:
     ]
     by_hand = statistics.median(sample[2] for sample in samples)
     found = medians(samples, workload.names)
+    if device.type == "cuda":
+        found["host share"] = share_of_the_host(contestants.programs[0], device)
     if row.with_memory and device.type == "cuda":
-        bytes_ = [tuple(math.nan if p is None else float(peak_bytes(p, device)) for p in programs)]
-        if bytes_[0][1] > 0 and workload.names == NAMES:
-            found["memory: forall / torch.func"] = bytes_[0][0] / bytes_[0][1]
-        if bytes_[0][2] > 0:
-            found["memory: forall / hand"] = bytes_[0][0] / bytes_[0][2]
+        eager, other, hand = (float(peak_bytes(p, device)) for p in contestants.programs)
+        if workload.names == NAMES:
+            found["memory/func"] = eager / other
+        found["memory/hand"] = eager / hand
     return {"name": workload.name, "ratios": found, "by hand": f"{1e3 * by_hand:.3g} ms"}
 
 
@@ -280,7 +338,8 @@ def main() -> int:
         print(json.dumps(entry), file=lines or sys.stdout, flush=True)
 
     def status(name: str, word: str, text: str, seconds: float = 0.0, count: int = 1) -> None:
-        entry = {"section": "times", "name": name, "status": word, "text": text}
+        short = " ".join(text.split())[:300]
+        entry = {"section": "times", "name": name, "status": word, "text": short}
         tell(entry | {"seconds": seconds, "count": count})
 
     failed = False
@@ -293,13 +352,13 @@ def main() -> int:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                entry = measured(row, device, options.quick)
+                compiled = not options.quick and i < COMPILED
+                entry = measured(row, device, options.quick, compiled, status)
         except Exception as error:
             traceback.print_exception(error)
             failed = True
             word = "wrong" if isinstance(error, Disagreement) else "error"
-            text = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-            status(name, word, text, time.time() - started)
+            status(name, word, f"{type(error).__name__}: {error}", time.time() - started)
             continue
         tell(entry)
         status(name, "ok", "", time.time() - started)

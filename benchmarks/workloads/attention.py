@@ -12,21 +12,20 @@ LENGTH, WIDTH, HEADS, EXAMPLES = 16, 32, 4, 32
 def attend(projected: torch.Tensor) -> torch.Tensor:
     """Multi-head attention of packed queries, keys and values (..., length, 3 * width)."""
     query, key, value = (
-        part.unflatten(-1, (HEADS, WIDTH // HEADS)).transpose(-3, -2)
-        for part in projected.chunk(3, dim=-1)
+        part.unflatten(-1, (HEADS, -1)).transpose(-3, -2) for part in projected.chunk(3, dim=-1)
     )
-    scores = query @ key.transpose(-2, -1) / (WIDTH // HEADS) ** 0.5
+    scores = query @ key.transpose(-2, -1) / query.shape[-1] ** 0.5
     return (scores.softmax(-1) @ value).transpose(-3, -2).flatten(-2)
 
 
 class Block(nn.Module):
     """Layer normalisation, self-attention, output projection and the residual connection."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.pack = nn.Linear(WIDTH, 3 * WIDTH)
-        self.out = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.LayerNorm(width)
+        self.pack = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.out(attend(self.pack(self.norm(x))))
@@ -45,11 +44,12 @@ def by_jax_loss(jax):
         standard = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5)
         normal = standard * p["norm.weight"] + p["norm.bias"]
         packed = normal @ p["pack.weight"].T + p["pack.bias"]
+        length, width = x.shape
         query, key, value = (
-            part.reshape(LENGTH, HEADS, -1).swapaxes(0, 1) for part in np.split(packed, 3, -1)
+            part.reshape(length, HEADS, -1).swapaxes(0, 1) for part in np.split(packed, 3, -1)
         )
-        scores = query @ key.swapaxes(1, 2) / (WIDTH // HEADS) ** 0.5
-        attended = (jax.nn.softmax(scores) @ value).swapaxes(0, 1).reshape(LENGTH, WIDTH)
+        scores = query @ key.swapaxes(1, 2) / (width // HEADS) ** 0.5
+        attended = (jax.nn.softmax(scores) @ value).swapaxes(0, 1).reshape(length, width)
         output = x + attended @ p["out.weight"].T + p["out.bias"]
         return ((output - target) ** 2).mean()
 
@@ -62,10 +62,14 @@ def by_jax_loss(jax):
     f"length {LENGTH} and width {WIDTH}",
 )
 def per_example_attention(device: torch.device) -> Contestants:
-    block = Block().to(device)
+    return of_size(device, EXAMPLES, LENGTH, WIDTH)
+
+
+def of_size(device: torch.device, examples: int, length: int, width: int) -> Contestants:
+    block = Block(width).to(device)
     parameters = {name: value.detach() for name, value in block.named_parameters()}
-    inputs = torch.randn(EXAMPLES, LENGTH, WIDTH, device=device)
-    targets = torch.randn(EXAMPLES, LENGTH, WIDTH, device=device)
+    inputs = torch.randn(examples, length, width, device=device)
+    targets = torch.randn(examples, length, width, device=device)
 
     def transformed(api):
         def loss(parameters, x, target):
@@ -76,13 +80,13 @@ def per_example_attention(device: torch.device) -> Contestants:
 
     def handwritten():
         p = parameters
-        standard = F.layer_norm(inputs, (WIDTH,))
+        standard = F.layer_norm(inputs, (width,))
         normal = (standard * p["norm.weight"] + p["norm.bias"]).requires_grad_()
         projected = F.linear(normal, p["pack.weight"], p["pack.bias"])
         attended = attend(projected)
         output = F.linear(attended, p["out.weight"], p["out.bias"])
         # Summing over the examples what mse_loss averages within each of them.
-        loss = (inputs + output - targets).square().sum() / (LENGTH * WIDTH)
+        loss = (inputs + output - targets).square().sum() / (length * width)
         grads = torch.autograd.grad(loss, (normal, projected, output))
         pack_weight, pack_bias = layer_gradients(normal.detach(), grads[1])
         out_weight, out_bias = layer_gradients(attended.detach(), grads[2])
@@ -100,6 +104,6 @@ def per_example_attention(device: torch.device) -> Contestants:
         return gradients, (parameters, inputs, targets)
 
     def of_all(block):
-        return (block(inputs) - targets).square().sum() / (LENGTH * WIDTH)
+        return (block(inputs) - targets).square().sum() / (length * width)
 
     return contest(transformed, handwritten, by_jax=by_jax, by_opacus=(block, of_all))

@@ -22,6 +22,7 @@ import importlib.util
 import json
 import os
 import platform
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -384,15 +385,23 @@ def report(
 
 
 def table_of_ratios(ratios: list[dict[str, Any]]) -> list[str]:
+    """Forall's time, or peak memory, divided by another's: what each column is, on_a_gpu tells."""
     if not ratios:
         return []
-    columns = list(dict.fromkeys(c for e in ratios for c in e["ratios"]))
-    lines = ["", "| time, or peak memory | " + " | ".join(columns) + " | by hand |"]
+    found = [c for e in ratios for c in e["ratios"]]
+    order = ("func", "loop", "hand", "share")
+    columns = [c for o in order for c in dict.fromkeys(found) if c.endswith(o) and "mem" not in c]
+    columns += sorted({c for c in found if "mem" in c})
+    lines = ["", "| program | " + " | ".join(columns) + " | by hand |"]
     lines.append("| --- |" + " ---: |" * (len(columns) + 1))
     for e in ratios:
         cells = " | ".join(number(e["ratios"].get(c)) for c in columns)
         lines.append(f"| {e['name']} | {cells} | {e['by hand']} |")
-    return lines
+    means = [
+        statistics.geometric_mean([e["ratios"][c] for e in ratios if e["ratios"].get(c)] or [1.0])
+        for c in columns
+    ]
+    return [*lines, f"| geometric mean | {' | '.join(map(number, means))} | |"]
 
 
 def number(value: float | None) -> str:
