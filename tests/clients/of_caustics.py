@@ -9,7 +9,8 @@ def make():
     lens = caustics.SIE(
         cosmology=cosmology, z_l=0.5, z_s=1.0, x0=0.0, y0=0.0, q=0.7, phi=0.3, Rein=1.0
     )
-    xs, ys = torch.linspace(0.2, 1.5, 24), torch.linspace(-1.0, 1.2, 24)
+    # torch.func's jacfwd gives float64 for float32: the lens has its numbers in float64.
+    xs, ys = torch.linspace(0.2, 1.5, 24).double(), torch.linspace(-1.0, 1.2, 24).double()
 
     def run():
         at = lens.jacobian_lens_equation(xs, ys)

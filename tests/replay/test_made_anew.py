@@ -47,6 +47,8 @@ def doubled(x):
 
 STEPS = {
     "a function of nothing else": lambda net, x: vmap(grad(lambda v: v.sin().sum()))(x),
+    "of a function of torch's": lambda net, x: vmap(vmap(torch.sin, 0, -1))(x),
+    "a gradient of a function of torch's": lambda net, x: vmap(grad(torch.sum))(x),
     "of a module": lambda net, x: vmap(grad(lambda v: net(v).sum()))(x).detach(),
     "of a module and a function": lambda net, x: vmap(
         jacrev(lambda v: doubled(net(v)).sum() * SCALE)
