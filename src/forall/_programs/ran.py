@@ -7,7 +7,7 @@ the same instructions, so only what these name has a say in what they give.
 NOTE [seen by the instruction]
     Lines would be cheaper to see, but one may hold both branches. Python tells of each instruction
     to who asks by ``sys.settrace``, except of one behind EXTENDED_ARG, which is told of instead.
-    What runs in another thread, as backward passes on other devices do, is not seen.
+    What runs in another thread is not seen; backward passes run in this one, on whatever device.
 """
 
 from __future__ import annotations
@@ -29,11 +29,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
     from types import FrameType
 
-    from forall._programs.program import Value
 
 _EACH = 64  # lines after which it is asked how long that took
 SIGHTS = 3  # of what calls run, before one may be recorded: the first may set things up
-SEEN = ("cpu", "meta")  # devices: a backward pass on others has threads of its own
 _GLOBALS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"})
 _STOPS = frozenset({"breakpoint", "set_trace"})
 _NAMED = frozenset(dis.hasname)
@@ -52,10 +50,6 @@ class Everything:
     def watching(self) -> AbstractContextManager:
         """While this, it is seen what runs."""
         return nullcontext()
-
-    def saw(self, values: Iterable[Value]) -> bool:
-        """Whether what made these was seen, if anything was."""
-        return True
 
     def reading(self) -> AbstractContextManager:
         """While this, what is read is kept: it is asked for again and again, and is much."""
@@ -193,9 +187,6 @@ class Ran(Everything):
         members = [getattr(value, "__func__", value) for value in vars(kind).values()]
         functions = [f for f in members if isinstance(f, FunctionType)]
         return bool(functions) and all(map(self.idle, functions))
-
-    def saw(self, values: Iterable[Value]) -> bool:
-        return all(value.layout.device.type in SEEN for value in values)
 
     @contextmanager
     def reading(self) -> Iterator[None]:

@@ -32,7 +32,7 @@ from forall._programs.differentiated import Differentiated
 from forall._programs.guards import Guards
 from forall._programs.pulling import FIRST, Pass
 from forall._programs.purity import doubt
-from forall._programs.ran import EVERYTHING, SEEN, SIGHTS, Everything, Ran
+from forall._programs.ran import EVERYTHING, SIGHTS, Everything, Ran
 from forall._programs.recording import Before, Unfinished, begun, guarding
 from forall._programs.replayed import MISSED
 from forall._programs.sameness import Unfit, objects_of, outlined
@@ -43,7 +43,7 @@ from forall._torch.names import has_global_hooks
 from forall._torch.unchanged import writes_into
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
     from forall._programs.recording import Recording
     from forall._programs.replayed import Recorded
@@ -213,7 +213,7 @@ class Replays(Unwatched):
     def _first(self, call: _Call, due: _Due) -> Any:
         until = NEVER if config.now.replay == "check" else Deadline.of(due.seconds, due.operators)
         if due.ran.seen or self.unseen is None:
-            glance = due.ran if due.ran.seen or not _are_seen(call.leaves) else _GLANCE
+            glance = due.ran if due.ran.seen else _GLANCE
             with glance.reading():
                 guards = guarding(self.eager, (call.args, call.kwargs), glance, until)
                 why = self._doubt(guards)
@@ -225,7 +225,7 @@ class Replays(Unwatched):
             if why == TOO_LONG:
                 self._put_off(call.kind, due, why)
                 return call.instead()
-            if due.sights >= SIGHTS or not _are_seen((*call.leaves, *guards.tensors.values())):
+            if due.sights >= SIGHTS:
                 self._refuse(call.kind, due, why)
                 return call.instead()
             self.unseen = self.unseen or why
@@ -316,7 +316,7 @@ class Replays(Unwatched):
 
     def _goes_on(self, kind: Any, unfinished: _Begun, until: Deadline) -> Recorded | None:
         """Clean a program and write it down, as far as there is time for that."""
-        due, guards = unfinished.due, unfinished.guards
+        due = unfinished.due
         try:
             recorded = unfinished.go_on(until)
         except Exception as error:  # noqa: BLE001 - of ours, and the call is the user's
@@ -331,8 +331,6 @@ class Replays(Unwatched):
             why = "it writes into a tensor from outside"
         elif sum(c.nbytes for c in recorded.program.constants.values()) > _MOST_BYTES:
             why = "its program would keep too much in memory"
-        elif not guards.ran.saw(recorded.program.values):
-            why = self.unseen
         if why is not None:
             self._refuse(kind, due, why)
             return None
@@ -361,10 +359,6 @@ def _homes(guards: Guards) -> list[dict[str, Any]]:
     functions = (f for f in guards.reached() if isinstance(f, FunctionType))
     running = (f.__globals__ for f in functions if guards.ran.holds(f.__code__))
     return [*{id(home): home for home in running}.values()]
-
-
-def _are_seen(values: Iterable[Any]) -> bool:
-    return all(x.device.type in SEEN for x in values if isinstance(x, torch.Tensor))
 
 
 class _Call(NamedTuple):
