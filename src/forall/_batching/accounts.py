@@ -146,7 +146,11 @@ class Chain:
     def settle(self) -> None:
         """s <- a**B * s + the sum of a**(B-1-i) * data[i]."""
         dtype, factor = self.target.dtype, self.factor
-        a = torch.as_tensor(factor, dtype=_EXACT.get(type(factor)), device=self.target.device)
+        device = self.target.device
+        if exact := _EXACT.get(type(factor)):  # to fill does not wait for the device
+            a = torch.full((), factor, dtype=exact, device=device)
+        else:
+            a = torch.as_tensor(factor, device=device)
         if dtype.is_floating_point:
             a = a.to(torch.promote_types(a.dtype, torch.float64))
         elif type(factor) is int:
