@@ -11,6 +11,7 @@ from forall._programs.differentiated import Differentiated
 from forall._programs.program import Ref
 from forall._programs.statics import unboxed
 from forall._torch import trees
+from forall._torch.dispatch import is_autocast
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -66,7 +67,7 @@ def words(args: tuple, kwargs: dict[str, Any]) -> str:
     state = {
         "no_grad": not torch.is_grad_enabled() and not torch.is_inference_mode_enabled(),
         "inference_mode": torch.is_inference_mode_enabled(),
-        "autocast": torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"),
+        "autocast": is_autocast(),
     }
     under = " and ".join(name for name, on in state.items() if on)
     return ", ".join(given) + (f"; under {under}" if under else "")
