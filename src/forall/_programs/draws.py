@@ -26,7 +26,8 @@ class Draws:
     def stray(self) -> bool:
         """Whether anything else has moved a generator."""
         now = generators.states(self._known)
-        return any(not torch.equal(state, self._states[key]) for key, state in now.items())
+        was = self._states  # which lacks a device that has been set up since
+        return any(key not in was or not torch.equal(was[key], now[key]) for key in now)
 
     def of_a_stranger(self, args: Any) -> bool:
         """Whether an operator draws from a generator that the function has made itself."""

@@ -12,6 +12,7 @@ from forall._programs.program import Ref
 from forall._programs.statics import unboxed
 from forall._torch import trees
 from forall._torch.devices import default_device
+from forall._torch.dispatch import is_autocast
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -67,7 +68,7 @@ def words(args: tuple, kwargs: dict[str, Any]) -> str:
     state = {
         "no_grad": not torch.is_grad_enabled() and not torch.is_inference_mode_enabled(),
         "inference_mode": torch.is_inference_mode_enabled(),
-        "autocast": torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"),
+        "autocast": is_autocast(),
     }
     device = default_device()
     state[f"default device {device}"] = device is not None

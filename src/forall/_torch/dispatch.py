@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 import os
 import sys
 import threading
@@ -289,7 +290,12 @@ is_autocast = torch._C._is_any_autocast_enabled
 
 
 _Keys = torch._C.DispatchKeySet
-_CASTS = _Keys(torch._C.DispatchKey.AutocastCPU) | _Keys(torch._C.DispatchKey.AutocastCUDA)
+# A key for each kind of device that autocast knows, and the names of these kinds.
+CAST_KEYS = tuple(name for name in vars(torch._C.DispatchKey) if name.startswith("Autocast"))
+_CASTS = functools.reduce(
+    operator.or_, (_Keys(getattr(torch._C.DispatchKey, name)) for name in CAST_KEYS)
+)
+_CAST_DEVICES = ("cpu", "cuda", "mtia", "maia", "xpu", "ipu", "hpu", "xla", "mps")
 
 
 def without_autocast() -> Any:
@@ -299,8 +305,11 @@ def without_autocast() -> Any:
 
 def autocast_state() -> tuple:
     """What autocast does now, for each kind of device that it can be on for."""
+    own = torch._C._get_privateuse1_backend_name()  # of a backend that is no part of torch
     return tuple(
-        (d, torch.get_autocast_dtype(d)) for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)
+        (d, torch.get_autocast_dtype(d))
+        for d in (*_CAST_DEVICES, own)
+        if torch.is_autocast_enabled(d)
     )
 
 

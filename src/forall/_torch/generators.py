@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forall._torch import whole
+from forall._torch.device_threads import has_device_threads
 from forall._torch.whole import contextmanager
 
 if TYPE_CHECKING:
@@ -23,15 +24,41 @@ _noting = _Noting.made()
 
 
 def states(leaves: Iterable[Any]) -> States:
-    """Those on the CPU and on every device that a tensor lies on, and of generators given."""
-    leaves = list(leaves)
-    devices = {t.device for t in leaves if isinstance(t, torch.Tensor) and t.is_cuda}
+    """Return those of the CPU, of all devices in use and of generators given.
+
+    No argument need lie on a device for a function to draw there.
+    """
     with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
         return {
             torch.device("cpu"): torch.get_rng_state(),
-            **{d: torch.cuda.get_rng_state(d) for d in devices},
+            **{d: _read(d) for d in _devices()},
             **{g: g.get_state() for g in leaves if isinstance(g, torch.Generator)},
         }
+
+
+def _devices() -> list[torch.device]:
+    """The accelerator's devices, once one of them has been used: to ask must not set them up."""
+    if not has_device_threads():
+        return []
+    kind = torch.accelerator.current_accelerator()
+    assert kind is not None  # noqa: S101 - one is available
+    is_set_up = getattr(torch.get_device_module(kind), "is_initialized", None)
+    if is_set_up is not None and not is_set_up():
+        return []
+    return [torch.device(kind.type, i) for i in range(torch.accelerator.device_count())]
+
+
+def _read(device: torch.device) -> torch.Tensor:
+    module = torch.get_device_module(device)
+    return module.get_rng_state() if device.type == "mps" else module.get_rng_state(device)
+
+
+def _write(state: torch.Tensor, device: torch.device) -> None:
+    module = torch.get_device_module(device)
+    if device.type == "mps":
+        module.set_rng_state(state)
+    else:
+        module.set_rng_state(state, device)
 
 
 def restore(saved: States) -> None:
@@ -39,10 +66,10 @@ def restore(saved: States) -> None:
         for key, state in saved.items():
             if isinstance(key, torch.Generator):
                 key.set_state(state)
-            elif key.type == "cuda":
-                torch.cuda.set_rng_state(state, key)
-            else:
+            elif key.type == "cpu":
                 torch.set_rng_state(state)
+            else:
+                _write(state, key)
 
 
 @contextmanager
@@ -78,5 +105,9 @@ def of(args: Iterable[Any]) -> torch.Generator:
             return a
         if isinstance(a, torch.Tensor):
             device = a.device
-    cuda = device.type == "cuda"
-    return torch.cuda.default_generators[device.index or 0] if cuda else torch.default_generator
+    if device.type == "cpu":
+        return torch.default_generator
+    module = torch.get_device_module(device)
+    if device.type == "mps":
+        return module._get_default_mps_generator()
+    return module.default_generators[device.index or 0]

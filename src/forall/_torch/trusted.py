@@ -26,6 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
+from forall._torch.dispatch import CAST_KEYS
 from forall._torch.names import OpOverload, OpOverloadPacket, function_homes, functions_pass
 from forall._torch.versions import LATER_QUESTIONS
 
@@ -150,8 +151,7 @@ QUESTIONS = frozenset(
 _COMPOSITE = (
     "CompositeImplicitAutograd",
     "CompositeImplicitAutogradNestedTensor",
-    "AutocastCPU",
-    "AutocastCUDA",
+    *CAST_KEYS,
 )
 
 # Torch's functions of tensors, and what is not found where they are.

@@ -25,10 +25,11 @@ from forall._lanes.heap import SeveralKinds, Unsplittable
 from forall._lanes.varying import Varying
 from forall._lanes.words import words
 from forall._torch import trees
+from forall._torch.memory import is_out_of_memory
 from forall._torch.posed import bare
 from forall._torch.wrapper import Wrapper
 from forall._transforms.governor import code_of, run_cheaper
-from forall._transforms.groups import Altered, Groups, in_groups, is_out_of_memory
+from forall._transforms.groups import Altered, Groups, in_groups
 from forall._transforms.loop import retell
 
 if TYPE_CHECKING:

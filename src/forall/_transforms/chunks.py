@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forall._torch import generators, trees
+from forall._torch.memory import empty_cache, has_allocated_on_accelerator, is_out_of_memory
 from forall._transforms.chunking import chunks_of
-from forall._transforms.groups import Altered, is_out_of_memory, joined
+from forall._transforms.groups import Altered, joined
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -83,10 +84,10 @@ def _each(
                 raise
             found, step = None, (len(numbers) + 1) // 2
         if found is None:  # out here nothing holds the frames that failed, nor their tensors
-            on_gpu = torch.cuda.is_initialized()
+            on_gpu = has_allocated_on_accelerator()
             gc.collect(2 if on_gpu else 1)  # all of Python's objects take a tenth of a second
             if on_gpu:
-                torch.cuda.empty_cache()
+                empty_cache()
             continue
         yield numbers, found
         start = numbers.stop

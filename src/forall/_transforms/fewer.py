@@ -13,6 +13,7 @@ from forall._core.levels import top
 from forall._derivatives import reverse
 from forall._torch.dispatch import functions_off
 from forall._torch.history import nodes
+from forall._torch.memory import is_out_of_memory
 from forall._transforms import checks
 from forall._transforms.sweeps import Blocks, blocks_of, moved
 from forall._transforms.vjp import Pullback, pullback
@@ -83,9 +84,9 @@ def _pushed(call: Call, pull: Pullback, xs: list, chunk: Chunk) -> list | None:
     try:
         push, *_ = pullback(call, lambda *cots: tuple(pull.at(top(), [*cots])), cots, False)
         columns = blocks_of(push, chunk)  # [i][o], of shape (*I, *O)
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError:
+    except RuntimeError as error:
+        if is_out_of_memory(error):
+            raise
         return None
     return [
         [_turned(c[o], x.dim()) for c, x in zip(columns, xs, strict=True)] for o in range(len(cots))

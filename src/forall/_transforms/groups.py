@@ -23,6 +23,7 @@ from forall._core.parting import Late
 from forall._core.remembering import Remembered
 from forall._torch import generators, tracers, trees
 from forall._torch.dispatch import functions_off
+from forall._torch.memory import is_out_of_memory
 from forall._transforms import mapping
 from forall._transforms.budget import unlimited
 from forall._transforms.ragged import Ragged, together
@@ -172,13 +173,6 @@ def _in_groups(call: Mapping, groups: list[list[int]], before: State) -> tuple[l
     for ledger in run.touched.ledgers:
         ledger.forget()
     return joined(call.places, sorted(run.parts, key=lambda p: p[0][0]))
-
-
-def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether an allocation failed, on whatever device."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
 
 
 def _spared(call: Mapping, error: BaseException | None) -> bool:
