@@ -9,6 +9,7 @@ import torch
 from forall._batching.batched import Batched, wrap
 from forall._batching.parts import common, covers, places_in, union
 from forall._core.levels import deepest, graph_free, lift, outside
+from forall._torch.devices import on_device
 from forall._torch.dispatch import (
     apply_function,
     forward_mode_runs,
@@ -37,11 +38,11 @@ def cut(b: Batched, some: Any) -> Batched:
     value, axis = b.value, b.axis
     if axis is None:
         return wrap(graph_free(value), None, some)
-    places = places_in(some, b.level)
+    places = on_device(places_in(some, b.level), value.device)
     if isinstance(value, Wrapper):
-        return wrap(value.index_select(axis, places.to(value.device)), axis, some)
+        return wrap(value.index_select(axis, places), axis, some)
     with no_dispatch():
-        return wrap(value.index_select(axis, places.to(value.device)), axis, some)
+        return wrap(value.index_select(axis, places), axis, some)
 
 
 def _stack(t: Tensor, level: Any) -> Tensor:
@@ -61,7 +62,7 @@ def united(parts: list[tuple[Any, Tensor]], level: Any) -> Batched:
 
 def in_place_of(parts: list, together: Tensor, level: Any) -> Batched:
     """What parts have, the examples of one after those of another, as one of ``level``."""
-    order = _order(parts, level).to(together.device)
+    order = on_device(_order(parts, level), together.device)
     if together.shape[0] == level.size:
         return wrap(together.index_select(0, order), 0, level)
     out = together.new_zeros((level.size, *together.shape[1:]))
@@ -73,8 +74,7 @@ def two_united(parts: list[tuple[Any, Tensor]], level: Any) -> Batched:
     (p, a), (q, b) = [(p, _stack(t, p)) for p, t in parts]
     out = a.new_empty((level.size, *a.shape[1:]))
     for some, values in ((p, a), (q, b)):
-        places = places_in(some, level)
-        out.index_copy_(0, places if out.is_cpu else places.to(out.device), values)
+        out.index_copy_(0, on_device(places_in(some, level), out.device), values)
     return wrap(out, 0, level)
 
 

@@ -33,6 +33,7 @@ from forall._batching.table import CALLS
 from forall._core.levels import act, lift, stack
 from forall._core.parting import Apart
 from forall._torch import whole
+from forall._torch.devices import on_device
 from forall._torch.dispatch import forward_mode_runs, functions_off, no_dispatch
 from forall._torch.wrapper import Wrapper
 
@@ -230,7 +231,7 @@ def for_reading(t: Batched, level: Any) -> Tensor | None:
         return None
     places = places_in(level, own)
     with no_dispatch(), functions_off():
-        value = value.index_select(t.axis, places if value.is_cpu else places.to(value.device))
+        value = value.index_select(t.axis, on_device(places, value.device))
     if kept.found is not None:
         kept.found.setdefault(id(t), (t, None, known))
         own_names: Any = t.__dict__

@@ -19,6 +19,7 @@ from forall._lanes import aliases
 from forall._lanes.state import thread
 from forall._lanes.straightly import given_back, known
 from forall._source.converting import TRIES
+from forall._torch.devices import on_device
 from forall._torch.dispatch import functions_off, no_dispatch
 
 Tensor = torch.Tensor
@@ -84,12 +85,15 @@ def _flags(test: Any, level: Any) -> Tensor | None:
 
 
 def _answer(flags: Tensor, yes: Any, no: Any, joins: Any, values: dict, level: Any) -> tuple:
+    device = flags.device
+    flags = flags if flags.is_cpu else flags.cpu()  # the one wait for the device
     some = flags.nonzero().view(-1)
     if len(some) in (0, level.size):
         side = yes if len(some) else no
         bound = dict(zip(side[2], _run(side, values, None), strict=True))
         return tuple([given_back(bound[j] if j in bound else values[j]) for j in joins])
-    both = ((yes, some), (no, (~flags).nonzero().view(-1)))
+    some = on_device(some, device)
+    both = ((yes, some), (no, on_device((~flags).nonzero().view(-1), device)))
     found = [dict(zip(s[2], _run(s, values, rows), strict=True)) for s, rows in both]
     for bound in found:
         new = [id(v) for v in bound.values() if type(v) is Bare and v.of is None]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._device import DeviceContext
 
+from forall._torch.dispatch import functions_off, no_dispatch
 from forall._torch.whole import contextmanager
 
 if TYPE_CHECKING:
@@ -105,3 +106,25 @@ def wait_until_made(tensors: Iterable[torch.Tensor]) -> None:
     for device in {t.device for t in tensors}:
         if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
             torch.cuda.synchronize(device)
+
+
+def on_device(index: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return an index of the CPU's on a device, where it is copied to once.
+
+    The copy is kept on the index, for each stream of CUDA: another may read it before it is there.
+    """
+    if device.type == "cpu":
+        return index
+    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+    copies = index.__dict__.setdefault("copies", {})
+    found = copies.get((device, stream))
+    if found is None:
+        with functions_off(), no_dispatch():
+            found = copies[device, stream] = _copied(index, device)
+    return found
+
+
+def _copied(index: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Nobody waits for a copy from pinned memory."""
+    index = index.pin_memory() if device.type == "cuda" else index
+    return index.to(device, non_blocking=True)

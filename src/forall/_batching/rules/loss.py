@@ -293,17 +293,63 @@ register(
 )
 
 
-def _with_tensors_of_lengths(call: Any):
-    """Torch puts a list of lengths into new memory by its address, which no wrapper has."""
+_REDUCED = {"none": 0, "mean": 1, "sum": 2}
 
-    def handle(log_probs, targets, input_lengths, target_lengths, *rest, **named):
-        lengths = (input_lengths, target_lengths)
-        if all(isinstance(n, torch.Tensor) for n in lengths):
+
+def _with_tensors_of_lengths(call: Any, none: Any):
+    """Answer calls with lengths in lists, or with targets or lengths on another device.
+
+    Torch puts a list of lengths into new memory by its address, which no wrapper has. Targets and
+    lengths on the CPU, which cuDNN wants, it moves for ordinary tensors alone.
+    """
+
+    def handle(x, targets, inputs, lengths, blank=0, reduction=1, zero_infinity=False):
+        how = _REDUCED.get(reduction, reduction)
+        if how not in (0, 1, 2) or not (isinstance(x, Tensor) and isinstance(targets, Tensor)):
+            return NotImplemented  # for torch to complain of
+        device, given = x.device, (targets, inputs, lengths)
+        if all(isinstance(n, Tensor) and n.device == device for n in given):
             return NotImplemented
-        inputs, lengths = (torch.as_tensor(n, dtype=torch.int64) for n in lengths)
-        return call(log_probs, targets, inputs, lengths, *rest, **named)
+        inputs, lengths = (
+            n if isinstance(n, Tensor) else torch.tensor(n, dtype=torch.int64, device="cpu")
+            for n in (inputs, lengths)
+        )
+        targets = targets.to(device, torch.int64)
+        out = call(x, targets, inputs, lengths, blank, none, zero_infinity)
+        if how == 1:
+            return (out / lengths.to(device).clamp_min(1)).mean()
+        return out.sum() if how == 2 else out
 
     return handle
 
 
-CALLS.update({call: _with_tensors_of_lengths(call) for call in (F.ctc_loss, torch.ctc_loss)})
+def _named(handle: Any):
+    """As `F.ctc_loss` calls its arguments and what is done with the losses."""
+
+    def named(
+        log_probs, targets, input_lengths, target_lengths, blank=0, reduction="mean",
+        zero_infinity=False,
+    ):  # fmt: skip
+        if type(reduction) is not str:
+            return NotImplemented
+        rest = (blank, reduction, zero_infinity)
+        return handle(log_probs, targets, input_lengths, target_lengths, *rest)
+
+    return named
+
+
+def _numbered(handle: Any):
+    """As `torch.ctc_loss` does."""
+
+    def numbered(
+        log_probs, targets, input_lengths, target_lengths, blank=0, reduction=1,
+        zero_infinity=False,
+    ):  # fmt: skip
+        rest = (blank, reduction, zero_infinity)
+        return handle(log_probs, targets, input_lengths, target_lengths, *rest)
+
+    return numbered
+
+
+CALLS[F.ctc_loss] = _named(_with_tensors_of_lengths(F.ctc_loss, "none"))
+CALLS[torch.ctc_loss] = _numbered(_with_tensors_of_lengths(torch.ctc_loss, 0))

@@ -15,6 +15,7 @@ from forall._batching.batched import Batched, wrap
 from forall._batching.families import is_mapped, lower, stacked
 from forall._batching.table import CALLS, DIRECT
 from forall._core.errors import columns, short
+from forall._torch.devices import on_device
 from forall._torch.dispatch import no_dispatch
 from forall._torch.names import pack_padded, pad_packed
 from forall._torch.schema import in_lists
@@ -130,9 +131,9 @@ def _packed(x: Tensor, lengths: Tensor, batch_first: bool) -> Any:
         return NotImplemented
     lengths = _of_all(lengths, "lengths")
     with no_dispatch():
-        places = torch.arange(x.shape[0] * x.shape[1]).view(x.shape[:2])
+        places = torch.arange(x.shape[0] * x.shape[1], device="cpu").view(x.shape[:2])
         places, sizes = pack_padded(places, lengths, batch_first)
-    return x.flatten(0, 1).index_select(0, places.to(x.device)), sizes
+    return x.flatten(0, 1).index_select(0, on_device(places, x.device)), sizes
 
 
 def _padded(x: Tensor, sizes: Tensor, batch_first: bool, padding: float, total: int) -> Any:
@@ -142,10 +143,10 @@ def _padded(x: Tensor, sizes: Tensor, batch_first: bool, padding: float, total: 
     sizes = _of_all(sizes, "batch_sizes")
     rows = x.shape[0]
     with no_dispatch():
-        places = torch.arange(rows)
+        places = torch.arange(rows, device="cpu")
         places, lengths = pad_packed(places, sizes, batch_first, rows, total)
     whole = torch.cat([x, x.new_full((1, *x.shape[1:]), padding)])
-    at = places.flatten().to(x.device)
+    at = on_device(places.flatten(), x.device)
     return whole.index_select(0, at).unflatten(0, places.shape), lengths
 
 
