@@ -43,7 +43,8 @@ TRANSFORMS = (
     "vjp",
     "vmap",
 )
-SECONDS, ROUNDS = 0.03, 15  # that a round takes of each at least, and how many there are
+SECONDS, ROUNDS = 0.03, 11  # that a round takes of each at least, and how many there are
+WARM, LONGEST = 100, 5.0  # calls before these, and seconds that they may take
 
 Run = Callable[[], Any]
 
@@ -133,7 +134,10 @@ def compare(name: str) -> Found:
     largest = difference(run_ours(ours), expected)
     calls = max(1, round(SECONDS / _time(theirs, 3)))
     with forall.installed():
-        _time(ours, max(10, calls))  # what can be is replayed from now on
+        start, warm = time.process_time(), 0
+        while warm < WARM and time.process_time() - start < LONGEST:
+            ours()  # what can be replayed is, from now on
+            warm += 1
     times = []
     for _ in range(ROUNDS):
         before = _time(theirs, calls)

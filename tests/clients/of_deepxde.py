@@ -20,7 +20,7 @@ def make():
     geometry = dde.geometry.Interval(-1, 1)
     condition = dde.icbc.DirichletBC(geometry, lambda x: 0 * x, lambda _, on_boundary: on_boundary)
     data = dde.data.PDE(geometry, equation, condition, 32, 2)
-    net = dde.nn.FNN([1, 20, 20, 1], "tanh", "Glorot uniform")
+    net = dde.nn.FNN([1, 8, 1], "tanh", "Glorot uniform")
     model = dde.Model(data, net)
     model.compile("adam", lr=1e-3, verbose=0)
     points = torch.linspace(-1, 1, 32, dtype=torch.float64)[:, None]
@@ -34,7 +34,7 @@ def make():
         net.load_state_dict(start)
         inputs = torch.linspace(-1, 1, 32, dtype=torch.float64)[:, None].numpy()
         residual = model.predict(inputs, operator=equation)
-        optimizer = NNCG(net.parameters(), lr=1e-1, rank=4, mu=1e-1, cg_tol=1e-6)
+        optimizer = NNCG(net.parameters(), lr=1e-1, rank=4, mu=1e-1, cg_tol=1e-3)
         optimizer.step(fit)
         return [residual, [p.detach().clone() for p in net.parameters()]]
 

@@ -58,8 +58,20 @@ STEPS = {
     "a tangent": lambda net, x: jvp(lambda v: net(v).sum(), (x,), (x,))[1].detach(),
     "a pull-back": lambda net, x: vjp(lambda v: v.sin() * v, x)[1](x)[0],
     "a linear map": lambda net, x: linearize(lambda v: net(v).sin(), x)[1](x).detach(),
+    "of functions in a tuple": lambda net, x: vmap(
+        grad(composed(torch.sin, doubled, lambda v: net(v) * x.shape[0]))
+    )(x).detach(),
     "with a function of its own": lambda net, x: with_a_helper(net, x),
 }
+
+
+def composed(*functions):
+    def together(v):
+        for function in functions:
+            v = function(v)
+        return v.sum()
+
+    return together
 
 
 def with_a_helper(net, x):

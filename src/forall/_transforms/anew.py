@@ -5,7 +5,8 @@ NOTE [functions that are made anew]
     does what the last one did where its code and what it holds are the very same, but for tensors,
     alone or in lists, tuples and dicts of tensors, numbers and words: these are given to a recorded
     call, as its arguments are. They may be in the function's closure, its defaults, the arguments
-    of a `functools.partial`, or under the global names that stand in its own code.
+    of a `functools.partial`, or under the global names that stand in its own code. A tuple of
+    functions is taken apart (``compose(f, g)``).
 
     So the calls of all such functions are kept in one place: with a module that they hold; or in a
     table, if all that they hold is there for good anyway: functions and classes of modules,
@@ -129,6 +130,8 @@ def taken(func: Any) -> Made | None:
 
 def standing_in(func: Any, given: Iterator | None = None) -> Any:
     """A function made as this one is, of what is given; a template of it where nothing is."""
+    if _is_of_parts(func):
+        return tuple(standing_in(x, given) for x in func)
     if type(func) in _GIVEN or _is_named(func):
         return Given() if given is None else next(given)
     how = transform_of(func)
@@ -174,7 +177,13 @@ class _Reading:
 
     def part(self, x: Any, depth: int) -> None:
         kind = type(x)
-        if kind in _GIVEN or _is_named(x):
+        if _is_of_parts(x):
+            if depth > _DEEPEST:
+                raise _OfItsOwn
+            self.same += [kind, len(x)]
+            for inner in x:
+                self.part(inner, depth + 1)
+        elif kind in _GIVEN or _is_named(x):
             if kind not in _SINGLE and not _is_plain(x):
                 raise _OfItsOwn
             self.same.append(Given)
@@ -299,6 +308,11 @@ def _is_of_objects(kind: type) -> bool:
 def _is_plain(x: Any) -> bool:
     """Whether a tree is one of tensors, numbers and words."""
     return len(x) <= _MOST_GIVEN and _LEAVES.issuperset(map(type, trees.leaves(x)))
+
+
+def _is_of_parts(x: Any) -> bool:
+    """Whether it is a tuple of functions and the like, and not a tree that can be given."""
+    return type(x) is tuple and not _is_plain(x)
 
 
 def _is_of_a_module(x: Any) -> bool:
