@@ -175,9 +175,7 @@ def is_on() -> bool:
     """
     if not config.now.replay or stack.top is not None or stack.reversing:
         return False
-    if trace_before_autograd():
-        return False
-    return not handover.needed()
+    return not handover.needed() and not trace_before_autograd()
 
 
 class _Place(NamedTuple):
