@@ -80,6 +80,9 @@ class Calls:
             self._looked_at(func, eager)
         return result
 
+    def __reduce__(self) -> tuple:
+        return Calls, ()  # programs stay where they were recorded
+
     @property
     def hits(self) -> int:
         """The number of calls that were replayed."""
