@@ -127,6 +127,7 @@ def test_onnx():
 
 @pytest.mark.sweep(10**6)  # the C++ compiler takes a minute
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # torch's own
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_compiled_ahead_of_time(tmp_path):
     net = Net(CALLS["vmap of hessian"])
     dims = ({0: Dim("examples", min=2, max=64)},)
@@ -135,6 +136,13 @@ def test_compiled_ahead_of_time(tmp_path):
         package = str(tmp_path / "net.pt2")
         torch._inductor.aoti_compile_and_package(exported, package_path=package)
         close(torch._inductor.aoti_load_package(package)(MORE), net(MORE))
+
+
+@pytest.mark.filterwarnings("ignore::Warning:torch")
+@pytest.mark.parametrize("name", ["vmap", "grad", "jvp", "linearize"])
+def test_strict_export_says_what_to_do(name):
+    with pytest.raises(Exception, match="Export with strict=False, the default"):
+        export(Net(CALLS[name]), (X,), strict=True)
 
 
 def test_derivatives_do_not_go_through_an_exported_transform():
