@@ -162,3 +162,29 @@ def test_casts_do_not_outlive_the_call(dtype):
     assert type(after) is Tensor
     assert torch.equal(before, after)
     assert difference(inside, before, working=dtype) is None
+
+
+def test_scaled_training_steps_are_those_of_the_loop():
+    """Gradients are taken outside, scaled; an inf skips a step and lowers the scale."""
+
+    def trained(losses: Callable) -> list:
+        torch.manual_seed(1)
+        net = nn.Linear(6, 3)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**126, growth_interval=2)
+        scales = []
+        for _ in range(5):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = losses(lambda x: net(x).float().square().sum(), torch.randn(B, 6)).mean()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            scales.append(scaler.get_scale())
+        return [torch.tensor(scales), *(p.detach() for p in net.parameters())]
+
+    found = trained(lambda f, xs: forall.vmap(f)(xs))
+    truth = trained(lambda f, xs: torch.stack([f(x) for x in xs]))
+    assert len({*truth[0].tolist()}) > 1
+    for ours, theirs in zip(found, truth, strict=True):
+        assert difference(ours, theirs, working=torch.bfloat16) is None

@@ -95,6 +95,7 @@ def close(actual: object, expected: object) -> None:
         torch.testing.assert_close(a, e)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", CALLS)
 def test_exported_module_computes_what_the_module_does(name):
     """For any number of examples, which the program leaves open."""
@@ -110,6 +111,38 @@ def test_exported_module_of_one_number_of_examples(name):
     with torch.no_grad():
         exported = export(net, (X,)).module()
     close(exported(2 * X), net(2 * X))
+
+
+def test_onnx():
+    pytest.importorskip("onnxscript", reason="torch.onnx.export needs it")
+    runtime = pytest.importorskip("onnxruntime", reason="what is exported has to run")
+    net = Net(CALLS["vmap of hessian"])
+    dims = ({0: Dim("examples", min=2, max=64)},)
+    with torch.no_grad():
+        program = torch.onnx.export(net, (X,), dynamo=True, dynamic_shapes=dims)
+    session = runtime.InferenceSession(program.model_proto.SerializeToString())
+    (found,) = session.run(None, {session.get_inputs()[0].name: MORE.numpy()})
+    close(torch.from_numpy(found), net(MORE))
+
+
+@pytest.mark.sweep(10**6)  # the C++ compiler takes a minute
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # torch's own
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_compiled_ahead_of_time(tmp_path):
+    net = Net(CALLS["vmap of hessian"])
+    dims = ({0: Dim("examples", min=2, max=64)},)
+    with torch.no_grad():
+        exported = export(net, (X,), dynamic_shapes=dims)
+        package = str(tmp_path / "net.pt2")
+        torch._inductor.aoti_compile_and_package(exported, package_path=package)
+        close(torch._inductor.aoti_load_package(package)(MORE), net(MORE))
+
+
+@pytest.mark.filterwarnings("ignore::Warning:torch")
+@pytest.mark.parametrize("name", ["vmap", "grad", "jvp", "linearize"])
+def test_strict_export_says_what_to_do(name):
+    with pytest.raises(Exception, match="Export with strict=False, the default"):
+        export(Net(CALLS[name]), (X,), strict=True)
 
 
 def test_derivatives_do_not_go_through_an_exported_transform():

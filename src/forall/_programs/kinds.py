@@ -42,8 +42,9 @@ class AsItIs(NamedTuple):
 class Kinds(Unwatched):
     """The kinds of calls that were recorded of one function."""
 
-    def __init__(self, func: Callable, statics: Statics, **how: Any) -> None:
+    def __init__(self, func: Callable, statics: Statics, anew: tuple, **how: Any) -> None:
         self.func = func
+        self.anew = anew  # what makes such an object that has recorded nothing yet
         self.how = how  # its programs are made: ``write``, ``fastmath``
         self.boxed = statics.boxed if statics else None
         self.known: OrderedDict[Any, Recorded | AsItIs] = OrderedDict()
@@ -51,6 +52,9 @@ class Kinds(Unwatched):
         # Of kinds that are not settled: the calls so far, and what the last was seen to run.
         self.settling: dict[Any, tuple[int, Everything]] = {}
         self.hits = self.misses = 0
+
+    def __reduce__(self) -> tuple:
+        return self.anew  # programs stay where they were recorded
 
     def clear(self) -> None:
         """Forget all kinds, and count from 0."""

@@ -232,6 +232,9 @@ class Settled:
         self._known: dict[tuple, _Known] = {}  # by forms of arguments
         self.unknown = -1  # how many codes had times when this one had none
 
+    def __reduce__(self) -> tuple:
+        return Settled, (self.func, self.dims, self.out_dims)  # times are those of a machine
+
     def find(self, args: tuple) -> _Known | None:
         """Return the times of such calls and how to make them; None if they were not timed."""
         forms = _forms(args)

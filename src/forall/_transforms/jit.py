@@ -11,6 +11,7 @@ from forall._transforms import checks
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from forall._programs.kinds import Kinds
     from forall._transforms.types import Jitted, P, R
 
 
@@ -113,12 +114,7 @@ def jit(
             return v8
     """
     checks.callable_("jit", func)
-    # A tenth of `import forall`, and many never ask.
-    from forall._programs.kinds import Kinds
-    from forall._programs.statics import Statics
-
-    statics = Statics(func, static_argnums, static_argnames)
-    kinds = Kinds(func, statics, write=_writer(func, backend), fastmath=fastmath)
+    kinds = _kinds(func, static_argnums, static_argnames, backend, fastmath)
 
     @functools.wraps(func, updated=())
     def jitted(*args: Any, **kwargs: Any) -> Any:
@@ -128,6 +124,17 @@ def jit(
     jitted.cache_clear = kinds.clear
     jitted.kinds = kinds.listed
     return cast("Jitted[P, R]", jitted)
+
+
+def _kinds(func: Callable, *how: Any) -> Kinds:
+    # A tenth of `import forall`, and many never ask.
+    from forall._programs.kinds import Kinds
+    from forall._programs.statics import Statics
+
+    static_argnums, static_argnames, backend, fastmath = how
+    statics = Statics(func, static_argnums, static_argnames)
+    anew = _kinds, (func, *how)
+    return Kinds(func, statics, anew, write=_writer(func, backend), fastmath=fastmath)
 
 
 def _writer(func: Callable, backend: str) -> Callable:

@@ -13,7 +13,7 @@ from forall._core.errors import Call
 from forall._core.levels import lift, top
 from forall._derivatives import forward
 from forall._lanes import users
-from forall._torch import handover, trees, whole
+from forall._torch import handover, profiling, trees, whole
 from forall._torch.dispatch import forward_level, functions_off
 from forall._torch.posed import bare, carried
 from forall._transforms import checks
@@ -46,6 +46,7 @@ def jvp(
 def jvp(
     func: Callable, primals: Any, tangents: Any, *, strict: bool = False, has_aux: bool = False
 ) -> Any: ...
+@profiling.named(lambda func: str(Call("jvp", func)))
 def jvp(
     func: Callable, primals: Any, tangents: Any, *, strict: bool = False, has_aux: bool = False
 ) -> Any:

@@ -13,7 +13,7 @@ from forall._core.errors import Call, columns, short
 from forall._core.levels import lift, top
 from forall._derivatives import forward, reverse
 from forall._derivatives.tape import Linear, TapeLevel, settle, taken_out, tape
-from forall._torch import handover, trees, whole
+from forall._torch import handover, profiling, trees, whole
 from forall._torch.dispatch import forward_level
 from forall._torch.posed import bare, carried
 from forall._transforms import checks
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 def linearize(func: Callable[[*Ts], R], *primals: *Ts) -> tuple[R, Callable[[*Ts], R]]: ...
 @overload
 def linearize(func: Callable[..., R], *primals: Any) -> tuple[R, Callable[..., R]]: ...
+@profiling.named(lambda func: str(Call("linearize", func)))
 def linearize(func: Callable, *primals: Any) -> tuple[Any, Callable]:
     """The value of a function at a point, and its derivative there as a linear function.
 

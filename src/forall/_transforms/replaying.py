@@ -25,9 +25,10 @@ from torch.compiler import is_dynamo_compiling as is_compiling
 from torch.nn import Module
 
 from forall._core import config
+from forall._core.errors import Call
 from forall._core.levels import stack
 from forall._programs.attempts import clock, without_collections
-from forall._torch import handover, whole
+from forall._torch import handover, profiling, whole
 from forall._torch.dispatch import dispatch_modes
 from forall._torch.tracers import trace_before_autograd
 from forall._transforms import anew
@@ -79,6 +80,9 @@ class Calls:
         if self.count >= _CALLS and self.spent >= config.now.patience and _can_record():
             self._looked_at(func, eager)
         return result
+
+    def __reduce__(self) -> tuple:
+        return Calls, ()  # programs stay where they were recorded
 
     @property
     def hits(self) -> int:
@@ -179,9 +183,7 @@ def is_on() -> bool:
     """
     if not config.now.replay or stack.top is not None or stack.reversing:
         return False
-    if trace_before_autograd():
-        return False
-    return not handover.needed()
+    return not handover.needed() and not trace_before_autograd()
 
 
 class _Place(NamedTuple):
@@ -331,11 +333,13 @@ def replaying(
     comes first. ``settled`` runs the calls that nobody has to look at, while nothing is replayed.
     ``alone`` gives the same for one example of ordinary tensors without history, by torch.autograd.
     """
-    return functools.partial(_transformed, func, _key_of(how), settled=settled, alone=alone)
+    verb = how[0] if how else ""
+    return functools.partial(_transformed, func, verb, _key_of(how), settled=settled, alone=alone)
 
 
 def _transformed(
     func: Callable,
+    verb: str,
     key: Any,
     eager: Callable,
     *,
@@ -350,31 +354,38 @@ def _transformed(
     @functools.wraps(func, updated=())
     def transformed(*args: Any, **kwargs: Any) -> Any:
         nonlocal last
-        known = None
-        if settled is not None and settled.unknown != settled.codes and not kwargs:
-            known = None if is_compiling() else settled.find(args)
-            found = None if known is None else settled.run(args, known, last)
-            if found is not None:
-                return found[0]
-        replays = None if last is None else last.replays
-        if not is_on() or (replays is not None and replays.newest is None and replays.passes()):
-            return whole.call(eager, func, *args, **kwargs)
-        calls, given = fixed or _place(func, key, own)
-        last = calls  # to find them may take longer than what they say
-        if known is None or known.times.replays >= _TIMED:
-            return calls.run(func, given, eager, args, kwargs)
-        hits, start = calls.hits, perf_counter()
-        result = calls.run(func, given, eager, args, kwargs)
-        if calls.hits > hits:
-            known.times.was_replayed(perf_counter() - start)
-        return result
+        known = span = None
+        if not is_compiling() and profiling.is_on():
+            span = profiling.span(str(Call(verb, func)))
+            span.__enter__()
+        try:
+            if settled is not None and settled.unknown != settled.codes and not kwargs:
+                known = None if is_compiling() else settled.find(args)
+                found = None if known is None else settled.run(args, known, last)
+                if found is not None:
+                    return found[0]
+            replays = None if last is None else last.replays
+            if not is_on() or (replays is not None and replays.newest is None and replays.passes()):
+                return whole.call(eager, func, *args, **kwargs)
+            calls, given = fixed or _place(func, key, own)
+            last = calls  # to find them may take longer than what they say
+            if known is None or known.times.replays >= _TIMED:
+                return calls.run(func, given, eager, args, kwargs)
+            hits, start = calls.hits, perf_counter()
+            result = calls.run(func, given, eager, args, kwargs)
+            if calls.hits > hits:
+                known.times.was_replayed(perf_counter() - start)
+            return result
+        finally:
+            if span is not None:
+                span.__exit__(None, None, None)
 
     def calls() -> Calls:
         return (fixed or _place(func, key, own)).calls
 
     made = vars(transformed)
     made["__forall_transform__"] = anew.Transform(
-        func, key, lambda other: _transformed(other, None, eager), calls, alone
+        func, key, lambda other: _transformed(other, verb, None, eager), calls, alone
     )
     made["__forall_told__"] = lambda: calls().told(func, eager)  # what `explain` asks for
     return transformed

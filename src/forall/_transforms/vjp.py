@@ -14,7 +14,7 @@ from forall._core.errors import Call
 from forall._core.levels import Level, lift, outside, top
 from forall._derivatives import forward, reverse
 from forall._lanes import users
-from forall._torch import handover, trees, whole
+from forall._torch import handover, profiling, trees, whole
 from forall._torch.dispatch import functions_off, torch_funcs
 from forall._torch.history import nodes
 from forall._torch.inference import ordinary
@@ -40,6 +40,7 @@ def vjp(
 ) -> tuple[R, Callable[..., tuple[*Ts]], X]: ...
 @overload
 def vjp(func: Callable, *primals: Any, has_aux: bool = False) -> Any: ...
+@profiling.named(lambda func: str(Call("vjp", func)))
 def vjp(func: Callable, *primals: Any, has_aux: bool = False) -> Any:
     """The value of a function and its pull-back, by reverse mode.
 

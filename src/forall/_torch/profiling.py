@@ -1,0 +1,37 @@
+"""Names for calls in a profile, asked for only where a profiler of torch's is on."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import torch
+from torch.compiler import is_dynamo_compiling as is_compiling
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+F = TypeVar("F", bound="Callable")
+
+is_on = torch._C._autograd._profiler_enabled
+
+
+def span(name: str) -> Any:
+    """A context under this name. It is no operator, so modes of ours do not meet it."""
+    return torch._C._profiler._RecordFunctionFast(f"forall.{name}")
+
+
+def named(told: Callable[[Any], str]) -> Callable[[F], F]:
+    """A decorator: calls have spans, under what ``told`` makes of their function."""
+
+    def decorated(transform: F) -> F:
+        @functools.wraps(transform)
+        def called(*args: Any, **kwargs: Any) -> Any:
+            if is_compiling() or not is_on():
+                return transform(*args, **kwargs)
+            with span(told(args[0] if args else kwargs.get("func"))):
+                return transform(*args, **kwargs)
+
+        return cast("F", called)
+
+    return decorated
