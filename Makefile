@@ -7,7 +7,8 @@ PIP := $(RUN) -m pip --disable-pip-version-check install -q -c constraints.txt
 # MACHINES=0/1 is the part of the entries that this machine takes: 0/2 and 1/2 are halves.
 MACHINES ?= 0/1
 
-.PHONY: whole replayed gpu jitted looped leaks demo test check static doctest limitations bench clients coverage fuzz format clean
+.PHONY: whole replayed jitted looped leaks matrix gpu device demo test check static doctest limitations bench clients coverage fuzz
+.PHONY: format clean
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/.installed
@@ -37,6 +38,12 @@ looped: $(VENV)/.installed
 leaks: $(VENV)/.installed
 	FORALL_CALLS=10000 $(RUN) -m pytest -q tests/laws/test_thousands_of_calls.py
 	FORALL_CALLS=100000 $(RUN) -m pytest -q tests/jit/test_nothing_is_kept.py
+
+# A sample of the tests on each release of torch and each Python that is found here, an environment each in build/matrix
+# (1.5 GB each, 0.5 to 0.9 GB to download). MATRIX takes the options of tests/matrix/run.py, as in
+# `make matrix MATRIX='--torch 2.10 --python 3.11 --delete'`.
+matrix:
+	$(PYTHON) tests/matrix/run.py $(MATRIX)
 
 check: static test doctest
 

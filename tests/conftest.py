@@ -28,6 +28,7 @@ ONE_IN = 16  # tests whose replayed calls are compared with the calls themselves
 BY_JIT = os.environ.get("FORALL_TESTS") in ("jit", "fastmath")
 ASIDE = {"replay", "jit", "test_not_replayed.py"}  # that test the recording itself
 SAMPLED = bool(os.environ.get("FORALL_SAMPLED"))
+ONE_OF = int(os.environ.get("FORALL_ONE_IN") or 1)
 if DEVICE := os.environ.get("FORALL_DEVICE"):  # before the first test module makes a tensor
     if DEVICE == fakedev.NAME:
         fakedev.load()
@@ -60,16 +61,20 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """With FORALL_SAMPLED=1, leave out all but one in so many cases of the sweeps.
 
-    Which ones is told by their names, so that it is the same ones each time.
+    With FORALL_ONE_IN, all but one in so many tests. Which ones is told by their names, so that it
+    is the same ones each time.
     """
-    if SAMPLED:
+    if SAMPLED or ONE_OF > 1:
         config.hook.pytest_deselected(items=[i for i in items if not _is_in_sample(i)])
         items[:] = filter(_is_in_sample, items)
 
 
 def _is_in_sample(item: pytest.Item) -> bool:
-    sweep = item.get_closest_marker("sweep")
-    return sweep is None or not crc32(item.nodeid.encode()) % sweep.args[0]
+    sweep = item.get_closest_marker("sweep") if SAMPLED else None
+    name = item.nodeid.encode()
+    if sweep is not None and crc32(name) % sweep.args[0]:
+        return False
+    return not crc32(name[::-1]) % ONE_OF  # another order, or it would be cases of sweeps alone
 
 
 def pytest_collection_finish() -> None:

@@ -113,6 +113,31 @@ def test_exported_module_of_one_number_of_examples(name):
     close(exported(2 * X), net(2 * X))
 
 
+class Counts(torch.nn.Module):
+    """Examples add to a buffer, and update running statistics."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(3)
+        self.register_buffer("sum", torch.zeros(3))
+
+    def forward(self, xs):
+        def one(x):
+            self.sum.add_(x.sum(0))
+            return self.norm(x)
+
+        return forall.vmap(one)(xs)
+
+
+def test_exported_writes_into_buffers():
+    example, other = torch.stack([X, X.sin()]), torch.stack([X.cos(), 2 * X])
+    eager, exported = Counts(), Counts()
+    with torch.no_grad():
+        exported = export(exported, (example,)).module()
+    close(exported(other), eager(other))
+    close(dict(exported.named_buffers()), dict(eager.named_buffers()))
+
+
 def test_onnx():
     pytest.importorskip("onnxscript", reason="torch.onnx.export needs it")
     runtime = pytest.importorskip("onnxruntime", reason="what is exported has to run")

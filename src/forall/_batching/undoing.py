@@ -14,6 +14,7 @@ from forall._batching.batched import Batched
 from forall._core.levels import top
 from forall._torch.dispatch import autograd_below, below_autograd, functions_off, no_dispatch
 from forall._torch.names import set_version, version
+from forall._torch.tracers import unseen
 from forall._torch.wrapper import Wrapper
 
 if TYPE_CHECKING:
@@ -120,7 +121,7 @@ def as_it_is(t: Tensor) -> Tensor:
     if isinstance(t, Wrapper):
         with torch.enable_grad(), _unnoted():
             return t.clone()
-    with no_dispatch():
+    with unseen():  # a fake tensor has no memory, so its own mode has to see that
         return t.clone()
 
 

@@ -27,7 +27,8 @@ def rows(tensors: Sequence[torch.Tensor], start: int, stop: int) -> list[torch.T
         low, high = max(start, first), min(stop, first + n)
         if low < high:
             # Not by an index: the number would be copied to the device, which waits for it.
-            block[low - start : high - start, low - first : high - first].fill_diagonal_(1)
+            square = block[low - start : high - start, low - first : high - first]
+            square.diagonal().fill_(1)
         out.append(block.view(stop - start, *t.shape))
         first += n
     return out

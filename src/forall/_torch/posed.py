@@ -194,8 +194,10 @@ class _Making(DispatchMode):
 def pose(wrapper: Wrapper, kind: type) -> Any:
     """A posed tensor of a class of the user's that holds this very wrapper."""
     posing.used = True
+    # Torch 2.10 crashes where a mode that is popped was held by the stack of modes alone.
+    mode = _Making(kind, wrapper)
     with functions_off():
-        push_mode(_Making(kind, wrapper))
+        push_mode(mode)
         try:
             made = _alias(wrapper)
         finally:
