@@ -34,8 +34,8 @@ from typing import Any, NamedTuple
 
 HERE = Path(__file__).resolve()
 TESTS, ROOT = HERE.parents[1], HERE.parents[2]
-if str(TESTS) not in sys.path:
-    sys.path.insert(0, str(TESTS))
+# A program's own folder comes first, and its `parting` is a section: the folder of tests is meant.
+sys.path[:] = [str(TESTS), *(p for p in sys.path if p not in (str(TESTS), str(HERE.parent)))]
 
 SECTIONS = {  # in the order in which they begin, and what each is about
     "threads": "derivatives taken by the engine's threads: hooks, custom Functions, checkpoints",
