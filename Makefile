@@ -7,7 +7,7 @@ PIP := $(RUN) -m pip --disable-pip-version-check install -q -c constraints.txt
 # MACHINES=0/1 is the part of the entries that this machine takes: 0/2 and 1/2 are halves.
 MACHINES ?= 0/1
 
-.PHONY: whole replayed jitted looped leaks matrix gpu device demo test check static doctest limitations bench clients coverage fuzz
+.PHONY: whole replayed jitted looped leaks matrix gpu demo test check static doctest limitations bench clients coverage fuzz
 .PHONY: format clean
 .DEFAULT_GOAL := test
 
