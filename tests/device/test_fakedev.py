@@ -1,7 +1,5 @@
 """The device itself: as the CPU in its numbers, as an accelerator in all else."""
 
-import threading
-
 import pytest
 import torch
 from torch import nn
@@ -71,14 +69,6 @@ def test_it_is_not_the_cpu():
     assert torch.ones(2, device=f"{D}:1").device.index == 1
     assert torch.accelerator.current_accelerator().type == D
     assert torch.accelerator.device_count() == 2
-
-
-def test_backward_passes_run_in_a_thread_of_the_device():
-    seen = []
-    x = torch.ones(2, device=D, requires_grad=True)
-    x.register_hook(lambda _: seen.append(threading.get_ident()))
-    (x * 2).sum().backward()
-    assert seen != [threading.get_ident()]
 
 
 @pytest.mark.parametrize("other", ["cpu", f"{D}:1"])

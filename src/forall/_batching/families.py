@@ -89,7 +89,7 @@ def alike(level: Any, func: Any, args: tuple) -> Any:
             w = y.value
             if y.level is not level or y.axis != axis or w.dim() != v.dim() or w.dtype != v.dtype:
                 return None
-            if w.is_neg():
+            if w.is_neg() or (w.dim() == 1 and w.device != v.device):
                 return None
             values.append(w)
         elif kind is float or kind is int or not isinstance(y, (Tensor, list, tuple)):
@@ -104,7 +104,7 @@ def alike(level: Any, func: Any, args: tuple) -> Any:
 
 def pointwise(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     """f(x, y, ..) entry by entry: broadcasting aligns examples, not stacks."""
-    axis = rank = dtype = None
+    axis = rank = dtype = device = None
     values = []
     for a in args:
         if type(a) is Batched and a.level is level:
@@ -112,7 +112,7 @@ def pointwise(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
             if a.axis is not None:
                 r = value.dim() - 1
                 if axis is None:
-                    axis, rank, dtype = a.axis, r, value.dtype
+                    axis, rank, dtype, device = a.axis, r, value.dtype, value.device
                 elif axis != a.axis or rank != r:
                     break
             values.append(value)
@@ -122,7 +122,7 @@ def pointwise(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
         if not kwargs or not any(isinstance(a, Tensor) for a in kwargs.values()):
             for v in values:
                 if isinstance(v, Tensor):
-                    if v.dtype != dtype and rank == 0:
+                    if rank == 0 and (v.dtype != dtype or v.device != device):
                         break
                 elif isinstance(v, (list, tuple)) and v and isinstance(v[0], Tensor):
                     break
@@ -151,6 +151,8 @@ def _pointwise_with_care(level: Any, func: Any, args: tuple, kwargs: dict) -> An
     # The condition of where takes no part in promotion.
     condition = args[0] if func is _WHERE else None
     common = common_dtype([t for t in tensors if t is not condition], level)
+    # A number of the CPU's goes with tensors of a device, but a stack of numbers does not.
+    device = next((t.device for t in tensors if t.device != _CPU), _CPU)
 
     def align(a: Any) -> Any:
         if not isinstance(a, Tensor):
@@ -158,6 +160,8 @@ def _pointwise_with_care(level: Any, func: Any, args: tuple, kwargs: dict) -> An
         if is_mapped(a, level):
             v = front(a)
             r = v.dim() - 1
+            if r == 0 and device is not _CPU and v.device == _CPU:
+                v = v.to(device)
             if r < rank:
                 v = v.reshape(v.shape[0], *(1,) * (rank - r), *v.shape[1:])
         else:
@@ -175,6 +179,7 @@ def _pointwise_with_care(level: Any, func: Any, args: tuple, kwargs: dict) -> An
 
 
 _WHERE = torch.ops.aten.where.self
+_CPU = torch.device("cpu")
 
 
 def common_dtype(tensors: list[Tensor], level: Any) -> torch.dtype | None:

@@ -159,6 +159,8 @@ def pointwise_in_place(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
         if not isinstance(a, Tensor):
             return a
         v = align(a)
+        if v.device != to.device and is_mapped(a, level) and not a.dim() and v.is_cpu:
+            v = v.to(to.device)  # a number of the CPU's goes with the device
         plain = common is None or not is_mapped(a, level) or v.dtype in (common, torch.bool)
         return v if plain else v.to(common)
 
