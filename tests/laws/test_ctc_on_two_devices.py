@@ -58,7 +58,7 @@ def test_targets_on_the_cpu_for_scores_on_a_device(kernel, dtype, kind, reductio
     found = vmap(f)(xs, targets(2, dtype))
     assert found.device.type == "meta"
     assert found.shape == ((B, N) if reduction == "none" else (B,))
-    assert kernel == [("meta", torch.int64, "cpu")]  # moved where the loop moves them
+    assert kernel == [("meta", torch.int64, "meta")]  # with the scores, as CUDA asks for
 
 
 @pytest.mark.parametrize("rank", [1, 2])

@@ -311,13 +311,13 @@ def _with_tensors_of_lengths(call: Any, none: Any):
         if all(isinstance(n, Tensor) and n.device == device for n in given):
             return NotImplemented
         inputs, lengths = (
-            n if isinstance(n, Tensor) else torch.tensor(n, dtype=torch.int64, device="cpu")
+            n.to(device) if isinstance(n, Tensor) else torch.tensor(n, device=device)
             for n in (inputs, lengths)
         )
         targets = targets.to(device, torch.int64)
         out = call(x, targets, inputs, lengths, blank, none, zero_infinity)
         if how == 1:
-            return (out / lengths.to(device).clamp_min(1)).mean()
+            return (out / lengths.clamp_min(1)).mean()
         return out.sum() if how == 2 else out
 
     return handle
