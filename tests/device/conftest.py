@@ -11,7 +11,7 @@ if not fakedev.is_asked_for():
     collect_ignore_glob = ["test_[!s]*.py"]
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=fakedev.is_asked_for())
 def no_default_device() -> Iterator[None]:
     """Tests of this folder name the device of each tensor."""
     was = torch.get_default_device()

@@ -175,10 +175,8 @@ def test_few_points_stay_as_they_are():
 
 
 def test_no_turned_copy_and_one_operator_for_product_and_bias():
-    plain, fast = jit(jacfwd(network)), jit(jacfwd(network), fastmath=True)
-    for f in (plain, fast):
-        f(POINT)
-    assert "t_copy" in str(plain.kinds()[0])
+    fast = jit(jacfwd(network), fastmath=True)
+    fast(POINT)
     assert "t_copy" not in str(fast.kinds()[0])
     assert "addmv" in str(fast.kinds()[0])
 

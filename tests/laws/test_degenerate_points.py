@@ -184,6 +184,21 @@ def place(name):
     return [MATRICES[k] for k in drawn]
 
 
+# Where eigenvalues are equal, or a matrix is singular, but for a rounding error, their derivatives
+# are that error's inverse, or any vectors of a plane: torch's own then differ between processors.
+OF_DISTINCT = {"inv", "eigenvectors", "singular vectors"}
+
+
+def is_decided_by_rounding(f, x, order):
+    """Whether torch's own derivative changes as the last bits of its argument do."""
+    torch.manual_seed(0)
+    bits = 1 + 2.0**-52 * torch.randint(-2, 3, x.shape).to(D)
+    found = [outcome(by_autograd(f, order), y) for y in (x, x * bits)]
+    if any(isinstance(y, type) for y in found):
+        return found[0] is not found[1]
+    return not all(torch.allclose(a, b, 1e-6, 1e-7) for a, b in zip(*found, strict=True))
+
+
 RANDOM = ("bernoulli", "cauchy", "dropout", "exponential", "fractional", "geometric")
 RANDOM += ("log_normal", "multinomial", "normal", "pca_lowrank", "rrelu", "svd_lowrank", "uniform")
 SURE = sorted(name for name in OPS if not any(word in name for word in RANDOM))
@@ -197,7 +212,9 @@ def test_two_derivatives_are_those_of_plain_torch_in_each_way(name, monkeypatch)
     monkeypatch.setattr(config, "patience", 0)
     f = weighted(FUNCTIONS[name])
     for x in place(name):
-        assert not list(disagreements(f, (x,), (1, 2)))
+        for order in (1, 2):
+            if name not in OF_DISTINCT or not is_decided_by_rounding(f, x, order):
+                assert not list(disagreements(f, (x,), (order,)))
 
 
 @pytest.mark.counted

@@ -719,7 +719,7 @@ class TestSettled:
         for _ in range(3):
             mapped(*stacks)
         for times in governor._times[f.__code__].values():
-            times.looped, times.together, times.next = 1e-9, inf, inf
+            times.looped, times.together, times.next, times.warming = 1e-9, inf, inf, 0
         return mapped
 
     def test_they_are_the_loops(self, monkeypatch):
@@ -913,6 +913,7 @@ def listed(row):
 def test_many_examples_that_stay_with_the_loop_are_told_once(monkeypatch):
     never_together(monkeypatch)
     monkeypatch.setattr(governor, "_WORTH_A_WORD", 0.0)
+    monkeypatch.setattr(governor, "_SHARE", 1e-6)  # a try that was late is soon made again
     monkeypatch.setattr(governor, "_told", weakref.WeakSet())
     many = ROWS.repeat(10, 1)
     with warnings.catch_warnings(record=True) as told:

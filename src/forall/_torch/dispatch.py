@@ -392,7 +392,8 @@ class outside_torch_func:
 
 def dynamo_loaded() -> bool:
     """Whether torch.compile can have been used at all; importing it to ask would cost seconds."""
-    return "torch._dynamo" in sys.modules
+    # Another thread may be in the middle of importing it: this part is there when it can be used.
+    return hasattr(sys.modules.get("torch._dynamo"), "eval_frame")
 
 
 _NO_DISPATCH = torch.Tensor.__torch_dispatch__

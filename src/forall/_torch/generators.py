@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from forall._torch import whole
 from forall._torch.device_threads import has_device_threads
+from forall._torch.devices import unseen
 from forall._torch.whole import contextmanager
 
 if TYPE_CHECKING:
@@ -29,26 +29,12 @@ def states(leaves: Iterable[Any]) -> States:
 
     No argument need lie on a device for a function to draw there.
     """
-    with _unseen():
+    with unseen():
         return {
             torch.device("cpu"): torch.get_rng_state(),
             **{d: _read(d) for d in _devices()},
             **{g: g.get_state() for g in leaves if isinstance(g, torch.Generator)},
         }
-
-
-@contextmanager
-def _unseen() -> Iterator[None]:
-    """Let no mode see what a backend does here, nor who watches which functions a call runs."""
-    trace = sys.gettrace()
-    if trace is not None:
-        sys.settrace(None)
-    try:
-        with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
-            yield
-    finally:
-        if trace is not None:
-            sys.settrace(trace)
 
 
 def _devices() -> list[torch.device]:
@@ -77,7 +63,7 @@ def _write(state: torch.Tensor, device: torch.device) -> None:
 
 
 def restore(saved: States) -> None:
-    with _unseen():
+    with unseen():
         for key, state in saved.items():
             if isinstance(key, torch.Generator):
                 key.set_state(state)
