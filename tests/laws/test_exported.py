@@ -95,7 +95,7 @@ def close(actual: object, expected: object) -> None:
         torch.testing.assert_close(a, e)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("name", CALLS)
 def test_exported_module_computes_what_the_module_does(name):
     """For any number of examples, which the program leaves open."""
