@@ -12,35 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 from device import fakedev
 from forall import grad, hessian, jacrev, jit, vmap
+from gpu.threads import Cubed, Exponential
 
 D = fakedev.NAME
-
-
-class Square(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        y = x.exp()
-        ctx.save_for_backward(y)
-        return y
-
-    @staticmethod
-    def backward(ctx, g):
-        (y,) = ctx.saved_tensors
-        return 2 * g * y  # not the derivative, so that whose backward runs can be told
-
-
-class Cube(torch.autograd.Function):
-    """Another custom Function is called in its backward."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x**3
-
-    @staticmethod
-    def backward(ctx, g):
-        (x,) = ctx.saved_tensors
-        return Square.apply(x) * g
 
 
 def numbers(*shape):
@@ -60,7 +34,7 @@ def leaf(device):
 def within_jacrev(device, jac):
     """The gradient that a Jacobian of a custom Function leaves on what it captures."""
     w = leaf(device)
-    jac(lambda x: Cube.apply(x * w), numbers(3).to(device)).sum().backward()
+    jac(lambda x: Cubed.apply(x * w), numbers(3).to(device)).sum().backward()
     return w.grad
 
 
@@ -73,7 +47,7 @@ def test_a_function_called_in_the_backward_of_another():
 def asked_outside(device, mapped):
     """The gradient is taken outside, through a level that has ended."""
     w = leaf(device)
-    f = lambda x: Cube.apply(x * w).sum()  # noqa: E731
+    f = lambda x: Cubed.apply(x * w).sum()  # noqa: E731
     xs = numbers(4, 3).to(device)
     ys = vmap(f)(xs) if mapped else torch.stack([f(x) for x in xs])
     ys.square().sum().backward()
@@ -98,9 +72,9 @@ def second_derivatives(device, mapped):
 
     def norm(x):
         x = x if mapped else x.detach().requires_grad_()
-        y = Square.apply(x * w).sum()
+        y = Exponential.apply(x * w).sum()
         g = (
-            grad(lambda x: Square.apply(x * w).sum())(x)
+            grad(lambda x: Exponential.apply(x * w).sum())(x)
             if mapped
             else torch.autograd.grad(y, x, create_graph=True)[0]
         )
@@ -131,7 +105,7 @@ def inside(device, mapped):
 
     def f(x):
         v = x.clone().requires_grad_()
-        Cube.apply(v * w).sum().backward()
+        Cubed.apply(v * w).sum().backward()
         return v.grad * x
 
     xs = numbers(4, 3).to(device)
@@ -149,7 +123,7 @@ def test_it_is_the_loop(program):
 
 
 def test_hessian_of_functions():
-    f = lambda x: Cube.apply(x * x).sum()  # noqa: E731
+    f = lambda x: Cubed.apply(x * x).sum()  # noqa: E731
     x = numbers(3)
     torch.testing.assert_close(hessian(f)(x.to(D)).cpu(), hessian(f)(x))
     torch.testing.assert_close(jit(hessian(f))(x.to(D)).cpu(), hessian(f)(x))
@@ -171,7 +145,7 @@ def test_passes_of_a_transform_stay_in_its_thread():
 
 
 def test_threads_are_on_again_afterwards():
-    grad(lambda x: Cube.apply(x).sum())(numbers(3).to(D))
+    grad(lambda x: Cubed.apply(x).sum())(numbers(3).to(D))
     asked_outside(D, mapped=True)
     with pytest.raises(RuntimeError, match="one hook failed"):
         grad(failing)(numbers(3).to(D))

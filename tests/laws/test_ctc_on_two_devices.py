@@ -77,3 +77,12 @@ def test_values_and_gradients_are_the_loops(rank, dtype, kind, reduction):
         return torch.autograd.grad(value(x, t), x)[0]
 
     assert difference(vmap(grad(value))(xs, given), loop(truth)(xs, given)) is None
+
+
+@pytest.mark.parametrize("reduction", [(), (0,), (1,), (2,)])
+@KIND
+def test_torchs_own_call_reduces_as_in_the_loop(kind, reduction):
+    ends, given = lengths(kind, torch.int64), targets(2, torch.int64)
+    xs = torch.randn(B, T, N, C, dtype=torch.float64).log_softmax(-1)
+    f = lambda x, t: torch.ctc_loss(x, t, *ends, 0, *reduction)  # noqa: E731
+    assert difference(vmap(f)(xs, given), loop(f)(xs, given)) is None

@@ -76,7 +76,7 @@ def _take_off() -> list[Any]:
 
 
 @contextmanager
-def unseen() -> Iterator[None]:
+def unwatched() -> Iterator[None]:
     """Let no mode see what a backend does here, nor who watches which functions a call runs."""
     trace = sys.gettrace()
     if trace is not None:
@@ -105,7 +105,7 @@ def current_device() -> int:
     module = accelerator()
     if module is None:
         return 0
-    with unseen():
+    with unwatched():
         is_used = getattr(module, "is_initialized", _is_used)()
         return torch.accelerator.current_device_index() if is_used else 0
 

@@ -8,7 +8,7 @@ import torch
 
 from forall._torch import whole
 from forall._torch.device_threads import has_device_threads
-from forall._torch.devices import unseen
+from forall._torch.devices import unwatched
 from forall._torch.whole import contextmanager
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def states(leaves: Iterable[Any]) -> States:
 
     No argument need lie on a device for a function to draw there.
     """
-    with unseen():
+    with unwatched():
         return {
             torch.device("cpu"): torch.get_rng_state(),
             **{d: _read(d) for d in _devices()},
@@ -63,7 +63,7 @@ def _write(state: torch.Tensor, device: torch.device) -> None:
 
 
 def restore(saved: States) -> None:
-    with unseen():
+    with unwatched():
         for key, state in saved.items():
             if isinstance(key, torch.Generator):
                 key.set_state(state)

@@ -299,11 +299,11 @@ _REDUCED = {"none": 0, "mean": 1, "sum": 2}
 def _with_tensors_of_lengths(call: Any, none: Any):
     """Answer calls with lengths in lists, or with targets or lengths on another device.
 
-    Torch puts a list of lengths into new memory by its address, which no wrapper has. Targets and
-    lengths on the CPU, which cuDNN wants, it moves for ordinary tensors alone.
+    Torch puts a list of lengths into new memory by its address, which no wrapper has. It moves
+    targets and lengths from the CPU, where cuDNN wants them, for ordinary tensors alone.
     """
 
-    def handle(x, targets, inputs, lengths, blank=0, reduction=1, zero_infinity=False):
+    def handle(x, targets, inputs, lengths, blank, reduction, zero_infinity):
         how = _REDUCED.get(reduction, reduction)
         if how not in (0, 1, 2) or not (isinstance(x, Tensor) and isinstance(targets, Tensor)):
             return NotImplemented  # for torch to complain of
@@ -311,7 +311,7 @@ def _with_tensors_of_lengths(call: Any, none: Any):
         if all(isinstance(n, Tensor) and n.device == device for n in given):
             return NotImplemented
         inputs, lengths = (
-            n.to(device) if isinstance(n, Tensor) else torch.tensor(n, device=device)
+            torch.as_tensor(n, dtype=None if isinstance(n, Tensor) else torch.int64, device=device)
             for n in (inputs, lengths)
         )
         targets = targets.to(device, torch.int64)
@@ -323,33 +323,21 @@ def _with_tensors_of_lengths(call: Any, none: Any):
     return handle
 
 
-def _named(handle: Any):
-    """As `F.ctc_loss` calls its arguments and what is done with the losses."""
+def _with_signature(handle: Any, default: Any):
+    """Return a handler that takes arguments as torch's call does, whose reduction has a default."""
 
-    def named(
-        log_probs, targets, input_lengths, target_lengths, blank=0, reduction="mean",
+    def call(
+        log_probs, targets, input_lengths, target_lengths, blank=0, reduction=default,
         zero_infinity=False,
     ):  # fmt: skip
-        if type(reduction) is not str:
-            return NotImplemented
+        if not isinstance(reduction, type(default)):
+            return NotImplemented  # for torch to complain of
         rest = (blank, reduction, zero_infinity)
         return handle(log_probs, targets, input_lengths, target_lengths, *rest)
 
-    return named
+    return call
 
 
-def _numbered(handle: Any):
-    """As `torch.ctc_loss` does."""
-
-    def numbered(
-        log_probs, targets, input_lengths, target_lengths, blank=0, reduction=1,
-        zero_infinity=False,
-    ):  # fmt: skip
-        rest = (blank, reduction, zero_infinity)
-        return handle(log_probs, targets, input_lengths, target_lengths, *rest)
-
-    return numbered
-
-
-CALLS[F.ctc_loss] = _named(_with_tensors_of_lengths(F.ctc_loss, "none"))
-CALLS[torch.ctc_loss] = _numbered(_with_tensors_of_lengths(torch.ctc_loss, 0))
+CALLS[F.ctc_loss] = _with_signature(_with_tensors_of_lengths(F.ctc_loss, "none"), "mean")
+# Its schema says that the mean is the default, and what torch.ctc_loss returns is one loss for each.
+CALLS[torch.ctc_loss] = _with_signature(_with_tensors_of_lengths(torch.ctc_loss, 0), 0)
