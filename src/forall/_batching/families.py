@@ -346,10 +346,14 @@ def loop(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
 
 def each(level: Any, func: Any, args: tuple, kwargs: dict) -> list:
     """What an operator gives for one example after another; for a stand-in if there are none."""
+    writes = getattr(getattr(func, "_schema", None), "is_mutable", False)  # into rows of a stack
 
     def pick(a: Any, i: int) -> Any:
         if is_mapped(a, level):
-            return _as_allocated(a.value.select(a.axis, i)) if level.size else blank(a)[0]
+            if not level.size:
+                return blank(a)[0]
+            example = a.value.select(a.axis, i)
+            return example if writes else _as_allocated(example)
         if type(a) is Batched and a.level is level:
             return a.value
         return a

@@ -339,5 +339,5 @@ def _with_signature(handle: Any, default: Any):
 
 
 CALLS[F.ctc_loss] = _with_signature(_with_tensors_of_lengths(F.ctc_loss, "none"), "mean")
-# Its schema says that the mean is the default, and what torch.ctc_loss returns is one loss for each.
+# Its schema says that the mean is the default, and torch.ctc_loss returns the loss of each.
 CALLS[torch.ctc_loss] = _with_signature(_with_tensors_of_lengths(torch.ctc_loss, 0), 0)
