@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from forall._batching.families import each, level_on, restacked, wrapped
+from forall._batching.families import level_on, loop
 from forall._batching.table import CALLS, register
 from forall._core import recurrent
 from forall._core.recurrent import GRU, LSTM, RELU, TANH, Layers
@@ -73,7 +73,7 @@ def _unless_dropped_out(rule: Callable, first: int) -> Callable:
     def checked(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
         count, _, dropout, train = args[first : first + 4]
         if recurrent.drops_out(count, dropout, train):
-            return wrapped(restacked(each(level, func, args, kwargs)), 0, level)
+            return loop(level, func, args, kwargs)
         return rule(level, func, args, kwargs)
 
     return checked
