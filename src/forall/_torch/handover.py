@@ -26,14 +26,6 @@ if TYPE_CHECKING:
 
 def needed() -> bool:
     """Whether torch's own transforms must run instead of ours."""
-    if torch.compiler.is_dynamo_compiling():
-        if torch.compiler.is_exporting():
-            torch._dynamo.graph_break(  # which takes a literal for its message, and no name
-                msg="torch.export.export(strict=True): the module calls a transform of forall. Its "
-                "Python is compiled there, which records levels of torch.func instead of "
-                "operators. Export with strict=False, the default."
-            )
-        return True
     if in_torch_func():
         return True
     refuse_inside_linearize()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any, Literal, cast
 
+from torch.compiler import is_dynamo_compiling
+
 from forall._core.errors import Call
 from forall._transforms import checks
 
@@ -118,6 +120,8 @@ def jit(
 
     @functools.wraps(func, updated=())
     def jitted(*args: Any, **kwargs: Any) -> Any:
+        if is_dynamo_compiling():
+            return func(*args, **kwargs)
         return kinds.run(args, kwargs)
 
     jitted.cache_info = kinds.info

@@ -6,6 +6,7 @@ import functools
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from forall._core.counting import Count
 from forall._core.ended import what_is_left
@@ -16,7 +17,7 @@ from forall._lanes import users
 from forall._torch import handover, profiling, trees, whole
 from forall._torch.dispatch import forward_level, functions_off
 from forall._torch.posed import bare, carried
-from forall._transforms import checks
+from forall._transforms import checks, in_graph
 from forall._transforms.replaying import is_on, replay, told
 from forall._transforms.types import R, Ts, X
 
@@ -84,6 +85,8 @@ def jvp(
     """
     how = told("jvp", locals())
     checks.callable_("jvp", func)
+    if is_dynamo_compiling():
+        return in_graph.call("jvp", dict(how[1:]), func, (primals, tangents), {})
     if handover.needed():
         return handover.call("jvp", func, primals, tangents, strict=strict, has_aux=has_aux)
     eager = functools.partial(_jvp, strict, has_aux)

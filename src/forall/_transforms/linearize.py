@@ -6,6 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from forall._core.counting import Count
 from forall._core.ended import flatten
@@ -16,7 +17,7 @@ from forall._derivatives.tape import Linear, TapeLevel, settle, taken_out, tape
 from forall._torch import handover, profiling, trees, whole
 from forall._torch.dispatch import forward_level
 from forall._torch.posed import bare, carried
-from forall._transforms import checks
+from forall._transforms import checks, in_graph
 from forall._transforms.jvp import detached, run
 from forall._transforms.replaying import Calls, is_on, replay, told
 from forall._transforms.types import R, Ts
@@ -68,6 +69,8 @@ def linearize(func: Callable, *primals: Any) -> tuple[Any, Callable]:
     """
     how = told("linearize", locals())
     checks.callable_("linearize", func)
+    if is_dynamo_compiling():
+        return in_graph.call("linearize", {}, func, primals, {})
     if handover.needed():
         return handover.linearize(func, primals)
     call = Call("linearize", func)

@@ -6,6 +6,7 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from forall._core.again import may_carry_tangents
 from forall._derivatives import factored, reverse
@@ -13,7 +14,8 @@ from forall._torch import handover, trees
 from forall._torch.dispatch import functions_off
 from forall._torch.posed import bare
 from forall._transforms import checks
-from forall._transforms.arguments import Arguments, by_torch, called, places
+from forall._transforms.arguments import Arguments, called, places
+from forall._transforms.grad import grad_and_value
 from forall._transforms.replaying import replaying, told
 from forall._transforms.types import Chunk
 from forall._transforms.vmap import vmap
@@ -108,8 +110,10 @@ def _dims(in_dims: Any, places: Any, n: int) -> Any:
 def _of_one(func: Callable, args: tuple, kwargs: dict, which: tuple, has_aux: bool) -> tuple:
     """The norm of a gradient, the value, and what was returned beside it."""
     call = called("per_example_grad_norm", func, *which)
-    if handover.needed():
-        gradient, value = by_torch("grad_and_value", func, args, kwargs, *which, has_aux=has_aux)
+    if is_dynamo_compiling() or handover.needed():
+        argnums, argnames = which
+        both = grad_and_value(func, argnums, has_aux, argnames=argnames)
+        gradient, value = both(*args, **kwargs)
         norm = _root([g.abs().square().sum() for g in trees.leaves(gradient)])
         return norm, *(value if has_aux else (value,))
     outer = torch.is_grad_enabled()

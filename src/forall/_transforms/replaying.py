@@ -31,7 +31,7 @@ from forall._programs.attempts import clock, without_collections
 from forall._torch import handover, profiling, whole
 from forall._torch.dispatch import dispatch_modes
 from forall._torch.tracers import trace_before_autograd
-from forall._transforms import anew
+from forall._transforms import anew, in_graph
 from forall._transforms.chunking import Chunks
 
 if TYPE_CHECKING:
@@ -181,7 +181,7 @@ def is_on() -> bool:
 
     Not inside a transform, which has the whole call to replay, and may pull back many at once.
     """
-    if not config.now.replay or stack.top is not None or stack.reversing:
+    if is_compiling() or not config.now.replay or stack.top is not None or stack.reversing:
         return False
     return not handover.needed() and not trace_before_autograd()
 
@@ -258,7 +258,7 @@ def told(verb: str, given: dict[str, Any]) -> tuple:
     ``given`` are its ``locals()`` where it begins, which are the parameters of its signature: who
     adds one has nothing to add here.
     """
-    return verb, *[value for name, value in given.items() if name not in _DATA]
+    return verb, *[(name, value) for name, value in given.items() if name not in _DATA]
 
 
 _DATA = frozenset({"func", "primals", "tangents"})  # which are the call's
@@ -333,19 +333,21 @@ def replaying(
     comes first. ``settled`` runs the calls that nobody has to look at, while nothing is replayed.
     ``alone`` gives the same for one example of ordinary tensors without history, by torch.autograd.
     """
-    verb = how[0] if how else ""
-    return functools.partial(_transformed, func, verb, _key_of(how), settled=settled, alone=alone)
+    return functools.partial(
+        _transformed, func, how, _key_of(how), settled=settled, alone=alone
+    )
 
 
 def _transformed(
     func: Callable,
-    verb: str,
+    how: tuple,
     key: Any,
     eager: Callable,
     *,
     settled: Settled | None = None,
     alone: Callable | None = None,
 ) -> Callable:
+    verb = how[0] if how else ""
     asked = key is not None and is_on() and anew.may_be_anew(func)
     own = None if isinstance(func, (FunctionType, Module)) else Calls()
     fixed = None if asked else _place(func, key, own)
@@ -354,13 +356,17 @@ def _transformed(
     @functools.wraps(func, updated=())
     def transformed(*args: Any, **kwargs: Any) -> Any:
         nonlocal last
+        if is_compiling():
+            if verb in in_graph.VERBS:
+                return in_graph.call(verb, dict(how[1:]), func, args, kwargs)
+            return eager(func, *args, **kwargs)
         known = span = None
-        if not is_compiling() and profiling.is_on():
+        if profiling.is_on():
             span = profiling.span(str(Call(verb, func)))
             span.__enter__()
         try:
             if settled is not None and settled.unknown != settled.codes and not kwargs:
-                known = None if is_compiling() else settled.find(args)
+                known = settled.find(args)
                 found = None if known is None else settled.run(args, known, last)
                 if found is not None:
                     return found[0]
@@ -385,7 +391,7 @@ def _transformed(
 
     made = vars(transformed)
     made["__forall_transform__"] = anew.Transform(
-        func, key, lambda other: _transformed(other, verb, None, eager), calls, alone
+        func, key, lambda other: _transformed(other, how, None, eager), calls, alone
     )
     made["__forall_told__"] = lambda: calls().told(func, eager)  # what `explain` asks for
     return transformed

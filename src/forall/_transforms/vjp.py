@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from forall._batching import border
 from forall._batching.batched import wrap
@@ -21,7 +22,7 @@ from forall._torch.inference import ordinary
 from forall._torch.lazy import lazy_zeros_pass
 from forall._torch.posed import bare
 from forall._torch.wrapper import has_history
-from forall._transforms import checks
+from forall._transforms import checks, in_graph
 from forall._transforms.arguments import Moved
 from forall._transforms.replaying import replayed
 from forall._transforms.types import R, Ts, X
@@ -78,6 +79,8 @@ def vjp(func: Callable, *primals: Any, has_aux: bool = False) -> Any:
         (tensor([43.,  2.]),)
     """
     checks.callable_("vjp", func)
+    if is_dynamo_compiling():
+        return in_graph.call("vjp", {"has_aux": has_aux}, func, primals, {})
     if handover.needed():
         return handover.call("vjp", func, *primals, has_aux=has_aux)
     call = Call("vjp", func)

@@ -1,0 +1,124 @@
+"""How torch.compile captures a call of a transform: one node of its graph.
+
+NOTE [transforms in a compiled function]
+    Dynamo, which reads a function's Python for torch.compile, cannot read our engine, and its
+    graphs hold tensors alone. So a call of a transform is a higher-order operator. Dynamo traces
+    the transformed function once, for one example, into a graph of its own: what the function
+    captures becomes an argument of that graph. The node runs the transform itself, of that graph.
+    AOTAutograd then runs our engine under its tracers, as make_fx does, and sees plain operators.
+
+    What a transform returns is taken apart by item nodes, so any tree will do. A function that it
+    returns, as `vjp` does, is an object that lives in the graph, and each of its calls is a node.
+    Python that one example cannot say in a graph, such as a question to a tensor's value, breaks
+    the graph at the call: the transform then runs as it does without a compiler.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._ops import HigherOrderOperator
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+_SEQUENCES = (tuple, list)
+_DICTS = (dict, OrderedDict)
+
+
+# --- trees: read by Dynamo as well as by Python --------------------------------------------------
+
+
+def is_named(tree: Any) -> bool:
+    return isinstance(tree, tuple) and hasattr(tree, "_fields")
+
+
+def map_leaves(f: Callable, tree: Any) -> Any:
+    """The tree with ``f`` of each leaf in its place; its nodes are those that a graph may hold."""
+    if type(tree) in _SEQUENCES:
+        return type(tree)([map_leaves(f, x) for x in tree])
+    if type(tree) in _DICTS:
+        return type(tree)([(key, map_leaves(f, x)) for key, x in tree.items()])
+    if is_named(tree):
+        return type(tree)(*[map_leaves(f, x) for x in tree])
+    return f(tree)
+
+
+def tensors_of(tree: Any) -> list[torch.Tensor]:
+    found = []
+
+    def look(leaf: Any) -> None:
+        if isinstance(leaf, torch.Tensor):
+            found.append(leaf)
+
+    map_leaves(look, tree)
+    return found
+
+
+def with_tensors(tree: Any, tensors: Any) -> Any:
+    """The tree with these tensors, in order, in the place of its own."""
+    left = list(tensors)
+
+    def put(leaf: Any) -> Any:
+        return left.pop(0) if isinstance(leaf, torch.Tensor) else leaf
+
+    return map_leaves(put, tree)
+
+
+# --- the operator --------------------------------------------------------------------------------
+
+
+class TransformInGraph(HigherOrderOperator):
+    """``transform(func, **options)(*args, **kwargs)``, where Dynamo traces ``func`` to a graph.
+
+    It is never dispatched: whoever runs a graph runs the transform.
+    """
+
+    def __init__(self, run: Callable, example_dims: Callable) -> None:
+        super().__init__("forall_transform")
+        self.run = run
+        self.example_dims = example_dims
+
+    # Dynamo asks for an operator's name to find how to trace it. To say so at import would import
+    # Dynamo, which takes a second.
+    @property
+    def __name__(self) -> str:
+        _register()
+        return "forall_transform"
+
+    @__name__.setter
+    def __name__(self, name: str) -> None:
+        pass
+
+    def __call__(
+        self,
+        graph: torch.fx.GraphModule,
+        verb: str,
+        options: dict,
+        args: tuple,
+        kwargs: dict,
+        *captured: Any,
+    ) -> Any:
+        def func(*args: Any, **kwargs: Any) -> Any:
+            return graph(*tensors_of((args, kwargs)), *captured)
+
+        return self.run(verb, options, func, args, kwargs)
+
+
+def call_in_graph(func: Callable, args: tuple, kwargs: dict) -> Any:
+    """``func(*args, **kwargs)``, for a function that a transform has returned."""
+    return func(*args, **kwargs)
+
+
+def _register() -> None:
+    """Tell Dynamo how to trace the operator, once it is loaded."""
+    from torch._dynamo.variables import higher_order_ops
+
+    known = higher_order_ops._hop_name_to_variable_class
+    if "forall_transform" not in known:
+        from forall._torch.dynamo_variables import TransformVariable
+
+        known["forall_transform"] = TransformVariable

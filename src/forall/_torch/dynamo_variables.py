@@ -1,0 +1,123 @@
+"""What Dynamo holds for a transform, and for a function that one returned, while it traces.
+
+See NOTE [transforms in a compiled function]. Only Dynamo loads this module.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch._dynamo.utils import get_fake_value
+from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.builder import wrap_fx_proxy
+from torch._dynamo.variables.higher_order_ops import (
+    TorchHigherOrderOperatorVariable,
+    make_attr,
+    speculate_subgraph,
+)
+from torch.utils import _pytree
+
+from forall._torch.dynamo import call_in_graph
+
+
+class TransformVariable(TorchHigherOrderOperatorVariable):
+    """The operator `TransformInGraph`."""
+
+    _HOP_NAME = "forall_transform"
+    _ALLOW_FALLBACK_TO_EAGER = True
+
+    def _call_function(self, tx: Any, args: Any, kwargs: Any) -> VariableTracker:
+        """Trace the function for one example, and put the call into the graph."""
+        body, verb, options, given, by_name, tensors = args
+        verb, options = verb.as_python_constant(), options.as_python_constant()
+        operands = given.as_proxy(), by_name.as_proxy()
+        whole = tensors.items
+        fakes = _pytree.tree_map_only(torch.fx.Proxy, _example, operands)
+        dims = self.value.example_dims(verb, options, *fakes)
+        examples = [x if d is None else _example_of(tx, x, d) for x, d in zip(whole, dims)]
+        _, graph, captured = speculate_subgraph(
+            tx,
+            body,
+            examples,
+            {},
+            verb,
+            source_target=self.value,
+            set_subgraph_inputs="flatten_manual",
+            supports_input_mutation=True,
+            supports_aliasing=True,
+        )
+        module = torch.fx.GraphModule(tx.output.nn_modules, graph)
+        node = make_attr(tx, tx.output.install_subgraph(f"{verb}_body", module))
+        return _emit(tx, self.value, (node, verb, options, *operands, *captured))
+
+
+class FunctionVariable(VariableTracker):
+    """A function that a transform has returned, as an object in the graph."""
+
+    def __init__(self, proxy: torch.fx.Proxy, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.proxy = proxy
+
+    def as_proxy(self) -> torch.fx.Proxy:
+        return self.proxy
+
+    def python_type(self) -> type:
+        return type(_example(self.proxy))
+
+    def call_function(self, tx: Any, args: Any, kwargs: Any) -> VariableTracker:
+        given = tuple(x.as_proxy() for x in args)
+        by_name = {name: x.as_proxy() for name, x in kwargs.items()}
+        return _emit(tx, call_in_graph, (self.proxy, given, by_name))
+
+
+def _example(proxy: torch.fx.Proxy) -> Any:
+    return proxy.node.meta["example_value"]
+
+
+def _example_of(tx: Any, x: VariableTracker, dim: int) -> VariableTracker:
+    """One example of a mapped tensor, which need not have any."""
+    fake = _example(x.as_proxy())
+    if fake.shape[dim] == 0:
+        shape = fake.shape[:dim] + fake.shape[dim + 1 :]
+        return x.call_method(tx, "new_empty", [VariableTracker.build(tx, tuple(shape))], {})
+    place = [VariableTracker.build(tx, dim), VariableTracker.build(tx, 0)]
+    return x.call_method(tx, "select", place, {})
+
+
+def _emit(tx: Any, target: Any, args: tuple) -> VariableTracker:
+    """A node of the graph, and what it returns as variables of Dynamo's."""
+    proxy = tx.output.create_proxy("call_function", target, args, {})
+    return _variable(tx, get_fake_value(proxy.node, tx), proxy)
+
+
+def _variable(tx: Any, value: Any, proxy: torch.fx.Proxy) -> VariableTracker:
+    """``value``, which is what ``proxy`` gives for an example."""
+    if isinstance(value, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return wrap_fx_proxy(tx, proxy, example_value=value)
+    proxy.node.meta["example_value"] = value
+    if isinstance(value, (tuple, list, dict)):
+        pairs = [*value.items()] if isinstance(value, dict) else [*enumerate(value)]
+        items = [_variable(tx, x, _item(tx, proxy, key)) for key, x in pairs]
+        if isinstance(value, dict):
+            items.insert(0, VariableTracker.build(tx, tuple(value)))
+        make = {tuple: _tuple, list: _list, dict: _dict}.get(type(value), type(value))
+        return VariableTracker.build(tx, make).call_function(tx, items, {})
+    return FunctionVariable(proxy) if callable(value) else VariableTracker.build(tx, value)
+
+
+def _item(tx: Any, proxy: torch.fx.Proxy, key: Any) -> torch.fx.Proxy:
+    return tx.output.create_proxy("call_function", operator.getitem, (proxy, key), {})
+
+
+def _tuple(*items: Any) -> tuple:
+    return items
+
+
+def _list(*items: Any) -> list:
+    return list(items)
+
+
+def _dict(keys: tuple, *items: Any) -> dict:
+    return dict(zip(keys, items, strict=True))

@@ -1,0 +1,127 @@
+"""A call of a transform in a function that torch.compile compiles.
+
+`call` is read by Dynamo and never run. See NOTE [transforms in a compiled function].
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from forall._core.errors import Call
+from forall._torch import trees
+from forall._torch.dynamo import TransformInGraph, map_leaves, tensors_of, with_tensors
+from forall._transforms import arguments, mapping
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+# The rest is made of these, and Dynamo reads how.
+VERBS = frozenset(
+    "vmap grad grad_and_value vjp jvp linearize jacrev jacfwd jacobian hessian hessian_diag hvp "
+    "laplacian".split()
+)
+_CONSTANTS = (bool, int, float, complex, str, type(None))
+
+
+def call(verb: str, options: dict, func: Callable, args: tuple, kwargs: dict) -> Any:
+    """``verb(func, **options)(*args, **kwargs)`` as a node of the graph.
+
+    Options that name arguments become positions: what Dynamo traces has no names.
+    """
+    if isinstance(options.get("in_dims"), dict):
+        args, kwargs, *dims = mapping.named(
+            Call(verb, func), func, options["in_dims"], args, kwargs
+        )
+        args, options = (args, kwargs), {**options, "in_dims": tuple(dims)}
+        kwargs, func = {}, _spread(func)
+    elif options.get("argnames") is not None:
+        names = options["argnames"]
+        at = arguments.places(
+            arguments.called(verb, func, None, names), args, kwargs, None, names
+        )
+        several = isinstance(at, tuple)
+        chosen = arguments.pick(args, kwargs, at)
+        func = _of_chosen(func, args, kwargs, at, several)
+        options = {
+            **options,
+            "argnames": None,
+            "argnums": tuple(range(len(chosen))) if several else 0,
+        }
+        args, kwargs = chosen if several else (chosen,), {}
+    seen = _seen(verb, args)
+
+    def body(*examples: torch.Tensor) -> Any:
+        given, by_name = with_tensors((seen, kwargs), examples)
+        return func(*given, **by_name)
+
+    given, by_name = map_leaves(_operand, (args, kwargs))
+    return _transform(body, verb, options, given, by_name, tensors_of((seen, kwargs)))
+
+
+def _seen(verb: str, args: tuple) -> tuple:
+    """The arguments of a transform that are those of its function."""
+    if verb == "jvp":
+        return args[0]
+    return args[:-1] if verb == "hvp" else args
+
+
+def _spread(func: Callable) -> Callable:
+    return lambda args, kwargs: func(*args, **kwargs)
+
+
+def _of_chosen(func: Callable, args: tuple, kwargs: dict, at: Any, several: bool) -> Callable:
+    def of_chosen(*xs: Any) -> Any:
+        by_place, by_name = arguments.put(args, kwargs, at, xs if several else xs[0])
+        return func(*by_place, **by_name)
+
+    return of_chosen
+
+
+def _operand(leaf: Any) -> Any:
+    """What a graph holds of an argument: the function itself has what is no tensor."""
+    if isinstance(leaf, torch.Tensor) or type(leaf) in _CONSTANTS:
+        return leaf
+    if _is_tree(type(leaf)):
+        torch._dynamo.graph_break(
+            msg="A transform of forall in a compiled function takes trees of tuples, lists and "
+            "dicts. Pass the tensors of this object, or call the transform outside."
+        )
+    return None
+
+
+def _is_tree(kind: type) -> bool:
+    """Return True for a class whose objects have leaves of their own. Dynamo runs it."""
+    return kind in trees.SUPPORTED_NODES
+
+
+_is_tree._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+
+
+# --- where the graph is run ------------------------------------------------------------------------
+
+
+def _run(verb: str, options: dict, func: Callable, args: tuple, kwargs: dict) -> Any:
+    make = getattr(sys.modules["forall"], verb)
+    if verb == "vjp":
+        return make(func, *args, **options)
+    if verb == "linearize":
+        return make(func, *args)
+    if verb == "jvp":
+        return make(func, *args, **options)
+    return make(func, **options)(*args, **kwargs)
+
+
+def _example_dims(verb: str, options: dict, args: tuple, kwargs: dict) -> list[int | None]:
+    """For each tensor of the arguments the dim of which the function sees one example."""
+    if verb != "vmap":
+        return [None for _ in tensors_of((args, kwargs))]
+    asked = Call("vmap", _run, in_dims=options["in_dims"])
+    leaves, _, dims, _ = mapping.inputs(asked, args, kwargs, options["in_dims"])
+    return [d for x, d in zip(leaves, dims, strict=True) if isinstance(x, torch.Tensor)]
+
+
+_transform = TransformInGraph(_run, _example_dims)
