@@ -105,12 +105,25 @@ class TransformInGraph(HigherOrderOperator):
         def func(*args: Any, **kwargs: Any) -> Any:
             return graph(*tensors_of((args, kwargs)), *captured)
 
+        options, args, kwargs = _thawed((options, args, kwargs))
         return self.run(verb, options, func, args, kwargs)
 
 
 def call_in_graph(func: Callable, args: tuple, kwargs: dict) -> Any:
     """``func(*args, **kwargs)``, for a function that a transform has returned."""
+    args, kwargs = _thawed((args, kwargs))
     return func(*args, **kwargs)
+
+
+def _thawed(tree: Any) -> Any:
+    """A tree out of a node, which keeps lists and dicts of classes that cannot be changed."""
+    if isinstance(tree, list):
+        return [_thawed(x) for x in tree]
+    if isinstance(tree, dict):
+        return {key: _thawed(x) for key, x in tree.items()}
+    if is_named(tree):
+        return type(tree)(*map(_thawed, tree))
+    return tuple(map(_thawed, tree)) if type(tree) is tuple else tree
 
 
 def _register() -> None:

@@ -64,9 +64,12 @@ def _zeros(func: Any, x: Any, y: Any) -> torch.Tensor:
 
 def _is_of_sum(x: torch.Tensor, y: torch.Tensor) -> bool:
     """Whether a tensor has the shape, dtype and device of its sum with another."""
-    with functions_off(), no_dispatch():
-        same = torch.result_type(x, y) == x.dtype and x.device == y.device
-        return same and broadcast_shapes(x.shape, y.shape) == x.shape
+    with functions_off():
+        if x.device != y.device:  # a fake tensor says "meta" where nothing is dispatched
+            return False
+        with no_dispatch():
+            same = torch.result_type(x, y) == x.dtype
+            return same and broadcast_shapes(x.shape, y.shape) == x.shape
 
 
 def _is_zero(a: Any) -> bool:
