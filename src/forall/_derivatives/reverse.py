@@ -14,6 +14,7 @@ from forall._core.levels import complete, graph_free, lift, stack, top
 from forall._torch import inference, trees
 from forall._torch.dispatch import (
     ACCUMULATE,
+    MIRRORED,
     functions_off,
     in_torch_func,
     is_forward_enabled,
@@ -138,7 +139,14 @@ def leads_outside(tensors: Iterable[torch.Tensor], run: Run) -> bool:
     for t in tensors:
         if t.requires_grad and t.grad_fn is None and not run.has(t):
             return True
-    return any(type(n) is ACCUMULATE and not run.has(n.variable) for n in nodes(tensors))
+    return any(_is_outside(n, run) for n in nodes(tensors))
+
+
+def _is_outside(node: Any, run: Run) -> bool:
+    """Return True for a leaf of a graph that is no variable of ``run``."""
+    if type(node) is ACCUMULATE:
+        return not run.has(node.variable)
+    return type(node) is MIRRORED
 
 
 def inward(tensors: list[torch.Tensor], run: Run) -> list[torch.Tensor]:
@@ -148,7 +156,7 @@ def inward(tensors: list[torch.Tensor], run: Run) -> list[torch.Tensor]:
     before: dict[Any, list] = {}  # the nodes that each node is asked by
     outside = []
     for n in nodes(tensors):
-        if type(n) is ACCUMULATE and not run.has(n.variable):
+        if _is_outside(n, run):
             outside.append(n)
         for following, _ in n.next_functions:
             if following is not None:
@@ -170,12 +178,13 @@ def is_closed(outputs: tuple[torch.Tensor, ...], run: Run) -> bool:
     if in_torch_func() or may_carry_tangents():
         return False
     with functions_off():
-        return all(
-            run.has(n.variable)
-            if type(n) is ACCUMULATE
-            else not isinstance(n, WRITTEN) or getattr(n._forward_cls, "does_the_same", False)
-            for n in nodes(outputs)
-        )
+        for n in nodes(outputs):
+            if isinstance(n, WRITTEN):
+                if not getattr(n._forward_cls, "does_the_same", False):
+                    return False
+            elif _is_outside(n, run):
+                return False
+        return True
 
 
 def variables(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:

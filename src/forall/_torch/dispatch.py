@@ -31,6 +31,8 @@ is_forward_enabled = torch._C._is_fwd_grad_enabled
 set_forward_enabled = torch._C._set_fwd_grad_enabled
 set_grad_enabled = torch._C._set_grad_enabled
 ACCUMULATE = torch._C._functions.AccumulateGrad  # the node that leaves a gradient on a leaf
+# The node of a tensor that AOTAutograd wraps: it stands for the history of what is wrapped.
+MIRRORED = torch._C._functions.Error
 
 AUTOGRAD = DispatchKey.AutogradFunctionality
 CONJUGATE = DispatchKey.Conjugate
