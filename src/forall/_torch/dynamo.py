@@ -15,12 +15,13 @@ NOTE [transforms in a compiled function]
 
 from __future__ import annotations
 
-import operator
 from collections import OrderedDict
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._ops import HigherOrderOperator
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -106,13 +107,26 @@ class TransformInGraph(HigherOrderOperator):
             return graph(*tensors_of((args, kwargs)), *captured)
 
         options, args, kwargs = _thawed((options, args, kwargs))
-        return self.run(verb, options, func, args, kwargs)
+        with _told():
+            return self.run(verb, options, func, args, kwargs)
 
 
 def call_in_graph(func: Callable, args: tuple, kwargs: dict) -> Any:
     """``func(*args, **kwargs)``, for a function that a transform has returned."""
     args, kwargs = _thawed((args, kwargs))
-    return func(*args, **kwargs)
+    with _told():
+        return func(*args, **kwargs)
+
+
+def _told() -> Any:
+    """A context in which functional tensors get the answers that forward mode asks of them."""
+    from forall._torch.exporting import Recorded
+
+    functional = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL)
+    modes = _get_current_dispatch_mode_stack()
+    if functional is None or any(type(mode) is Recorded for mode in modes):
+        return nullcontext()
+    return Recorded()
 
 
 def _thawed(tree: Any) -> Any:

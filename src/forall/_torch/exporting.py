@@ -53,8 +53,8 @@ def _warn() -> None:
     )
 
 
-class _Recorded(_python_dispatch.TorchDispatchMode):
-    """What our calls come down to, as such a tracer is to see it."""
+class Recorded(_python_dispatch.TorchDispatchMode):
+    """What our calls come down to, as a tracer of functional tensors is to see it."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(kind, Wrapper) for kind in types):
@@ -91,7 +91,7 @@ class _after_autograd:
         for mode in reversed(self.modes):
             mode.pre_dispatch, mode._dispatch_key = False, None
             push_mode(mode)
-        push_mode(_Recorded())
+        push_mode(Recorded())
         self.functions = [pop_functions() for _ in range(_count_functions())]
         for mode in reversed(self.functions):
             if not isinstance(mode, PreDispatchTorchFunctionMode):
