@@ -103,7 +103,7 @@ class TransformInGraph(HigherOrderOperator):
         kwargs: dict,
         *captured: Any,
     ) -> Any:
-        def func(*args: Any, **kwargs: Any) -> Any:
+        def func(*args: Any, **kwargs: Any) -> Any:  # pyright: ignore[reportRedeclaration]
             return graph(*tensors_of((args, kwargs)), *captured)
 
         options, args, kwargs = _thawed((options, args, kwargs))
@@ -118,15 +118,20 @@ def call_in_graph(func: Callable, args: tuple, kwargs: dict) -> Any:
         return func(*args, **kwargs)
 
 
+_KINDS = torch._C._TorchDispatchModeKey.FUNCTIONAL, torch._C._TorchDispatchModeKey.FAKE
+
+
 def _told() -> Any:
-    """A context in which functional tensors get the answers that forward mode asks of them."""
+    """A context in which functional and fake tensors get the answers that forward mode asks for.
+
+    What a fake one answers is kept by torch under a key that does not tell its memory.
+    """
     from forall._torch.exporting import Recorded
 
-    functional = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL)
-    modes = _get_current_dispatch_mode_stack()
-    if functional is None or any(type(mode) is Recorded for mode in modes):
+    if not any(torch._C._get_dispatch_mode(kind) for kind in _KINDS):
         return nullcontext()
-    return Recorded()
+    around = any(type(mode) is Recorded for mode in _get_current_dispatch_mode_stack())
+    return nullcontext() if around else Recorded()
 
 
 def _thawed(tree: Any) -> Any:

@@ -6,9 +6,11 @@ See NOTE [transforms in a compiled function]. Only Dynamo loads this module.
 from __future__ import annotations
 
 import operator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch._dynamo import config
 from torch._dynamo.utils import get_fake_value
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import wrap_fx_proxy
@@ -37,20 +39,28 @@ class TransformVariable(TorchHigherOrderOperatorVariable):
         fakes = _pytree.tree_map_only(torch.fx.Proxy, _example, operands)
         dims = self.value.example_dims(verb, options, *fakes)
         examples = [x if d is None else _example_of(tx, x, d) for x, d in zip(whole, dims)]
-        _, graph, captured = speculate_subgraph(
-            tx,
-            body,
-            examples,
-            {},
-            verb,
-            source_target=self.value,
-            set_subgraph_inputs="flatten_manual",
-            supports_input_mutation=True,
-            supports_aliasing=True,
-        )
+        with _autograd_is_traced():
+            _, graph, captured = speculate_subgraph(
+                tx,
+                body,
+                examples,
+                {},
+                verb,
+                source_target=self.value,
+                set_subgraph_inputs="flatten_manual",
+                supports_input_mutation=True,
+                supports_aliasing=True,
+            )
         module = torch.fx.GraphModule(tx.output.nn_modules, graph)
         node = make_attr(tx, tx.output.install_subgraph(f"{verb}_body", module))
         return _emit(tx, self.value, (node, verb, options, *operands, *captured))
+
+
+def _autograd_is_traced() -> Any:
+    """A context in which the graph may have torch.autograd.grad in it: we run it as it is."""
+    if hasattr(config, "trace_autograd_ops"):
+        return config.patch(trace_autograd_ops=True)
+    return nullcontext()
 
 
 class FunctionVariable(VariableTracker):
@@ -104,11 +114,22 @@ def _variable(tx: Any, value: Any, proxy: torch.fx.Proxy) -> VariableTracker:
             items.insert(0, VariableTracker.build(tx, tuple(value)))
         make = {tuple: _tuple, list: _list, dict: _dict}.get(type(value), type(value))
         return VariableTracker.build(tx, make).call_function(tx, items, {})
-    return FunctionVariable(proxy) if callable(value) else VariableTracker.build(tx, value)
+    if callable(value):
+        function = VariableTracker.build(tx, _function)
+        return function.call_function(tx, [FunctionVariable(proxy)], {})
+    return VariableTracker.build(tx, value)
 
 
 def _item(tx: Any, proxy: torch.fx.Proxy, key: Any) -> torch.fx.Proxy:
     return tx.output.create_proxy("call_function", operator.getitem, (proxy, key), {})
+
+
+# --- run by Dynamo -------------------------------------------------------------------------------
+
+
+def _function(variable: Any) -> Any:
+    """A function of Python's, of which Dynamo knows more than of a class of ours."""
+    return lambda *args, **kwargs: variable(*args, **kwargs)
 
 
 def _tuple(*items: Any) -> tuple:

@@ -14,7 +14,7 @@ import torch
 from forall._core.errors import Call
 from forall._torch import trees
 from forall._torch.dynamo import TransformInGraph, map_leaves, tensors_of, with_tensors
-from forall._transforms import arguments, mapping
+from forall._transforms import mapping
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,30 +28,8 @@ _CONSTANTS = (bool, int, float, complex, str, type(None))
 
 
 def call(verb: str, options: dict, func: Callable, args: tuple, kwargs: dict) -> Any:
-    """``verb(func, **options)(*args, **kwargs)`` as a node of the graph.
-
-    Options that name arguments become positions: what Dynamo traces has no names.
-    """
-    if isinstance(options.get("in_dims"), dict):
-        args, kwargs, *dims = mapping.named(
-            Call(verb, func), func, options["in_dims"], args, kwargs
-        )
-        args, options = (args, kwargs), {**options, "in_dims": tuple(dims)}
-        kwargs, func = {}, _spread(func)
-    elif options.get("argnames") is not None:
-        names = options["argnames"]
-        at = arguments.places(
-            arguments.called(verb, func, None, names), args, kwargs, None, names
-        )
-        several = isinstance(at, tuple)
-        chosen = arguments.pick(args, kwargs, at)
-        func = _of_chosen(func, args, kwargs, at, several)
-        options = {
-            **options,
-            "argnames": None,
-            "argnums": tuple(range(len(chosen))) if several else 0,
-        }
-        args, kwargs = chosen if several else (chosen,), {}
+    """``verb(func, **options)(*args, **kwargs)`` as a node of the graph."""
+    _check_names(options, kwargs)
     seen = _seen(verb, args)
 
     def body(*examples: torch.Tensor) -> Any:
@@ -69,16 +47,25 @@ def _seen(verb: str, args: tuple) -> tuple:
     return args[:-1] if verb == "hvp" else args
 
 
-def _spread(func: Callable) -> Callable:
-    return lambda args, kwargs: func(*args, **kwargs)
+def _check_names(options: dict, kwargs: dict) -> None:
+    """Break the graph where an argument that was passed by position is named.
 
-
-def _of_chosen(func: Callable, args: tuple, kwargs: dict, at: Any, several: bool) -> Callable:
-    def of_chosen(*xs: Any) -> Any:
-        by_place, by_name = arguments.put(args, kwargs, at, xs if several else xs[0])
-        return func(*by_place, **by_name)
-
-    return of_chosen
+    What the transform gets from Dynamo is a graph, whose arguments have no names.
+    """
+    dims, names = options.get("in_dims"), options.get("argnames")
+    if isinstance(dims, dict):
+        if not all(name in kwargs for name in dims):
+            torch._dynamo.graph_break(
+                msg="in_dims names an argument that is passed by position. In a compiled function "
+                "pass it by keyword: vmap(f, in_dims={'x': 0})(x=x)."
+            )
+    elif names is not None:
+        for name in names if isinstance(names, tuple) else (names,):
+            if name not in kwargs:
+                torch._dynamo.graph_break(
+                    msg="argnames names an argument that is passed by position. In a compiled "
+                    "function pass it by keyword, or give argnums."
+                )
 
 
 def _operand(leaf: Any) -> Any:
@@ -119,8 +106,11 @@ def _example_dims(verb: str, options: dict, args: tuple, kwargs: dict) -> list[i
     """For each tensor of the arguments the dim of which the function sees one example."""
     if verb != "vmap":
         return [None for _ in tensors_of((args, kwargs))]
+    in_dims, by_name = options["in_dims"], None
+    if isinstance(in_dims, dict):
+        in_dims, by_name = (None,) * len(args), {name: in_dims.get(name) for name in kwargs}
     asked = Call("vmap", _run, in_dims=options["in_dims"])
-    leaves, _, dims, _ = mapping.inputs(asked, args, kwargs, options["in_dims"])
+    leaves, _, dims, _ = mapping.inputs(asked, args, kwargs, in_dims, by_name)
     return [d for x, d in zip(leaves, dims, strict=True) if isinstance(x, torch.Tensor)]
 
 

@@ -81,14 +81,24 @@ def per_example_grad_norm(
     checks.randomness(verb, randomness, keys=True)
     checks.chunk_size(verb, chunk_size)
 
+    mapping = in_dims, randomness, chunk_size
+    return _norms(func, how, (argnums, argnames), mapping, has_aux, return_value)
+
+
+def _norms(
+    func: Callable, how: tuple, which: tuple, mapping: tuple, has_aux: bool, return_value: bool
+) -> Callable:
+    """A function of its own: Dynamo reads no ``locals()`` with names that a closure has later."""
+    in_dims, randomness, chunk_size = mapping
+
     @replaying(func, how)
     def norms(func: Callable, /, *args: Any, **kwargs: Any) -> Any:
         @functools.wraps(func, updated=())
         def of_one(*args: Any, **kwargs: Any) -> tuple:
-            return _of_one(func, args, kwargs, (argnums, argnames), has_aux)
+            return _of_one(func, args, kwargs, which, has_aux)
 
-        call = called(verb, func, argnums, argnames)
-        dims = _dims(in_dims, places(call, args, kwargs, argnums, argnames), len(args))
+        call = called(how[0], func, *which)
+        dims = _dims(in_dims, places(call, args, kwargs, *which), len(args))
         mapped = vmap(of_one, dims, randomness=randomness, chunk_size=chunk_size)
         norm, value, *aux = mapped(*args, **kwargs)
         beside = [value, *aux] if return_value else aux
