@@ -23,6 +23,8 @@ import torch
 from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from forall._torch.handover import eagerly
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
@@ -95,20 +97,19 @@ class TransformInGraph(HigherOrderOperator):
         pass
 
     def __call__(
-        self,
-        graph: torch.fx.GraphModule,
-        verb: str,
-        options: dict,
-        args: tuple,
-        kwargs: dict,
-        *captured: Any,
+        self, func: Callable, verb: str, options: dict, args: tuple, kwargs: dict, *rest: Any
     ) -> Any:
-        def func(*args: Any, **kwargs: Any) -> Any:  # pyright: ignore[reportRedeclaration]
-            return graph(*tensors_of((args, kwargs)), *captured)
+        """Run the transform of a graph, or of a function where Dynamo gave the call up."""
+        if not isinstance(func, torch.fx.GraphModule):
+            with eagerly():
+                return self.run(verb, options, func, args, kwargs)
+
+        def as_given(*args: Any, **kwargs: Any) -> Any:
+            return func(*tensors_of((args, kwargs)), *rest)
 
         options, args, kwargs = _thawed((options, args, kwargs))
         with _told():
-            return self.run(verb, options, func, args, kwargs)
+            return self.run(verb, options, as_given, args, kwargs)
 
 
 def call_in_graph(func: Callable, args: tuple, kwargs: dict) -> Any:

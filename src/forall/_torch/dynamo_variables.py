@@ -32,9 +32,9 @@ class TransformVariable(TorchHigherOrderOperatorVariable):
 
     def _call_function(self, tx: Any, args: Any, kwargs: Any) -> VariableTracker:
         """Trace the function for one example, and put the call into the graph."""
-        body, verb, options, given, by_name, tensors = args
+        _, verb, options, _, _, body, operands, tensors = args
         verb, options = verb.as_python_constant(), options.as_python_constant()
-        operands = given.as_proxy(), by_name.as_proxy()
+        operands = operands.as_proxy()
         whole = tensors.items
         fakes = _pytree.tree_map_only(torch.fx.Proxy, _example, operands)
         dims = self.value.example_dims(verb, options, *fakes)

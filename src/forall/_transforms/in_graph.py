@@ -36,8 +36,10 @@ def call(verb: str, options: dict, func: Callable, args: tuple, kwargs: dict) ->
         given, by_name = with_tensors((seen, kwargs), examples)
         return func(*given, **by_name)
 
-    given, by_name = map_leaves(_operand, (args, kwargs))
-    return _transform(body, verb, options, given, by_name, tensors_of((seen, kwargs)))
+    operands = map_leaves(_operand, (args, kwargs))
+    return _transform(
+        func, verb, options, args, kwargs, body, operands, tensors_of((seen, kwargs))
+    )
 
 
 def _seen(verb: str, args: tuple) -> tuple:
