@@ -95,7 +95,7 @@ def grad(
         >>> grad(f, argnums=1)(w, x)                   # (3,)
         tensor([ 78., 112., 146.])
     """
-    how = told("grad", locals())
+    how = told("grad", argnums=argnums, has_aux=has_aux, argnames=argnames)
     checks.callable_("grad", func)
     return _grad_and_value(how, func, argnums, argnames, has_aux, valued=False)
 
@@ -141,7 +141,7 @@ def grad_and_value(
         >>> grad_and_value(f, argnums=1)(w, x)         # (3,), ()
         (tensor([ 78., 112., 146.]), tensor(185.))
     """
-    how = told("grad_and_value", locals())
+    how = told("grad_and_value", argnums=argnums, has_aux=has_aux, argnames=argnames)
     checks.callable_("grad_and_value", func)
     return _grad_and_value(how, func, argnums, argnames, has_aux, valued=True)
 

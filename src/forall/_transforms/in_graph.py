@@ -37,9 +37,7 @@ def call(verb: str, options: dict, func: Callable, args: tuple, kwargs: dict) ->
         return func(*given, **by_name)
 
     operands = map_leaves(_operand, (args, kwargs))
-    return _transform(
-        func, verb, options, args, kwargs, body, operands, tensors_of((seen, kwargs))
-    )
+    return _transform(func, verb, options, args, kwargs, body, operands, tensors_of((seen, kwargs)))
 
 
 def _seen(verb: str, args: tuple) -> tuple:

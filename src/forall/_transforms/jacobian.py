@@ -110,7 +110,15 @@ def jacrev(
                 [1., 1.],
                 [4., 0.]])
     """
-    how = told("jacrev", locals())
+    how = told(
+        "jacrev",
+        argnums=argnums,
+        argnames=argnames,
+        has_aux=has_aux,
+        return_value=return_value,
+        chunk_size=chunk_size,
+        _preallocate_and_copy=_preallocate_and_copy,
+    )
     del _preallocate_and_copy
     checks.callable_("jacrev", func)
     checks.chunk_size("jacrev", chunk_size)
@@ -217,7 +225,15 @@ def jacfwd(
                 [1., 1.],
                 [4., 0.]])
     """
-    how = told("jacfwd", locals())
+    how = told(
+        "jacfwd",
+        argnums=argnums,
+        has_aux=has_aux,
+        argnames=argnames,
+        return_value=return_value,
+        randomness=randomness,
+        chunk_size=chunk_size,
+    )
     checks.callable_("jacfwd", func)
     checks.randomness("jacfwd", randomness)
     checks.chunk_size("jacfwd", chunk_size)
@@ -321,7 +337,14 @@ def hessian(
                 [[2., 0.],
                  [0., 0.]]])
     """
-    how = told("hessian", locals())
+    how = told(
+        "hessian",
+        argnums=argnums,
+        argnames=argnames,
+        has_aux=has_aux,
+        return_value=return_value,
+        chunk_size=chunk_size,
+    )
     checks.callable_("hessian", func)
     checks.chunk_size("hessian", chunk_size)
 

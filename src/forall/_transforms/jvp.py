@@ -83,7 +83,7 @@ def jvp(
         >>> jvp(f, (torch.tensor([2.0, 3.0]),), (torch.tensor([1.0, 10.0]),))
         (tensor([6., 5., 4.]), tensor([23., 11.,  4.]))
     """
-    how = told("jvp", locals())
+    how = told("jvp", strict=strict, has_aux=has_aux)
     checks.callable_("jvp", func)
     if is_dynamo_compiling():
         return in_graph.call("jvp", dict(how[1:]), func, (primals, tangents), {})

@@ -67,7 +67,7 @@ def linearize(func: Callable, *primals: Any) -> tuple[Any, Callable]:
         >>> push(torch.tensor([0.0, 1.0]))
         tensor([2., 1., 0.])
     """
-    how = told("linearize", locals())
+    how = told("linearize")
     checks.callable_("linearize", func)
     if is_dynamo_compiling():
         return in_graph.call("linearize", {}, func, primals, {})

@@ -75,7 +75,16 @@ def per_example_grad_norm(
         >>> forall.per_example_grad_norm(loss)(w, xs, ys)            # of (6, 8) and (0, -6)
         tensor([10.,  6.])
     """
-    how = told("per_example_grad_norm", locals())
+    how = told(
+        "per_example_grad_norm",
+        argnums=argnums,
+        argnames=argnames,
+        has_aux=has_aux,
+        return_value=return_value,
+        in_dims=in_dims,
+        randomness=randomness,
+        chunk_size=chunk_size,
+    )
     verb = how[0]
     checks.callable_(verb, func)
     checks.randomness(verb, randomness, keys=True)
@@ -88,7 +97,7 @@ def per_example_grad_norm(
 def _norms(
     func: Callable, how: tuple, which: tuple, mapping: tuple, has_aux: bool, return_value: bool
 ) -> Callable:
-    """A function of its own: Dynamo reads no ``locals()`` with names that a closure has later."""
+    """What `per_example_grad_norm` returns."""
     in_dims, randomness, chunk_size = mapping
 
     @replaying(func, how)

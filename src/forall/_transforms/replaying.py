@@ -252,16 +252,12 @@ def replayed(func: Callable) -> Callable:
     return lambda *args: calls.run(func, given, operator.call, args, {})
 
 
-def told(verb: str, given: dict[str, Any]) -> tuple:
-    """What tells a transform from others of its function: all that it was given besides.
+def told(verb: str, **options: Any) -> tuple:
+    """Return what tells a transform from others of its function: all that it was given besides.
 
-    ``given`` are its ``locals()`` where it begins, which are the parameters of its signature: who
-    adds one has nothing to add here.
+    A test compares ``options`` with the parameters of the signature.
     """
-    return verb, *[(name, value) for name, value in given.items() if name not in _DATA]
-
-
-_DATA = frozenset({"func", "primals", "tangents"})  # which are the call's
+    return verb, *options.items()
 
 
 def _key_of(how: tuple) -> Any:
@@ -333,9 +329,7 @@ def replaying(
     comes first. ``settled`` runs the calls that nobody has to look at, while nothing is replayed.
     ``alone`` gives the same for one example of ordinary tensors without history, by torch.autograd.
     """
-    return functools.partial(
-        _transformed, func, how, _key_of(how), settled=settled, alone=alone
-    )
+    return functools.partial(_transformed, func, how, _key_of(how), settled=settled, alone=alone)
 
 
 def _transformed(

@@ -102,7 +102,9 @@ def hvp(
         >>> forall.hvp(f)(x, v)                        # (3,)
         tensor([2., 4., 2.])
     """
-    how = told("hvp", locals())
+    how = told(
+        "hvp", argnums=argnums, argnames=argnames, has_aux=has_aux, return_value=return_value
+    )
     checks.callable_("hvp", func)
 
     @replaying(func, how)
@@ -205,7 +207,17 @@ def hessian_diag(
                 [0., 0.],
                 [2., 0.]])
     """
-    how, which = told("hessian_diag", locals()), (argnums, argnames)
+    how, which = (
+        told(
+            "hessian_diag",
+            argnums=argnums,
+            argnames=argnames,
+            has_aux=has_aux,
+            return_value=return_value,
+            chunk_size=chunk_size,
+        ),
+        (argnums, argnames),
+    )
     return _from_diagonal(how, func, which, has_aux, return_value, chunk_size, First.tree)
 
 
@@ -289,7 +301,17 @@ def laplacian(
         >>> forall.laplacian(f)(torch.tensor([1.0, 2.0, 3.0]))       # 6x + 2x + 2x at x = 1
         tensor(10.)
     """
-    how, which = told("laplacian", locals()), (argnums, argnames)
+    how, which = (
+        told(
+            "laplacian",
+            argnums=argnums,
+            argnames=argnames,
+            has_aux=has_aux,
+            return_value=return_value,
+            chunk_size=chunk_size,
+        ),
+        (argnums, argnames),
+    )
     return _from_diagonal(how, func, which, has_aux, return_value, chunk_size, _trace)
 
 

@@ -104,7 +104,14 @@ def jacobian(
                 [4., 0.],
                 [3., 2.]])
     """
-    how = told("jacobian", locals())
+    how = told(
+        "jacobian",
+        argnums=argnums,
+        argnames=argnames,
+        has_aux=has_aux,
+        return_value=return_value,
+        chunk_size=chunk_size,
+    )
     checks.callable_("jacobian", func)
     checks.chunk_size("jacobian", chunk_size)
 

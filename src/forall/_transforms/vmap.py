@@ -128,7 +128,16 @@ def vmap(
         >>> vmap(root)(torch.tensor([1.0, 4.0, 100.0]))
         tensor([ 1.,  2., 10.])
     """
-    given = told("vmap", locals())
+    given = told(
+        "vmap",
+        in_dims=in_dims,
+        out_dims=out_dims,
+        randomness=randomness,
+        chunk_size=chunk_size,
+        divergence=divergence,
+        ragged=ragged,
+        max_steps=max_steps,
+    )
     checks.callable_("vmap", func)
     checks.randomness("vmap", randomness, keys=True)
     checks.chunk_size("vmap", chunk_size)
@@ -140,7 +149,7 @@ def vmap(
 
 
 def _mapped(func: Callable, given: tuple, how: tuple, options: Options) -> Callable:
-    """A function of its own: Dynamo reads no ``locals()`` with names that a closure has later."""
+    """What `vmap` returns."""
     settled = Settled(func, *how[:2]) if is_simple(how, options) else None
 
     @replaying(func, given, settled)
