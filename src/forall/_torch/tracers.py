@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 from forall._torch.names import DispatchMode, pop_mode, push_mode
 
@@ -31,9 +32,14 @@ def are_on() -> bool:
     return lie_beneath() and any(torch._C._get_dispatch_mode(key) for key in _TRACERS)
 
 
-def is_fake(a: Any) -> bool:
-    """Whether this is a tensor without numbers, as torch.export traces on."""
-    return isinstance(a, FakeTensor)
+def is_traced(a: Any) -> bool:
+    """Return True for a tensor of torch's compilers: a fake one, or one that wraps it."""
+    return isinstance(a, (FakeTensor, FunctionalTensor))
+
+
+def functional_tensors_are_on() -> bool:
+    """Return True while AOTAutograd or torch.export turns writes in place into new tensors."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL) is not None
 
 
 class beneath_ours:

@@ -13,7 +13,7 @@ import torch
 
 from forall._torch.dispatch import aside, functions_off, no_dispatch
 from forall._torch.shapes import broadcast_shapes
-from forall._torch.tracers import is_fake, lie_beneath, unseen
+from forall._torch.tracers import functional_tensors_are_on, is_traced, lie_beneath, unseen
 from forall._torch.wrapper import Wrapper
 
 aten = torch.ops.aten
@@ -30,9 +30,11 @@ def plain_zeros(*args: Any, **kwargs: Any) -> torch.Tensor:
     """Ordinary zeros for aten._efficientzerotensor, whatever levels are active.
 
     Formulas may mark a single one a Python number, which torch then reads: neither a wrapper nor a
-    fake tensor has data.
+    fake tensor has data. Functional tensors are fake beneath, and what their formulas keep for a
+    backward pass must be too.
     """
-    with functions_off(), no_dispatch() if tuple(args[0]) == () else unseen():
+    single = tuple(args[0]) == () and not functional_tensors_are_on()
+    with functions_off(), no_dispatch() if single else unseen():
         zeros: Any = torch.zeros(*args, **kwargs)
         zeros.never_moves = not zeros.is_inference()
         for told in aside.told:
@@ -76,7 +78,7 @@ def _is_zero(a: Any) -> bool:
     """Whether it is marked, at whatever level, and nobody has written into it since."""
     while isinstance(a, Wrapper) and getattr(a, "axis", None) is None:
         a = a.value
-    plain = type(a) is torch.Tensor or (lie_beneath() and is_fake(a))
+    plain = type(a) is torch.Tensor or (lie_beneath() and is_traced(a))
     if not plain or not getattr(a, "never_moves", False):
         return False
     with torch._C.DisableTorchFunction():

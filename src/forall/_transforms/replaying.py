@@ -342,6 +342,16 @@ def _transformed(
     alone: Callable | None = None,
 ) -> Callable:
     verb = how[0] if how else ""
+
+    @functools.wraps(func, updated=())
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        """The same where Dynamo reads it."""
+        if verb in in_graph.VERBS:
+            return in_graph.call(verb, dict(how[1:]), func, args, kwargs)
+        return eager(func, *args, **kwargs)
+
+    if is_compiling():
+        return traced
     asked = key is not None and is_on() and anew.may_be_anew(func)
     own = None if isinstance(func, (FunctionType, Module)) else Calls()
     fixed = None if asked else _place(func, key, own)
@@ -351,9 +361,7 @@ def _transformed(
     def transformed(*args: Any, **kwargs: Any) -> Any:
         nonlocal last
         if is_compiling():
-            if verb in in_graph.VERBS:
-                return in_graph.call(verb, dict(how[1:]), func, args, kwargs)
-            return eager(func, *args, **kwargs)
+            return traced(*args, **kwargs)
         known = span = None
         if profiling.is_on():
             span = profiling.span(str(Call(verb, func)))

@@ -8,6 +8,7 @@ from operator import is_
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from forall._batching import border
 from forall._batching.batched import Batched, without_ended
@@ -156,7 +157,8 @@ def _mapped(func: Callable, given: tuple, how: tuple, options: Options) -> Calla
     def mapped(func: Callable, /, *args: Any, **kwargs: Any) -> Any:
         return Verb(func, *how).run(options, args, kwargs)
 
-    vars(mapped)["__forall_run__"] = Verb(func, *how).run, options  # what `explain` asks for
+    if not is_dynamo_compiling():
+        vars(mapped)["__forall_run__"] = Verb(func, *how).run, options  # what `explain` asks for
     return mapped
 
 
