@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch._ops import HigherOrderOperator
@@ -39,14 +39,18 @@ def is_named(tree: Any) -> bool:
     return isinstance(tree, tuple) and hasattr(tree, "_fields")
 
 
-def map_leaves(f: Callable, tree: Any) -> Any:
-    """The tree with ``f`` of each leaf in its place; its nodes are those that a graph may hold."""
+def map_leaves(f: Callable, tree: Any, ordered: Callable = OrderedDict) -> Any:
+    """The tree with ``f`` of each leaf in its place; its nodes are those that a graph may hold.
+
+    ``ordered`` makes what is in the place of an OrderedDict, out of a dict.
+    """
     if type(tree) in _SEQUENCES:
-        return type(tree)([map_leaves(f, x) for x in tree])
+        return type(tree)([map_leaves(f, x, ordered) for x in tree])
     if type(tree) in _DICTS:
-        return type(tree)([(key, map_leaves(f, x)) for key, x in tree.items()])
+        found = {key: map_leaves(f, x, ordered) for key, x in tree.items()}
+        return found if type(tree) is dict else ordered(found)
     if is_named(tree):
-        return type(tree)(*[map_leaves(f, x) for x in tree])
+        return type(tree)(*[map_leaves(f, x, ordered) for x in tree])
     return f(tree)
 
 
@@ -69,6 +73,12 @@ def with_tensors(tree: Any, tensors: Any) -> Any:
         return left.pop(0) if isinstance(leaf, torch.Tensor) else leaf
 
     return map_leaves(put, tree)
+
+
+class Ordered(NamedTuple):
+    """An OrderedDict in a graph, whose dicts are all of one class."""
+
+    items_of: dict
 
 
 # --- the operator --------------------------------------------------------------------------------
@@ -141,6 +151,8 @@ def _thawed(tree: Any) -> Any:
         return [_thawed(x) for x in tree]
     if isinstance(tree, dict):
         return {key: _thawed(x) for key, x in tree.items()}
+    if type(tree) is Ordered:
+        return OrderedDict(_thawed(tree.items_of))
     if is_named(tree):
         return type(tree)(*map(_thawed, tree))
     return tuple(map(_thawed, tree)) if type(tree) is tuple else tree

@@ -6,6 +6,7 @@ See NOTE [transforms in a compiled function]. Only Dynamo loads this module.
 from __future__ import annotations
 
 import operator
+from collections import OrderedDict
 from contextlib import nullcontext
 from typing import Any
 
@@ -33,7 +34,7 @@ class TransformVariable(TorchHigherOrderOperatorVariable):
     def _call_function(self, tx: Any, args: Any, kwargs: Any) -> VariableTracker:
         """Trace the function for one example, and put the call into the graph."""
         _, verb, options, _, _, body, operands, tensors = args
-        verb, options = verb.as_python_constant(), options.as_python_constant()
+        verb, options = verb.as_python_constant(), options.as_proxy()
         operands = operands.as_proxy()
         whole = tensors.items
         fakes = _pytree.tree_map_only(torch.fx.Proxy, _example, operands)
@@ -112,7 +113,8 @@ def _variable(tx: Any, value: Any, proxy: torch.fx.Proxy) -> VariableTracker:
         items = [_variable(tx, x, _item(tx, proxy, key)) for key, x in pairs]
         if isinstance(value, dict):
             items.insert(0, VariableTracker.build(tx, tuple(value)))
-        make = {tuple: _tuple, list: _list, dict: _dict}.get(type(value), type(value))
+        kinds = {tuple: _tuple, list: _list, dict: _dict, OrderedDict: _ordered}
+        make = kinds.get(type(value), type(value))
         return VariableTracker.build(tx, make).call_function(tx, items, {})
     if callable(value):
         function = VariableTracker.build(tx, _function)
@@ -142,3 +144,7 @@ def _list(*items: Any) -> list:
 
 def _dict(keys: tuple, *items: Any) -> dict:
     return dict(zip(keys, items, strict=True))
+
+
+def _ordered(keys: tuple, *items: Any) -> OrderedDict:
+    return OrderedDict(zip(keys, items, strict=True))

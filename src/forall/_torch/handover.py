@@ -7,6 +7,7 @@ inside ours, needs nothing: its wrappers lie on our values, and its operators re
 
 from __future__ import annotations
 
+import functools
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -109,6 +110,26 @@ class eagerly:
             _eager.callback = None
         if self.callback is not None:
             sys.modules["torch._dynamo.eval_frame"].set_eval_frame(self.callback)
+
+
+def compiler_listens() -> bool:
+    """Return True where Dynamo would compile the next function of Python's that is called."""
+    return dynamo_loaded() and callable(torch._C._dynamo.eval_frame.get_eval_frame_callback())
+
+
+def left_to_python(func: Callable) -> Callable:
+    """Have Dynamo neither read nor compile ``func``, which runs our engine."""
+
+    @functools.wraps(func)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not compiler_listens():
+            return func(*args, **kwargs)
+        with eagerly():
+            return func(*args, **kwargs)
+
+    # What torch.compiler.disable sets; to import that takes a second.
+    vars(run)["_torchdynamo_disable"] = True
+    return run
 
 
 def _compile_again(_left: list, _level: int) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from forall._core.errors import Call
 from forall._torch import trees
-from forall._torch.dynamo import TransformInGraph, map_leaves, tensors_of, with_tensors
+from forall._torch.dynamo import Ordered, TransformInGraph, map_leaves, tensors_of, with_tensors
 from forall._transforms import mapping
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def call(verb: str, options: dict, func: Callable, args: tuple, kwargs: dict) ->
         given, by_name = with_tensors((seen, kwargs), examples)
         return func(*given, **by_name)
 
-    operands = map_leaves(_operand, (args, kwargs))
+    operands = map_leaves(_operand, (args, kwargs), Ordered)
     return _transform(func, verb, options, args, kwargs, body, operands, tensors_of((seen, kwargs)))
 
 

@@ -116,12 +116,12 @@ def jit(
             return v8
     """
     checks.callable_("jit", func)
+    if is_dynamo_compiling():
+        return cast("Jitted[P, R]", func)  # whoever compiles the calls of it records it too
     kinds = _kinds(func, static_argnums, static_argnames, backend, fastmath)
 
     @functools.wraps(func, updated=())
     def jitted(*args: Any, **kwargs: Any) -> Any:
-        if is_dynamo_compiling():
-            return func(*args, **kwargs)
         return kinds.run(args, kwargs)
 
     jitted.cache_info = kinds.info

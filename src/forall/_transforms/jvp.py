@@ -87,6 +87,9 @@ def jvp(
     checks.callable_("jvp", func)
     if is_dynamo_compiling():
         return in_graph.call("jvp", dict(how[1:]), func, (primals, tangents), {})
+    if handover.compiler_listens():
+        with handover.eagerly():
+            return jvp(func, primals, tangents, strict=strict, has_aux=has_aux)
     if handover.needed():
         return handover.call("jvp", func, primals, tangents, strict=strict, has_aux=has_aux)
     eager = functools.partial(_jvp, strict, has_aux)

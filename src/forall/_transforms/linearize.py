@@ -71,6 +71,9 @@ def linearize(func: Callable, *primals: Any) -> tuple[Any, Callable]:
     checks.callable_("linearize", func)
     if is_dynamo_compiling():
         return in_graph.call("linearize", {}, func, primals, {})
+    if handover.compiler_listens():
+        with handover.eagerly():
+            return linearize(func, *primals)
     if handover.needed():
         return handover.linearize(func, primals)
     call = Call("linearize", func)
@@ -185,6 +188,7 @@ def _run(
 
 
 def _pushing(call: Call, flat: list, spec: Any, play: Callable, out_spec: Any) -> Callable:
+    @handover.left_to_python
     def jvp_fn(*tangents: Any) -> Any:
         """The derivative at the point, in the direction of ``tangents``."""
         seeds = checks.tangents(call, flat, spec, tangents)

@@ -362,6 +362,9 @@ def _transformed(
         nonlocal last
         if is_compiling():
             return traced(*args, **kwargs)
+        if handover.compiler_listens():
+            with handover.eagerly():
+                return transformed(*args, **kwargs)
         known = span = None
         if profiling.is_on():
             span = profiling.span(str(Call(verb, func)))

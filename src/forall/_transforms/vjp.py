@@ -81,11 +81,15 @@ def vjp(func: Callable, *primals: Any, has_aux: bool = False) -> Any:
     checks.callable_("vjp", func)
     if is_dynamo_compiling():
         return in_graph.call("vjp", {"has_aux": has_aux}, func, primals, {})
+    if handover.compiler_listens():
+        with handover.eagerly():
+            return vjp(func, *primals, has_aux=has_aux)
     if handover.needed():
         return handover.call("vjp", func, *primals, has_aux=has_aux)
     call = Call("vjp", func)
     pull, value, aux = whole.call(pullback, call, replayed(func), primals, has_aux)
 
+    @handover.left_to_python
     def vjp_fn(
         cotangents: Any, retain_graph: bool = True, create_graph: bool | None = None
     ) -> tuple:
