@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch._dynamo import config
+from torch._dynamo.exc import unimplemented
 from torch._dynamo.utils import get_fake_value
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import wrap_fx_proxy
@@ -38,7 +39,15 @@ class TransformVariable(TorchHigherOrderOperatorVariable):
         operands = operands.as_proxy()
         whole = tensors.items
         fakes = _pytree.tree_map_only(torch.fx.Proxy, _example, operands)
-        dims = self.value.example_dims(verb, options, *fakes)
+        try:
+            dims = self.value.example_dims(verb, options, *fakes)
+        except Exception as error:  # which the call raises where it runs as it is
+            unimplemented(
+                gb_type="A transform of forall refuses its arguments",
+                context=verb,
+                explanation=str(error),
+                hints=[],
+            )
         examples = [x if d is None else _example_of(tx, x, d) for x, d in zip(whole, dims)]
         with _autograd_is_traced():
             _, graph, captured = speculate_subgraph(
