@@ -1,8 +1,8 @@
-"""Next to torch's own transforms and its compiler, torch's own transforms do the work.
+"""Inside torch's own transforms these do the work; its compiler stays out of ours.
 
-Dynamo traces torch.func natively and cannot trace ours; and inside an active transform of
-torch.func ours would not see its tensors, which gives silent zeros. The other way round, torch.func
-inside ours, needs nothing: its wrappers lie on our values, and its operators reach our levels.
+Inside an active transform of torch.func ours would not see its tensors, which gives silent zeros.
+The other way round, torch.func inside ours, needs nothing: its wrappers lie on our values, and its
+operators reach our levels.
 """
 
 from __future__ import annotations

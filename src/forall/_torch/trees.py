@@ -7,6 +7,7 @@ from operator import is_
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
 from torch.utils._pytree import (
     BUILTIN_TYPES,
     SUPPORTED_NODES,
@@ -63,6 +64,8 @@ def flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
         return tree_flatten(tree)
     spec = _specs.get(outline)
     if spec is None:
+        if is_dynamo_compiling():  # which may keep nothing in a function that it traces
+            return tree_flatten(tree)
         if len(_specs) >= _MANY:
             _specs.clear()
         spec = _specs[outline] = tree_flatten(tree)[1]
