@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from forall._torch.handover import eagerly
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
 _SEQUENCES = (tuple, list)
 _DICTS = (dict, OrderedDict)
@@ -102,7 +102,7 @@ class TransformInGraph(HigherOrderOperator):
         _register()
         return "forall_transform"
 
-    @__name__.setter
+    @__name__.setter  # noqa: A003
     def __name__(self, name: str) -> None:
         pass
 

@@ -41,14 +41,16 @@ class TransformVariable(TorchHigherOrderOperatorVariable):
         fakes = _pytree.tree_map_only(torch.fx.Proxy, _example, operands)
         try:
             dims = self.value.example_dims(verb, options, *fakes)
-        except Exception as error:  # which the call raises where it runs as it is
+        except Exception as error:  # noqa: BLE001 - the call raises it where it runs as it is
             unimplemented(
                 gb_type="A transform of forall refuses its arguments",
                 context=verb,
                 explanation=str(error),
                 hints=[],
             )
-        examples = [x if d is None else _example_of(tx, x, d) for x, d in zip(whole, dims)]
+        examples = [
+            x if d is None else _example_of(tx, x, d) for x, d in zip(whole, dims, strict=True)
+        ]
         with _autograd_is_traced():
             _, graph, captured = speculate_subgraph(
                 tx,
@@ -140,7 +142,7 @@ def _item(tx: Any, proxy: torch.fx.Proxy, key: Any) -> torch.fx.Proxy:
 
 def _function(variable: Any) -> Any:
     """A function of Python's, of which Dynamo knows more than of a class of ours."""
-    return lambda *args, **kwargs: variable(*args, **kwargs)
+    return lambda *args, **kwargs: variable(*args, **kwargs)  # noqa: PLW0108
 
 
 def _tuple(*items: Any) -> tuple:

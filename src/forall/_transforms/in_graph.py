@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -20,10 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 # The rest is made of these, and Dynamo reads how.
-VERBS = frozenset(
-    "vmap grad grad_and_value vjp jvp linearize jacrev jacfwd jacobian hessian hessian_diag hvp "
-    "laplacian".split()
-)
+VERBS = frozenset({"vmap", "grad", "grad_and_value", "vjp", "jvp", "linearize", "jacrev", "jacfwd"})
+VERBS |= {"jacobian", "hessian", "hessian_diag", "hvp", "laplacian"}
 _CONSTANTS = (bool, int, float, complex, str, type(None))
 
 
@@ -88,7 +85,7 @@ def _is_tree(kind: type) -> bool:
 _is_tree._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
-# --- where the graph is run ------------------------------------------------------------------------
+# --- where the graph is run ----------------------------------------------------------------------
 
 
 def _run(verb: str, options: dict, func: Callable, args: tuple, kwargs: dict) -> Any:

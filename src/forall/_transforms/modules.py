@@ -52,8 +52,10 @@ def functional_call(
         >>> functional_call(model, given, torch.tensor([1.0, 2.0]))
         tensor([3.])
     """
-    own = [] if torch.compiler.is_compiling() else _left_by_torch(module)
     given = module, parameter_and_buffer_dicts, args, kwargs
+    if torch.compiler.is_dynamo_compiling():
+        return handover.call("functional_call", *given, tie_weights=tie_weights, strict=strict)
+    own = _left_by_torch(module)
     try:
         return handover.call("functional_call", *given, tie_weights=tie_weights, strict=strict)
     finally:

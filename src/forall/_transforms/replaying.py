@@ -343,7 +343,6 @@ def _transformed(
 ) -> Callable:
     verb = how[0] if how else ""
 
-    @functools.wraps(func, updated=())
     def traced(*args: Any, **kwargs: Any) -> Any:
         """The same where Dynamo reads it."""
         if verb in in_graph.VERBS:
