@@ -12,7 +12,7 @@ import torch
 
 from forall._batching.batched import Batched
 from forall._core.levels import top
-from forall._torch.dispatch import autograd_below, below_autograd, functions_off, no_dispatch
+from forall._torch.dispatch import autograd_below, below_autograd, functions_off
 from forall._torch.names import set_version, version
 from forall._torch.tracers import unseen
 from forall._torch.wrapper import Wrapper
@@ -105,8 +105,11 @@ class Before:
 
 
 def _aside(base: Tensor) -> Any:
-    """Keep levels from taking what is done to a tensor for the user's: a wrapper has no memory."""
-    return _unnoted() if isinstance(base, Wrapper) else no_dispatch()
+    """Keep levels from taking what is done to a tensor for the user's.
+
+    A wrapper has no memory, and nor has a fake tensor, whose own mode has to see it.
+    """
+    return _unnoted() if isinstance(base, Wrapper) else unseen()
 
 
 def _give_history(base: Tensor, held: Tensor | None) -> None:

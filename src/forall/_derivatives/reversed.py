@@ -30,6 +30,7 @@ from forall._torch.dispatch import (
 )
 from forall._torch.lazy import attach_tangent
 from forall._torch.names import split_tangent
+from forall._torch.tracers import is_traced
 from forall._torch.versions import apply_users
 from forall._torch.whole import contextmanager
 from forall._torch.wrapper import innermost
@@ -349,6 +350,8 @@ def _refuse_unrecorded(pulled: list, ys: list, xs: list) -> None:
 
 
 def _is_something(t: torch.Tensor) -> bool:
-    """Whether any number of any example is not zero."""
+    """Whether any number of any example is not zero, or may be, where a tensor has no numbers."""
+    if is_traced(innermost(t)):
+        return True
     with no_dispatch(), functions_off():
         return bool(innermost(t).any())

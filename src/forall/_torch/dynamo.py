@@ -98,7 +98,7 @@ class TransformInGraph(HigherOrderOperator):
     # Dynamo asks for an operator's name to find how to trace it. To say so at import would import
     # Dynamo, which takes a second.
     @property
-    def __name__(self) -> str:
+    def __name__(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
         _register()
         return "forall_transform"
 
@@ -109,13 +109,18 @@ class TransformInGraph(HigherOrderOperator):
     def __call__(
         self, func: Callable, verb: str, options: dict, args: tuple, kwargs: dict, *rest: Any
     ) -> Any:
-        """Run the transform of a graph, or of a function where Dynamo gave the call up."""
+        """Run the transform of a graph, or of a function where Dynamo gave the call up.
+
+        A graph takes what it needs: tensors of the arguments, by their places, and what it captures.
+        """
         if not isinstance(func, torch.fx.GraphModule):
             with eagerly():
                 return self.run(verb, options, func, args, kwargs)
+        places, *captured = rest
 
         def as_given(*args: Any, **kwargs: Any) -> Any:
-            return func(*tensors_of((args, kwargs)), *rest)
+            own, others = tensors_of((args, kwargs)), iter(captured)
+            return func(*[next(others) if i is None else own[i] for i in places])
 
         options, args, kwargs = _thawed((options, args, kwargs))
         with _told():
@@ -127,6 +132,20 @@ def call_in_graph(func: Callable, args: tuple, kwargs: dict) -> Any:
     args, kwargs = _thawed((args, kwargs))
     with _told():
         return func(*args, **kwargs)
+
+
+def one_example(x: torch.Tensor, dim: int | None) -> torch.Tensor:
+    """What a function is traced for, of a tensor with examples along ``dim``, if it has any.
+
+    It requires grad, and is no leaf: Dynamo leaves the backward of a custom Function out of a graph
+    in which nothing does, and a function may write to its arguments.
+    """
+    if dim is not None:
+        shape = x.shape[:dim] + x.shape[dim + 1 :]
+        x = x.select(dim, 0) if x.shape[dim] else x.new_empty(shape)
+    x = x.detach()
+    with torch.enable_grad():
+        return x.requires_grad_().clone() if x.is_floating_point() or x.is_complex() else x
 
 
 _KINDS = torch._C._TorchDispatchModeKey.FUNCTIONAL, torch._C._TorchDispatchModeKey.FAKE

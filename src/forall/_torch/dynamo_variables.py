@@ -23,7 +23,7 @@ from torch._dynamo.variables.higher_order_ops import (
 )
 from torch.utils import _pytree
 
-from forall._torch.dynamo import call_in_graph
+from forall._torch.dynamo import call_in_graph, one_example
 
 
 class TransformVariable(TorchHigherOrderOperatorVariable):
@@ -40,7 +40,7 @@ class TransformVariable(TorchHigherOrderOperatorVariable):
         whole = tensors.items
         fakes = _pytree.tree_map_only(torch.fx.Proxy, _example, operands)
         try:
-            dims = self.value.example_dims(verb, options, *fakes)
+            dims = self.value.example_dims(verb, options, *fakes) or [None] * len(whole)
         except Exception as error:  # noqa: BLE001 - the call raises it where it runs as it is
             unimplemented(
                 gb_type="A transform of forall refuses its arguments",
@@ -48,24 +48,28 @@ class TransformVariable(TorchHigherOrderOperatorVariable):
                 explanation=str(error),
                 hints=[],
             )
-        examples = [
-            x if d is None else _example_of(tx, x, d) for x, d in zip(whole, dims, strict=True)
-        ]
+        examples = [_example_of(tx, x, d) for x, d in zip(whole, dims, strict=True)]
         with _autograd_is_traced():
-            _, graph, captured = speculate_subgraph(
+            _, graph, inputs = speculate_subgraph(
                 tx,
                 body,
                 examples,
                 {},
                 verb,
                 source_target=self.value,
-                set_subgraph_inputs="flatten_manual",
+                enable_grad=None if verb == "vmap" else True,
+                set_subgraph_inputs="automatic",
                 supports_input_mutation=True,
                 supports_aliasing=True,
             )
+        own = [x.as_proxy().node for x in examples]
+        places = tuple(own.index(x.node) if x.node in own else None for x in inputs)
+        captured = [x for x in inputs if x.node not in own]
+        for example in own:  # the graph runs on what is given
+            example.graph.erase_node(example)
         module = torch.fx.GraphModule(tx.output.nn_modules, graph)
         node = make_attr(tx, tx.output.install_subgraph(f"{verb}_body", module))
-        return _emit(tx, self.value, (node, verb, options, *operands, *captured))
+        return _emit(tx, self.value, (node, verb, options, *operands, places, *captured))
 
 
 def _autograd_is_traced() -> Any:
@@ -98,14 +102,9 @@ def _example(proxy: torch.fx.Proxy) -> Any:
     return proxy.node.meta["example_value"]
 
 
-def _example_of(tx: Any, x: VariableTracker, dim: int) -> VariableTracker:
-    """One example of a mapped tensor, which need not have any."""
-    fake = _example(x.as_proxy())
-    if fake.shape[dim] == 0:
-        shape = fake.shape[:dim] + fake.shape[dim + 1 :]
-        return x.call_method(tx, "new_empty", [VariableTracker.build(tx, tuple(shape))], {})
-    place = [VariableTracker.build(tx, dim), VariableTracker.build(tx, 0)]
-    return x.call_method(tx, "select", place, {})
+def _example_of(tx: Any, x: VariableTracker, dim: int | None) -> VariableTracker:
+    proxy = tx.output.create_proxy("call_function", one_example, (x.as_proxy(), dim), {})
+    return wrap_fx_proxy(tx, proxy)
 
 
 def _emit(tx: Any, target: Any, args: tuple) -> VariableTracker:

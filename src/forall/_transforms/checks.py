@@ -6,6 +6,7 @@ from dataclasses import is_dataclass
 from typing import Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from forall._core.ended import flatten
 from forall._core.errors import Call, columns, kind, short
@@ -16,6 +17,8 @@ from forall._transforms.chunking import Chunks
 
 
 def callable_(verb: str, func: Any) -> None:
+    if is_dynamo_compiling():
+        return  # Dynamo knows of few things whether they can be called, and calls this one
     if not callable(func):
         raise TypeError(
             f"{verb}(func): func must be callable.\n"

@@ -100,9 +100,9 @@ def _run(verb: str, options: dict, func: Callable, args: tuple, kwargs: dict) ->
 
 
 def _example_dims(verb: str, options: dict, args: tuple, kwargs: dict) -> list[int | None]:
-    """For each tensor of the arguments the dim of which the function sees one example."""
+    """For each tensor of the arguments the dim of which the function sees one example, if any."""
     if verb != "vmap":
-        return [None for _ in tensors_of((args, kwargs))]
+        return []
     in_dims, by_name = options["in_dims"], None
     if isinstance(in_dims, dict):
         in_dims, by_name = (None,) * len(args), {name: in_dims.get(name) for name in kwargs}
