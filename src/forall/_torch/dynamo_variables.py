@@ -21,6 +21,7 @@ from torch._dynamo.variables.higher_order_ops import (
     make_attr,
     speculate_subgraph,
 )
+from torch._ops import HigherOrderOperator
 from torch.utils import _pytree
 
 from forall._torch.dynamo import call_in_graph, one_example
@@ -62,6 +63,7 @@ class TransformVariable(TorchHigherOrderOperatorVariable):
                 supports_input_mutation=True,
                 supports_aliasing=True,
             )
+        _refuse_operators(verb, graph, self.value)
         own = [x.as_proxy().node for x in examples]
         places = tuple(own.index(x.node) if x.node in own else None for x in inputs)
         captured = [x for x in inputs if x.node not in own]
@@ -70,6 +72,23 @@ class TransformVariable(TorchHigherOrderOperatorVariable):
         module = torch.fx.GraphModule(tx.output.nn_modules, graph)
         node = make_attr(tx, tx.output.install_subgraph(f"{verb}_body", module))
         return _emit(tx, self.value, (node, verb, options, *operands, places, *captured))
+
+
+def _refuse_operators(verb: str, graph: torch.fx.Graph, ours: HigherOrderOperator) -> None:
+    """Break the graph where a function calls another operator that takes functions.
+
+    Of a custom Function Dynamo keeps a derivative of first order alone; a checkpoint's knows none
+    of our levels.
+    """
+    for node in graph.nodes:
+        if isinstance(node.target, HigherOrderOperator) and node.target is not ours:
+            unimplemented(
+                gb_type="A function that forall transforms calls a higher-order operator",
+                context=f"{verb}: {node.target}",
+                explanation="A custom autograd.Function, a checkpoint or torch.cond in a function "
+                "that forall transforms is not captured in a graph.",
+                hints=["Leave fullgraph=True out: the call then runs as it does uncompiled."],
+            )
 
 
 def _autograd_is_traced() -> Any:
