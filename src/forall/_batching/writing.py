@@ -356,7 +356,15 @@ def _nothing(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
 _COMPOSITE = DispatchKey.CompositeImplicitAutograd  # whole, in inference mode
 _COPY = torch.ops.aten.copy_.default
 _GROWS = frozenset({torch.ops.aten.addbmm_.default})  # in place, to the shape of the result
-_LOOKS = frozenset({"is_same_size", "_has_same_storage_numel", "_new_zeros_with_same_feature_meta"})
+# How a tensor lies; autograd asks fake tensors in operators, and cannot take an error for an answer.
+_LOOKS = frozenset(
+    {
+        *("is_same_size", "_has_same_storage_numel", "_new_zeros_with_same_feature_meta"),
+        *("device", "layout", "is_contiguous", "is_strides_like_format"),
+        *("size", "stride", "storage_offset", "numel", "dim", "is_non_overlapping_and_dense"),
+        *("sym_size", "sym_stride", "sym_storage_offset", "sym_numel", "sym_is_contiguous"),
+    }
+)
 _WHOLE = frozenset({"copy_", "fill_", "zero_"})
 # Of what may be done once: what it leaves depends on what it finds.
 _BY_VALUE = frozenset({"clamp_", "clamp_min_", "clamp_max_", "relu_", "abs_"})

@@ -111,16 +111,14 @@ class TransformInGraph(HigherOrderOperator):
     ) -> Any:
         """Run the transform of a graph, or of a function where Dynamo gave the call up.
 
-        A graph takes what it needs: tensors of the arguments, by their places, and what it captures.
+        A graph takes the tensors of the arguments, then what it captures.
         """
         if not isinstance(func, torch.fx.GraphModule):
             with eagerly():
                 return self.run(verb, options, func, args, kwargs)
-        places, *captured = rest
 
         def as_given(*args: Any, **kwargs: Any) -> Any:
-            own, others = tensors_of((args, kwargs)), iter(captured)
-            return func(*[next(others) if i is None else own[i] for i in places])
+            return func(*tensors_of((args, kwargs)), *rest)
 
         options, args, kwargs = _thawed((options, args, kwargs))
         with _told():

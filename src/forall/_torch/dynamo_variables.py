@@ -51,7 +51,7 @@ class TransformVariable(TorchHigherOrderOperatorVariable):
             )
         examples = [_example_of(tx, x, d) for x, d in zip(whole, dims, strict=True)]
         with _autograd_is_traced():
-            _, graph, inputs = speculate_subgraph(
+            _, graph, captured = speculate_subgraph(
                 tx,
                 body,
                 examples,
@@ -59,19 +59,17 @@ class TransformVariable(TorchHigherOrderOperatorVariable):
                 verb,
                 source_target=self.value,
                 enable_grad=None if verb == "vmap" else True,
-                set_subgraph_inputs="automatic",
+                set_subgraph_inputs="flatten_manual",  # so none of them is taken for a captured one
                 supports_input_mutation=True,
                 supports_aliasing=True,
             )
         _refuse_operators(verb, graph, self.value)
-        own = [x.as_proxy().node for x in examples]
-        places = tuple(own.index(x.node) if x.node in own else None for x in inputs)
-        captured = [x for x in inputs if x.node not in own]
-        for example in own:  # the graph runs on what is given
+        for x in examples:  # the graph runs on what is given
+            example = x.as_proxy().node
             example.graph.erase_node(example)
         module = torch.fx.GraphModule(tx.output.nn_modules, graph)
         node = make_attr(tx, tx.output.install_subgraph(f"{verb}_body", module))
-        return _emit(tx, self.value, (node, verb, options, *operands, places, *captured))
+        return _emit(tx, self.value, (node, verb, options, *operands, *captured))
 
 
 def _refuse_operators(verb: str, graph: torch.fx.Graph, ours: HigherOrderOperator) -> None:
