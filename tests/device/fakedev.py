@@ -79,6 +79,15 @@ def _module() -> types.ModuleType:
         i = None if device is None else torch.device(device).index
         return _ops.current() if i is None else i
 
+    @contextmanager
+    def on(device: torch.device | str | int) -> Iterator[None]:
+        was = _ops.current()
+        _ops.set_current(index(device))
+        try:
+            yield
+        finally:
+            _ops.set_current(was)
+
     def manual_seed_all(seed: int) -> None:
         for g in generators:
             g.manual_seed(seed)
@@ -95,6 +104,7 @@ def _module() -> types.ModuleType:
         is_initialized=lambda: True,
         device_count=lambda: len(generators),
         current_device=_ops.current,
+        device=on,
         set_device=lambda device: _ops.set_current(index(device)),
         _is_in_bad_fork=lambda: False,
         manual_seed=lambda seed: generators[_ops.current()].manual_seed(seed),

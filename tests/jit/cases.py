@@ -25,6 +25,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import forall
+from draws import HERE, make_generator
 from forall import cond, grad, hessian, jacfwd, jacrev, jvp, scan, vmap, while_loop
 
 CASES = {}
@@ -42,7 +43,7 @@ def unrecorded(function):
 
 
 def xs(i, *shape, dtype=None):
-    return torch.randn(*(shape or (3,)), generator=torch.Generator().manual_seed(i), dtype=dtype)
+    return torch.randn(*(shape or (3,)), generator=make_generator(i), dtype=dtype)
 
 
 # --- what the function captures -------------------------------------------------------------------
@@ -1189,13 +1190,13 @@ def a_seed_set_between_draws(jit):
 
 @unrecorded
 def a_generator_made_inside(jit):
-    g = jit(lambda x: x + torch.rand(3, generator=torch.Generator().manual_seed(3)))
+    g = jit(lambda x: x + torch.rand(3, generator=torch.Generator(HERE).manual_seed(3)))
     return lambda i: g(xs(i))
 
 
 @unrecorded
 def a_generator_seeded_inside(jit):
-    generator = torch.Generator()
+    generator = make_generator()
 
     def f(x):
         generator.manual_seed(3)
@@ -1207,7 +1208,7 @@ def a_generator_seeded_inside(jit):
 
 @case
 def a_generator_captured(jit):
-    generator = torch.Generator().manual_seed(3)
+    generator = make_generator(3)
     g = jit(lambda x: x + torch.rand(3, generator=generator))
 
     def call(i):

@@ -13,6 +13,7 @@ from torch.nn import init
 
 import forall
 from by_groups import EXPECTED
+from draws import make_generator
 from oracle import difference
 
 B = 5
@@ -122,7 +123,7 @@ def _part(x: Tensor) -> Tensor:
 
 
 def data() -> Tensor:
-    return torch.randn(B, 3, 4, generator=torch.Generator().manual_seed(0))
+    return torch.randn(B, 3, 4, generator=make_generator(0))
 
 
 def scoped(f, xs: Tensor) -> Tensor:
@@ -250,7 +251,7 @@ GIVEN = {
 
 
 def fresh() -> torch.Generator:
-    return torch.Generator().manual_seed(5)
+    return make_generator(5)
 
 
 @pytest.mark.parametrize("name", GIVEN)
@@ -301,7 +302,7 @@ def test_the_noise_of_rrelu_comes_from_the_generator_that_is_given():
 
 def test_draws_from_a_hidden_generator_are_taken_back_all():
     deep = SimpleNamespace(b=SimpleNamespace(c=SimpleNamespace(d=SimpleNamespace())))
-    deep.b.c.d.generator = generator = torch.Generator().manual_seed(3)
+    deep.b.c.d.generator = generator = make_generator(3)
 
     def f(x):
         a = torch.rand((), generator=deep.b.c.d.generator)

@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from draws import make_generator
 from forall import vmap
 
 D = torch.float64
-XS = torch.randn(4, 5, 3, 6, dtype=D, generator=torch.Generator().manual_seed(0))
+XS = torch.randn(4, 5, 3, 6, dtype=D, generator=make_generator(0))
 ROW = XS[0]
 
 

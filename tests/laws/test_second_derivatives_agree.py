@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from draws import make_generator
 from forall import grad, jvp, vmap
 from sweep.entries import Flat, _most_different, all_ops
 
@@ -122,7 +123,7 @@ def weights(y, k):
 
 
 def directions(xs, seed):
-    generator = torch.Generator().manual_seed(seed)
+    generator = make_generator(seed)
     return tuple(torch.randn(x.shape, dtype=x.dtype, generator=generator) for x in xs)
 
 
