@@ -102,6 +102,7 @@ def _module() -> types.ModuleType:
         default_generators=generators,
         is_available=lambda: True,
         is_initialized=lambda: True,
+        _initialized=True,  # or torch's checkpoints keep no state of its generators
         device_count=lambda: len(generators),
         current_device=_ops.current,
         device=on,

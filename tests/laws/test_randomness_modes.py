@@ -233,7 +233,9 @@ GIVEN = {
     "randperm": lambda x, g: torch.randperm(4, generator=g) + x,
     "normal": lambda x, g: torch.normal(x, x.exp(), generator=g),
     "normal of a mean": lambda x, g: torch.normal(x, 1.0, generator=g),
-    "normal of a size": lambda x, g: torch.normal(0.0, 1.0, (3, 4), generator=g) + x,
+    "normal of a size": lambda x, g: (
+        torch.normal(0.0, 1.0, (3, 4), generator=g, device=x.device) + x
+    ),
     "bernoulli": lambda x, g: torch.bernoulli(x.sigmoid(), generator=g),
     "multinomial": lambda x, g: torch.multinomial(x.exp(), 3, generator=g),
     "poisson": lambda x, g: torch.poisson(x.exp() * 9, generator=g),

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from draws import make_generator
+from draws import HERE, make_generator
 from forall import grad, jvp, vmap
 from sweep.entries import Flat, _most_different, all_ops
 
@@ -81,7 +81,7 @@ def problems(op, count):
     torch.manual_seed(0)
     random.seed(0)
     np.random.seed(0)  # noqa: NPY002
-    samples = list(islice(op.sample_inputs("cpu", D, requires_grad=True, set_seed=False), 120))
+    samples = list(islice(op.sample_inputs(HERE.type, D, requires_grad=True, set_seed=False), 120))
     flat = [
         Flat(*tree_flatten((s.input, tuple(s.args), dict(s.kwargs))), s.output_process_fn_grad)
         for s in samples

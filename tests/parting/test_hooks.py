@@ -13,14 +13,14 @@ D = torch.float64
 def registered_by_some(x):
     y = x * 2
     if x.sum() > 0:
-        y.register_hook(lambda g: g + torch.ones(3, dtype=D))
+        y.register_hook(lambda g: g + torch.ones(3, dtype=D, device=g.device))
         return (y * x).sum()
     return (y * 3).sum()
 
 
 def used_by_some(x):
     y = x * 2
-    y.register_hook(lambda g: g + torch.ones(3, dtype=D))
+    y.register_hook(lambda g: g + torch.ones(3, dtype=D, device=g.device))
     if x.sum() > 0:
         return (y * x).sum()
     return (x * 3).sum()
@@ -33,7 +33,7 @@ class AddsOne(torch.autograd.Function):
 
     @staticmethod
     def backward(_ctx, g):
-        return 2 * g + torch.ones(3, dtype=D)
+        return 2 * g + torch.ones(3, dtype=D, device=g.device)
 
 
 def function_of_some(x):
