@@ -8,7 +8,7 @@ import torch
 
 import forall
 from control.programs import PROGRAMS
-from draws import make_generator
+from draws import HERE, make_generator
 from forall import associative_scan, cond, fori_loop, grad, hessian, jvp, scan, switch, vmap
 from oracle import difference
 
@@ -30,11 +30,11 @@ def double():
 
 
 def theirs(tree):
-    return jax.tree.map(lambda t: jnp.asarray(t.numpy()), tree)
+    return jax.tree.map(lambda t: jnp.asarray(t.cpu().numpy()), tree)
 
 
 def ours(tree):
-    return jax.tree.map(lambda a: torch.from_numpy(np.array(a)), tree)
+    return jax.tree.map(lambda a: torch.from_numpy(np.array(a)).to(HERE), tree)
 
 
 def jitted(f, *args):

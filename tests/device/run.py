@@ -30,6 +30,7 @@ class Ran(NamedTuple):
     failed: list[str]
     unexpected: list[str]  # failures that are not listed
     trouble: str  # a crash, or what kept the tests from running
+    output: str
     seconds: float
 
 
@@ -71,7 +72,7 @@ def run_tests(*paths: str, one_in: int = 1, sampled: bool = False, jobs: int = 1
     trouble = crashed.group() if crashed else "" if done.returncode in (0, 1, 5) else output[-2000:]
     listed = tuple(known())
     unexpected = [name for name in failed if not name.startswith(listed)]
-    return Ran(counts, failed, unexpected, trouble, time.monotonic() - begun)
+    return Ran(counts, failed, unexpected, trouble, output[-20000:], time.monotonic() - begun)
 
 
 def main() -> int:
