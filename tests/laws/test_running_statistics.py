@@ -48,6 +48,17 @@ def made_inside_of_shared_data(op, x):
     return op(ROW, mean, var), mean, var, x
 
 
+def test_the_counter_of_a_layer_under_a_default_device_of_its_own():
+    ours, theirs = (torch.nn.BatchNorm1d(3, momentum=None, dtype=D) for _ in range(2))
+
+    def f(x):
+        with torch.device(x.device):  # a mode of torch's between the layer and vmap
+            return ours(x)
+
+    torch.testing.assert_close(vmap(f)(XS), torch.stack([theirs(x) for x in XS]))
+    torch.testing.assert_close(ours.state_dict(), theirs.state_dict())
+
+
 @pytest.mark.parametrize("op", [normed, updated])
 @pytest.mark.parametrize("f", [rows_of_one, made_inside, made_inside_of_shared_data])
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
