@@ -7,7 +7,7 @@ PIP := $(RUN) -m pip --disable-pip-version-check install -q -c constraints.txt
 # MACHINES=0/1 is the part of the entries that this machine takes: 0/2 and 1/2 are halves.
 MACHINES ?= 0/1
 
-.PHONY: whole replayed jitted looped leaks matrix gpu demo test check static doctest limitations bench clients coverage fuzz
+.PHONY: whole replayed jitted looped leaks matrix device gpu demo test check static doctest limitations bench clients coverage fuzz
 .PHONY: format clean
 .DEFAULT_GOAL := test
 
@@ -64,6 +64,11 @@ limitations: $(VENV)/.installed
 # `make bench BENCH='--sections peers --quick'`.
 bench: $(VENV)/.installed
 	$(RUN) benchmarks/run.py $(BENCH)
+
+# The suites on a device of CPU memory under another name, which g++ builds: an hour and a half on one core.
+# DEVICE takes the options of tests/device/run.py, as in `make device DEVICE='--suites control jit --sampled'`.
+device: $(VENV)/.installed
+	$(RUN) tests/device/run.py $(DEVICE)
 
 # On this machine's GPU, in under 8 minutes: whether all is right, then ratios to torch.func and to programs by hand.
 # GPU takes the options of tests/gpu/run.py, as in `make gpu GPU='--quick --device cuda:1'`.

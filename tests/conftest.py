@@ -118,6 +118,8 @@ def pytest_runtest_teardown() -> Iterator[None]:
         return (yield)
     finally:
         forall.config.replay = REPLAY
+        if DEVICE:
+            torch.set_default_device(DEVICE)
 
 
 def _heard(failed: list[apart.Obstacle]) -> Callable:

@@ -113,7 +113,7 @@ def check_grad(f: Callable, *args: torch.Tensor, order: int = 2, step: float = 1
 
 
 def _like(x: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
-    return torch.randn(x.shape, dtype=x.dtype, generator=draw).to(x.device)
+    return torch.randn(x.shape, dtype=x.dtype, generator=draw, device=draw.device).to(x.device)
 
 
 def _dot(a: tuple, b: tuple) -> torch.Tensor:

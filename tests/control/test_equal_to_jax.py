@@ -8,6 +8,7 @@ import torch
 
 import forall
 from control.programs import PROGRAMS
+from draws import HERE, make_generator
 from forall import associative_scan, cond, fori_loop, grad, hessian, jvp, scan, switch, vmap
 from oracle import difference
 
@@ -29,11 +30,11 @@ def double():
 
 
 def theirs(tree):
-    return jax.tree.map(lambda t: jnp.asarray(t.numpy()), tree)
+    return jax.tree.map(lambda t: jnp.asarray(t.cpu().numpy()), tree)
 
 
 def ours(tree):
-    return jax.tree.map(lambda a: torch.from_numpy(np.array(a)), tree)
+    return jax.tree.map(lambda a: torch.from_numpy(np.array(a)).to(HERE), tree)
 
 
 def jitted(f, *args):
@@ -156,7 +157,7 @@ def test_batches_of_map(batch_size):
 def test_associative_scan_of_products_of_matrices(n, axis, reverse):
     shape = [2, 3]
     shape.insert(axis % 3, n)
-    generator = torch.Generator().manual_seed(n)
+    generator = make_generator(n)
     a = torch.randn(shape, dtype=D, generator=generator)
     b = torch.randn(shape, dtype=D, generator=generator)
 

@@ -545,6 +545,19 @@ void run_cast(const c10::OperatorHandle& op, Stack* stack) {
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>()); }
 
+// Structured operators have a kernel for devices without their own, which makes the result first and then asks for the
+// form with `out`. A real device has its own kernels, as the CPU does.
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  auto& all = c10::Dispatcher::singleton();
+  for (const auto& name : all.getAllOpNames()) {
+    if (name.name.rfind("aten::", 0)) continue;
+    const auto op = all.findSchema(name);
+    if (op && op->hasKernelForDispatchKey(c10::DispatchKey::CPU) &&
+        op->hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutogradNonFunctional))
+      m.impl(toString(name).c_str(), torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>());
+  }
+}
+
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty.memory_format", empty);
   m.impl("empty_strided", empty_strided);

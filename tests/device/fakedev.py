@@ -77,7 +77,25 @@ def _module() -> types.ModuleType:
         if isinstance(device, int):
             return device
         i = None if device is None else torch.device(device).index
-        return _ops.current() if i is None else i
+        return current() if i is None else i
+
+    def current() -> int:
+        with torch._C._DisableTorchDispatch():  # no operator, to those who watch them
+            return _ops.current()
+
+    def set_device(device: torch.device | str | int) -> None:
+        i = index(device)
+        with torch._C._DisableTorchDispatch():
+            _ops.set_current(i)
+
+    @contextmanager
+    def on(device: torch.device | str | int) -> Iterator[None]:
+        was = current()
+        set_device(device)
+        try:
+            yield
+        finally:
+            set_device(was)
 
     def manual_seed_all(seed: int) -> None:
         for g in generators:
@@ -93,11 +111,13 @@ def _module() -> types.ModuleType:
         default_generators=generators,
         is_available=lambda: True,
         is_initialized=lambda: True,
+        _initialized=True,  # or torch's checkpoints keep no state of its generators
         device_count=lambda: len(generators),
-        current_device=_ops.current,
-        set_device=lambda device: _ops.set_current(index(device)),
+        current_device=current,
+        device=on,
+        set_device=set_device,
         _is_in_bad_fork=lambda: False,
-        manual_seed=lambda seed: generators[_ops.current()].manual_seed(seed),
+        manual_seed=lambda seed: generators[current()].manual_seed(seed),
         manual_seed_all=manual_seed_all,
         get_rng_state=get_rng_state,
         set_rng_state=set_rng_state,

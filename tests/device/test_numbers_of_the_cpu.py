@@ -28,6 +28,24 @@ CALLS = {
 }
 
 
+X = XS[0]
+PUSHED = {
+    "jacfwd": lambda f: jacfwd(f)(X),
+    "vmap of jacfwd": lambda f: vmap(jacfwd(f))(XS),
+    "hessian": lambda f: hessian(lambda x: f(x).square().sum())(X),
+    "vmap of torch's jvp": lambda f: vmap(lambda x: torch.func.jvp(f, (x,), (X,))[1])(XS),
+}
+
+
+@pytest.mark.parametrize("name", PUSHED)
+def test_what_does_not_move_adds_nothing_on_the_device(name):
+    f = lambda x: x.sin() * 2 * torch.tensor([1.0, 2.0]).sum()  # noqa: E731
+    wanted = PUSHED[name](lambda x: x.sin() * 6)
+    found = PUSHED[name](f)
+    assert found.device == X.device
+    torch.testing.assert_close(found, wanted)
+
+
 @pytest.mark.parametrize("replay", [False, True])
 @pytest.mark.parametrize("name", CALLS)
 def test_mapped_numbers(name, replay, monkeypatch):

@@ -1,30 +1,36 @@
 """Tests that run on the device, each group in a process of its own: see fakedev.py."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 from device import fakedev
+from device.run import run_tests
 
-ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.skipif(fakedev.why_not() is not None, reason=str(fakedev.why_not()))
+
+# Of each suite the files that say most about a device, and of how many of their tests one runs.
+SAMPLES = {
+    "laws": (["vmap_is_the_loop", "transforms_nest", "recurrent"], 24),
+    "limits": (["functions", "autograd_inside", "in_place"], 100),
+    "parting": (["values", "nested", "calls_of_groups"], 50),
+    "control": (["matrix", "operators"], 24),
+    "replay": (["given_anew", "modules", "linearize"], 24),
+    "jit": (["adversarial", "derivatives_outside"], 20),
+}
 
 
-def run_on_device(*args: str) -> None:
+def check(*paths: str, one_in: int = 1) -> None:
     fakedev.build()
-    ran = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *args],
-        cwd=ROOT,
-        env={**os.environ, "FORALL_DEVICE": fakedev.NAME, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ran.returncode == 0, f"{ran.stdout[-20000:]}\n{ran.stderr[-5000:]}"
+    ran = run_tests(*paths, one_in=one_in, sampled=one_in > 1)
+    assert not ran.trouble, ran.trouble
+    assert not ran.unexpected, f"{ran.unexpected}\n{ran.output}"
+    assert ran.counts["passed"] > 5
 
 
-@pytest.mark.skipif(fakedev.why_not() is not None, reason=str(fakedev.why_not()))
 def test_own_tests():
-    run_on_device("tests/device", "--ignore=tests/device/test_suites.py")
+    check("tests/device", "--ignore=tests/device/test_suites.py")
+
+
+@pytest.mark.parametrize("suite", SAMPLES)
+def test_suite(suite):
+    names, one_in = SAMPLES[suite]
+    check(*(f"tests/{suite}/test_{name}.py" for name in names), one_in=one_in)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 from torch.func import functional_call, stack_module_state
+from torch.utils._pytree import tree_leaves
 
 import forall
 from device import fakedev
@@ -95,6 +96,13 @@ IMAGES = numbers(4, 2, 6)
 NETS = [nn.Linear(3, 2).to(D) for _ in range(4)]
 STATE = stack_module_state(NETS)
 NORM = nn.BatchNorm1d(3, track_running_stats=False).to(D)
+STEPS = numbers(5, 4, 2, 3)  # examples, then steps of two rows
+RECURRENT = {
+    "an LSTM": nn.LSTM(3, 4).to(D),
+    "a GRU": nn.GRU(3, 4).to(D),
+    "an LSTM cell": nn.LSTMCell(3, 4).to(D),
+    "a GRU cell": nn.GRUCell(3, 4).to(D),
+}
 
 
 def ensemble(state, x):
@@ -106,6 +114,27 @@ def per_example_gradients():
     return vmap(
         grad(lambda s, x: functional_call(CONV, s, (x,)).square().sum()), in_dims=(None, 0)
     )(state, IMAGES)
+
+
+def per_example_gradients_of_batch_norm():
+    xs = numbers(2, 5, 3)
+    state = dict(NORM.named_parameters())
+    f = lambda s, x: functional_call(NORM, s, (x,)).pow(3).sum()  # noqa: E731
+    return vmap(grad(f), in_dims=(None, 0))(state, xs)
+
+
+def recurrent_calls(name):
+    module, xs = RECURRENT[name], STEPS[:, 0] if "cell" in name else STEPS
+    state = dict(module.named_parameters())
+
+    def total(s, x):
+        return tree_leaves(functional_call(module, s, (x,)))[0].square().sum()
+
+    return {
+        f"vmap of {name}": lambda: vmap(module)(xs),
+        f"per-example gradients of {name}": lambda: vmap(grad(total), (None, 0))(state, xs),
+        f"jvp of {name}": lambda: vmap(lambda x: jvp(lambda x: total(state, x), (x,), (x,)))(xs),
+    }
 
 
 def outside():
@@ -156,7 +185,10 @@ CALLS = {
     "vmap of keys": lambda: vmap(lambda k: forall.random.normal(k, (3,)))(KEYS),
     "an ensemble": lambda: vmap(ensemble, in_dims=((0, 0), None))(STATE, X),
     "outside": outside,
+    "per-example gradients of batch norm": per_example_gradients_of_batch_norm,
 }
+for recurrent in RECURRENT:
+    CALLS.update(recurrent_calls(recurrent))
 JITTED = jit(f)
 PER_EXAMPLE = jit(vmap(grad(loss)))
 KEY = forall.random.key(0).to(D)

@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
+from draws import make_generator
 from forall import grad, hessian, jacfwd, jacrev, jit, jvp, vmap
 from forall._programs import reordered
 from oracle import difference, same
 
 
 def given_of(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+    return torch.randn(shape, generator=make_generator(seed), dtype=dtype)
 
 
 W1, B1, W2 = given_of(32, 16) / 4, given_of(32, seed=1), given_of(8, 32, seed=2) / 5

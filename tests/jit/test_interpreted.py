@@ -7,6 +7,7 @@ import weakref
 import pytest
 import torch
 
+from draws import HERE
 from forall import grad, jit, vmap
 from forall._programs import interpreted
 from jit.cases import CASES
@@ -44,7 +45,7 @@ NUMBERS = {
 def test_six_calls_are_those_of_the_function(name, lines):
     told = six_calls(name, jit)
     assert any("not recorded" in text for text in told) == (name in AS_IT_IS), told
-    assert all(lines) or name in NUMBERS
+    assert all(lines) or name in NUMBERS or HERE.type != "cpu"  # where no pass does so
 
 
 def several(x, w):

@@ -26,6 +26,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import forall
+from draws import make_generator
 from forall import PerformanceWarning, grad, jacfwd, jit, jvp, vmap
 from forall._torch import trees
 from forall._transforms.replaying import Calls, calls_of, replaying
@@ -157,7 +158,7 @@ def change(captured: Captured, n: int, i: int) -> None:
 
 
 def numbers(i: int, *shape: int) -> Tensor:
-    return torch.randn(shape, dtype=D, generator=torch.Generator().manual_seed(7 * i + len(shape)))
+    return torch.randn(shape, dtype=D, generator=make_generator(7 * i + len(shape)))
 
 
 def laid_out(t: Tensor, layout: int) -> Tensor:

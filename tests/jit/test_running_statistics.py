@@ -8,11 +8,12 @@ from torch import nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
+from draws import make_generator
 from forall import grad, vmap
 
 D = torch.float64
 ONES = torch.ones(3, dtype=D)
-XS = torch.randn(4, 5, 3, 6, dtype=D, generator=torch.Generator().manual_seed(0))
+XS = torch.randn(4, 5, 3, 6, dtype=D, generator=make_generator(0))
 
 
 def gradients(norm, xs):

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import forall
+from draws import make_generator
 from oracle import difference
 
 B = 3
@@ -106,7 +107,7 @@ IMAGES: dict[str, Callable] = {
 
 
 def given(images: bool, dim: int | None, place: int) -> Tensor:
-    g = torch.Generator().manual_seed(place)
+    g = make_generator(place)
     shape = ((2, 3, 8, 8), (5, 3, 3, 3)) if images else ((4, 6), (6, 6))
     return torch.randn(*([B] if dim == 0 else []), *shape[place], generator=g)
 

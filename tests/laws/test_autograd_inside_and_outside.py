@@ -11,6 +11,7 @@ from torch import nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
+from draws import make_generator
 from forall import grad, grad_and_value, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from oracle import check_vmap, difference
 
@@ -19,7 +20,7 @@ WEIGHTS = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=D)
 
 
 def seeded(*shape):
-    generator = torch.Generator().manual_seed(sum(shape))
+    generator = make_generator(sum(shape))
     return torch.randn(shape, dtype=D, generator=generator)
 
 

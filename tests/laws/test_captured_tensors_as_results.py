@@ -14,6 +14,7 @@ from torch.autograd import forward_ad
 from torch.utils._pytree import tree_leaves
 
 import forall
+from draws import make_generator
 from forall import cond, grad, hessian, jacfwd, jacrev, jit, jvp, linearize, scan, vmap
 from oracle import difference, loop
 
@@ -21,7 +22,7 @@ D = torch.float64
 
 
 def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, dtype=D, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(*shape, dtype=D, generator=make_generator(seed))
 
 
 X = numbers(4, 3)

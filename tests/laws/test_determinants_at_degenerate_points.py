@@ -7,6 +7,7 @@ mode: through singular vectors, which have no derivative where two values are eq
 import pytest
 import torch
 
+from draws import make_generator
 from forall import hessian, jacfwd, jacrev, jit, vmap
 
 D = torch.float64
@@ -22,7 +23,7 @@ def polynomial(a):
 
 
 def points(n, dtype):
-    g = torch.Generator().manual_seed(n)
+    g = make_generator(n)
     a, b = (torch.randn(n, n, dtype=dtype, generator=g) for _ in range(2))
     eye = torch.eye(n, dtype=dtype)
     yield "any", a
@@ -74,7 +75,7 @@ def test_a_call_of_many_is_answered_as_the_first(second):
 
 
 def test_the_third_derivative_is_that_of_the_polynomial():
-    a = torch.randn(4, 4, dtype=D, generator=torch.Generator().manual_seed(0))
+    a = torch.randn(4, 4, dtype=D, generator=make_generator(0))
     third = jacfwd(hessian(torch.linalg.det))
     for x in (a, torch.eye(4, dtype=D), a[:, 2:] @ a[2:]):
         torch.testing.assert_close(third(x), jacfwd(hessian(polynomial))(x))

@@ -19,6 +19,7 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import forall
+from draws import HERE
 from forall import grad, jit, jvp, vmap
 from forall._torch import trees
 from forall._torch.raising import may_raise
@@ -238,7 +239,7 @@ def tried(op, dtypes=DTYPES, samples=40):
     for dtype in dtypes:
         if not op.supports_dtype(dtype, "cpu"):
             continue
-        for number, sample in enumerate(op.sample_inputs("cpu", dtype)):
+        for number, sample in enumerate(op.sample_inputs(HERE.type, dtype)):
             if number == samples:
                 break
             try:

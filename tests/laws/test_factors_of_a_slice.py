@@ -8,11 +8,12 @@ not.
 import pytest
 import torch
 
+from draws import make_generator
 from forall import grad, jit, jvp, vmap
 
 D = torch.float64
-M = torch.randn(4, 5, 3, 3, dtype=D, generator=torch.Generator().manual_seed(0))
-B = torch.randn(4, 3, 2, dtype=D, generator=torch.Generator().manual_seed(1))
+M = torch.randn(4, 5, 3, 3, dtype=D, generator=make_generator(0))
+B = torch.randn(4, 3, 2, dtype=D, generator=make_generator(1))
 
 FUNCTIONS = {
     "det": torch.linalg.det,

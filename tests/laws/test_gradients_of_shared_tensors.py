@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import forall
+from draws import make_generator
 from forall import grad, hessian, jacfwd, jacrev, jvp, vmap
 from forall._batching import summed
 from oracle import same
@@ -24,7 +25,7 @@ def worth(monkeypatch):
 
 
 def given(*shape, seed=0):
-    return torch.randn(*shape, dtype=D, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(*shape, dtype=D, generator=make_generator(seed))
 
 
 W, X = given(7, 5, seed=1), given(N, 5, seed=2)

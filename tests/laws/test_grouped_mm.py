@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import forall
+from draws import make_generator
 from forall import (
     explain,
     grad,
@@ -30,7 +31,7 @@ B, G, R, K, N = 3, 4, 12, 8, 16  # examples, groups, rows in them, and the sizes
 
 
 def given(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    return torch.randn(*shape, generator=make_generator(seed)).to(dtype)
 
 
 def ends(*rows: tuple[int, ...]) -> Tensor:

@@ -19,6 +19,7 @@ from torch.autograd import forward_ad
 from torch.utils._pytree import tree_leaves
 
 import forall
+from draws import make_generator
 from forall import grad, hessian, jacfwd, jacrev, jit, jvp, linearize, vjp, vmap
 from forall._core import levels
 from forall._lanes.state import thread
@@ -27,8 +28,8 @@ from oracle import difference
 from state import state
 
 D = torch.float64
-X = torch.randn(3, 2, dtype=D, generator=torch.Generator().manual_seed(0))
-W = torch.randn(2, 2, dtype=D, generator=torch.Generator().manual_seed(1))
+X = torch.randn(3, 2, dtype=D, generator=make_generator(0))
+W = torch.randn(2, 2, dtype=D, generator=make_generator(1))
 PLACES = int(os.environ.get("FORALL_INTERRUPTS", "12"))  # of each call that are tried
 OURS = str(Path(forall.__file__).parent)
 

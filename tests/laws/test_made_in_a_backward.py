@@ -20,17 +20,17 @@ class Square(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, g):
         (x,) = ctx.saved_tensors
-        twice = torch.empty(x.shape, dtype=x.dtype)
+        twice = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         torch.mul(x, 2, out=twice)
-        found = torch.zeros(x.shape, dtype=x.dtype)
+        found = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
         found += twice
-        into = torch.zeros_like(torch.ones(x.shape, dtype=x.dtype))
+        into = torch.zeros_like(torch.ones(x.shape, dtype=x.dtype, device=x.device))
         into.copy_(found * g)
         return into
 
 
 def filled(x):
-    buffer = torch.zeros(x.shape, dtype=x.dtype)
+    buffer = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
     buffer.copy_(x)
     return buffer * x
 

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import forall
+from draws import make_generator
 from forall import grad, jvp, vmap
 from forall._batching import pieces
 from oracle import loop, same
@@ -39,7 +40,7 @@ def few_bytes(monkeypatch):
 
 
 def given(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(*shape, generator=make_generator(seed))
 
 
 CALLS = {

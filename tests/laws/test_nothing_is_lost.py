@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 
+from draws import make_generator
 from forall import (
     grad,
     grad_and_value,
@@ -171,7 +172,7 @@ def test_a_generator_that_is_dropped_inside_leaves_all_as_it_was():
 
 def work(seed):
     """Every transform on numbers of this thread's own, and the closed forms."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = make_generator(seed)
     x = torch.randn(3, dtype=D, generator=generator)
     w = torch.randn(3, dtype=D, generator=generator).requires_grad_()
     wx, plain = w.detach(), w.detach()

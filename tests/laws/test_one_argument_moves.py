@@ -5,10 +5,11 @@ import torch
 import torch.nn.functional as F
 
 import forall
+from draws import make_generator
 from forall import grad, hessian, jvp, linearize, vmap
 
 D = torch.float64
-X, Y, W, T = (torch.rand(6, dtype=D, generator=torch.Generator().manual_seed(i)) for i in range(4))
+X, Y, W, T = (torch.rand(6, dtype=D, generator=make_generator(i)) for i in range(4))
 
 # What takes torch's place: the loss in small steps, for the mean.
 LOSSES = {

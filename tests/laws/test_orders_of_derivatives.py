@@ -10,10 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from draws import make_generator
 from forall import config, grad, jvp, vmap
 
 D = torch.float64
-X, V, W = (torch.randn(4, 3, dtype=D, generator=torch.Generator().manual_seed(i)) for i in range(3))
+X, V, W = (torch.randn(4, 3, dtype=D, generator=make_generator(i)) for i in range(3))
 T = torch.tensor(0.3, dtype=D)
 
 

@@ -6,10 +6,11 @@ Torch's backwards look at the numbers of plain tensors; under a mode or a level 
 import pytest
 import torch
 
+from draws import make_generator
 from forall import config, grad, jacrev, jit, jvp, vjp, vmap
 
 Z = torch.complex128
-A = torch.randn(4, 3, 3, dtype=Z, generator=torch.Generator().manual_seed(0))
+A = torch.randn(4, 3, 3, dtype=Z, generator=make_generator(0))
 W = torch.arange(9, dtype=torch.float64).view(3, 3).sin()
 
 

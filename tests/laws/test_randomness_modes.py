@@ -13,6 +13,7 @@ from torch.nn import init
 
 import forall
 from by_groups import EXPECTED
+from draws import make_generator
 from oracle import difference
 
 B = 5
@@ -122,7 +123,7 @@ def _part(x: Tensor) -> Tensor:
 
 
 def data() -> Tensor:
-    return torch.randn(B, 3, 4, generator=torch.Generator().manual_seed(0))
+    return torch.randn(B, 3, 4, generator=make_generator(0))
 
 
 def scoped(f, xs: Tensor) -> Tensor:
@@ -232,7 +233,9 @@ GIVEN = {
     "randperm": lambda x, g: torch.randperm(4, generator=g) + x,
     "normal": lambda x, g: torch.normal(x, x.exp(), generator=g),
     "normal of a mean": lambda x, g: torch.normal(x, 1.0, generator=g),
-    "normal of a size": lambda x, g: torch.normal(0.0, 1.0, (3, 4), generator=g) + x,
+    "normal of a size": lambda x, g: (
+        torch.normal(0.0, 1.0, (3, 4), generator=g, device=x.device) + x
+    ),
     "bernoulli": lambda x, g: torch.bernoulli(x.sigmoid(), generator=g),
     "multinomial": lambda x, g: torch.multinomial(x.exp(), 3, generator=g),
     "poisson": lambda x, g: torch.poisson(x.exp() * 9, generator=g),
@@ -250,7 +253,7 @@ GIVEN = {
 
 
 def fresh() -> torch.Generator:
-    return torch.Generator().manual_seed(5)
+    return make_generator(5)
 
 
 @pytest.mark.parametrize("name", GIVEN)
@@ -301,7 +304,7 @@ def test_the_noise_of_rrelu_comes_from_the_generator_that_is_given():
 
 def test_draws_from_a_hidden_generator_are_taken_back_all():
     deep = SimpleNamespace(b=SimpleNamespace(c=SimpleNamespace(d=SimpleNamespace())))
-    deep.b.c.d.generator = generator = torch.Generator().manual_seed(3)
+    deep.b.c.d.generator = generator = make_generator(3)
 
     def f(x):
         a = torch.rand((), generator=deep.b.c.d.generator)

@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from draws import make_generator
 from forall import vmap
 
 D = torch.float64
-XS = torch.randn(4, 5, 3, 6, dtype=D, generator=torch.Generator().manual_seed(0))
+XS = torch.randn(4, 5, 3, 6, dtype=D, generator=make_generator(0))
 ROW = XS[0]
 
 
@@ -45,6 +46,17 @@ def made_inside(op, x):
 def made_inside_of_shared_data(op, x):
     mean, var = started()
     return op(ROW, mean, var), mean, var, x
+
+
+def test_the_counter_of_a_layer_under_a_default_device_of_its_own():
+    ours, theirs = (torch.nn.BatchNorm1d(3, momentum=None, dtype=D) for _ in range(2))
+
+    def f(x):
+        with torch.device(x.device):  # a mode of torch's between the layer and vmap
+            return ours(x)
+
+    torch.testing.assert_close(vmap(f)(XS), torch.stack([theirs(x) for x in XS]))
+    torch.testing.assert_close(ours.state_dict(), theirs.state_dict())
 
 
 @pytest.mark.parametrize("op", [normed, updated])

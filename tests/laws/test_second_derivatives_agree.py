@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from draws import HERE, make_generator
 from forall import grad, jvp, vmap
 from sweep.entries import Flat, _most_different, all_ops
 
@@ -80,7 +81,7 @@ def problems(op, count):
     torch.manual_seed(0)
     random.seed(0)
     np.random.seed(0)  # noqa: NPY002
-    samples = list(islice(op.sample_inputs("cpu", D, requires_grad=True, set_seed=False), 120))
+    samples = list(islice(op.sample_inputs(HERE.type, D, requires_grad=True, set_seed=False), 120))
     flat = [
         Flat(*tree_flatten((s.input, tuple(s.args), dict(s.kwargs))), s.output_process_fn_grad)
         for s in samples
@@ -122,7 +123,7 @@ def weights(y, k):
 
 
 def directions(xs, seed):
-    generator = torch.Generator().manual_seed(seed)
+    generator = make_generator(seed)
     return tuple(torch.randn(x.shape, dtype=x.dtype, generator=generator) for x in xs)
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 import forall
+from draws import make_generator
 from forall import PerformanceWarning
 from oracle import difference
 
@@ -34,12 +35,12 @@ PRODUCTS = {
 
 
 def matrix(layout: str) -> Tensor:
-    dense = torch.randn(4, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    dense = torch.randn(4, 5, generator=make_generator(0), dtype=torch.float64)
     return LAYOUTS[layout](dense * (dense > -0.5))
 
 
 def examples() -> Tensor:
-    return torch.randn(B, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return torch.randn(B, 5, generator=make_generator(1), dtype=torch.float64)
 
 
 @pytest.mark.parametrize("name", PRODUCTS)

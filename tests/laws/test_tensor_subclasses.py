@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import forall
+from draws import make_generator
 from forall import (
     functional_call,
     grad,
@@ -31,7 +32,7 @@ Tensor = torch.Tensor
 
 
 def numbers(*shape, seed=0):
-    return torch.randn(shape, dtype=D, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(shape, dtype=D, generator=make_generator(seed))
 
 
 # --- the classes ----------------------------------------------------------------------------------

@@ -9,10 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from draws import make_generator
 from forall import config, grad, jvp, vjp, vmap
 
 D = torch.float64
-X = torch.randn(4, 6, dtype=D, generator=torch.Generator().manual_seed(0))
+X = torch.randn(4, 6, dtype=D, generator=make_generator(0))
 T, C = X.roll(1, 0).sin(), X.roll(2, 1).cos()
 W, B = X[0].exp(), X[1]
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
+from draws import make_generator
 from forall import (
     grad,
     grad_and_value,
@@ -26,7 +27,7 @@ D = torch.float64
 
 
 def seeded(*shape):
-    generator = torch.Generator().manual_seed(sum(shape))
+    generator = make_generator(sum(shape))
     return torch.randn(shape, dtype=D, generator=generator)
 
 

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from draws import make_generator
 from forall import functional_call, grad, stack_module_state, vmap
 from oracle import check_vmap, difference, loop
 
@@ -12,7 +13,7 @@ D = torch.float64
 
 
 def seeded(*shape):
-    generator = torch.Generator().manual_seed(sum(shape))
+    generator = make_generator(sum(shape))
     return torch.randn(shape, dtype=D, generator=generator)
 
 

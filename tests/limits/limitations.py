@@ -81,7 +81,7 @@ def row(text: str) -> Callable[[Callable], Callable]:
 
 
 def layer() -> nn.Linear:
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(0)
     made = nn.Linear(3, 2)
     with torch.no_grad():
         for p in made.parameters():

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from draws import make_generator
 from forall import grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
 from oracle import difference, loop
 
@@ -23,7 +24,7 @@ Cached = Callable[[], torch.Tensor]
 
 
 def numbers(*shape: int) -> torch.Tensor:
-    return torch.randn(*shape, dtype=D, generator=torch.Generator().manual_seed(sum(shape)))
+    return torch.randn(*shape, dtype=D, generator=make_generator(sum(shape)))
 
 
 W = nn.Parameter(numbers(3, 3))

@@ -4,12 +4,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from draws import make_generator
 from forall import grad, jacrev, jvp, vmap
 from oracle import difference, loop
 
 D = torch.float64
-V = torch.rand(4, 3, dtype=D, generator=torch.Generator().manual_seed(0))
-W = torch.rand(2, 4, 3, dtype=D, generator=torch.Generator().manual_seed(1))
+V = torch.rand(4, 3, dtype=D, generator=make_generator(0))
+W = torch.rand(2, 4, 3, dtype=D, generator=make_generator(1))
 
 
 def outside() -> tuple[Tensor, Tensor, Tensor]:

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from draws import make_generator
 from forall import (
     functional_call,
     grad,
@@ -25,7 +26,7 @@ from forall import (
 )
 from oracle import check_vmap, difference, loop
 
-G = torch.Generator().manual_seed(0)
+G = make_generator(0)
 
 
 def rand(*shape):

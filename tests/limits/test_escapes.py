@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import forall
+from draws import make_generator
 from forall import grad, hessian, jacfwd, jacrev, jvp, stacked, vjp, vmap
 from oracle import difference, loop
 
@@ -14,7 +15,7 @@ D = torch.float64
 
 
 def numbers(*shape: int) -> torch.Tensor:
-    return torch.randn(*shape, dtype=D, generator=torch.Generator().manual_seed(3))
+    return torch.randn(*shape, dtype=D, generator=make_generator(3))
 
 
 X = numbers(5, 3)

@@ -10,6 +10,7 @@ from torch.func import functional_call, stack_module_state
 from torch.nn.utils import parametrizations, parametrize
 
 import forall
+from draws import make_generator
 from forall import grad, hessian, jacfwd, jacrev, jvp, vmap
 from oracle import difference, loop, same
 
@@ -17,12 +18,12 @@ D = torch.float64
 
 
 def numbers(*shape: int) -> torch.Tensor:
-    return torch.randn(*shape, dtype=D, generator=torch.Generator().manual_seed(7))
+    return torch.randn(*shape, dtype=D, generator=make_generator(7))
 
 
 def made(module: nn.Module) -> nn.Module:
     """The module with weights that do not depend on what ran before."""
-    generator = torch.Generator().manual_seed(11)
+    generator = make_generator(11)
     with torch.no_grad():
         for p in module.parameters():
             p.copy_(torch.randn(p.shape, generator=generator))

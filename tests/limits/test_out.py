@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
+from draws import make_generator
 from forall import grad, vmap
 from oracle import difference, loop
 from sweep.entries import STORAGE, UNINITIALISED, Sample, all_ops, dtypes_for, samples_of
@@ -169,7 +170,7 @@ def test_out_of_an_entry_equals_the_loop(name):
 
 # --- as users write it --------------------------------------------------------------------------
 
-X = torch.randn(4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+X = torch.randn(4, 3, dtype=torch.float64, generator=make_generator(1))
 
 
 def into_like(x):

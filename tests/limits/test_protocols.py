@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from by_groups import EXPECTED
+from draws import make_generator
 from forall import PerformanceWarning, grad, jacfwd, jvp, vmap
 from forall._core.errors import DataDependentError
 from forall._torch import numpys
@@ -17,7 +18,7 @@ from oracle import difference, loop
 pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning")
 
 DOUBLE = torch.float64
-X = torch.randn(4, 3, dtype=DOUBLE, generator=torch.Generator().manual_seed(0))
+X = torch.randn(4, 3, dtype=DOUBLE, generator=make_generator(0))
 INTS = torch.tensor([[3, 1, 2], [0, 5, 4], [7, 7, 1], [2, 2, 2]])
 
 

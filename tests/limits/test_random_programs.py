@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from draws import make_generator
 from forall import grad, jvp, vmap
 from limits.programs import NOT_FORWARD, D, Program
 from oracle import difference
@@ -45,7 +46,7 @@ def many(test: Callable, programs: int = 100) -> Callable:
 
 
 def numbers(*shape: int) -> Tensor:
-    generator = torch.Generator().manual_seed(len(shape) + sum(shape))
+    generator = make_generator(len(shape) + sum(shape))
     return torch.randn(shape, dtype=D, generator=generator)
 
 

@@ -11,6 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import forall.random as R
+from draws import HERE, make_generator
 from forall import grad, hessian, hvp, jacfwd, jacrev, jvp, laplacian, linearize, vjp, vmap
 
 KEY = R.key(7)
@@ -18,7 +19,7 @@ SIZE = 5
 
 
 def data(*shape: int) -> torch.Tensor:
-    return torch.randn(SIZE, *shape, generator=torch.Generator().manual_seed(0))
+    return torch.randn(SIZE, *shape, generator=make_generator(0))
 
 
 def keyed_loop(f, *args, key=KEY):
@@ -48,7 +49,7 @@ FACTORIES = {
     "randn of no dims": lambda x: x * torch.randn(()),
     "randn in half": lambda x: torch.randn(3, dtype=torch.float16),
     "randn, complex": lambda x: torch.view_as_real(torch.randn(3, dtype=torch.complex64)),
-    "rand with a generator": lambda x: torch.rand(3, generator=torch.Generator()),
+    "rand with a generator": lambda x: torch.rand(3, generator=torch.Generator(HERE)),
     "rand out=": lambda x: torch.rand(3, out=torch.empty(3)) + x,
     "randint": lambda x: x + torch.randint(10, (3,)),
     "randint between": lambda x: x + torch.randint(-5, 1000, (3,)),

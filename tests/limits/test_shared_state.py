@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from draws import make_generator
 from forall import grad, jacfwd, jacrev, jvp, vmap
 from oracle import difference, loop
 
@@ -10,7 +11,7 @@ D = torch.float64
 
 
 def numbers(*shape: int) -> torch.Tensor:
-    return torch.randn(*shape, dtype=D, generator=torch.Generator().manual_seed(5))
+    return torch.randn(*shape, dtype=D, generator=make_generator(5))
 
 
 X = numbers(4, 3)

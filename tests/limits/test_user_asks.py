@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from by_groups import EXPECTED
+from draws import make_generator
 from forall import (
     functional_call,
     grad,
@@ -32,7 +33,7 @@ D = torch.float64
 
 
 def numbers(*shape: int, seed: int = 5) -> torch.Tensor:
-    return torch.rand(*shape, dtype=D, generator=torch.Generator().manual_seed(seed)) + 0.5
+    return torch.rand(*shape, dtype=D, generator=make_generator(seed)) + 0.5
 
 
 def same(a, b):
@@ -42,7 +43,7 @@ def same(a, b):
 
 def made(module: nn.Module) -> nn.Module:
     """The module with weights that do not depend on what ran before."""
-    generator = torch.Generator().manual_seed(11)
+    generator = make_generator(11)
     with torch.no_grad():
         for p in module.parameters():
             p.copy_(torch.randn(p.shape, generator=generator) / 2)

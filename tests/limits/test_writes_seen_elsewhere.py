@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from draws import make_generator
 from forall import grad, hessian, jacfwd, jvp, vmap
 from oracle import difference
 
@@ -12,7 +13,7 @@ D = torch.float64
 
 
 def numbers(*shape):
-    generator = torch.Generator().manual_seed(sum(shape))
+    generator = make_generator(sum(shape))
     return torch.randn(shape, dtype=D, generator=generator)
 
 

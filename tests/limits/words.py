@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draws import make_generator
 from forall import (
     grad,
     hessian,
@@ -30,7 +31,7 @@ D = torch.float64
 
 
 def numbers(*shape: int, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(10 * sum(shape) + len(shape) + seed)
+    generator = make_generator(10 * sum(shape) + len(shape) + seed)
     drawn = torch.randn(shape, dtype=D, generator=generator, device="cpu")
     return drawn.to(torch.get_default_device())
 

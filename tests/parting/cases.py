@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draws import make_generator
+
 D = torch.float64
 
 # (examples, seed, argument) -> the stack of this argument
@@ -103,7 +105,7 @@ def array(*shape: int, low: float = -2.0, high: float = 2.0) -> Maker:
     """Arrays of numbers from an interval; examples differ in their means too."""
 
     def make(size: int, seed: int, place: int) -> Tensor:
-        draws = torch.Generator().manual_seed(1000 * seed + 10 * size + place)
+        draws = make_generator(1000 * seed + 10 * size + place)
         noise = torch.rand(size, *shape, dtype=D, generator=draws)
         middle = _unit(size, seed, place).reshape(size, *[1] * len(shape))
         return low + (high - low) * (0.6 * noise + 0.4 * middle)

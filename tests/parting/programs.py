@@ -20,6 +20,7 @@ from types import FrameType
 import torch
 from torch import Tensor
 
+from draws import make_generator
 from parting.cases import D
 
 EXAMPLES = 9
@@ -499,7 +500,7 @@ def compiled(text: str, name: str) -> Callable:
 
 
 def inputs(seed: int, size: int = EXAMPLES) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    draws = torch.Generator().manual_seed(seed)
+    draws = make_generator(seed)
     return (
         torch.rand(size, dtype=D, generator=draws) * 3 - 1.5,
         torch.rand(size, dtype=D, generator=draws) * 3 - 1.5,

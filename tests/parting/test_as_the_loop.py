@@ -23,6 +23,7 @@ from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 
 import forall
+from draws import HERE
 from forall import (
     config,
     explain,
@@ -420,7 +421,7 @@ def out(x):
         lambda x: operator.iadd(x, 1),
         lambda x: functional.batch_norm(x, None, None, training=True),
         lambda x: torch.sin(x, out=x),
-        lambda x: torch.Generator().manual_seed(0),
+        lambda x: torch.Generator(HERE).manual_seed(0),
         lambda x: x.new(1),
         lambda x: x.numpy(),
         lambda x: x.__class__,

@@ -9,8 +9,10 @@ import torch
 
 import forall
 from by_groups import only_groups
+from draws import make_generator
 from forall import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from forall._core.levels import top
+from forall._torch.devices import function_modes
 from oracle import difference, stack_trees
 from parting.cases import D
 
@@ -51,7 +53,7 @@ def nothing_is_left():
     """No level and no mode of ours is active any more."""
     assert top() is None
     assert type(torch.ones(2, requires_grad=True) * 2) is torch.Tensor
-    assert torch.overrides._get_current_function_mode_stack() == []
+    assert function_modes() == 0
     assert torch.utils._python_dispatch._get_current_dispatch_mode_stack() == []
 
 
@@ -71,7 +73,7 @@ def test_the_same_draws_for_all_examples_of_all_groups():
 
 
 def test_the_same_draws_from_a_generator_of_the_users():
-    own = torch.Generator()
+    own = make_generator()
 
     def f(x):
         before = torch.rand(2, generator=own)

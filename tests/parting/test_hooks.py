@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from draws import make_generator
 from forall import grad, vmap
 
 D = torch.float64
@@ -12,14 +13,14 @@ D = torch.float64
 def registered_by_some(x):
     y = x * 2
     if x.sum() > 0:
-        y.register_hook(lambda g: g + torch.ones(3, dtype=D))
+        y.register_hook(lambda g: g + torch.ones(3, dtype=D, device=g.device))
         return (y * x).sum()
     return (y * 3).sum()
 
 
 def used_by_some(x):
     y = x * 2
-    y.register_hook(lambda g: g + torch.ones(3, dtype=D))
+    y.register_hook(lambda g: g + torch.ones(3, dtype=D, device=g.device))
     if x.sum() > 0:
         return (y * x).sum()
     return (x * 3).sum()
@@ -32,7 +33,7 @@ class AddsOne(torch.autograd.Function):
 
     @staticmethod
     def backward(_ctx, g):
-        return 2 * g + torch.ones(3, dtype=D)
+        return 2 * g + torch.ones(3, dtype=D, device=g.device)
 
 
 def function_of_some(x):
@@ -110,7 +111,7 @@ def of_one(f, x):
 
 @pytest.mark.parametrize("f", FUNCTIONS, ids=lambda f: f.__name__)
 def test_gradient_inside_and_outside(f):
-    xs = torch.randn(7, 3, dtype=D, generator=torch.Generator().manual_seed(0))
+    xs = torch.randn(7, 3, dtype=D, generator=make_generator(0))
     truth = torch.stack([of_one(f, x) for x in xs])
     for _ in range(2):  # as it is, then converted at once
         torch.testing.assert_close(vmap(grad(f))(xs), truth)

@@ -66,10 +66,10 @@ def test_one_copy_for_each_step_of_a_loop(copied):
 
 
 def test_nothing_is_copied_for_tensors_of_the_cpu(copied):
-    xs = torch.randn(5, 2)
+    choices, xs = CHOICES.cpu(), torch.randn(5, 2, device="cpu")
     f = lambda choice, x: x.sin() if choice > 0 else x.cos()  # noqa: E731
-    wanted = torch.stack([f(c, x) for c, x in zip(CHOICES, xs, strict=True)])
-    torch.testing.assert_close(vmap(f)(CHOICES, xs), wanted)
+    wanted = torch.stack([f(c, x) for c, x in zip(choices, xs, strict=True)])
+    torch.testing.assert_close(vmap(f)(choices, xs), wanted)
     assert not copied
 
 

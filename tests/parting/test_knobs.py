@@ -103,6 +103,13 @@ def test_loops_of_so_many_steps_are_run_and_no_longer_ones(chunk_size):
     assert stack.listening == ()
 
 
+@pytest.mark.usefixtures("way")
+def test_steps_are_counted_under_a_default_device():
+    most = max(steps(x) for x in XS)
+    with torch.device(XS.device), pytest.raises(RuntimeError, match="goes on after"):
+        vmap(root, max_steps=most - 1)(XS)
+
+
 def test_the_message_names_the_line_and_the_examples():
     late = [str(n) for n, x in enumerate(XS) if steps(x) > 6]
     assert len(late) > 1

@@ -21,11 +21,12 @@ X = torch.tensor([[0.5, -1.0, 2.0], [1.5, 0.25, -3.0]])
 
 @contextmanager
 def set_as_default(device):
+    before = default_device()
     torch.set_default_device(device)
     try:
         yield
     finally:
-        torch.set_default_device(None)
+        torch.set_default_device(before)
 
 
 SET = {"with torch.device": torch.device, "set_default_device": set_as_default}

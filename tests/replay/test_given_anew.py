@@ -13,6 +13,7 @@ from torch import nn
 from torch.func import functional_call
 
 import forall
+from draws import make_generator
 from forall import explain, grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
 from forall._transforms import anew
 from replay.test_made_anew import agree, network, plainly
@@ -41,7 +42,7 @@ def hits(either_way, hits):
 
 
 def batch(i, n=4):
-    numbers = torch.Generator().manual_seed(i)
+    numbers = make_generator(i)
     return tuple(torch.randn(n, 3, dtype=D, generator=numbers) for _ in range(2))
 
 

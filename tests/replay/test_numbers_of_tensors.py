@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
+from draws import HERE
 from forall import grad, jacfwd, jacrev, jit, jvp, vmap
 
 pytestmark = [
@@ -211,7 +212,9 @@ WHOLES = {
     "repeat_interleave": lambda x, t: x.repeat_interleave(t + 1).sum() * x,
     "a seed": seeded,
     "a seed for a while": drawn,
-    "a generator": lambda x, t: x * torch.rand((), generator=torch.Generator().manual_seed(int(t))),
+    "a generator": lambda x, t: (
+        x * torch.rand((), generator=torch.Generator(HERE).manual_seed(int(t)))
+    ),
     "choice": lambda x, t: x * random.Random(t.item()).choice([1.0, 2.0, 3.0, 4.0]),
     "a mask": lambda x, t: x[torch.arange(3) <= t].sum() * x,
     "nonzero": lambda x, t: torch.nonzero(torch.arange(3) < t).sum() * x,

@@ -24,6 +24,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import forall
+from draws import make_generator
 from forall import grad, hessian, jacfwd, jacrev, vmap
 from forall._programs.guards import Guards
 from forall._programs.purity import doubt
@@ -129,7 +130,7 @@ def shadowing(module):
 network, noisy, settings = Network(), Noisy(), Settings()
 named, late, pair = Named(2.0), Late(2.0), Pair(1.0, 2.0)
 counts = itertools.count()
-gen = torch.Generator()
+gen = make_generator()
 log = logging.getLogger("x")
 out = io.StringIO()
 

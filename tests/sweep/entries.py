@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten
 
+from draws import HERE
+
 EXAMPLES = 3
 SCAN = 160  # how many samples of an entry are looked at to choose from
 LARGEST = 20_000  # elements in all the tensors of one sample
@@ -126,7 +128,7 @@ def _generate(op: Any, dtype: torch.dtype, seed: int) -> list[Flat]:
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002  # the generators draw from this one
-    found = islice(op.sample_inputs("cpu", dtype, requires_grad=False, set_seed=False), SCAN)
+    found = islice(op.sample_inputs(HERE.type, dtype, requires_grad=False, set_seed=False), SCAN)
     return [
         Flat(*tree_flatten((s.input, tuple(s.args), dict(s.kwargs))), s.output_process_fn_grad)
         for s in found

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from forall._torch.devices import PASSES_ON
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import CodeType, FrameType
@@ -68,8 +70,13 @@ class Origin(NamedTuple):
 
 
 def users_frame(frame: FrameType, others: tuple[str, ...] = _NOT_THE_USERS) -> FrameType:
-    """The innermost frame, from this one outwards, whose code is none of ``others``'."""
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(others):
+    """The innermost frame, from this one outwards, whose code is none of ``others``'.
+
+    Nor is it that of torch's mode for a default device, which passes each call on.
+    """
+    while frame.f_back is not None and (
+        frame.f_code.co_filename.startswith(others) or frame.f_code is PASSES_ON
+    ):
         frame = frame.f_back
     return frame
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from forall._lanes import stacks
 from forall._lanes.arithmetic import DTYPES, wider
 from forall._lanes.numbers import Number
 from forall._torch.devices import new_device
@@ -301,7 +302,8 @@ def _item(func: Any, args: tuple, kwargs: dict) -> Any:
 def _as_index(n: Any) -> Any:
     """A number, or a list of them, as the tensor that picks the same."""
     if type(n) is list and n and all(_is_int(i) for i in n):
-        return torch.stack([i.tensor if type(i) is Number else torch.tensor(i) for i in n])
+        places = [i.tensor if type(i) is Number else torch.tensor(i) for i in n]
+        return torch.stack(stacks.on_one_device(places))
     return n.tensor if type(n) is Number and n.kind is int else one_each(n)
 
 

@@ -47,7 +47,7 @@ def _stack_numbers(data: Sequence, dtype: torch.dtype | None, device: Any) -> Te
     """Return a row of numbers at once, where all are of one type and of the same examples."""
     if stack.listening or not data or {*map(type, data)} != {Number}:
         return None
-    kind, tensors = data[0].kind, [n.tensor for n in data]
+    kind, tensors = data[0].kind, stacks.on_one_device([n.tensor for n in data])
     level = getattr(tensors[0], "level", None)
     if kind is complex or any(n.kind is not kind for n in data):
         return None

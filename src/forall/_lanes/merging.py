@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from forall._lanes import aliases
+from forall._lanes import aliases, stacks
 from forall._lanes.words import both, either, words
 from forall._torch.dispatch import functions_off
 from forall._torch.posed import attributes, bare, kind_of, posing, worn
@@ -162,7 +162,8 @@ def _numbers(parts: Parts) -> Any:
         return UNDEFINED
     if words.told is not None and all(type(v) is kind for v in values):
         return words.Number(words.told(parts, _DTYPES[kind]))
-    return words.Number(words.joined([(w, _tensor(v, kind)) for w, v in parts]))
+    numbers = stacks.on_one_device([_tensor(v, kind) for v in values])
+    return words.Number(words.joined([(w, t) for (w, _), t in zip(parts, numbers, strict=True)]))
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -62,6 +62,22 @@ def cast(t: Tensor, dtype: torch.dtype, device: Any = None, *, copy: bool = Fals
         return t.detach().to(device, dtype, copy=copy)
 
 
+def on_one_device(tensors: list[Tensor]) -> list[Tensor]:
+    """The same numbers where one device has them all: those of an accelerator stay there.
+
+    A number read from a tensor lies where that does, one made by Python's code on the CPU.
+    """
+    with functions_off():
+        devices = [t.device for t in tensors]
+        device = next((d for d in devices if d.type != "cpu"), None)
+        if device is None:
+            return tensors
+        return [
+            t if d == device else cast(t, t.dtype, device)
+            for t, d in zip(tensors, devices, strict=True)
+        ]
+
+
 def spread(tensors: list[Tensor]) -> list[Tensor]:
     """The same numbers for the lanes that run now, each given for every lane of all of these."""
     mask = tensors[0].isnan()

@@ -20,6 +20,7 @@ any_function_modes = torch._C._len_torch_function_stack  # how many, in C
 _at = torch._C._get_function_stack_at
 _pop = torch._C._pop_torch_function_stack
 _push = torch._C._push_on_torch_function_stack
+PASSES_ON = DeviceContext.__torch_function__.__code__  # the call of whoever is under the mode
 
 
 def function_modes() -> int:

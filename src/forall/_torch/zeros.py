@@ -59,9 +59,11 @@ def _zeros(func: Any, x: Any, y: Any) -> torch.Tensor:
     """What a product of zeros is."""
     with functions_off(), no_dispatch():
         dtype = torch.result_type(x, y)
-        shapes = () if func in _DOTS else (a.shape for a in (x, y) if isinstance(a, torch.Tensor))
-        shape = broadcast_shapes(*shapes)
-    return plain_zeros(shape, dtype=dtype, device=(x if _is_zero(x) else y).device)
+        tensors = [a for a in (x, y) if isinstance(a, torch.Tensor)]
+        shape = broadcast_shapes(*(() if func in _DOTS else (a.shape for a in tensors)))
+        devices = [a.device for a in tensors]  # a number of the CPU's goes with any of them
+        device = next((d for d in devices if d.type != "cpu"), devices[0])
+    return plain_zeros(shape, dtype=dtype, device=device)
 
 
 def _is_of_sum(x: torch.Tensor, y: torch.Tensor) -> bool:

@@ -145,9 +145,9 @@ def _padded(x: Tensor, sizes: Tensor, batch_first: bool, padding: float, total: 
     with no_dispatch():
         places = torch.arange(rows, device="cpu")
         places, lengths = pad_packed(places, sizes, batch_first, rows, total)
+        shape, places = places.shape, places.flatten()
     whole = torch.cat([x, x.new_full((1, *x.shape[1:]), padding)])
-    at = on_device(places.flatten(), x.device)
-    return whole.index_select(0, at).unflatten(0, places.shape), lengths
+    return whole.index_select(0, on_device(places, x.device)).unflatten(0, shape), lengths
 
 
 def _with_plain_sizes(call: Callable) -> Callable:

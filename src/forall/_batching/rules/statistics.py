@@ -18,6 +18,7 @@ from forall._batching.accounts import average, is_shared_older, noting_level
 from forall._batching.families import is_mapped
 from forall._batching.sharing import Sharing
 from forall._batching.table import CALLS
+from forall._torch.devices import PASSES_ON
 from forall._torch.dispatch import functions_off
 from forall._torch.names import BATCH_NORM
 
@@ -41,7 +42,9 @@ def _float(counter: Tensor) -> Any:
 def _asked_by(code: CodeType) -> bool:
     """Whether the API call that is answered was made there."""
     frame = sys._getframe(2)
-    while frame is not None and frame.f_globals.get("__name__") == Sharing.__module__:
+    while frame is not None and (
+        frame.f_globals.get("__name__") == Sharing.__module__ or frame.f_code is PASSES_ON
+    ):
         frame = frame.f_back
     return frame is not None and frame.f_code is code
 
