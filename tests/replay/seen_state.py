@@ -10,6 +10,61 @@ S=2.
 f: x*S
 > S=3.
 
+# closure that no instruction asks for
+def make():
+ L,k=[],[2.]
+ def g(x):
+  if NEVER: print(L)
+  return x*k[0]
+ return g,L,k
+f,L,k=make()
+> k[0]=3.;L.append(1)
+
+# closure's variable for a function that is made
+def make():
+ k=[2.]
+ def g(x):
+  if NEVER: print(k)
+  return (lambda y: y*k[0])(x)
+ return g,k
+f,k=make()
+> k[0]=3.
+
+# closure by locals
+def make():
+ k=[2.]
+ def g(x):
+  if NEVER: print(k)
+  return x*locals()['k'][0]
+ return g,k
+f,k=make()
+> k[0]=3.
+
+# closure by super
+class A:
+ k=2.
+ def g(self,x): return x*self.k
+class B(A):
+ def g(self,x):
+  if NEVER: print()
+  return super().g(x)
+b=B()
+f: b.g(x)
+> B.g.__closure__[0].cell_contents=A;A.g=lambda self,x: x*3
+
+# closure's variable bound anew
+def make():
+ k=2.
+ def g(x):
+  if NEVER: print()
+  return x*k
+ def bind(v):
+  nonlocal k
+  k=v
+ return g,bind
+f,bind=make()
+> bind(3.)
+
 # lru clear and refill
 G=2.
 @functools.lru_cache

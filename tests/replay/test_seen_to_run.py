@@ -15,6 +15,7 @@ import torch
 import forall
 from forall import vmap
 from forall._programs.naming import asked_by_text
+from forall._transforms.replaying import calls_of
 from oracle import same
 from replay import seen_code, seen_state
 
@@ -37,6 +38,7 @@ CASES = dict(
 )
 # What no guard can compare: these are to be called, each time.
 NOT_REPLAYED = {
+    "closure by locals",
     "lru cache_info hits",
     "lru gives a dict with side effect",
     "library class's C member",
@@ -122,6 +124,25 @@ def test_a_function_of_a_librarys_that_comes_between_the_sight_and_the_recording
             m.P[0] = os.getenv  # which no instruction of the function tells from the other
         f(x)
     monkeypatch.setenv("SEEN", "3.0")
+    assert same(f(x), 3 * x)
+
+
+def test_a_free_variable_that_no_instruction_asks_for_may_change_with_each_call():
+    m = module(f"""
+def make():
+    log, k = [], [2.0]
+    def g(x):
+        if NEVER: log.append(x)
+        return x * k[0]
+    return g, log, k
+g, log, k = make()
+{NEVER} return g(x)
+""")
+    f, x = vmap(m.f), torch.ones(2)
+    for _ in range(12):
+        m.log.append(f(x))
+    assert calls_of(f).hits >= 6
+    m.k[0] = 3.0
     assert same(f(x), 3 * x)
 
 
