@@ -107,6 +107,76 @@ V=contextvars.ContextVar('v',default=[2.])
 f: x*V.get()[0]
 > V.get()[0]=3.
 
+# pickle of an object
+class C: pass
+c=C();c.k=2
+sys.modules[__name__].pickle=__import__('pickle')
+f: x*float(pickle.dumps(c.__dict__).count(b'k'))
+> c.kk=3
+
+# pickle of a tuple
+G=(2,'k')
+import pickle
+f: x*len(pickle.dumps(G))
+> G=(2,'kkk')
+
+# pickle of a list in an object
+class C: pass
+c=C();c.l=[1]
+import pickle
+f: x*len(pickle.dumps(c.l))
+> c.l.append('abc')
+
+# pickle by what others have registered
+class C: pass
+c=C()
+import copyreg,pickle
+copyreg.pickle(C,lambda c: (str,('abc',)))
+f: x*len(pickle.dumps(c))
+> copyreg.pickle(C,lambda c: (str,('abcdef',)))
+? copyreg.dispatch_table.pop(C) and None
+
+# pickle of a tensor
+W=torch.ones(1)
+import pickle
+f: x*float(pickle.dumps(W,2).count(b'?'))
+> W.zero_()
+
+# attribute of a thread's own
+L=threading.local();L.k=2.
+f: x*L.k
+> L.k=3.
+
+# attribute of a thread's own that is not there
+L=threading.local()
+f: x*getattr(L,'k',2.)
+> L.k=3.
+
+# tensors that become equal
+A,B=torch.zeros(2),torch.ones(2)
+f: x*(2. if torch.equal(A,B) else 3.)
+> A.fill_(1.)
+
+# tensors that are equal no more
+A,B=torch.ones(2),torch.ones(2)
+f: x*(2. if torch.equal(A,B) else 3.)
+> A[0]=5.
+
+# tensors that are equal no more, by nan
+A,B=torch.ones(2),torch.ones(2)
+f: x*(2. if A.equal(B) else 3.)
+> A.fill_(math.nan),B.fill_(math.nan)
+
+# tensors of other shapes
+A,B=torch.ones(2),torch.ones(3)
+f: x*(2. if torch.equal(A,B) else 3.)
+> B=torch.ones(2)
+
+# tensor that equals itself
+A=torch.ones(2)
+f: x*(2. if torch.equal(A,A) else 3.)
+> A.fill_(math.nan)
+
 # hasattr by name
 class C: pass
 c=C()

@@ -23,6 +23,7 @@ pytestmark = pytest.mark.usefixtures("at_once")
 
 PRELUDE = """
 import abc, builtins, contextlib, contextvars, enum, functools, logging, math, re, string, sys
+import threading
 import types, typing, weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Sequence
@@ -39,6 +40,7 @@ CASES = dict(
 # What no guard can compare: these are to be called, each time.
 NOT_REPLAYED = {
     "closure by locals",
+    "pickle of a tensor",
     "lru cache_info hits",
     "lru gives a dict with side effect",
     "library class's C member",
@@ -163,6 +165,24 @@ def test_many_threads():
     m.c.k = 3.0
     assert not wrong
     assert same(f(torch.ones(2)), 3 * torch.ones(2))
+
+
+def test_a_threads_own_attributes_are_those_of_the_thread_that_calls():
+    m = module(f"L = threading.local()\nL.k = 2.0\n{NEVER} return x * L.k")
+    f, x, found = vmap(m.f), torch.ones(2), []
+    for _ in range(8):
+        f(x)
+    assert calls_of(f).hits
+
+    def work():
+        m.L.k = 3.0
+        found.extend(f(x) for _ in range(8))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert same(found, [3 * x] * 8)
+    assert same([f(x) for _ in range(8)], [2 * x] * 8)
 
 
 def test_who_traces_sees_the_calls():

@@ -13,8 +13,10 @@ import functools
 import inspect
 import itertools
 import operator
+import pickle
 import re
 import sys
+import threading
 import types
 from typing import TYPE_CHECKING, Any
 
@@ -206,6 +208,7 @@ _MORE = (
         getattr(pytree, f"tree_{n}")
         for n in ["map", "flatten", "unflatten", "leaves", "iter", "all", "any"]
     ),
+    pickle.dumps,  # of a tensor it reads the memory, which is seen
     types.SimpleNamespace,
     collections.OrderedDict,
     collections.defaultdict,
@@ -278,6 +281,9 @@ def is_torchs(value: Any) -> bool:
     """Whether this is a function of torch's of which nothing but its name need be looked at."""
     return id(value) in _FUNCTIONS or _is_of_onnx(value)
 
+
+# These ask what they are given for attributes by any name.
+READERS = frozenset({hasattr, pickle.dumps})
 
 SCRIPTS = (torch.jit.ScriptFunction, torch.jit.ScriptModule, torch._C.ScriptMethod)
 # What a function in TorchScript may be made of, besides operators: it has no state of its own.
@@ -355,8 +361,8 @@ def _is_trusted_class(kind: type) -> bool:
         return kind.__name__ in BUILTINS
     if module == "numpy":  # no program knows arrays, so they only give Python's numbers
         numpy = sys.modules["numpy"]
-        kinds = (numpy.ndarray, numpy.generic, numpy.ufunc, type(numpy.sum))
-        return issubclass(kind, kinds)
+        kinds = (numpy.ndarray, numpy.generic, numpy.ufunc, numpy.dtype, type(numpy.sum))
+        return issubclass(kind, kinds) or kind is type(numpy.dtype)
     return (
         module in _MODULES or module.startswith(_CLASSES) or kind in _BASES or _is_namedtuple(kind)
     )
@@ -370,6 +376,7 @@ _BASES = frozenset(
         *torch.autograd.Function.__mro__,
         types.SimpleNamespace,
         types.ModuleType,
+        threading.local,  # whose attributes are those of the thread that asks
         contextlib.nullcontext,
         functools.partial,
         itertools.chain,
