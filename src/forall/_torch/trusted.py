@@ -177,6 +177,7 @@ _MORE = (
     torch._check_value,
     torch.as_tensor,
     torch.is_tensor,
+    torch.overrides.is_tensor_like,
     torch.is_floating_point,
     torch.is_complex,
     torch.is_grad_enabled,
@@ -206,7 +207,7 @@ _MORE = (
     *QUESTIONS,
     *(
         getattr(pytree, f"tree_{n}")
-        for n in ["map", "flatten", "unflatten", "leaves", "iter", "all", "any"]
+        for n in ["map", "map_only", "flatten", "unflatten", "leaves", "iter", "all", "any"]
     ),
     pickle.dumps,  # of a tensor it reads the memory, which is seen
     types.SimpleNamespace,

@@ -276,6 +276,10 @@ def _key(value: Any) -> Any:
     kind = type(value)
     if kind is tuple:
         return tuple(map(_key, value))
+    if kind is list:
+        return kind.__name__, *map(_key, value)
+    if kind is dict:
+        return kind.__name__, *[(_key(name), _key(x)) for name, x in value.items()]
     if value is None or kind in _WORDS:
         return kind.__name__, value  # 1 and True are not the same
     if kind is Chunks:
@@ -284,6 +288,14 @@ def _key(value: Any) -> Any:
 
 
 _WORDS = frozenset({bool, int, str})
+_UNTOLD: Any = object()  # in the place of what a stand-in's transform was told: it has no key
+
+
+def _may_change(value: Any) -> bool:
+    """Return True if what a transform was told has a list or dict, which it reads in each call."""
+    if type(value) is tuple:
+        return any(map(_may_change, value))
+    return type(value) in (list, dict)
 
 
 def _kept(owner: FunctionType | Module) -> dict[Any, Calls]:
@@ -333,19 +345,19 @@ def replaying(
     comes first. ``settled`` runs the calls that nobody has to look at, while nothing is replayed.
     ``alone`` gives the same for one example of ordinary tensors without history, by torch.autograd.
     """
-    verb = how[0] if how else ""
-    return functools.partial(_transformed, func, verb, _key_of(how), settled=settled, alone=alone)
+    return functools.partial(_transformed, func, how, settled=settled, alone=alone)
 
 
 def _transformed(
     func: Callable,
-    verb: str,
-    key: Any,
+    how: tuple,
     eager: Callable,
     *,
     settled: Settled | None = None,
     alone: Callable | None = None,
 ) -> Callable:
+    verb = how[0] if how else ""
+    key, may_change = _key_of(how), _may_change(how)
     asked = key is not None and is_on() and anew.may_be_anew(func)
     own = None if isinstance(func, (FunctionType, Module)) else Calls()
     fixed = None if asked else _place(func, key, own)
@@ -367,6 +379,8 @@ def _transformed(
             replays = None if last is None else last.replays
             if not is_on() or (replays is not None and replays.newest is None and replays.passes()):
                 return whole.call(eager, func, *args, **kwargs)
+            if may_change and key != _key_of(how):
+                return whole.call(eager, func, *args, **kwargs)
             calls, given = fixed or _place(func, key, own)
             last = calls  # to find them may take longer than what they say
             if known is None or known.times.replays >= _TIMED:
@@ -385,7 +399,11 @@ def _transformed(
 
     made = vars(transformed)
     made["__forall_transform__"] = anew.Transform(
-        func, key, lambda other: _transformed(other, verb, None, eager), calls, alone
+        func,
+        None if may_change else key,
+        lambda other: _transformed(other, (verb, _UNTOLD), eager),
+        calls,
+        alone,
     )
     made["__forall_told__"] = lambda: calls().told(func, eager)  # what `explain` asks for
     return transformed
