@@ -177,6 +177,75 @@ A=torch.ones(2)
 f: x*(2. if torch.equal(A,A) else 3.)
 > A.fill_(math.nan)
 
+# texts written anew in a set
+S={'a'}
+def f(x):
+ S.clear();S.add('a'*len(S)+'b'*2)
+ return x*(2. if 'bb' in S else 3.)
+> S={'bbb'}
+
+# texts in a list that are other ones
+S=['ab'*2]
+f: x*len(S[0])
+> S[0]='ab'*3
+
+# a number in a dict that is another one
+S={'k':1000}
+f: x*S['k']
+> S['k']=int('1001')
+
+# 1 in the place of True
+S=[True]
+f: x*(2. if S[0] is True else 3.)
+> S[0]=1
+
+# hash by identity
+class C:
+ def __init__(self,k): self.k=k
+ def __hash__(self): return id(self)
+c=C(2.);D={c:2.}
+f: x*D[c]
+> D[c]=3.
+
+# hash by identity replaced
+class C:
+ def __init__(self,k): self.k=k
+ def __hash__(self): return id(self)
+ def __eq__(self,o): return self.k==o.k
+c=C(2.);D={c:2.}
+f: x*D.get(c,3.)
+> C.__hash__=lambda self: 1
+
+# hash by another function of that name
+n=[1]
+def id(o): return n[0]
+class C:
+ def __hash__(self): return id(self)
+ def __eq__(self,o): return True
+c=C();D={c:2.}
+f: x*D.get(c,3.)
+> n[0]=2
+
+# class with annotations that is made in the call
+def f(x):
+ class P:
+  k: float = S
+  n: int
+ return x*P.k*len(P.__annotations__)
+S=2.
+> S=3.
+
+# exit stack
+class C:
+ k=2.
+ def __enter__(self): return self.k
+ def __exit__(self,*e): return None
+c=C()
+def f(x):
+ with contextlib.ExitStack() as s:
+  return x*s.enter_context(c)
+> c.k=3.;C.__enter__=lambda self: 5.
+
 # hasattr by name
 class C: pass
 c=C()

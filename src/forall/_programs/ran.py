@@ -157,7 +157,7 @@ class Ran(Everything):
     def _tracer(self, frame: FrameType) -> Callable | None:
         home = frame.f_globals.get("__name__") or ""
         made = home.startswith("namedtuple_")  # by Python, in a module of its own
-        if made or remembering.is_none_by_name(home):
+        if made or remembering.is_none_by_name(home) or _hashes_by_identity(frame):
             self._libraries.add(frame.f_code)
             return None
         return _Noting(self._offsets.setdefault(frame.f_code, set()), self._goes_on)
@@ -250,6 +250,18 @@ class Ran(Everything):
         constants = [i.argval for i in self._all(code) if i.opcode in _CONSTANT]
         texts = [remembering.in_constant(c) for c in constants if not isinstance(c, CodeType)]
         return self.names(code).union(*texts)
+
+
+def _hashes_by_identity(frame: FrameType) -> bool:
+    """Whether it is a class's own text for what each object's hash is anyway."""
+    code, own = frame.f_code, _Hashed.__hash__.__code__
+    is_text = code.co_name == "__hash__" and code.co_names == own.co_names
+    return is_text and code.co_code == own.co_code and "id" not in frame.f_globals
+
+
+class _Hashed:
+    def __hash__(self) -> int:
+        return id(self)
 
 
 class _Noting:

@@ -75,7 +75,7 @@ _BUILTINS = """
     abs all any bool bytes callable complex dict divmod enumerate filter float frozenset hasattr int
     isinstance issubclass iter len list map max min next object pow range repr reversed round set
     slice sorted str sum super tuple type zip property staticmethod classmethod True False None
-    NotImplemented Ellipsis __build_class__ __name__
+    NotImplemented Ellipsis __build_class__ __name__ __annotations__
 """
 _TELLING = """
     _version grad grad_fn is_leaf retains_grad output_nr data_ptr const_data_ptr _base _is_view
@@ -379,6 +379,7 @@ _BASES = frozenset(
         types.ModuleType,
         threading.local,  # whose attributes are those of the thread that asks
         contextlib.nullcontext,
+        *contextlib.ExitStack.__mro__,
         functools.partial,
         itertools.chain,
         collections.OrderedDict,

@@ -12,6 +12,7 @@ NOTE [one count for all wrappers]
 from __future__ import annotations
 
 import functools
+import gc
 import operator
 import sys
 from dataclasses import fields
@@ -68,6 +69,8 @@ class Calls:
     def run(self, func: Any, given: list | None, eager: Callable, args: tuple, kwargs: dict) -> Any:
         """``eager(func, *args, **kwargs)``; ``given`` is what ``func`` was given if it is anew."""
         replays = self.replays
+        if self.home is not None:
+            self.home.is_used = True
         if replays is None and config.now.replay == "check":
             replays = self._looked_at(func, eager)
         if replays is not None:
@@ -118,7 +121,7 @@ class Calls:
             if anew.Given not in self.same:
                 run = functools.partial(run, ())
             in_table = self.home is not None and self.home.kept is anew.table
-            leave = self.home.refuse if in_table else None
+            leave = self.home.hold if in_table else None
             copied = any(isinstance(x, CodeType) for x in self.same)
             self.replays = Replays(run, leave, stands_in=copied)
         return self.replays
@@ -143,22 +146,42 @@ def _stood_in(eager: Callable, template: Any, given: Sequence, /, *args: Any, **
 class _Home:
     """Where calls are kept that have to do with objects of the user's, until one of these goes."""
 
-    __slots__ = ("kept", "key", "objects", "same")
+    __slots__ = ("is_used", "kept", "key", "objects", "same")
 
     def __init__(self, kept: dict, key: Any, made: anew.Made) -> None:
         self.kept, self.key, self.same = kept, key, made.same
         self.objects = [ref(x(), self._left) for x in made.objects()]
+        self.is_used = False  # since the last full collection
 
     def _left(self, _: ref) -> None:
         self.kept.pop(self.key, None)
+        _holding.pop(id(self), None)
 
-    def refuse(self) -> None:
-        """Nothing is kept under this name: a program would hold the objects for good.
+    def hold(self) -> None:
+        """Note that a program will hold the objects, which go when nobody calls it any more."""
+        if not _holding and _let_go_of_unused not in gc.callbacks:
+            gc.callbacks.append(_let_go_of_unused)
+        _holding[id(self)] = self
 
-        A wrapper that these hold themselves goes on with the calls that it has.
-        """
-        if type(self.kept.get(self.key)) is Calls:
-            self.kept[self.key] = self
+
+_holding: dict[int, _Home] = {}
+
+
+def _let_go_of_unused(phase: str, info: dict[str, int]) -> None:
+    """Drop programs that hold objects of the user's, and had no call since the last collection.
+
+    Python calls this before and after it looks for garbage; the objects may be that from now on.
+    """
+    if phase != "start" or info["generation"] < _FULL:
+        return
+    for home in [*_holding.values()]:
+        if not home.is_used:
+            home.kept.pop(home.key, None)
+            _holding.pop(id(home), None)
+        home.is_used = False
+
+
+_FULL = 2  # the generation of a full collection
 
 
 class _Further:
@@ -204,8 +227,7 @@ def _place(func: Any, key: Any, own: Calls | None = None) -> _Place:
         return _Place(_calls(_kept(func.__self__), (func.__func__, key), anew.MOST), None)
     made = anew.taken(func)
     if made is not None:
-        calls = _calls_anew(made, key)
-        return _Place(Calls(), None) if calls is None else _Place(calls, made.given)
+        return _Place(_calls_anew(made, key), made.given)
     how = anew.transform_of(func)
     if how is not None:
         return _Place(_calls(how.calls().further, key, _MOST), None)
@@ -224,8 +246,8 @@ def _calls(kept: dict[Any, Calls], key: Any, most: int) -> Calls:
     return calls
 
 
-def _calls_anew(made: anew.Made, key: Any) -> Calls | None:
-    """Those of functions that are made anew; None where they are not kept."""
+def _calls_anew(made: anew.Made, key: Any) -> Calls:
+    """Those of functions that are made anew."""
     module = made.home()
     kept: dict[Any, Any] = anew.table if module is None else _kept(module)
     key = (*map(id, made.same), key)
@@ -235,7 +257,7 @@ def _calls_anew(made: anew.Made, key: Any) -> Calls | None:
         if len(kept) >= anew.MOST:
             kept.pop(next(iter(kept)), None)  # of functions that nobody makes any more
         calls = kept[key] = Calls(made.same, home)
-    return calls if type(calls) is Calls else None
+    return calls
 
 
 def replay(func: Callable, eager: Callable, *args: Any, how: tuple) -> Any:
