@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import inspect
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -74,7 +75,7 @@ def make_both(module: Any) -> tuple[Run, Run, list[str]]:
 @contextlib.contextmanager
 def transforms_called() -> Iterator[set[str]]:
     """The names of forall's transforms that are called in a block."""
-    codes = {ours.__code__: ours.__name__ for ours in OURS}
+    codes = {inspect.unwrap(ours).__code__: ours.__name__ for ours in OURS}
     called = set()
 
     def note(frame: Any, event: str, _: Any) -> None:
