@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import inspect
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 import forall
+from forall._transforms.installed import OURS
 
 HERE = Path(__file__).parent
 # The name that pip knows each library by, where it is another.
@@ -30,19 +32,6 @@ DISTRIBUTIONS = {
     "laplace": "laplace-torch",
 }
 NAMES = sorted(path.stem.removeprefix("of_") for path in HERE.glob("of_*.py"))
-TRANSFORMS = (
-    "functional_call",
-    "grad",
-    "grad_and_value",
-    "hessian",
-    "jacfwd",
-    "jacrev",
-    "jvp",
-    "linearize",
-    "stack_module_state",
-    "vjp",
-    "vmap",
-)
 SECONDS, ROUNDS = 0.03, 11  # that a round takes of each at least, and how many there are
 WARM, LONGEST = 100, 5.0  # calls before these, and seconds that they may take
 
@@ -86,7 +75,7 @@ def make_both(module: Any) -> tuple[Run, Run, list[str]]:
 @contextlib.contextmanager
 def transforms_called() -> Iterator[set[str]]:
     """The names of forall's transforms that are called in a block."""
-    codes = {getattr(forall, name).__code__: name for name in TRANSFORMS}
+    codes = {inspect.unwrap(ours).__code__: ours.__name__ for ours in OURS}
     called = set()
 
     def note(frame: Any, event: str, _: Any) -> None:

@@ -1,4 +1,4 @@
-"""DeepXDE: a Poisson problem in forward mode, and steps of its Nystrom-Newton optimizer."""
+"""DeepXDE: a Poisson problem in forward mode, and its Nystrom-Newton optimizer's products."""
 
 import os
 
@@ -24,18 +24,18 @@ def make():
     model = dde.Model(data, net)
     model.compile("adam", lr=1e-3, verbose=0)
     points = torch.linspace(-1, 1, 32, dtype=torch.float64)[:, None]
-    start = {name: p.detach().clone() for name, p in net.named_parameters()}
-
-    def fit():
-        return (net(points) - points.sin()).square().mean()
+    params = list(net.parameters())
+    optimizer = NNCG(params, rank=4)
+    vectors = torch.randn(4, sum(p.numel() for p in params), dtype=torch.float64)
 
     def run():
-        torch.manual_seed(0)
-        net.load_state_dict(start)
-        inputs = torch.linspace(-1, 1, 32, dtype=torch.float64)[:, None].numpy()
-        residual = model.predict(inputs, operator=equation)
-        optimizer = NNCG(net.parameters(), lr=1e-1, rank=4, mu=1e-1, cg_tol=1e-3)
-        optimizer.step(fit)
-        return [residual, [p.detach().clone() for p in net.parameters()]]
+        residual = model.predict(points.numpy(), operator=equation)
+        _, losses = model.outputs_losses_train(*model.data.train_next_batch())
+        gradient = torch.autograd.grad(losses.sum(), params)
+        fit = (net(points) - points.sin()).square().mean()
+        slopes = torch.autograd.grad(fit, params, create_graph=True)
+        slope = torch.cat([p.reshape(-1) for p in slopes])
+        products = optimizer._hvp_vmap(slope, params)(vectors)
+        return [residual, losses.detach(), list(gradient), products]
 
     return run

@@ -23,8 +23,6 @@ MISSING = {
     "theseus-ai": "it needs scikit-sparse, of which there is no wheel: building it takes the "
     "headers of SuiteSparse. Its torchkin stands alone.",
 }
-# Why forall takes more time than torch.func, where it does.
-REASONS: dict[str, str] = {}
 
 HEAD = """\
 # Libraries that call torch.func
@@ -108,8 +106,6 @@ def page(found: dict[str, Found | str], mean: float) -> str:
         )
         if one.why_loop:
             notes.append(f"{distribution}: {one.why_loop}")
-        if name in REASONS:
-            notes.append(f"{distribution}: {REASONS[name]}")
     notes += [f"Not installed: {name}, since {why}" for name, why in MISSING.items()]
     place = f"torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}"
     end = f"Geometric mean of the ratios: {mean:.2f}. Measured with {place}.\n"

@@ -7,20 +7,9 @@ import torch
 import torch.func
 
 import forall
+from forall._transforms.installed import OURS
 
-NAMES = (
-    "functional_call",
-    "grad",
-    "grad_and_value",
-    "hessian",
-    "jacfwd",
-    "jacrev",
-    "jvp",
-    "linearize",
-    "stack_module_state",
-    "vjp",
-    "vmap",
-)
+NAMES = [ours.__name__ for ours in OURS]
 OWN = {name: getattr(torch.func, name) for name in NAMES}
 X = torch.tensor([[0.5, -1.0, 2.0], [1.0, 0.25, -0.5]])
 MODULE = torch.nn.Linear(3, 3)

@@ -10,6 +10,61 @@ S=2.
 f: x*S
 > S=3.
 
+# closure that no instruction asks for
+def make():
+ L,k=[],[2.]
+ def g(x):
+  if NEVER: print(L)
+  return x*k[0]
+ return g,L,k
+f,L,k=make()
+> k[0]=3.;L.append(1)
+
+# closure's variable for a function that is made
+def make():
+ k=[2.]
+ def g(x):
+  if NEVER: print(k)
+  return (lambda y: y*k[0])(x)
+ return g,k
+f,k=make()
+> k[0]=3.
+
+# closure by locals
+def make():
+ k=[2.]
+ def g(x):
+  if NEVER: print(k)
+  return x*locals()['k'][0]
+ return g,k
+f,k=make()
+> k[0]=3.
+
+# closure by super
+class A:
+ k=2.
+ def g(self,x): return x*self.k
+class B(A):
+ def g(self,x):
+  if NEVER: print()
+  return super().g(x)
+b=B()
+f: b.g(x)
+> B.g.__closure__[0].cell_contents=A;A.g=lambda self,x: x*3
+
+# closure's variable bound anew
+def make():
+ k=2.
+ def g(x):
+  if NEVER: print()
+  return x*k
+ def bind(v):
+  nonlocal k
+  k=v
+ return g,bind
+f,bind=make()
+> bind(3.)
+
 # lru clear and refill
 G=2.
 @functools.lru_cache
@@ -51,6 +106,145 @@ def f(x):
 V=contextvars.ContextVar('v',default=[2.])
 f: x*V.get()[0]
 > V.get()[0]=3.
+
+# pickle of an object
+class C: pass
+c=C();c.k=2
+sys.modules[__name__].pickle=__import__('pickle')
+f: x*float(pickle.dumps(c.__dict__).count(b'k'))
+> c.kk=3
+
+# pickle of a tuple
+G=(2,'k')
+import pickle
+f: x*len(pickle.dumps(G))
+> G=(2,'kkk')
+
+# pickle of a list in an object
+class C: pass
+c=C();c.l=[1]
+import pickle
+f: x*len(pickle.dumps(c.l))
+> c.l.append('abc')
+
+# pickle by what others have registered
+class C: pass
+c=C()
+import copyreg,pickle
+copyreg.pickle(C,lambda c: (str,('abc',)))
+f: x*len(pickle.dumps(c))
+> copyreg.pickle(C,lambda c: (str,('abcdef',)))
+? copyreg.dispatch_table.pop(C) and None
+
+# pickle of a tensor
+W=torch.ones(1)
+import pickle
+f: x*float(pickle.dumps(W,2).count(b'?'))
+> W.zero_()
+
+# attribute of a thread's own
+L=threading.local();L.k=2.
+f: x*L.k
+> L.k=3.
+
+# attribute of a thread's own that is not there
+L=threading.local()
+f: x*getattr(L,'k',2.)
+> L.k=3.
+
+# tensors that become equal
+A,B=torch.zeros(2),torch.ones(2)
+f: x*(2. if torch.equal(A,B) else 3.)
+> A.fill_(1.)
+
+# tensors that are equal no more
+A,B=torch.ones(2),torch.ones(2)
+f: x*(2. if torch.equal(A,B) else 3.)
+> A[0]=5.
+
+# tensors that are equal no more, by nan
+A,B=torch.ones(2),torch.ones(2)
+f: x*(2. if A.equal(B) else 3.)
+> A.fill_(math.nan),B.fill_(math.nan)
+
+# tensors of other shapes
+A,B=torch.ones(2),torch.ones(3)
+f: x*(2. if torch.equal(A,B) else 3.)
+> B=torch.ones(2)
+
+# tensor that equals itself
+A=torch.ones(2)
+f: x*(2. if torch.equal(A,A) else 3.)
+> A.fill_(math.nan)
+
+# texts written anew in a set
+S={'a'}
+def f(x):
+ S.clear();S.add('a'*len(S)+'b'*2)
+ return x*(2. if 'bb' in S else 3.)
+> S={'bbb'}
+
+# texts in a list that are other ones
+S=['ab'*2]
+f: x*len(S[0])
+> S[0]='ab'*3
+
+# a number in a dict that is another one
+S={'k':1000}
+f: x*S['k']
+> S['k']=int('1001')
+
+# 1 in the place of True
+S=[True]
+f: x*(2. if S[0] is True else 3.)
+> S[0]=1
+
+# hash by identity
+class C:
+ def __init__(self,k): self.k=k
+ def __hash__(self): return id(self)
+c=C(2.);D={c:2.}
+f: x*D[c]
+> D[c]=3.
+
+# hash by identity replaced
+class C:
+ def __init__(self,k): self.k=k
+ def __hash__(self): return id(self)
+ def __eq__(self,o): return self.k==o.k
+c=C(2.);D={c:2.}
+f: x*D.get(c,3.)
+> C.__hash__=lambda self: 1
+
+# hash by another function of that name
+n=[1]
+def id(o): return n[0]
+class C:
+ def __hash__(self): return id(self)
+ def __eq__(self,o): return True
+c=C();D={c:2.}
+f: x*D.get(c,3.)
+> n[0]=2
+
+# class with annotations that is made in the call
+def f(x):
+ class P:
+  k: float = S
+  n: int
+ return x*P.k*len(P.__annotations__)
+S=2.
+> S=3.
+
+# exit stack
+class C:
+ k=2.
+ def __enter__(self): return self.k
+ def __exit__(self,*e): return None
+c=C()
+def f(x):
+ with contextlib.ExitStack() as s:
+  return x*s.enter_context(c)
+> c.k=3.;C.__enter__=lambda self: 5.
 
 # hasattr by name
 class C: pass

@@ -108,9 +108,48 @@ def test_values_that_are_equal_or_nearly_are_told_apart(one, other):
     assert replaying._key_of((one,)) != replaying._key_of((other,))
 
 
-@pytest.mark.parametrize("value", [[0], {"x": 0}, 0.0, torch.ones(1), type("Place", (int,), {})(0)])
-def test_what_may_change_or_is_of_a_class_tells_nothing(value):
+@pytest.mark.parametrize("value", [0.0, torch.ones(1), type("Place", (int,), {})(0), [0.0]])
+def test_what_is_of_another_class_tells_nothing(value):
     assert replaying._key_of(("grad", value)) is None
+
+
+def dot(entries, y):
+    return (entries["a"] * entries["b"] * y).sum()
+
+
+ENTRIES = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.arange(3.0)}
+
+
+def test_dims_in_a_dict_that_is_made_anew_are_replayed(at_once, hits):
+    y = torch.ones(3)
+    for a, b in [(0, None)] * 8 + [(None, None)] * 8:
+        dims = ({"a": a, "b": b}, 0)
+        given = ENTRIES if a == 0 else {"a": ENTRIES["b"], "b": ENTRIES["b"]}
+        ys = torch.ones(2, 3)
+        wanted = torch.stack([dot({**given, "a": x}, y) for x in given["a"].expand(2, 3)])
+        assert vmap(dot, dims)(given, ys).equal(wanted)
+    assert len(hits) >= 6
+
+
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_dims_in_a_dict_that_changes_are_those_of_the_call(is_nested, at_once):
+    square = {"a": torch.arange(9.0).reshape(3, 3), "b": torch.arange(3.0)}
+    rows = torch.stack([dot({**square, "a": x}, torch.ones(3)) for x in square["a"]])
+    columns = torch.stack([dot({**square, "a": x}, torch.ones(3)) for x in square["a"].T])
+    dims = {"a": 0, "b": None}
+    kept = vmap(dot, (dims, None))
+    ys = torch.ones(3)
+
+    def call(f):
+        return vmap(lambda y: f(square, y))(ys[None])[0] if is_nested else f(square, ys)
+
+    for axis, wanted in [(0, rows)] * 6 + [(1, columns)] * 6:
+        dims["a"] = axis
+        assert call(kept).equal(wanted)
+        late = {"a": 1 - axis, "b": None}
+        made = vmap(dot, (late, None))
+        late["a"] = axis
+        assert call(made).equal(wanted)
 
 
 def test_a_keyword_that_is_new_is_told(at_once):

@@ -187,6 +187,7 @@ def within_nothing(x):
 
 
 CERTAIN = {
+    "contexts in a stack": lambda x: contextlib.ExitStack() and x,
     "a chain": lambda x: (x.sin() + 1).tanh().sum(),
     "a cache": lambda x: x * cached(2),
     "a helper": lambda x: helper(x, 3) + helper(x),
@@ -247,7 +248,7 @@ UNCERTAIN = {
     "a method by another name": lambda x: printed(logged, x),
     "a method under another name": lambda x: logged.alias(x),
     "a method that a method calls": lambda x: logged.twice(x),
-    "a context of the user's": lambda x: contextlib.ExitStack() and x,
+    "a context that redirects": lambda x: contextlib.redirect_stdout(None) and x,
     "a generator of its own seed": lambda x: x * gen.initial_seed(),
     "attrgetter": lambda x: x * operator.attrgetter("_version")(W),
     "a module as a value": lambda x: getter(torch, "initial_seed")() * x,

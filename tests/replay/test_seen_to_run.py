@@ -15,6 +15,7 @@ import torch
 import forall
 from forall import vmap
 from forall._programs.naming import asked_by_text
+from forall._transforms.replaying import calls_of
 from oracle import same
 from replay import seen_code, seen_state
 
@@ -22,6 +23,7 @@ pytestmark = pytest.mark.usefixtures("at_once")
 
 PRELUDE = """
 import abc, builtins, contextlib, contextvars, enum, functools, logging, math, re, string, sys
+import threading
 import types, typing, weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Sequence
@@ -37,6 +39,9 @@ CASES = dict(
 )
 # What no guard can compare: these are to be called, each time.
 NOT_REPLAYED = {
+    "closure by locals",
+    "hash by another function of that name",
+    "pickle of a tensor",
     "lru cache_info hits",
     "lru gives a dict with side effect",
     "library class's C member",
@@ -125,6 +130,25 @@ def test_a_function_of_a_librarys_that_comes_between_the_sight_and_the_recording
     assert same(f(x), 3 * x)
 
 
+def test_a_free_variable_that_no_instruction_asks_for_may_change_with_each_call():
+    m = module(f"""
+def make():
+    log, k = [], [2.0]
+    def g(x):
+        if NEVER: log.append(x)
+        return x * k[0]
+    return g, log, k
+g, log, k = make()
+{NEVER} return g(x)
+""")
+    f, x = vmap(m.f), torch.ones(2)
+    for _ in range(12):
+        m.log.append(f(x))
+    assert calls_of(f).hits >= 6
+    m.k[0] = 3.0
+    assert same(f(x), 3 * x)
+
+
 def test_many_threads():
     m = module(f"class C: k = 2.0\nc = C()\n{NEVER} return x * c.k")
     f, wrong = vmap(m.f), []
@@ -142,6 +166,24 @@ def test_many_threads():
     m.c.k = 3.0
     assert not wrong
     assert same(f(torch.ones(2)), 3 * torch.ones(2))
+
+
+def test_a_threads_own_attributes_are_those_of_the_thread_that_calls():
+    m = module(f"L = threading.local()\nL.k = 2.0\n{NEVER} return x * L.k")
+    f, x, found = vmap(m.f), torch.ones(2), []
+    for _ in range(8):
+        f(x)
+    assert calls_of(f).hits
+
+    def work():
+        m.L.k = 3.0
+        found.extend(f(x) for _ in range(8))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert same(found, [3 * x] * 8)
+    assert same([f(x) for _ in range(8)], [2 * x] * 8)
 
 
 def test_who_traces_sees_the_calls():

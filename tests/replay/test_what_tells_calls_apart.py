@@ -433,6 +433,9 @@ CASES: dict[str, tuple[Any, Any, Any]] = {
         lambda: [functools.partial(operator.add, 1.0, 4.0)],
     ),
     "methods": (lambda f: f(), lambda: [Counting(2.0).get], lambda: [Counting(5.0).get]),
+    "methods of objects that stay": (lambda f: f(), lambda: [TWO.get], lambda: [FIVE.get]),
+    "two methods of an object": (lambda f: f(), lambda: [TWO.get], lambda: [TWO.half]),
+    "methods of tensors": (lambda f: f(), lambda: [T.sum], lambda: [(2 * T).sum]),
     "modules": (
         lambda m: float(m.scale),
         lambda: [made(torch.nn.Module, scale=2.0)],
@@ -641,6 +644,13 @@ class Counting:
     def get(self) -> float:
         return self.scale
 
+    def half(self) -> float:
+        return self.scale / 2
+
+
+TWO, FIVE = Counting(2.0), Counting(5.0)
+GET = TWO.get
+
 
 def written(n: int) -> io.StringIO:
     BUFFER.seek(0)
@@ -721,6 +731,40 @@ def test_arguments_that_a_function_tells_apart_are_two_kinds(case, way, given, a
         want = truth(f, *args, **kwargs)
         args, kwargs = given(make())  # an iterator can be asked once
         assert g(X, *args, **kwargs).equal(want)
+
+
+METHODS = {
+    "a method that is kept": (
+        lambda f: 2.0 if f is GET else 3.0,
+        lambda: [TWO.get],
+        lambda: [GET],
+    ),
+    "a method twice": (
+        lambda f, g: 2.0 if f is g else 3.0,
+        lambda: [TWO.get, TWO.get],
+        lambda: twice(TWO.get),
+    ),
+    "a method that is bound to a class": (
+        lambda f: f().scale,
+        lambda: [types.MethodType(Counting, 2.0)],
+        lambda: [types.MethodType(Counting, 3.0)],
+    ),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("case", METHODS)
+def test_methods_that_a_function_tells_apart_are_two_kinds(case, way, at_once):
+    read, early, late = METHODS[case]
+    transform, truth = WAYS[way]
+
+    def f(x, *args):
+        return (x * read(*args)).sum()
+
+    g = transform(f, len(early()))
+    for make in [early] * 5 + [late] * 3 + [early, late]:
+        args = make()
+        assert g(X, *args).equal(truth(f, *args))
 
 
 def in_a_closure(read, args):
@@ -886,6 +930,7 @@ ALIKE: dict[str, Any] = {
     "a member of an enum": lambda: [Mark.LOW, Flag.LOW, Text.LOW],
     "an array": lambda: [ARRAY],
     "a function": lambda: [by_identity],
+    "a method": lambda: [TWO.get, FIVE.half],
     "nan": lambda: [NAN, [math.nan]],
     "who is whom": lambda: [T, T, *twice([1.0]), T.view(3)],
     "who is captured": lambda: [ONCE, T],

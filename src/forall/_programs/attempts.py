@@ -1,10 +1,15 @@
 """What it may cost to look for calls that can be replayed, and when that is given up.
 
 NOTE [what recording may cost]
-    A call that is recorded takes no longer than three calls as they are and 50 milliseconds. A
-    recording that would is broken off, and what can wait (to clean a program and write it down) is
-    done bit by bit in the calls that come next. Time is that of the processor in this thread: what
-    other programs do on the machine is no reason to give up.
+    A call that is recorded takes no longer than three calls as they are and 50 milliseconds, or as
+    long as the calls of its kind have taken so far, if that is more. A recording that would is
+    broken off, and what can wait (to clean a program and write it down) is done bit by bit in the
+    calls that come next. Time is that of the processor in this thread: what other programs do on
+    the machine is no reason to give up.
+
+    A recording that was broken off is tried again after twice as many calls as the last time, and
+    may then take about twice as long. So all of these together take no longer than twice the calls,
+    and whatever is called often enough is recorded, however much of Python's state it reaches.
 
     Each attempt, to see what a call runs or to record it, is paid for by calls that are replayed.
     Some are free. Where these are used up the next one comes after twice as many calls as the last,
@@ -47,9 +52,12 @@ class Deadline(NamedTuple):
     operators: int = 0  # that it comes to, if that is known
 
     @classmethod
-    def of(cls, seconds: float, operators: int = 0) -> Deadline:
-        """That of a call which begins now and takes so long as it is."""
-        start, most = clock(), CALLS * seconds + SLACK
+    def of(cls, seconds: float, operators: int = 0, spent: float = 0.0) -> Deadline:
+        """That of a call which begins now and takes so long as it is.
+
+        ``spent`` are the seconds that calls of its kind have taken since one was recorded.
+        """
+        start, most = clock(), CALLS * seconds + max(SLACK, spent)
         late = start + _SHARE * most
         return cls(late - seconds, late, seconds, operators)
 

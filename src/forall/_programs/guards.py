@@ -320,10 +320,12 @@ class Guards(Watched):
             value = getattr(func, name)
             self._attributes.append((func, name, value))
             self._left.append(value)
-        for cell in func.__closure__ or ():
-            value = contents(cell)
-            self._attributes.append((cell, "cell_contents", value))
-            self._led_to(value, written)
+        asked = self.ran.cells(func.__code__)
+        for name, cell in zip(func.__code__.co_freevars, func.__closure__ or (), strict=True):
+            if name in asked:
+                value = contents(cell)
+                self._attributes.append((cell, "cell_contents", value))
+                self._led_to(value, written)
         if not is_no_users(func):
             names, given = func.__globals__, vars(func).get("__forall_given__", ())
             wanted = [n for n in self.ran.globals(func.__code__) if n not in given]

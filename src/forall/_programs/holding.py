@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from forall._core.remembering import UNSET, Weakly
+from forall._programs.sameness import EXACT
 from forall._torch.memory import has_memory
 from forall._torch.unchanged import alike, beneath, writes_into
 
@@ -240,7 +241,7 @@ def _of_unset(rows):
 
 
 def _of_names(homes, names, values):
-    return if_any(homes, lambda: all(map(is_, map(dict.get, homes, names, repeat(UNSET)), values)))
+    return if_any(homes, lambda: _are_same(map(dict.get, homes, names, repeat(UNSET)), values))
 
 
 def _of_entries(dicts, keys, values):
@@ -250,8 +251,8 @@ def _of_entries(dicts, keys, values):
         dicts,
         lambda: (
             [*map(len, dicts)] == sizes
-            and all(map(is_, chain.from_iterable(map(_values, dicts)), values))
-            and all(map(is_, chain.from_iterable(dicts), keys))
+            and _are_same(chain.from_iterable(map(_values, dicts)), values)
+            and _are_same(chain.from_iterable(dicts), keys)
         ),
     )
 
@@ -260,8 +261,18 @@ def _of_lists(lists, entries):
     sizes, entries = [*map(len, entries)], [*chain(*entries)]
     return if_any(
         lists,
-        lambda: [*map(len, lists)] == sizes and all(map(is_, chain.from_iterable(lists), entries)),
+        lambda: [*map(len, lists)] == sizes and _are_same(chain.from_iterable(lists), entries),
     )
+
+
+def _are_same(now: Iterable[Any], before: Sequence[Any]) -> bool:
+    """Whether these are the very things, or values of which all is said by their equality."""
+    now = [*now]
+    return all(map(is_, now, before)) or all(map(_is_same, now, before))
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    return a is b or (type(a) is type(b) and type(a) in EXACT and a == b)
 
 
 def _is_set(thing: Any, name: str) -> bool:

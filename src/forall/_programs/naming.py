@@ -118,7 +118,10 @@ class Names:
         else:
             # Nobody can read what is not written in Python.
             read = not isinstance(value, BuiltinFunctionType) and not is_no_users(value)
-            certain = read or (trusted.is_trusted(value) and value is not hasattr)
+            certain = read or (
+                trusted.is_trusted(value)
+                and not (isinstance(value, BuiltinFunctionType) and value in trusted.READERS)
+            )
             if isinstance(value, FunctionType) and value.__module__ == "dataclasses":
                 certain = False  # asdict, replace: all fields
         if not certain:

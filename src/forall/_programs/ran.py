@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 _EACH = 64  # lines after which it is asked how long that took
 SIGHTS = 3  # of what calls run, before one may be recorded: the first may set things up
 _GLOBALS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"})
+# By these code finds a free variable without naming it, and this one is asked for by `super()`.
+_BY_LOCALS = frozenset({"locals", "vars", "dir", "eval", "exec", "_getframe", "currentframe"})
+_BY_ITSELF = frozenset({"__class__"})
 _STOPS = frozenset({"breakpoint", "set_trace"})
 _NAMED = frozenset(dis.hasname)
 _CONSTANT = frozenset(dis.hasconst)
@@ -81,6 +84,10 @@ class Everything:
     def globals(self, code: CodeType) -> Iterable[str]:
         """The globals that a function, or one written inside it, names."""
         return [name for name, _ in remembering.globals_of(code)]
+
+    def cells(self, code: CodeType) -> Iterable[str]:
+        """The free variables that a function, or one written inside it, may ask for."""
+        return code.co_freevars
 
     def names(self, code: CodeType) -> frozenset[str]:
         """All names of globals and attributes in a function, or in one written inside it."""
@@ -150,7 +157,7 @@ class Ran(Everything):
     def _tracer(self, frame: FrameType) -> Callable | None:
         home = frame.f_globals.get("__name__") or ""
         made = home.startswith("namedtuple_")  # by Python, in a module of its own
-        if made or remembering.is_none_by_name(home):
+        if made or remembering.is_none_by_name(home) or _hashes_by_identity(frame):
             self._libraries.add(frame.f_code)
             return None
         return _Noting(self._offsets.setdefault(frame.f_code, set()), self._goes_on)
@@ -224,6 +231,18 @@ class Ran(Everything):
     def globals(self, code: CodeType) -> Iterable[str]:
         return dict.fromkeys(i.argval for i in self._all(code) if i.opname in _GLOBALS)
 
+    def cells(self, code: CodeType) -> Iterable[str]:
+        """Those that instructions name which ran, also where these make a function of them.
+
+        Of a library's function all: which of its instructions ran is not seen.
+        """
+        if code not in self._offsets or not _BY_LOCALS.isdisjoint(self.names(code)):
+            return code.co_freevars
+        named = set(_BY_ITSELF)
+        for i in self.instructions(code):
+            named.update(i.argval if isinstance(i.argval, tuple) else (i.argval,))
+        return [name for name in code.co_freevars if name in named]
+
     def names(self, code: CodeType) -> frozenset[str]:
         return frozenset(i.argval for i in self._all(code) if i.opcode in _NAMED)
 
@@ -231,6 +250,18 @@ class Ran(Everything):
         constants = [i.argval for i in self._all(code) if i.opcode in _CONSTANT]
         texts = [remembering.in_constant(c) for c in constants if not isinstance(c, CodeType)]
         return self.names(code).union(*texts)
+
+
+def _hashes_by_identity(frame: FrameType) -> bool:
+    """Whether it is a class's own text for what each object's hash is anyway."""
+    code, own = frame.f_code, _Hashed.__hash__.__code__
+    is_text = code.co_name == "__hash__" and code.co_names == own.co_names
+    return is_text and code.co_code == own.co_code and "id" not in frame.f_globals
+
+
+class _Hashed:
+    def __hash__(self) -> int:
+        return id(self)
 
 
 class _Noting:

@@ -78,6 +78,7 @@ _UNFIT = {
 
 # What tells Python a number. A yes or no, or a whole one, is the program's, see NOTE [answers].
 _READS = {aten._local_scalar_dense.default, aten.item.default, aten.is_nonzero.default}
+_EQUAL, _SAME, _ALL = aten.equal.default, aten.eq.Tensor, aten.all.default
 _NOT, _HOLDS, _SHAPED = (
     aten.logical_not.default,
     aten._assert_async.default,
@@ -171,6 +172,8 @@ class Recorder(DispatchMode):
             self.fails("the numbers of tensors are read to make another")
         if known.reads and self._hears and is_whole(args[0]):
             return self._answer(func, args[0])
+        if func is _EQUAL and self._hears and args[0].is_cpu:
+            return self._are_equal(*args)
         with functions_off():  # a backward pass has them on, and what we ask is not the user's
             node = self._met(func, known, args, kwargs)
             out = with_lazy_bits(func, args, kwargs)
@@ -236,6 +239,18 @@ class Recorder(DispatchMode):
             elif not answer:
                 t = self.__torch_dispatch__(_NOT, (), (t,))
             self.__torch_dispatch__(_HOLDS, (), (t,))
+        return answer
+
+    def _are_equal(self, a: torch.Tensor, b: torch.Tensor) -> bool:
+        """Whether two tensors are equal, which is no question of numbers where shapes differ."""
+        with functions_off():
+            answer = _EQUAL(a, b)
+            if a.shape == b.shape:
+                t = self.__torch_dispatch__(_SAME, (), (a, b))
+                t = self.__torch_dispatch__(_ALL, (), (t,))
+                if not answer:
+                    t = self.__torch_dispatch__(_NOT, (), (t,))
+                self.__torch_dispatch__(_HOLDS, (), (t,))
         return answer
 
     def fails(self, why: str) -> None:

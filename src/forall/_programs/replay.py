@@ -155,8 +155,9 @@ class Replays(Unwatched):
         self.attempts.missed(self.hits)
         start = clock()
         result = call.instead()
-        seconds = min(due.seconds, clock() - start)
-        self._put(call.kind, due._replace(seconds=seconds, wait=max(0, due.wait - 1)))
+        taken = clock() - start
+        seconds, spent = min(due.seconds, taken), due.spent + taken
+        self._put(call.kind, due._replace(seconds=seconds, spent=spent, wait=max(0, due.wait - 1)))
         return result
 
     def _put(self, kind: Any, due: _Due) -> None:
@@ -179,8 +180,9 @@ class Replays(Unwatched):
         self.known.pop(kind, None)
         at_once = (1 << max(0, due.tries - _AT_ONCE)) - 1
         wait = _LATER << due.tries if why == TOO_LONG else at_once
+        spent = due.spent if why == TOO_LONG else 0.0
         why = why if due.tries else None  # a first call may have set things up
-        self._put(kind, due._replace(why=why, tries=due.tries + 1, wait=wait))
+        self._put(kind, due._replace(why=why, tries=due.tries + 1, wait=wait, spent=spent))
 
     def _may_begin(self) -> bool:
         """Whether an attempt to record a call is worth it, and there is room for a program."""
@@ -211,7 +213,9 @@ class Replays(Unwatched):
             self._put_off(kind, due._replace(tries=0) if paid else due, _CHANGES)
 
     def _first(self, call: _Call, due: _Due) -> Any:
-        until = NEVER if config.now.replay == "check" else Deadline.of(due.seconds, due.operators)
+        until = NEVER
+        if config.now.replay != "check":
+            until = Deadline.of(due.seconds, due.operators, due.spent)
         if due.ran.seen or self.unseen is None:
             glance = due.ran if due.ran.seen else _GLANCE
             with glance.reading():
@@ -379,6 +383,7 @@ class _Due(NamedTuple):
     ran: Everything = EVERYTHING  # what the last call was seen to run
     sights: int = 0  # calls that were made to see this
     seconds: float = inf  # that a call takes as it is
+    spent: float = 0.0  # seconds that calls have taken as they are since one was recorded
     operators: int = 0  # that it came to where that was broken off
     things: tuple = ()  # the arguments that the kind knows by identity, held weakly
     tries: int = 0  # in a row that came to nothing

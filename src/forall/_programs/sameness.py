@@ -155,6 +155,10 @@ class Reading:
             return torch.Tensor, self._places[id(x)]
         elif _is_numpys_number(kind):
             return kind, x.dtype.str, x.tobytes()
+        elif _is_of_an_object(x):  # another one each time that it is asked for
+            self._looked_into(x.__self__)
+            self.objects += [x.__func__, x.__self__]
+            return kind, id(x.__func__), id(x.__self__)
         else:
             self._looked_into(x)
         self.objects.append(x)
@@ -209,6 +213,13 @@ class Reading:
             raise Unfit(f"an argument of class {type(x).__name__}, into which nobody can look")
         if isinstance(x, (dt.datetime, dt.time)) and x.tzinfo is not None:
             self.value(x.tzinfo)
+
+
+def _is_of_an_object(x: Any) -> bool:
+    """Return True for a method that is bound to something which is told by its identity."""
+    if type(x) is not types.MethodType:
+        return False
+    return not isinstance(x.__self__, (torch.Tensor, *EXACT, *_FRACTIONAL, *_SEQUENCES, *_DICTS))
 
 
 def _is_numpys_number(kind: type) -> bool:
@@ -267,7 +278,8 @@ def _is_numpys(kind: type) -> bool:
 def outlined(args: tuple, kwargs: dict) -> tuple[list[Any], Any, list[Any]]:
     """The leaves of a call, what says how they hang together, and the containers.
 
-    Which of the containers are one is said as well: ``a is b`` asks for it.
+    Which of the containers are one is said as well: ``a is b`` asks for it. Bound methods count as
+    containers, since their identity is no part of their value.
     """
     if not kwargs and trees.are_leaves(map(type, args)):
         return [*args], len(args), []
@@ -276,6 +288,7 @@ def outlined(args: tuple, kwargs: dict) -> tuple[list[Any], Any, list[Any]]:
     if kwargs:
         shape += (outline.of(kwargs),)
     leaves, nodes = outline.leaves, outline.nodes
+    nodes += filter(_is_of_an_object, leaves)
     if outline.odd:
         reading = Reading(leaves)
         shape = (shape, *[reading.odd(*one) for one in outline.odd])

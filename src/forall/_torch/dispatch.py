@@ -19,7 +19,7 @@ from torch.autograd import forward_ad
 from forall._torch import inference, whole
 from forall._torch.device_threads import one_thread
 from forall._torch.tracers import beneath_ours, unseen
-from forall._torch.versions import apply_users
+from forall._torch.versions import apply_own
 from forall._torch.whole import contextmanager
 
 if TYPE_CHECKING:
@@ -431,6 +431,6 @@ aside = _Aside.made()
 
 
 def apply_function(function: type, *args: Any) -> Any:
-    """torch.autograd.Function.apply as torch has it, without the sharing we add to it."""
+    """torch.autograd.Function.apply of one of ours, without the sharing that we add to it."""
     with torch._C.DisableTorchFunction():
-        return apply_users(function, *args)
+        return apply_own(function, *args)

@@ -13,8 +13,10 @@ import functools
 import inspect
 import itertools
 import operator
+import pickle
 import re
 import sys
+import threading
 import types
 from typing import TYPE_CHECKING, Any
 
@@ -73,7 +75,7 @@ _BUILTINS = """
     abs all any bool bytes callable complex dict divmod enumerate filter float frozenset hasattr int
     isinstance issubclass iter len list map max min next object pow range repr reversed round set
     slice sorted str sum super tuple type zip property staticmethod classmethod True False None
-    NotImplemented Ellipsis __build_class__ __name__
+    NotImplemented Ellipsis __build_class__ __name__ __annotations__
 """
 _TELLING = """
     _version grad grad_fn is_leaf retains_grad output_nr data_ptr const_data_ptr _base _is_view
@@ -175,6 +177,7 @@ _MORE = (
     torch._check_value,
     torch.as_tensor,
     torch.is_tensor,
+    torch.overrides.is_tensor_like,
     torch.is_floating_point,
     torch.is_complex,
     torch.is_grad_enabled,
@@ -204,8 +207,9 @@ _MORE = (
     *QUESTIONS,
     *(
         getattr(pytree, f"tree_{n}")
-        for n in ["map", "flatten", "unflatten", "leaves", "iter", "all", "any"]
+        for n in ["map", "map_only", "flatten", "unflatten", "leaves", "iter", "all", "any"]
     ),
+    pickle.dumps,  # of a tensor it reads the memory, which is seen
     types.SimpleNamespace,
     collections.OrderedDict,
     collections.defaultdict,
@@ -278,6 +282,9 @@ def is_torchs(value: Any) -> bool:
     """Whether this is a function of torch's of which nothing but its name need be looked at."""
     return id(value) in _FUNCTIONS or _is_of_onnx(value)
 
+
+# These ask what they are given for attributes by any name.
+READERS = frozenset({hasattr, pickle.dumps})
 
 SCRIPTS = (torch.jit.ScriptFunction, torch.jit.ScriptModule, torch._C.ScriptMethod)
 # What a function in TorchScript may be made of, besides operators: it has no state of its own.
@@ -355,8 +362,8 @@ def _is_trusted_class(kind: type) -> bool:
         return kind.__name__ in BUILTINS
     if module == "numpy":  # no program knows arrays, so they only give Python's numbers
         numpy = sys.modules["numpy"]
-        kinds = (numpy.ndarray, numpy.generic, numpy.ufunc, type(numpy.sum))
-        return issubclass(kind, kinds)
+        kinds = (numpy.ndarray, numpy.generic, numpy.ufunc, numpy.dtype, type(numpy.sum))
+        return issubclass(kind, kinds) or kind is type(numpy.dtype)
     return (
         module in _MODULES or module.startswith(_CLASSES) or kind in _BASES or _is_namedtuple(kind)
     )
@@ -370,7 +377,9 @@ _BASES = frozenset(
         *torch.autograd.Function.__mro__,
         types.SimpleNamespace,
         types.ModuleType,
+        threading.local,  # whose attributes are those of the thread that asks
         contextlib.nullcontext,
+        *contextlib.ExitStack.__mro__,
         functools.partial,
         itertools.chain,
         collections.OrderedDict,

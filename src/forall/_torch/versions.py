@@ -74,6 +74,17 @@ HAS_BOUNDS_WITHIN = release() < (2, 14)
 _apply = torch.autograd.Function.__dict__["apply"]
 apply_users = getattr(_apply, "__func__", _apply)
 
+
+def apply_own(function: Any, *args: Any) -> Any:
+    """Apply a Function whose forward has no defaults: to bind these takes longer than the rest."""
+    if torch._C._are_functorch_transforms_active() or not hasattr(_apply, "__func__"):
+        return apply_users(function, *args)
+    alive = torch._C._functorch.unwrap_if_dead  # what a transform of torch.func has left behind
+    return super(torch.autograd.Function, function).apply(
+        *[alive(a) if isinstance(a, torch.Tensor) else a for a in args]
+    )
+
+
 # What the engine calls in a backward pass of a Function; "apply_boxed" since 2.13.
 BACKWARDS = tuple(n for n in ("apply", "apply_boxed") if hasattr(BackwardCFunction, n))
 

@@ -18,9 +18,10 @@ NOTE [objects of the user's]
     An object with a function in it, ``grad(self.loss)``, or one that a function made anew holds,
     is the same in each step, and is not to live longer for it: a template, the guards and the
     table know it by a weak reference, and its calls go when it does. Where the guards reach
-    something that holds it (a method that it keeps in an attribute) they would hold it for good.
-    So its calls are kept with a module that it has in its attributes, if there is one: the garbage
-    collector finds its way round. Where there is none such calls are not kept.
+    something that holds it (a part that knows what it is a part of) they hold it too. So its
+    calls are kept with a module that it has in its attributes, if there is one: the garbage
+    collector finds its way round. Where there is none, the table lets go of calls of which none
+    was made between two full collections, and the second one finds the object.
 """
 
 from __future__ import annotations

@@ -28,7 +28,8 @@ from forall._transforms.vmap import vmap
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-_OURS = (
+# Each is put in the place of what torch.func has under the same name.
+OURS = (
     debug_unwrap,
     functional_call,
     grad,
@@ -169,7 +170,7 @@ def _pairs() -> tuple[tuple[Any, Any], ...]:
     stand for ``forall.vmap`` itself are the user's, and stay when torch's functions come back.
     """
     pairs = []
-    for ours in _OURS:
+    for ours in OURS:
         name = ours.__name__
         pairs.append((handover.OWN[name], _copy(ours, "torch.func")))
         older = getattr(_functorch(), name, None)  # one that warns, and calls torch.func's

@@ -12,6 +12,7 @@ NOTE [one count for all wrappers]
 from __future__ import annotations
 
 import functools
+import gc
 import operator
 import sys
 from dataclasses import fields
@@ -68,6 +69,8 @@ class Calls:
     def run(self, func: Any, given: list | None, eager: Callable, args: tuple, kwargs: dict) -> Any:
         """``eager(func, *args, **kwargs)``; ``given`` is what ``func`` was given if it is anew."""
         replays = self.replays
+        if self.home is not None:
+            self.home.is_used = True
         if replays is None and config.now.replay == "check":
             replays = self._looked_at(func, eager)
         if replays is not None:
@@ -118,7 +121,7 @@ class Calls:
             if anew.Given not in self.same:
                 run = functools.partial(run, ())
             in_table = self.home is not None and self.home.kept is anew.table
-            leave = self.home.refuse if in_table else None
+            leave = self.home.hold if in_table else None
             copied = any(isinstance(x, CodeType) for x in self.same)
             self.replays = Replays(run, leave, stands_in=copied)
         return self.replays
@@ -143,22 +146,42 @@ def _stood_in(eager: Callable, template: Any, given: Sequence, /, *args: Any, **
 class _Home:
     """Where calls are kept that have to do with objects of the user's, until one of these goes."""
 
-    __slots__ = ("kept", "key", "objects", "same")
+    __slots__ = ("is_used", "kept", "key", "objects", "same")
 
     def __init__(self, kept: dict, key: Any, made: anew.Made) -> None:
         self.kept, self.key, self.same = kept, key, made.same
         self.objects = [ref(x(), self._left) for x in made.objects()]
+        self.is_used = False  # since the last full collection
 
     def _left(self, _: ref) -> None:
         self.kept.pop(self.key, None)
+        _holding.pop(id(self), None)
 
-    def refuse(self) -> None:
-        """Nothing is kept under this name: a program would hold the objects for good.
+    def hold(self) -> None:
+        """Note that a program will hold the objects, which go when nobody calls it any more."""
+        if not _holding and _let_go_of_unused not in gc.callbacks:
+            gc.callbacks.append(_let_go_of_unused)
+        _holding[id(self)] = self
 
-        A wrapper that these hold themselves goes on with the calls that it has.
-        """
-        if type(self.kept.get(self.key)) is Calls:
-            self.kept[self.key] = self
+
+_holding: dict[int, _Home] = {}
+
+
+def _let_go_of_unused(phase: str, info: dict[str, int]) -> None:
+    """Drop programs that hold objects of the user's, and had no call since the last collection.
+
+    Python calls this before and after it looks for garbage; the objects may be that from now on.
+    """
+    if phase != "start" or info["generation"] < _FULL:
+        return
+    for home in [*_holding.values()]:
+        if not home.is_used:
+            home.kept.pop(home.key, None)
+            _holding.pop(id(home), None)
+        home.is_used = False
+
+
+_FULL = 2  # the generation of a full collection
 
 
 class _Further:
@@ -204,8 +227,7 @@ def _place(func: Any, key: Any, own: Calls | None = None) -> _Place:
         return _Place(_calls(_kept(func.__self__), (func.__func__, key), anew.MOST), None)
     made = anew.taken(func)
     if made is not None:
-        calls = _calls_anew(made, key)
-        return _Place(Calls(), None) if calls is None else _Place(calls, made.given)
+        return _Place(_calls_anew(made, key), made.given)
     how = anew.transform_of(func)
     if how is not None:
         return _Place(_calls(how.calls().further, key, _MOST), None)
@@ -224,8 +246,8 @@ def _calls(kept: dict[Any, Calls], key: Any, most: int) -> Calls:
     return calls
 
 
-def _calls_anew(made: anew.Made, key: Any) -> Calls | None:
-    """Those of functions that are made anew; None where they are not kept."""
+def _calls_anew(made: anew.Made, key: Any) -> Calls:
+    """Those of functions that are made anew."""
     module = made.home()
     kept: dict[Any, Any] = anew.table if module is None else _kept(module)
     key = (*map(id, made.same), key)
@@ -235,7 +257,7 @@ def _calls_anew(made: anew.Made, key: Any) -> Calls | None:
         if len(kept) >= anew.MOST:
             kept.pop(next(iter(kept)), None)  # of functions that nobody makes any more
         calls = kept[key] = Calls(made.same, home)
-    return calls if type(calls) is Calls else None
+    return calls
 
 
 def replay(func: Callable, eager: Callable, *args: Any, how: tuple) -> Any:
@@ -272,6 +294,10 @@ def _key(value: Any) -> Any:
     kind = type(value)
     if kind is tuple:
         return tuple(map(_key, value))
+    if kind is list:
+        return kind.__name__, *map(_key, value)
+    if kind is dict:
+        return kind.__name__, *[(_key(name), _key(x)) for name, x in value.items()]
     if value is None or kind in _WORDS:
         return kind.__name__, value  # 1 and True are not the same
     if kind is Chunks:
@@ -280,6 +306,14 @@ def _key(value: Any) -> Any:
 
 
 _WORDS = frozenset({bool, int, str})
+_UNTOLD: Any = object()  # in the place of what a stand-in's transform was told: it has no key
+
+
+def _may_change(value: Any) -> bool:
+    """Return True if what a transform was told has a list or dict, which it reads in each call."""
+    if type(value) is tuple:
+        return any(map(_may_change, value))
+    return type(value) in (list, dict)
 
 
 def _kept(owner: FunctionType | Module) -> dict[Any, Calls]:
@@ -329,13 +363,12 @@ def replaying(
     comes first. ``settled`` runs the calls that nobody has to look at, while nothing is replayed.
     ``alone`` gives the same for one example of ordinary tensors without history, by torch.autograd.
     """
-    return functools.partial(_transformed, func, how, _key_of(how), settled=settled, alone=alone)
+    return functools.partial(_transformed, func, how, settled=settled, alone=alone)
 
 
 def _transformed(
     func: Callable,
     how: tuple,
-    key: Any,
     eager: Callable,
     *,
     settled: Settled | None = None,
@@ -346,11 +379,13 @@ def _transformed(
     def traced(*args: Any, **kwargs: Any) -> Any:
         """The same where Dynamo reads it."""
         if verb in in_graph.VERBS:
-            return in_graph.call(verb, dict(how[1:]), func, args, kwargs)
+            options = dict([x for x in how[1:] if x is not _UNTOLD])
+            return in_graph.call(verb, options, func, args, kwargs)
         return eager(func, *args, **kwargs)
 
     if is_compiling():
         return traced
+    key, may_change = _key_of(how), _may_change(how)
     asked = key is not None and is_on() and anew.may_be_anew(func)
     own = None if isinstance(func, (FunctionType, Module)) else Calls()
     fixed = None if asked else _place(func, key, own)
@@ -377,6 +412,8 @@ def _transformed(
             replays = None if last is None else last.replays
             if not is_on() or (replays is not None and replays.newest is None and replays.passes()):
                 return whole.call(eager, func, *args, **kwargs)
+            if may_change and key != _key_of(how):
+                return whole.call(eager, func, *args, **kwargs)
             calls, given = fixed or _place(func, key, own)
             last = calls  # to find them may take longer than what they say
             if known is None or known.times.replays >= _TIMED:
@@ -395,7 +432,11 @@ def _transformed(
 
     made = vars(transformed)
     made["__forall_transform__"] = anew.Transform(
-        func, key, lambda other: _transformed(other, how, None, eager), calls, alone
+        func,
+        None if may_change else key,
+        lambda other: _transformed(other, (*how, _UNTOLD), eager),
+        calls,
+        alone,
     )
     made["__forall_told__"] = lambda: calls().told(func, eager)  # what `explain` asks for
     return transformed

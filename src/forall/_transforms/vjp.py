@@ -201,6 +201,9 @@ class Pullback:
 
     def _pulled(self, pull: Callable[[tuple, tuple], Iterable], stacks: list) -> list:
         """What ``pull`` finds for N cotangents of each output at once: (N, *I), or None."""
+        if stacks[0].shape[0] == 1:  # by the pass itself, which no level has to follow
+            found = pull(tuple(self.outputs), tuple(s.squeeze(0) for s in stacks))
+            return [None if g is None else g.unsqueeze(0) for g in found]
         level = VmapLevel(stacks[0].shape[0], "same", top(), records_values=True)
         with running(level), lazy_zeros_pass():
             found = pull(tuple(self.outputs), tuple(wrap(s, 0, level) for s in stacks))
