@@ -137,14 +137,29 @@ def unknown_tree(x: Any) -> str:
     return f"Its fields are not seen: register it once, torch.export.register_dataclass({name})."
 
 
-def real(call: Call, what: str, tensors: list) -> None:
-    """Jacobians have one column per real number; see `vjp` and `jvp` for complex ones."""
-    rows = [(what, short(x)) for x in tensors if isinstance(x, torch.Tensor) and x.is_complex()]
-    if rows:
+def real_or_complex(call: Call, what: str, tensors: list, holomorphic: bool | None) -> None:
+    """Jacobians have one column per real number; those of holomorphic functions per complex one.
+
+    ``holomorphic`` is None for a transform that has no such option.
+    """
+    among = [x for x in tensors if isinstance(x, torch.Tensor)]
+    wrong = [x for x in among if x.is_complex() is not bool(holomorphic)]
+    if not wrong:
+        return
+    rows = columns([(what, short(x)) for x in wrong])
+    if holomorphic:
         raise RuntimeError(
-            f"{call}: the {what} of a Jacobian must be real.\n{columns(rows)}\n"
-            "Take real and imaginary parts apart (torch.view_as_real), or use vjp or jvp."
+            f"{call}: the {what} of a holomorphic function must be complex.\n{rows}\n"
+            "Convert them (z.to(torch.complex64)), or leave out holomorphic."
         )
+    option = HOLOMORPHIC if holomorphic is False and what == "inputs" else ""
+    raise RuntimeError(
+        f"{call}: the {what} of a Jacobian must be real.\n{rows}\n"
+        f"Take real and imaginary parts apart (torch.view_as_real), or use vjp or jvp.{option}"
+    )
+
+
+HOLOMORPHIC = "\nFor a complex-differentiable function give holomorphic=True: the result is df/dz."
 
 
 # --- tangents and cotangents -------------------------------------------------------------------
@@ -306,8 +321,8 @@ def floating(call: Call, outputs: list) -> None:
         )
 
 
-def scalar(call: Call, value: Any) -> None:
-    """What `grad` asks of its function's value."""
+def scalar(call: Call, value: Any, holomorphic: bool | None = None) -> None:
+    """What `grad` asks of its function's value; see `real_or_complex` for ``holomorphic``."""
     if not isinstance(value, torch.Tensor):
         raise RuntimeError(
             f"{call}: the function must return a tensor.\n"
@@ -322,11 +337,19 @@ def scalar(call: Call, value: Any) -> None:
             f"{columns([('returned', short(value))])}\n"
             "Reduce it (.sum(), .mean()), or use jacrev for the derivative of every entry."
         )
-    if is_complex:
+    if holomorphic and not is_complex:
+        raise RuntimeError(
+            f"{call}: a holomorphic function must return a complex number.\n"
+            f"{columns([('returned', short(value))])}\n"
+            "Convert it (y.to(torch.complex64)), or leave out holomorphic."
+        )
+    if is_complex and not holomorphic:
+        option = "" if holomorphic is None else HOLOMORPHIC
         raise RuntimeError(
             f"{call}: the function must return a real number.\n"
             f"{columns([('returned', short(value))])}\n"
             "Return its real part or its absolute value, or use vjp with a complex cotangent."
+            f"{option}"
         )
 
 
