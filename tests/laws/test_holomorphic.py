@@ -56,6 +56,7 @@ cases = pytest.mark.parametrize("name", CLOSED)
 verbs = pytest.mark.parametrize("verb", VERBS, ids=lambda v: v.__name__)
 
 
+@pytest.mark.sweep(2)
 @cases
 @verbs
 def test_closed_forms(verb, name):
@@ -67,6 +68,7 @@ def test_closed_forms(verb, name):
     close(found, derivative(z))
 
 
+@pytest.mark.sweep(2)
 @cases
 def test_it_is_the_limit_of_differences(name):
     f, z, _ = CLOSED[name]
@@ -76,6 +78,7 @@ def test_it_is_the_limit_of_differences(name):
     close((found.flatten(-z.dim()) @ v.flatten()), difference, rtol=1e-7, atol=1e-7)
 
 
+@pytest.mark.sweep(2)
 @cases
 @verbs
 def test_each_mapped_example_is_the_loops(verb, name):
@@ -121,6 +124,7 @@ def test_derivatives_of_any_order():
         close(vmap(third)(Z), want(Z))
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("outer", VERBS, ids=lambda v: v.__name__)
 @pytest.mark.parametrize("inner", VERBS, ids=lambda v: v.__name__)
 def test_hessians(outer, inner):
@@ -252,6 +256,7 @@ TRANSFORMS = {
 }
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.filterwarnings("ignore::Warning:torch")
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_next_to_torchs_own_transforms(name):

@@ -86,12 +86,23 @@ FUNCTIONS: dict[str, Callable] = {
 functions = pytest.mark.parametrize("name", FUNCTIONS)
 
 
+@pytest.mark.sweep(3)
 @functions
 @layouts
 @pytest.mark.parametrize("chunk_size", [None, 2])
 def test_it_is_the_loop_over_components(layout, name, chunk_size):
     f = FUNCTIONS[name]
     is_loop(vmap(f, chunk_size=chunk_size)(nested(ROWS, layout)), [f(x) for x in ROWS])
+
+
+@functions
+@pytest.mark.parametrize("parting", ["loop", "measured"])
+def test_it_is_the_loop_where_that_is_run(parting, name, monkeypatch):
+    monkeypatch.setattr(forall.config, "parting", parting)
+    f = FUNCTIONS[name]
+    for _ in range(3):
+        is_loop(vmap(f)(nested(ROWS)), [f(x) for x in ROWS])
+        is_loop(vmap(lambda x: (f(x), x[0]))(nested(ROWS))[0], [f(x) for x in ROWS])
 
 
 @functions
@@ -104,6 +115,7 @@ def test_gradients_of_each_example(name):
     is_loop(vmap(slope)(nested(ROWS)), [slope(x) for x in ROWS])
 
 
+@pytest.mark.sweep(3)
 @functions
 @layouts
 def test_gradients_outside(layout, name):
