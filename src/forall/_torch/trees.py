@@ -247,7 +247,13 @@ def _built(spec: TreeSpec, leaves: Iterator[Any]) -> Any:
         return children
     if kind is dict:
         return dict(zip(spec._context, children, strict=True))
-    return SUPPORTED_NODES[kind].unflatten_fn(children, spec._context)
+    try:
+        return SUPPORTED_NODES[kind].unflatten_fn(children, spec._context)
+    except Exception:
+        # Where there is no derivative a leaf is None, which a class may not expect (PackedSequence)
+        if kind is not _NAMED or not any(child is None for child in children):
+            raise
+        return spec._context._make(children)
 
 
 def leaves(tree: Any) -> list[Any]:
