@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import is_dataclass
 from typing import Any
 
@@ -130,11 +131,29 @@ def no_tensor(call: Call, leaves: list) -> ValueError:
 
 
 def unknown_tree(x: Any) -> str:
-    """The cure for a dataclass that torch's trees take for a leaf; nothing for another leaf."""
-    if not is_dataclass(x) or isinstance(x, type):
+    """The cure for an object that torch's trees take for a leaf; nothing for another leaf."""
+    kind = type(x)
+    name = kind.__name__
+    if isinstance(x, type):
         return ""
-    name = type(x).__name__
-    return f"Its fields are not seen: register it once, torch.export.register_dataclass({name})."
+    if is_dataclass(x):
+        return (
+            f"Its fields are not seen: register it once, torch.export.register_dataclass({name})."
+        )
+    register = f"torch.utils._pytree.register_pytree_node({name}, "
+    if names := [a.name for a in getattr(kind, "__attrs_attrs__", ())]:
+        parts = "".join(f"x.{n}, " for n in names)
+        return (
+            "Its fields are not seen: register it once,\n"
+            f"{register}lambda x: (({parts.rstrip()}), None), lambda xs, _: {name}(*xs))."
+        )
+    known = getattr(sys.modules.get("optree"), "register_pytree_node", None)
+    if known is not None and known.get(kind) is not None:
+        return (
+            "optree knows its parts, and torch does not: register it with torch too,\n"
+            f"{register}flatten, unflatten)."
+        )
+    return ""
 
 
 def real_or_complex(call: Call, what: str, tensors: list, holomorphic: bool | None) -> None:
