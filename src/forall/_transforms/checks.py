@@ -162,6 +162,13 @@ def real_or_complex(call: Call, what: str, tensors: list, holomorphic: bool | No
     ``holomorphic`` is None for a transform that has no such option.
     """
     among = [x for x in tensors if isinstance(x, torch.Tensor)]
+    for x in among:
+        if x.is_nested:
+            raise NotImplementedError(
+                f"{call}: the {what} of a Jacobian must not be nested tensors.\n"
+                f"{columns([(what, short(x))])}\n"
+                "Take their rows (x.values()), which have one shape, or use vjp or jvp."
+            )
     wrong = [x for x in among if x.is_complex() is not bool(holomorphic)]
     if not wrong:
         return
@@ -179,6 +186,17 @@ def real_or_complex(call: Call, what: str, tensors: list, holomorphic: bool | No
 
 
 HOLOMORPHIC = "\nFor a complex-differentiable function give holomorphic=True: the result is df/dz."
+
+
+def not_nested(call: Call, tensors: list) -> None:
+    """What a program of tangents asks, which has one shape."""
+    for x in tensors:
+        if x.is_nested:
+            raise NotImplementedError(
+                f"{call}: a primal must not be a nested tensor.\n"
+                f"{columns([('primal', short(x))])}\n"
+                "Take its rows (x.values()), which have one shape, or use jvp."
+            )
 
 
 # --- tangents and cotangents -------------------------------------------------------------------

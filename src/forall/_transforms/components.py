@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
 
 from forall._torch.dispatch import functions_off
+from forall._torch.jagged import Jagged, components, jagged_dim
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -27,7 +27,8 @@ class Components:
     @classmethod
     def of(cls, whole: Tensor) -> Components:
         with functions_off():
-            return cls(whole, _views_of(whole))
+            is_jagged = type(whole) is Jagged
+            return cls(whole, components(whole) if is_jagged else whole.unbind())
 
     def some(self, numbers: Sequence[int]) -> Tensor | Components:
         """These of the examples: a stack of their own where they are one, or of one shape."""
@@ -45,31 +46,14 @@ class Components:
     def offsets_of(self, examples: Sequence[Tensor]) -> tuple[Tensor, int] | None:
         """Return the offsets of the whole, if these have its lengths, and the dim that has them."""
         whole = self.whole
-        if whole.layout is not torch.jagged or whole.lengths() is not None:
+        if type(whole) is not Jagged or whole.lengths() is not None:
             return None
-        own = _jagged_dim(whole)
+        own = jagged_dim(whole)
         lengths = [x.shape[own] for x in self.examples]
         for d in sorted(range(examples[0].dim()), key=lambda d: d != own):
             if lengths == [x.shape[d] for x in examples]:
                 return whole.offsets(), d
         return None
-
-
-def _views_of(whole: Tensor) -> Sequence[Tensor]:
-    """The components, as views that have derivatives of any order; those of unbind have one."""
-    if whole.layout is not torch.jagged:
-        return whole.unbind()
-    values, starts, dim = whole.values(), whole.offsets().tolist(), _jagged_dim(whole)
-    if whole.lengths() is None:
-        return values.split([b - a for a, b in pairwise(starts)], dim)
-    pairs = zip(starts[:-1], whole.lengths().tolist(), strict=True)
-    return [values.narrow(dim, start, n) for start, n in pairs]
-
-
-def _jagged_dim(whole: Tensor) -> int:
-    """The dim of a component in which they differ: the one whose size is no number."""
-    (dim,) = (d for d, n in enumerate(whole.shape) if not isinstance(n, int))
-    return dim - 1
 
 
 def by_shape(given: Iterable[Components]) -> list[list[int]]:

@@ -284,6 +284,14 @@ def place_outside(call: Call, result: torch.Tensor, place: int) -> IndexError:
     )
 
 
+def nested_result(call: Call, result: torch.Tensor) -> NotImplementedError:
+    return NotImplementedError(
+        f"{call}: a nested tensor is a result of each example, and nothing can hold all of them.\n"
+        f"{columns([('result of one example', short(result))])}\n"
+        "Return its rows (x.values()), or its components in a list (x.unbind())."
+    )
+
+
 def unmapped(call: Call, result: torch.Tensor, level: Any) -> torch.Tensor:
     """A result with out_dims None leaves as it is, if it is the same for all examples."""
     if not (isinstance(result, Batched) and result.level is level):

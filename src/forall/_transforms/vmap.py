@@ -386,6 +386,8 @@ def _hand_back(entering: Entering, entered: list, level: VmapLevel, origin: Orig
 def _leave(r: Any, place: int | None, level: VmapLevel, call: Call, seen: set[int]) -> Any:
     if not isinstance(r, torch.Tensor):
         return mapping.as_it_is(call, r, level)
+    if r.is_nested:
+        raise mapping.nested_result(call, r)
     known = r
     if type(r) is not Batched and is_dressed(r):
         r = undressed(r)
