@@ -95,6 +95,7 @@ def twice(f: Callable, x: Tensor) -> Tensor:
     )[1]
 
 
+@pytest.mark.sweep(3)
 @cases
 @pytest.mark.parametrize("run", [pushed, by_columns, linearized, twice], ids=lambda r: r.__name__)
 def test_the_derivative_around_forward_mode(run, name):

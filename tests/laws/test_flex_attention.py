@@ -96,6 +96,7 @@ FUNCTIONS: dict[str, tuple[Callable, Callable]] = {
 functions = pytest.mark.parametrize("name", FUNCTIONS)
 
 
+@pytest.mark.sweep(2)
 @functions
 def test_each_mapped_example_is_the_loops(name):
     f, _ = FUNCTIONS[name]
@@ -105,6 +106,7 @@ def test_each_mapped_example_is_the_loops(name):
     close(vmap(f, in_dims=(1, 1, 1))(Q.transpose(0, 1), K.transpose(0, 1), V.transpose(0, 1)), want)
 
 
+@pytest.mark.sweep(2)
 @functions
 def test_derivatives_are_the_formulas(name):
     f, g = FUNCTIONS[name]
@@ -125,6 +127,7 @@ def test_derivatives_are_the_formulas(name):
     )
 
 
+@pytest.mark.sweep(2)
 @functions
 def test_mapped_gradients_and_gradients_of_mapped_calls(name):
     f, g = FUNCTIONS[name]

@@ -95,6 +95,7 @@ def test_it_is_the_loop_over_components(layout, name, chunk_size):
     is_loop(vmap(f, chunk_size=chunk_size)(nested(ROWS, layout)), [f(x) for x in ROWS])
 
 
+@pytest.mark.sweep(3)
 @functions
 @pytest.mark.parametrize("parting", ["loop", "measured"])
 def test_it_is_the_loop_where_that_is_run(parting, name, monkeypatch):
@@ -105,6 +106,7 @@ def test_it_is_the_loop_where_that_is_run(parting, name, monkeypatch):
         is_loop(vmap(lambda x: (f(x), x[0]))(nested(ROWS))[0], [f(x) for x in ROWS])
 
 
+@pytest.mark.sweep(3)
 @functions
 def test_gradients_of_each_example(name):
     f = FUNCTIONS[name]
@@ -134,6 +136,7 @@ def test_gradients_outside(layout, name):
         close(mine, its)
 
 
+@pytest.mark.sweep(3)
 @functions
 def test_gradients_with_respect_to_the_whole(name):
     f = FUNCTIONS[name]

@@ -67,6 +67,7 @@ def of_rows(name: str, rows: list[Tensor] = ROWS) -> Callable[[Tensor], Tensor]:
     return lambda w: torch.cat([FUNCTIONS[name](x, w) for x in rows])
 
 
+@pytest.mark.sweep(3)
 @functions
 def test_mapped_weights_of_a_captured_whole(name):
     f, g = of_whole(name, nested()), of_rows(name)
@@ -76,6 +77,7 @@ def test_mapped_weights_of_a_captured_whole(name):
     close(twice, torch.stack([torch.stack([g(w) for w in ws]) for ws in (WS, WS.exp())]))
 
 
+@pytest.mark.sweep(3)
 @functions
 def test_gradients(name):
     f, g = of_whole(name, nested()), of_rows(name)
@@ -88,6 +90,7 @@ def test_gradients(name):
     close(slopes, torch.stack([jvp(g, (w,), (V,))[1] for w in WS]))
 
 
+@pytest.mark.sweep(3)
 @PUSHED
 def test_first_derivatives(name):
     f, g = of_whole(name, nested()), of_rows(name)
@@ -109,6 +112,7 @@ def test_second_derivatives(name):
     )
 
 
+@pytest.mark.sweep(3)
 @functions
 def test_the_whole_has_history_outside(name):
     """Captured, in every example or under forward mode, with a derivative taken outside."""
@@ -146,6 +150,7 @@ def test_attention_has_no_forward_mode():
         jvp(of_whole("attention", nested()), (W,), (V,))
 
 
+@pytest.mark.sweep(3)
 @PUSHED
 def test_derivatives_with_respect_to_the_whole(name):
     f = FUNCTIONS[name]
@@ -305,6 +310,7 @@ INSIDE = {name for name in PROGRAMS if name.startswith(("gradient", "hessian", "
 INSIDE |= {"autograd inside", "no_grad in jvp", "checkpoint"}
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_programs(name):
     f = PROGRAMS[name]
