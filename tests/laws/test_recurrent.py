@@ -12,6 +12,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils._pytree import tree_leaves
 
 import forall
+from forall._core.errors import DataDependentError
 from laws.recurrent import CELLS, LAYERS
 from oracle import difference, loop
 
@@ -327,10 +328,76 @@ def test_packed_sequences_have_derivatives(name, lengths, in_order):
     assert difference(forall.jacfwd(forall.grad(f))(xs[0]), hessian) is None
 
 
-def test_lengths_that_differ_between_the_examples_are_refused():
+# The layers' code sets an attribute of theirs with each call, which no other example may see.
+@pytest.mark.filterwarnings("ignore:vmap.*examples part in code:forall.PerformanceWarning")
+@pytest.mark.parametrize("name", ["lstm", "gru"])
+@pytest.mark.parametrize("in_order", [True, False])
+def test_packed_sequences_of_lengths_of_each_example(name, in_order):
+    module = layer(name)
+    params, xs = parameters(module), inputs(module, 4)
+    lengths = torch.tensor([[T, 3], [T, 2], [T, 3], [2, 1]])
+    lengths = lengths if in_order else lengths.flip(1)
+
+    def call(params, x, n):
+        given = pack_padded_sequence(x, n, enforce_sorted=in_order)
+        out, state = functional_call(module, params, (given,))
+        return pad_packed_sequence(out, total_length=T)[0], state, given.batch_sizes.sum()
+
+    def value(params, x, n):
+        return flat(call(params, x, n)[:2]).sin().sum()
+
+    def truth(params, x, n):
+        own = {k: p.detach().clone().requires_grad_() for k, p in params.items()}
+        return dict(
+            zip(own, torch.autograd.grad(value(own, x, n), list(own.values())), strict=True)
+        )
+
+    for f, its, dims in (
+        (call, call, (None, 0, 0)),
+        (forall.grad(value), truth, (None, 0, 0)),
+    ):
+        found = forall.vmap(f, in_dims=dims)(params, xs, lengths)
+        assert (
+            difference(found, loop(its, (dict.fromkeys(params), 0, 0))(params, xs, lengths)) is None
+        )
+
+
+def test_packed_lengths_that_differ_where_examples_may_not_part():
     lengths = torch.tensor([[T, 3], [T, 2]])
-    with pytest.raises(NotImplementedError, match=r"lengths of a packed sequence differ"):
-        forall.vmap(lambda x, n: pack_padded_sequence(x, n).data)(torch.ones(2, T, N, I), lengths)
+    call = forall.vmap(lambda x, n: pack_padded_sequence(x, n).data.sum(), divergence="error")
+    with pytest.raises(DataDependentError, match=r"to read lengths of a packed sequence"):
+        call(torch.ones(2, T, N, I), lengths)
+
+
+@pytest.mark.parametrize("name", ["lstm", "gru", "rnn with relu"])
+def test_packed_sequences_as_arguments(name):
+    """As an argument that is shared, or differentiated, and in an ensemble of weights."""
+    module = layer(name)
+    params, stacks = parameters(module), ensemble(module)
+    given = pack_padded_sequence(inputs(module), [T, 2], enforce_sorted=False)
+
+    def value(params, given):
+        out, state = functional_call(module, params, (given,))
+        return flat((out.data, state)).sin().sum()
+
+    def truth(params):
+        own = {k: p.detach().clone().requires_grad_() for k, p in params.items()}
+        gradients = torch.autograd.grad(value(own, given), list(own.values()))
+        return dict(zip(own, gradients, strict=True))
+
+    dims = (dict.fromkeys(stacks, 0),)
+    found = forall.vmap(forall.grad(value), in_dims=(0, None))(stacks, given)
+    assert difference(found, loop(truth, dims)(stacks)) is None
+    data = given.data.clone().requires_grad_()
+    (want,) = torch.autograd.grad(value(params, given._replace(data=data)), data)
+    gradient = forall.grad(value, argnums=1)(params, given)
+    assert type(gradient) is type(given)
+    assert gradient.batch_sizes is None
+    assert difference(gradient.data, want) is None
+    tangents = {k: p.cos() for k, p in params.items()}
+    _, tangent = forall.jvp(lambda p: value(p, given), (params,), (tangents,))
+    want = sum((g * tangents[k]).sum() for k, g in truth(params).items())
+    assert difference(tangent, want) is None
 
 
 # --- dropout between the layers ------------------------------------------------------------------

@@ -92,6 +92,7 @@ def test_a_complex_input_of_a_jacobian(verb):
         {verb.__name__}(total, argnums=0): the inputs of a Jacobian must be real.
             inputs   complex64[3]
         Take real and imaginary parts apart (torch.view_as_real), or use vjp or jvp.
+        For a complex-differentiable function give holomorphic=True: the result is df/dz.
         """,
     ):
         verb(total)(Z)

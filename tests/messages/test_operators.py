@@ -245,11 +245,3 @@ def test_values_that_move_in_places():
         """,
     ):
         jvp(lambda v: torch.sparse_coo_tensor(places, v, (2, 2)).to_dense(), (X[0],), (X[0],))
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
-@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
-def test_a_nested_tensor_that_is_mapped(layout):
-    nested = torch.nested.nested_tensor([X, X[:2]], layout=layout)
-    with pytest.raises(NotImplementedError, match=r"args\[0\] +nested, .*\n.*to_padded_tensor"):
-        vmap(torch.sin)(nested)

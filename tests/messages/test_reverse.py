@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from forall import grad, grad_and_value, jacrev, jvp, vjp, vmap
+from forall import grad, grad_and_value, hessian, jacfwd, jacobian, jacrev, jvp, vjp, vmap
 from golden import refused
 
 X = torch.arange(3.0)
@@ -146,6 +146,7 @@ def test_a_complex_input_of_a_jacobian():
         jacrev(same, argnums=0): the inputs of a Jacobian must be real.
             inputs   complex64[3]
         Take real and imaginary parts apart (torch.view_as_real), or use vjp or jvp.
+        For a complex-differentiable function give holomorphic=True: the result is df/dz.
         """,
     ):
         jacrev(same)(Z)
@@ -185,9 +186,52 @@ def test_a_complex_scalar():
         grad(total, argnums=0): the function must return a real number.
             returned   complex64[]
         Return its real part or its absolute value, or use vjp with a complex cotangent.
+        For a complex-differentiable function give holomorphic=True: the result is df/dz.
         """,
     ):
         grad(total)(Z)
+
+
+@pytest.mark.parametrize("verb", [grad, grad_and_value, jacrev, jacobian, jacfwd, hessian])
+def test_a_real_input_of_a_holomorphic_function(verb):
+    with refused(
+        RuntimeError,
+        f"""
+        {verb.__name__}(total, argnums=0, holomorphic=True): the inputs of a holomorphic function \
+must be complex.
+            inputs   float32[3]
+        Convert them (z.to(torch.complex64)), or leave out holomorphic.
+        """,
+    ):
+        verb(total, holomorphic=True)(X)
+
+
+@pytest.mark.parametrize("verb", [jacrev, jacobian, jacfwd, hessian])
+def test_a_real_output_of_a_holomorphic_function(verb):
+    with refused(
+        RuntimeError,
+        f"""
+        {verb.__name__}(<lambda>, argnums=0, holomorphic=True): the outputs of a holomorphic \
+function must be complex.
+            outputs   float32[3]
+        Convert them (z.to(torch.complex64)), or leave out holomorphic.
+        """,
+    ):
+        verb(lambda z: z.abs(), holomorphic=True)(Z)
+
+
+@pytest.mark.parametrize("verb", [grad, grad_and_value])
+def test_a_real_scalar_of_a_holomorphic_function(verb):
+    with refused(
+        RuntimeError,
+        f"""
+        {verb.__name__}(<lambda>, argnums=0, holomorphic=True): a holomorphic function must return \
+a complex number.
+            returned   float32[]
+        Convert it (y.to(torch.complex64)), or leave out holomorphic.
+        """,
+    ):
+        verb(lambda z: z.abs().sum(), holomorphic=True)(Z)
 
 
 def test_no_aux_from_grad():

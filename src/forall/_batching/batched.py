@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from forall._core import jagged
 from forall._core.counting import Count
 from forall._core.ended import called, dispatched, is_over, left_over, what_is_left
 from forall._core.errors import columns, escaped, marks, no_memory, short, shown
@@ -22,6 +23,7 @@ from forall._core.listening import numbers_told
 from forall._core.parting import Apart
 from forall._torch import trees
 from forall._torch.dispatch import functions_off, no_dispatch
+from forall._torch.jagged import Jagged
 from forall._torch.lazy import put_lazy_bits
 from forall._torch.posed import (
     called_by_class,
@@ -187,6 +189,8 @@ class Batched(Wrapper):
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if Jagged in types:
+            return jagged.answer(func, args)
         if posing.used and has_posed_class(types):
             return taken_out(None, func, args, kwargs or {})
         return dispatched(func, args, kwargs or {})

@@ -22,6 +22,7 @@ from forall._batching.parting import one_answer
 from forall._batching.resolve import resolve
 from forall._batching.sharing import SHARING
 from forall._batching.summed import unmade
+from forall._core import jagged
 from forall._core.counting import counted
 from forall._core.errors import collective, explain, note_missing_axis
 from forall._core.levels import (
@@ -52,6 +53,7 @@ from forall._torch.dispatch import (
     is_excluded,
     users_tangents,
 )
+from forall._torch.jagged import Jagged
 from forall._torch.lazy import put_lazy_bits, set_lazy_bits, with_lazy_bits
 from forall._torch.names import DispatchMode, pop_functions, push_functions
 from forall._torch.posed import has_posed_class, is_posed, posing, taken_out
@@ -176,6 +178,8 @@ class VmapLevel(Level, DispatchMode):
         return border.leave(lift(example, self), 0, self)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if Jagged in types:
+            return jagged.answer(func, args)
         if posing.used and has_posed_class(types):
             return taken_out(self, func, args, kwargs or {})
         level: Any = self.part or self

@@ -15,9 +15,11 @@ from forall._batching import standing, table
 from forall._batching.batched import Batched
 from forall._batching.ledger import written
 from forall._batching.shortcut import answer
+from forall._core import jagged
 from forall._core.ended import left_over, meets_ended
 from forall._core.levels import Level, complete, innermost, levels_in, stack, top
 from forall._torch.dispatch import in_backward, users_tangents
+from forall._torch.jagged import Jagged
 from forall._torch.names import PLAIN, subclass_functions_are_on, subclass_functions_off
 from forall._torch.posed import (
     ask_anew,
@@ -93,6 +95,13 @@ class Sharing(TorchFunctionMode):
             if not issubclass(t, torch.Tensor):
                 return NotImplemented  # its own meaning is asked next, and what that calls is seen
             if has_own_meaning(t) and subclass_functions_are_on():
+                if t is Jagged:  # its operators come down to those of its rows, seen below
+                    args, kwargs = self._share(func, args, kwargs or {})
+                    known = jagged.CALLS.get(func)
+                    if known is None or not all(type(a) is Jagged for a in args[:3]):
+                        return by_class(func, types, args, kwargs)
+                    with self:
+                        return known(*args, **kwargs)
                 args, kwargs = self._given_to_class(func, args, kwargs or {})
                 with self:  # what it asks of tensors in its turn is seen again
                     return by_class(func, types, args, kwargs)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from forall._control import flex_attention
 from forall._control import scan as ours
 from forall._control.associative_scan import associative_scan as our_associative_scan
 from forall._control.cond import cond as our_cond
@@ -64,3 +65,4 @@ def install() -> None:
     """Put these in torch's place, once."""
     for meaning in (cond, while_loop, scan, map, associative_scan):
         higher_order.redirect(meaning)
+    flex_attention.install()

@@ -56,7 +56,10 @@ def short(value: object) -> str:
 
 def _shown(value: object) -> str:
     if isinstance(value, torch.Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+        dtype = str(value.dtype).removeprefix("torch.")
+        if value.is_nested:  # it may have no shape
+            return f"nested {dtype}, {str(value.layout).removeprefix('torch.')}"
+        return f"{dtype}{list(value.shape)}"
     if type(value) is list:
         return f"[{', '.join(map(_shown, value))}]"
     if type(value) is tuple:

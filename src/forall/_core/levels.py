@@ -30,6 +30,7 @@ from forall._torch.dispatch import (
     plain_alias,
     torch_funcs,
 )
+from forall._torch.jagged import Jagged, held_rows, with_held_rows, with_rows
 from forall._torch.names import pop_mode, push_mode
 from forall._torch.whole import contextmanager
 from forall._torch.wrapper import Wrapper
@@ -295,6 +296,8 @@ def innermost(levels: Iterable[Level]) -> Level:
 
 def level_of(tensor: torch.Tensor) -> Level | None:
     """The level a tensor belongs to; None for an ordinary one."""
+    if type(tensor) is Jagged:
+        tensor = held_rows(tensor)
     return tensor.level if isinstance(tensor, Wrapper) else None
 
 
@@ -327,7 +330,10 @@ def lift(tensor: torch.Tensor, level: Level | None) -> torch.Tensor:
         if level.stood_in and (stood_in := _stood_in(tensor, level)) is not None:
             return stood_in
         with functions_off():
-            lifted = level.share(lift(tensor, level.born_in))
+            if type(tensor) is Jagged:
+                lifted = with_rows(tensor, lift(tensor.values(), level))
+            else:
+                lifted = level.share(lift(tensor, level.born_in))
         if (
             not level.active  # after its end nothing clears the cache
             or lifted.requires_grad != tensor.requires_grad  # under no_grad it would stay cut
@@ -344,6 +350,8 @@ def graph_free(tensor: torch.Tensor) -> torch.Tensor:
     """
     if isinstance(tensor, Wrapper):
         return tensor.graph_free()
+    if type(tensor) is Jagged and isinstance(held_rows(tensor), Wrapper):
+        return with_held_rows(tensor, graph_free(held_rows(tensor)))
     if not tensor.requires_grad and tensor.grad_fn is None:
         return tensor
     return plain_alias(tensor)

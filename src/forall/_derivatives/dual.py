@@ -6,11 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from forall._core import jagged
 from forall._core.ended import called, dispatched, is_over, left, meets_ended, what_is_left
 from forall._core.errors import marks, short, shown
 from forall._core.levels import complete, graph_free, outside, outside_all, second_name
 from forall._core.listening import numbers_told
 from forall._torch.dispatch import autograd_below, forward_on, functions_off, no_dispatch
+from forall._torch.jagged import Jagged
 from forall._torch.names import split_tangent, subclass_functions_off
 from forall._torch.posed import called_by_class, has_own_meaning, has_posed_class, posing, taken_out
 from forall._torch.raising import has_unknown_class
@@ -110,6 +112,8 @@ class Dual(Wrapper):
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if Jagged in types:
+            return jagged.answer(func, args)
         if posing.used and has_posed_class(types):
             return taken_out(None, func, args, kwargs or {})
         return dispatched(func, args, kwargs or {})

@@ -8,10 +8,12 @@ process serves any nesting without confusing perturbations.
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
 
+from forall._core import jagged
 from forall._core.ended import left_over
 from forall._core.errors import collective, columns, explain, short
 from forall._core.levels import (
@@ -19,6 +21,7 @@ from forall._core.levels import (
     complete,
     entered,
     graph_free,
+    level_of,
     levels_in,
     lift,
     outside,
@@ -44,6 +47,7 @@ from forall._torch.dispatch import (
     is_forward_enabled,
 )
 from forall._torch.inference import ordinary
+from forall._torch.jagged import Jagged, with_held_rows
 from forall._torch.lazy import attach_tangent, moving
 from forall._torch.names import DispatchMode, split_tangent
 from forall._torch.posed import has_posed_class, posing, taken_out
@@ -57,6 +61,11 @@ _DETACH = aten.detach.default
 _LAZY_ZEROS = aten._efficientzerotensor.default
 # Of these the inner forward mode must not hear: at this level they are names for the same value.
 _ALIASES = frozenset({aten._make_dual.default, aten._fw_primal.default})
+
+
+def _is_value(a: Any) -> bool:
+    """Return True for a value of a level, and for a nested tensor whose rows are one."""
+    return level_of(a) is not None if isinstance(a, torch.Tensor) else False
 
 
 class JvpLevel(Level, DispatchMode):
@@ -169,6 +178,8 @@ class JvpLevel(Level, DispatchMode):
         return tensor if found is tensor else found.value
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if Jagged in types:
+            return self._of_jagged(func, args, kwargs or {})
         if posing.used and has_posed_class(types):
             return taken_out(self, func, args, kwargs or {})
         for level in levels_in(args, kwargs or {}):
@@ -183,6 +194,26 @@ class JvpLevel(Level, DispatchMode):
         except Exception as error:
             explain(error, self, func, args, kwargs or {})
             raise
+
+    def _of_jagged(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        """An operator on nested tensors. One from outside has its history on it, not on its rows.
+
+        Its tangents' history is further out, where its rows have what autograd tells of them.
+        """
+        found = jagged.answer(func, args)
+        if found is not NotImplemented or not self.outer_grad or not any(map(_is_value, args)):
+            return found
+        known = trees.map_tensors(self._with_known_rows, (args, kwargs))
+        if all(map(operator.is_, trees.leaves(known), trees.leaves((args, kwargs)))):
+            return found
+        return func(*known[0], **known[1])
+
+    def _with_known_rows(self, a: torch.Tensor) -> torch.Tensor:
+        if type(a) is not Jagged or not a.requires_grad or _is_value(a):
+            return a
+        with outside(self), autograd_below(grad=True, forward=True):
+            rows = a.values()
+        return with_held_rows(a, wrap(rows, self))
 
     def stand_in(self, a: Any) -> Any:
         """The value of this level for an argument from outside; anything else as it is."""
@@ -271,7 +302,9 @@ class JvpLevel(Level, DispatchMode):
                     out = (anew or func)(*values, **{k: self._below(a) for k, a in kwargs.items()})
                 if anew is not None:
                     args[0].value = out
-            except NotImplementedError:
+            except NotImplementedError as error:
+                if func is jagged.OF_COMPONENTS:
+                    raise jagged.has_no_tangent() from error
                 if not grad or fact.mutates:
                     raise
                 if draws is not None:

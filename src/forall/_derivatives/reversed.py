@@ -186,7 +186,11 @@ def _as_innermost(level: forward.JvpLevel) -> Iterator[None]:
 def _in_steps(
     func: Any, small: Callable, args: tuple, kwargs: dict, level: forward.JvpLevel
 ) -> Any:
-    """The results that move in small steps; the kernel for the others, and for what it writes."""
+    """The results that move in small steps; the kernel for the others, and for what it writes.
+
+    Steps of what does not move are run at this level too: autograd is off here, and on further out.
+    """
+    args, kwargs = trees.map_tensors(lambda a: _at_level(a, level), (args, kwargs))
     if len(func._schema.returns) == 1:
         return small(*args, **kwargs)
     with outside(level), autograd_below(grad=False, forward=False):
@@ -197,6 +201,13 @@ def _in_steps(
     moving = small(*given, **kwargs)
     moving = moving if isinstance(moving, tuple) else (moving,)
     return (*moving, *kernel[len(moving) :])
+
+
+def _at_level(a: torch.Tensor, level: forward.JvpLevel) -> torch.Tensor:
+    """A tensor that may have a derivative further out as a value of the level."""
+    if (type(a) is forward.Dual and a.level is level) or not _moves(a):
+        return a
+    return forward.wrap(a, level)
 
 
 class _Lowered(torch.autograd.Function):

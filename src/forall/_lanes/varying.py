@@ -145,11 +145,16 @@ def varies(value: Any, deep: int = 2) -> bool:
         return True
     if not deep:
         return False
-    if kind in (list, tuple):
+    if kind is list or _is_tuple(kind):
         return any(varies(v, deep - 1) for v in value)
     if kind is dict:
         return any(varies(v, deep - 1) for v in value.values())
     return False
+
+
+def _is_tuple(kind: type) -> bool:
+    """Return True for tuples, those whose entries have names included."""
+    return kind is tuple or (issubclass(kind, tuple) and hasattr(kind, "_fields"))
 
 
 def worlds_of(values: Any, deep: int = 2) -> list[Any]:
@@ -192,7 +197,7 @@ def _partings(value: Any, deep: int) -> Iterator[Parts]:
 
 def _inside(value: Any, deep: int) -> Iterator[Parts]:
     kind = type(value)
-    if kind in (list, tuple):
+    if kind is list or _is_tuple(kind):
         for v in value:
             yield from _partings(v, deep - 1)
     elif kind is dict:
@@ -211,9 +216,9 @@ def plain(value: Any, deep: int = 2) -> Any:
             )
         return plain(value, deep)
     if deep and varies(value, deep):
-        if kind is tuple:
+        if _is_tuple(kind):
             items = (plain(v, deep - 1) for v in value)
-            return value._make(items) if hasattr(value, "_make") else tuple(items)
+            return tuple(items) if kind is tuple else value._make(items)
         if thread.parted:
             thread.note(slot_of(value))
         if kind is list:

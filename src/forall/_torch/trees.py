@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict, deque
+from dataclasses import fields, is_dataclass
 from operator import is_
 from typing import TYPE_CHECKING, Any
 
@@ -250,7 +251,13 @@ def _built(spec: TreeSpec, leaves: Iterator[Any]) -> Any:
         return children
     if kind is dict:
         return dict(zip(spec._context, children, strict=True))
-    return SUPPORTED_NODES[kind].unflatten_fn(children, spec._context)
+    try:
+        return SUPPORTED_NODES[kind].unflatten_fn(children, spec._context)
+    except Exception:
+        # Where there is no derivative a leaf is None, which a class may not expect (PackedSequence)
+        if kind is not _NAMED or not any(child is None for child in children):
+            raise
+        return spec._context._make(children)
 
 
 def leaves(tree: Any) -> list[Any]:
@@ -275,7 +282,46 @@ def prefix(tree: Any, spec: TreeSpec) -> list[Any] | None:
                 return None
             found += part
         return found
+    if any(map(is_dataclass, classes(spec))):
+        return _prefix_by_fields(tree, spec)
     return _broadcast_to_and_flatten(tree, spec)
+
+
+def _prefix_by_fields(tree: Any, spec: TreeSpec) -> list[Any] | None:
+    """The same where a tree has dataclasses, of which a field that is None is no child in torch."""
+    kind = spec.type
+    own = _NAMED if is_namedtuple_class(type(tree)) else type(tree)
+    if own not in SUPPORTED_NODES:
+        return [tree] * spec.num_leaves
+    if kind is None or own is not kind:
+        return None
+    if is_dataclass(kind):
+        names = _fields_of_children(kind, spec)
+        if None in names:
+            return _broadcast_to_and_flatten(tree, spec)
+        branches = [getattr(tree, name, None) for name in names]
+    else:
+        branches, context = SUPPORTED_NODES[kind].flatten_fn(tree)
+        if context != spec._context or len(branches) != spec.num_children:
+            return None
+    found: list[Any] = []
+    for branch, child in zip(branches, spec.children(), strict=True):
+        part = prefix(branch, child)
+        if part is None:
+            return None
+        found += part
+    return found
+
+
+def _fields_of_children(kind: type, spec: TreeSpec) -> list[str | None]:
+    """The names of the fields that hold the children of a dataclass; None where none does."""
+    marks = [_Star() for _ in range(spec.num_children)]
+    try:
+        whole = SUPPORTED_NODES[kind].unflatten_fn(marks, spec._context)
+    except Exception:  # noqa: BLE001 - a class may ask more of what its fields hold
+        return [None]
+    held = {id(getattr(whole, f.name, None)): f.name for f in fields(kind)}
+    return [held.get(id(mark)) for mark in marks]
 
 
 class _Star:

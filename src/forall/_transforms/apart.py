@@ -167,6 +167,12 @@ def _once(call: Mapping, how: str) -> tuple[list, Any]:
     return result
 
 
+def run_groups(call: Mapping, groups: list[list[int]]) -> tuple[list, Any]:
+    """All examples, of which those of a group may run at once, and others may not."""
+    together = functools.partial(_in_groups, call, groups, None)
+    return run_cheaper(call, code_of(call.func), together, None)
+
+
 def _in_groups(call: Mapping, groups: list[list[int]], why: Obstacle | None) -> tuple[list, Any]:
     """The results of all examples; where none fails, a warning of what stood in the way."""
     thread.ran_again = {}

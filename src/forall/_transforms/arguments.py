@@ -116,11 +116,12 @@ def put(args: tuple, kwargs: dict, places: Places, new: Any) -> tuple[tuple, dic
     return tuple(by_position), by_name
 
 
-def called(verb: str, func: Callable, argnums: Any, argnames: Any) -> Call:
-    """The call, with the option that says which arguments."""
-    if argnames is None:
-        return Call(verb, func, argnums=argnums)
-    return Call(verb, func, argnames=argnames)
+def called(
+    verb: str, func: Callable, argnums: Any, argnames: Any, *, holomorphic: bool = False
+) -> Call:
+    """The call, with the options that say which arguments, and of what kind."""
+    which = {"argnums": argnums} if argnames is None else {"argnames": argnames}
+    return Call(verb, func, **which, **({"holomorphic": True} if holomorphic else {}))
 
 
 def by_torch(
@@ -149,6 +150,41 @@ def by_torch(
     chosen = pick(args, kwargs, at)
     argnums = tuple(range(len(chosen))) if several else 0
     return handover.call(verb, of_chosen, argnums, **options)(*(chosen if several else (chosen,)))
+
+
+def holomorphic_by_torch(
+    verb: str,
+    func: Callable,
+    args: tuple,
+    kwargs: dict,
+    argnums: Any,
+    argnames: Any,
+    *,
+    has_aux: bool,
+    **options: Any,
+) -> Any:
+    """What torch.func's Jacobian of this name gives for df/dz, of which it knows nothing.
+
+    By the Cauchy-Riemann equations df/dz is the derivative of f(x + iy) in x, which is real.
+    """
+    at = places(called(verb, func, argnums, argnames), args, kwargs, argnums, argnames)
+    chosen = pick(args, kwargs, at)
+    x, y = (trees.map_tensors(part, chosen) for part in (torch.real, torch.imag))
+
+    def apart(x: Any) -> tuple[Any, Any]:
+        z = trees.tree_map(_complex, x, y)
+        by_place, by_name = put(args, kwargs, at, z)
+        out = func(*by_place, **by_name)
+        out, aux = out if has_aux else (out, ())  # torch takes no None for an aux
+        return trees.map_tensors(lambda w: torch.stack([w.real, w.imag]), out), aux
+
+    jacobian, aux = handover.call(verb, apart, has_aux=True, **options)(x)
+    found = trees.map_tensors(lambda j: torch.complex(j[0], j[1]), jacobian)
+    return (found, aux) if has_aux else found
+
+
+def _complex(x: Any, y: Any) -> Any:
+    return torch.complex(x, y) if isinstance(x, torch.Tensor) else x
 
 
 def valued(verb: str, func: Callable, has_aux: bool) -> Callable:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import is_dataclass
 from typing import Any
 
@@ -133,21 +134,72 @@ def no_tensor(call: Call, leaves: list) -> ValueError:
 
 
 def unknown_tree(x: Any) -> str:
-    """The cure for a dataclass that torch's trees take for a leaf; nothing for another leaf."""
-    if not is_dataclass(x) or isinstance(x, type):
+    """The cure for an object that torch's trees take for a leaf; nothing for another leaf."""
+    kind = type(x)
+    name = kind.__name__
+    if isinstance(x, type):
         return ""
-    name = type(x).__name__
-    return f"Its fields are not seen: register it once, torch.export.register_dataclass({name})."
-
-
-def real(call: Call, what: str, tensors: list) -> None:
-    """Jacobians have one column per real number; see `vjp` and `jvp` for complex ones."""
-    rows = [(what, short(x)) for x in tensors if isinstance(x, torch.Tensor) and x.is_complex()]
-    if rows:
-        raise RuntimeError(
-            f"{call}: the {what} of a Jacobian must be real.\n{columns(rows)}\n"
-            "Take real and imaginary parts apart (torch.view_as_real), or use vjp or jvp."
+    if is_dataclass(x):
+        return (
+            f"Its fields are not seen: register it once, torch.export.register_dataclass({name})."
         )
+    register = f"torch.utils._pytree.register_pytree_node({name}, "
+    if names := [a.name for a in getattr(kind, "__attrs_attrs__", ())]:
+        parts = "".join(f"x.{n}, " for n in names)
+        return (
+            "Its fields are not seen: register it once,\n"
+            f"{register}lambda x: (({parts.rstrip()}), None), lambda xs, _: {name}(*xs))."
+        )
+    known = getattr(sys.modules.get("optree"), "register_pytree_node", None)
+    if known is not None and known.get(kind) is not None:
+        return (
+            "optree knows its parts, and torch does not: register it with torch too,\n"
+            f"{register}flatten, unflatten)."
+        )
+    return ""
+
+
+def real_or_complex(call: Call, what: str, tensors: list, holomorphic: bool | None) -> None:
+    """Jacobians have one column per real number; those of holomorphic functions per complex one.
+
+    ``holomorphic`` is None for a transform that has no such option.
+    """
+    among = [x for x in tensors if isinstance(x, torch.Tensor)]
+    for x in among:
+        if x.is_nested:
+            raise NotImplementedError(
+                f"{call}: the {what} of a Jacobian must not be nested tensors.\n"
+                f"{columns([(what, short(x))])}\n"
+                "Take their rows (x.values()), which have one shape, or use vjp or jvp."
+            )
+    wrong = [x for x in among if x.is_complex() is not bool(holomorphic)]
+    if not wrong:
+        return
+    rows = columns([(what, short(x)) for x in wrong])
+    if holomorphic:
+        raise RuntimeError(
+            f"{call}: the {what} of a holomorphic function must be complex.\n{rows}\n"
+            "Convert them (z.to(torch.complex64)), or leave out holomorphic."
+        )
+    option = HOLOMORPHIC if holomorphic is False and what == "inputs" else ""
+    raise RuntimeError(
+        f"{call}: the {what} of a Jacobian must be real.\n{rows}\n"
+        f"Take real and imaginary parts apart (torch.view_as_real), or use vjp or jvp.{option}"
+    )
+
+
+HOLOMORPHIC = "\nFor a complex-differentiable function give holomorphic=True: the result is df/dz."
+
+
+def not_nested(call: Call, tensors: list) -> None:
+    """What a program of tangents asks, which has one shape."""
+    for x in tensors:
+        if x.is_nested:
+            raise NotImplementedError(
+                f"{call}: a primal must not be a nested tensor.\n"
+                f"{columns([('primal', short(x))])}\n"
+                "Take its rows (x.values()), which have one shape, or use jvp."
+            )
 
 
 # --- tangents and cotangents -------------------------------------------------------------------
@@ -309,8 +361,8 @@ def floating(call: Call, outputs: list) -> None:
         )
 
 
-def scalar(call: Call, value: Any) -> None:
-    """What `grad` asks of its function's value."""
+def scalar(call: Call, value: Any, holomorphic: bool | None = None) -> None:
+    """What `grad` asks of its function's value; see `real_or_complex` for ``holomorphic``."""
     if not isinstance(value, torch.Tensor):
         raise RuntimeError(
             f"{call}: the function must return a tensor.\n"
@@ -325,11 +377,19 @@ def scalar(call: Call, value: Any) -> None:
             f"{columns([('returned', short(value))])}\n"
             "Reduce it (.sum(), .mean()), or use jacrev for the derivative of every entry."
         )
-    if is_complex:
+    if holomorphic and not is_complex:
+        raise RuntimeError(
+            f"{call}: a holomorphic function must return a complex number.\n"
+            f"{columns([('returned', short(value))])}\n"
+            "Convert it (y.to(torch.complex64)), or leave out holomorphic."
+        )
+    if is_complex and not holomorphic:
+        option = "" if holomorphic is None else HOLOMORPHIC
         raise RuntimeError(
             f"{call}: the function must return a real number.\n"
             f"{columns([('returned', short(value))])}\n"
             "Return its real part or its absolute value, or use vjp with a complex cotangent."
+            f"{option}"
         )
 
 

@@ -27,6 +27,7 @@ from forall._torch import trusted
 from forall._torch.names import PLAIN
 from forall._torch.wrapper import Wrapper
 from forall._transforms.anew import transform_of
+from forall._transforms.components import Components
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -162,7 +163,7 @@ class Bindings(NamedTuple):
             if type(value) in PLAIN:
                 if value.is_inference() or (self.writes and not _may_be_copied(value)):
                     return False
-            elif isinstance(value, Wrapper):
+            elif isinstance(value, (Wrapper, Components)):
                 if self.writes:
                     return False
             elif not _is_number(value):

@@ -15,7 +15,7 @@ from forall._torch.dispatch import functions_off
 from forall._torch.history import nodes
 from forall._torch.memory import is_out_of_memory
 from forall._transforms import checks
-from forall._transforms.sweeps import Blocks, blocks_of, moved
+from forall._transforms.sweeps import Blocks, blocks_of, moved, rows_of
 from forall._transforms.vjp import Pullback, pullback
 
 if TYPE_CHECKING:
@@ -40,7 +40,12 @@ _HOOKED = {torch.Tensor.register_hook, torch.Tensor.grad_fn.__get__}
 
 
 def by_fewer(
-    call: Call, func: Callable, xs: list[torch.Tensor], has_aux: bool, chunk: Chunk
+    call: Call,
+    func: Callable,
+    xs: list[torch.Tensor],
+    has_aux: bool,
+    chunk: Chunk,
+    holomorphic: bool,
 ) -> Blocks:
     """Pull back every number of the outputs, or push those of the inputs, where they are few.
 
@@ -53,12 +58,12 @@ def by_fewer(
         with hooks:
             return func(*xs)
 
-    pull, _, aux = pullback(call, watched, tuple(moved(call, xs)), has_aux)
-    checks.real(call, "outputs", pull.outputs)
+    pull, _, aux = pullback(call, watched, tuple(moved(call, xs, holomorphic)), has_aux)
+    checks.real_or_complex(call, "outputs", pull.outputs, holomorphic)
     few = 2 * sum(x.numel() for x in xs) < sum(y.numel() for y in pull.outputs)
     pushes = few and not hooks.seen and _is_torchs(pull)
     found = _pushed(call, pull, xs, chunk) if pushes else None
-    return Blocks(found or blocks_of(pull, chunk), pull.out_spec, aux)
+    return Blocks(found or rows_of(pull, chunk, holomorphic), pull.out_spec, aux)
 
 
 # The nodes of torch's own operators; a Function's has no number.

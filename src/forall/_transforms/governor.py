@@ -34,6 +34,7 @@ from forall._torch.dispatch import dispatch_modes, in_torch_func
 from forall._torch.names import PLAIN
 from forall._transforms import loop, mapping
 from forall._transforms.anew import transform_of
+from forall._transforms.components import Components, by_shape
 from forall._transforms.replaying import find_bindings, is_on
 
 if TYPE_CHECKING:
@@ -168,7 +169,9 @@ def _forms(leaves: Sequence[Any]) -> tuple:
     """Return what tells arguments apart: the shape of a tensor, and whether it requires grad."""
     forms: list[Any] = []
     for x in leaves:
-        if type(x) not in PLAIN or x.is_nested:  # others may have a shape with symbols, or none
+        if type(x) is Components:
+            forms += Components, len(by_shape([x]))
+        elif type(x) not in PLAIN or x.is_nested:  # others may have a shape with symbols, or none
             forms.append(type(x))
         else:
             forms += x.shape, x.requires_grad

@@ -10,7 +10,8 @@ from forall._derivatives import reverse
 from forall._torch import handover
 from forall._torch.posed import bare
 from forall._transforms import checks
-from forall._transforms.arguments import Arguments, by_torch, called
+from forall._transforms.arguments import Arguments, by_torch, called, holomorphic_by_torch
+from forall._transforms.arguments import valued as with_its_value
 from forall._transforms.replaying import replaying, told
 from forall._transforms.types import A, P, R, X
 
@@ -25,6 +26,7 @@ def grad(
     has_aux: Literal[False] = False,
     *,
     argnames: None = None,
+    holomorphic: bool = False,
 ) -> Callable[Concatenate[A, P], A]: ...
 @overload
 def grad(
@@ -33,6 +35,7 @@ def grad(
     *,
     has_aux: Literal[True],
     argnames: None = None,
+    holomorphic: bool = False,
 ) -> Callable[Concatenate[A, P], tuple[A, X]]: ...
 @overload
 def grad(
@@ -41,6 +44,7 @@ def grad(
     *,
     has_aux: Literal[True],
     argnames: str | tuple[str, ...] | None = None,
+    holomorphic: bool = False,
 ) -> Callable[P, tuple[Any, X]]: ...
 @overload
 def grad(
@@ -49,6 +53,7 @@ def grad(
     has_aux: bool = False,
     *,
     argnames: str | tuple[str, ...] | None = None,
+    holomorphic: bool = False,
 ) -> Callable[P, Any]: ...
 def grad(
     func: Callable,
@@ -56,6 +61,7 @@ def grad(
     has_aux: bool = False,
     *,
     argnames: str | tuple[str, ...] | None = None,
+    holomorphic: bool = False,
 ) -> Callable:
     """The gradient of a scalar function, by reverse mode.
 
@@ -70,16 +76,19 @@ def grad(
     tensor gets None. The gradient requires grad itself only if something outside the call does.
     ``func`` is recorded under an outer ``torch.no_grad`` too; one inside it cuts, as always. With
     respect to a complex ``z`` the result is the conjugate gradient, torch's convention: the
-    direction of steepest ascent.
+    direction of steepest ascent. With ``holomorphic=True`` it is df/dz.
 
     Args:
         argnums: one position, or several; several give a tuple in the order asked.
         argnames: the same by name, for arguments that are passed by position or by keyword.
         has_aux: ``func`` returns ``(value, aux)``; the result is then ``(gradient, aux)``.
+        holomorphic: True for a complex-differentiable function, of complex arguments with a
+            complex value; the result is df/dz.
 
     Raises:
-        RuntimeError: where ``func`` does not return one real number as a tensor of rank 0, for an
-            argument that the call does not have, and for one that is an integer tensor.
+        RuntimeError: where ``func`` does not return one real number (with holomorphic: one complex
+            number) as a tensor of rank 0, for an argument that the call does not have, and for one
+            that is an integer tensor (with holomorphic: that is not complex).
         ValueError: where the arguments hold no tensor.
 
     Source: Baydin, Pearlmutter, Radul and Siskind, "Automatic differentiation in machine
@@ -97,7 +106,7 @@ def grad(
     """
     how = told("grad", argnums=argnums, has_aux=has_aux, argnames=argnames)
     checks.callable_("grad", func)
-    return _grad_and_value(how, func, argnums, argnames, has_aux, valued=False)
+    return _grad_and_value(how, func, argnums, argnames, has_aux, holomorphic, valued=False)
 
 
 @overload
@@ -107,6 +116,7 @@ def grad_and_value(  # with has_aux what func returns, (value, aux), comes back 
     has_aux: bool = False,
     *,
     argnames: None = None,
+    holomorphic: bool = False,
 ) -> Callable[Concatenate[A, P], tuple[A, R]]: ...
 @overload
 def grad_and_value(
@@ -115,6 +125,7 @@ def grad_and_value(
     has_aux: bool = False,
     *,
     argnames: str | tuple[str, ...] | None = None,
+    holomorphic: bool = False,
 ) -> Callable[P, tuple[Any, R]]: ...
 def grad_and_value(
     func: Callable,
@@ -122,6 +133,7 @@ def grad_and_value(
     has_aux: bool = False,
     *,
     argnames: str | tuple[str, ...] | None = None,
+    holomorphic: bool = False,
 ) -> Callable:
     """The gradient of a scalar function and its value, from one forward pass.
 
@@ -143,11 +155,18 @@ def grad_and_value(
     """
     how = told("grad_and_value", argnums=argnums, has_aux=has_aux, argnames=argnames)
     checks.callable_("grad_and_value", func)
-    return _grad_and_value(how, func, argnums, argnames, has_aux, valued=True)
+    return _grad_and_value(how, func, argnums, argnames, has_aux, holomorphic, valued=True)
 
 
 def _grad_and_value(
-    how: tuple, func: Callable, argnums: Any, argnames: Any, has_aux: bool, *, valued: bool
+    how: tuple,
+    func: Callable,
+    argnums: Any,
+    argnames: Any,
+    has_aux: bool,
+    holomorphic: bool,
+    *,
+    valued: bool,
 ) -> Callable:
     verb = how[0]
 
@@ -157,14 +176,15 @@ def _grad_and_value(
             return tree, (value, aux) if has_aux else value
         return (tree, aux) if has_aux else tree
 
-    simple = argnames is None and not has_aux and type(argnums) is int and argnums >= 0
+    simple = type(argnums) is int and argnums >= 0
+    simple = simple and argnames is None and not has_aux and not holomorphic
 
     def differentiate_alone(*args: Any) -> Any:
         """Return the same by torch.autograd, for ordinary tensors without history."""
         x = args[argnums].detach().requires_grad_()
         value = func(*args[:argnums], x, *args[argnums + 1 :])
         if type(value) is not torch.Tensor or value.dim():
-            checks.scalar(called(verb, func, argnums, argnames), value)
+            checks.scalar(called(verb, func, argnums, argnames), value, holomorphic)
         gradient = None
         if value.requires_grad:
             (gradient,) = torch.autograd.grad(value, x, allow_unused=True)
@@ -175,20 +195,30 @@ def _grad_and_value(
     @replaying(func, how, alone=differentiate_alone if simple else None)
     def derivative(func: Callable, /, *args: Any, **kwargs: Any) -> Any:
         if handover.needed():
+            if holomorphic:
+                f = with_its_value(verb, func, has_aux)
+                which = (argnums, argnames)
+                found, y = holomorphic_by_torch("jacrev", f, args, kwargs, *which, has_aux=True)
+                return given_back(found, *(y if has_aux else (y, None)))
             name = "grad_and_value" if valued else "grad"
             return by_torch(name, func, args, kwargs, argnums, argnames, has_aux=has_aux)
-        call = called(verb, func, argnums, argnames)
+        call = called(verb, func, argnums, argnames, holomorphic=holomorphic)
         outer = torch.is_grad_enabled()
         with handover.eagerly(), reverse.recording() as run:
             given = Arguments(call, args, kwargs, argnums, argnames)
+            if holomorphic:
+                checks.real_or_complex(call, "inputs", given.tensors, holomorphic)
             variables = reverse.variables(given.tensors)
             value = given.call(func, reverse.shown(variables, given.tensors))
             aux = None
             if has_aux:
                 value, aux = checks.with_aux(call, value, "value")
-            checks.scalar(call, value)
+            checks.scalar(call, value, holomorphic)
+            one = (torch.ones_like(bare(value)),) if holomorphic else None
             with reverse.tangents_pass():
-                gradients = reverse.gradients((bare(value),), None, variables, closes=run)
+                gradients = reverse.gradients((bare(value),), one, variables, closes=run)
+            if holomorphic:  # the conjugate of df/dz is torch's
+                gradients = [g.conj_physical() for g in gradients]
         found = given_back(given.shaped(gradients), value, aux)
         return reverse.closed(found, run, outer)
 

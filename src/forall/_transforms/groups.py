@@ -26,6 +26,7 @@ from forall._torch.dispatch import functions_off
 from forall._torch.memory import is_out_of_memory
 from forall._transforms import mapping
 from forall._transforms.budget import unlimited
+from forall._transforms.components import Components
 from forall._transforms.ragged import Ragged, together
 
 if TYPE_CHECKING:
@@ -188,7 +189,7 @@ class Run:
         self.touched = Touched()
         self.parts: list[Part] = []
         self.failed: tuple[int, Exception] | None = None  # the first example to fail, of all so far
-        self.written: list[tuple[Tensor, int, list[int], Tensor, bool]] = []
+        self.written: list[tuple[Tensor | Components, int, list[int], Tensor, bool]] = []
 
     def all(self, groups: list[list[int]]) -> bool:
         """Run all groups. False, at once, where one sees what another did to older memory."""
@@ -241,23 +242,27 @@ class Run:
         """Whether what the group did to older memory, and to its rows, is its own affair."""
         ledger = self.touched.ledgers[-1]
         wholes, rows = _mapped(self.call), []
+        places = [x.examples[0] if isinstance(x, Components) else x for x in wholes]
         dims = [d for d in self.call.entering.dims if d is not None]
-        for whole, dim, some, node in zip(wholes, dims, _mapped(part), nodes, strict=True):
+        columns = zip(wholes, places, dims, _mapped(part), nodes, strict=True)
+        for whole, place, dim, some, node in columns:
             if memory(some) in ledger.mapped_written:
-                if _is_shared_further_out(whole):
+                if _is_shared_further_out(place):
                     return False
-                rows.append(memory(whole))
+                rows.append(memory(place))
                 recorded = some.grad_fn is not node or moves(some)
                 self.written.append((whole, dim, numbers, some, recorded))
-        known = [memory(w) for w in wholes] if rows else []
+        known = [memory(p) for p in places] if rows else []
         return all(known.count(r) == 1 for r in rows) and self.touched.by(ledger, rows)
 
     def put_back(self) -> None:
         """What the groups wrote into mapped arguments, in the caller's own tensors."""
         for whole, dim, numbers, some, recorded in self.written:
-            at = index_of(numbers, whole.device)
             with functions_off(), torch.set_grad_enabled(recorded and torch.is_grad_enabled()):
-                whole.index_copy_(dim, at, some)
+                if isinstance(whole, Components):
+                    whole.put(numbers, some)
+                else:
+                    whole.index_copy_(dim, index_of(numbers, whole.device), some)
 
 
 def _is_shared_further_out(whole: Tensor) -> bool:
@@ -312,7 +317,7 @@ def _back_at(level: Any) -> Any:
     return nullcontext() if inner is None else outside(inner)
 
 
-def _mapped(call: Mapping) -> list[Tensor]:
+def _mapped(call: Mapping) -> list[Any]:
     entering = call.entering
     return [x for x, d in zip(entering.leaves, entering.dims, strict=True) if d is not None]
 
@@ -328,7 +333,7 @@ def joined(places: Places, parts: list[Part]) -> tuple[list, Any]:
     columns = zip(*(flat for _, flat, _ in parts), strict=True)
     return [
         together(column, order)
-        if type(column[0]) is Ragged
+        if any(type(x) is Ragged for x in column)
         else _in_order(mapping.joined(places.call, column, place, firsts), place, order)
         for column, place in zip(columns, places.of(spec), strict=True)
     ], spec

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 from forall._core.errors import Call
 from forall._torch import handover
 from forall._transforms import checks
-from forall._transforms.arguments import Arguments, by_torch, called, valued
+from forall._transforms.arguments import Arguments, by_torch, called, holomorphic_by_torch, valued
 from forall._transforms.chunking import for_torch
 from forall._transforms.replaying import replaying, told
 from forall._transforms.sweeps import Blocks, First, answered, by_columns, by_rows
@@ -27,6 +27,7 @@ def jacrev(
     has_aux: Literal[False] = False,
     return_value: Literal[False] = False,
     chunk_size: Chunk = None,
+    holomorphic: bool = False,
     _preallocate_and_copy: bool = False,
 ) -> Callable[P, Any]: ...
 @overload
@@ -38,6 +39,7 @@ def jacrev(
     has_aux: Literal[True],
     return_value: Literal[False] = False,
     chunk_size: Chunk = None,
+    holomorphic: bool = False,
     _preallocate_and_copy: bool = False,
 ) -> Callable[P, tuple[Any, X]]: ...
 @overload
@@ -49,6 +51,7 @@ def jacrev(
     has_aux: Literal[False] = False,
     return_value: Literal[True],
     chunk_size: Chunk = None,
+    holomorphic: bool = False,
     _preallocate_and_copy: bool = False,
 ) -> Callable[P, tuple[Any, R]]: ...
 @overload
@@ -60,6 +63,7 @@ def jacrev(
     has_aux: Literal[True],
     return_value: Literal[True],
     chunk_size: Chunk = None,
+    holomorphic: bool = False,
     _preallocate_and_copy: bool = False,
 ) -> Callable[P, tuple[Any, tuple[R, X]]]: ...
 def jacrev(
@@ -70,6 +74,7 @@ def jacrev(
     has_aux: bool = False,
     return_value: bool = False,
     chunk_size: Chunk = None,
+    holomorphic: bool = False,
     _preallocate_and_copy: bool = False,
 ) -> Callable:
     """The Jacobian of ``func`` at a point, by reverse mode.
@@ -92,11 +97,14 @@ def jacrev(
             is not called again for it.
         chunk_size: pull back at most so many rows at once, or ``"auto"`` (see `vmap`).
             Changes memory, not values.
+        holomorphic: True for a complex-differentiable function, of complex arguments with complex
+            outputs; the result is df/dz.
         _preallocate_and_copy: torch.func's, for memory alone; it changes nothing here.
 
     Raises:
-        RuntimeError: for an argument at ``argnums`` or an output that is complex or an integer,
-            for an output that is no tensor, and for an ``argnums`` that the call does not have.
+        RuntimeError: for an argument at ``argnums`` or an output that is complex (with
+            holomorphic: that is real) or an integer, for an output that is no tensor, and for an
+            ``argnums`` that the call does not have.
         ValueError: where the arguments at ``argnums`` hold no tensor; a chunk_size below 1.
 
     Source: Baydin, Pearlmutter, Radul and Siskind, "Automatic differentiation in machine
@@ -124,10 +132,14 @@ def jacrev(
     checks.chunk_size("jacrev", chunk_size)
 
     def rows(call: Call, f: Callable, given: Arguments, has_aux: bool) -> Blocks:
-        return by_rows(call, f, given.tensors, has_aux, chunk_size)
+        return by_rows(call, f, given.tensors, has_aux, chunk_size, holomorphic)
 
     which = (argnums, argnames)
-    options = {"error": RuntimeError, "chunk_size": for_torch(chunk_size)}
+    options = {
+        "error": RuntimeError,
+        "chunk_size": for_torch(chunk_size),
+        "holomorphic": holomorphic,
+    }
     return derived(how, func, which, has_aux, return_value, rows, **options)
 
 
@@ -141,6 +153,7 @@ def jacfwd(
     return_value: Literal[False] = False,
     randomness: str = "error",
     chunk_size: Chunk = None,
+    holomorphic: bool = False,
 ) -> Callable[P, Any]: ...
 @overload
 def jacfwd(
@@ -152,6 +165,7 @@ def jacfwd(
     return_value: Literal[False] = False,
     randomness: str = "error",
     chunk_size: Chunk = None,
+    holomorphic: bool = False,
 ) -> Callable[P, tuple[Any, X]]: ...
 @overload
 def jacfwd(
@@ -163,6 +177,7 @@ def jacfwd(
     return_value: Literal[True],
     randomness: str = "error",
     chunk_size: Chunk = None,
+    holomorphic: bool = False,
 ) -> Callable[P, tuple[Any, R]]: ...
 @overload
 def jacfwd(
@@ -174,6 +189,7 @@ def jacfwd(
     return_value: Literal[True],
     randomness: str = "error",
     chunk_size: Chunk = None,
+    holomorphic: bool = False,
 ) -> Callable[P, tuple[Any, tuple[R, X]]]: ...
 def jacfwd(
     func: Callable,
@@ -184,6 +200,7 @@ def jacfwd(
     return_value: bool = False,
     randomness: str = "error",
     chunk_size: Chunk = None,
+    holomorphic: bool = False,
 ) -> Callable:
     """The Jacobian of ``func`` at a point, by forward mode.
 
@@ -207,10 +224,13 @@ def jacfwd(
             derivative of one draw.
         chunk_size: push at most so many columns at once, or ``"auto"`` (see `vmap`).
             Changes memory, not values.
+        holomorphic: True for a complex-differentiable function, of complex arguments with complex
+            outputs; the result is df/dz.
 
     Raises:
-        RuntimeError: for an argument at ``argnums`` or an output that is complex, for an output
-            that is no tensor, and for an ``argnums`` that the call does not have.
+        RuntimeError: for an argument at ``argnums`` or an output that is complex (with
+            holomorphic: that is real), for an output that is no tensor, and for an ``argnums``
+            that the call does not have.
         ValueError: for an integer argument at ``argnums``, and where they hold no tensor; a
             chunk_size below 1.
 
@@ -239,10 +259,10 @@ def jacfwd(
     checks.chunk_size("jacfwd", chunk_size)
 
     def columns(call: Call, f: Callable, given: Arguments, has_aux: bool) -> Blocks:
-        return by_columns(call, f, given, has_aux, randomness, chunk_size)
+        return by_columns(call, f, given, has_aux, randomness, chunk_size, holomorphic)
 
     which = (argnums, argnames)
-    options = {"error": ValueError, "randomness": randomness}
+    options = {"error": ValueError, "randomness": randomness, "holomorphic": holomorphic}
     return derived(how, func, which, has_aux, return_value, columns, **options)
 
 
@@ -255,6 +275,7 @@ def hessian(
     has_aux: Literal[False] = False,
     return_value: Literal[False] = False,
     chunk_size: Chunk = None,
+    holomorphic: bool = False,
 ) -> Callable[P, Any]: ...
 @overload
 def hessian(
@@ -265,6 +286,7 @@ def hessian(
     has_aux: Literal[True],
     return_value: Literal[False] = False,
     chunk_size: Chunk = None,
+    holomorphic: bool = False,
 ) -> Callable[P, tuple[Any, X]]: ...
 @overload
 def hessian(
@@ -275,6 +297,7 @@ def hessian(
     has_aux: Literal[False] = False,
     return_value: Literal[True],
     chunk_size: Chunk = None,
+    holomorphic: bool = False,
 ) -> Callable[P, tuple[Any, tuple[Any, R]]]: ...
 @overload
 def hessian(
@@ -285,6 +308,7 @@ def hessian(
     has_aux: Literal[True],
     return_value: Literal[True],
     chunk_size: Chunk = None,
+    holomorphic: bool = False,
 ) -> Callable[P, tuple[Any, tuple[Any, R, X]]]: ...
 def hessian(
     func: Callable,
@@ -294,6 +318,7 @@ def hessian(
     has_aux: bool = False,
     return_value: bool = False,
     chunk_size: Chunk = None,
+    holomorphic: bool = False,
 ) -> Callable:
     """All second derivatives of ``func`` at a point: forward mode over reverse mode.
 
@@ -317,6 +342,8 @@ def hessian(
             Nothing is computed again for it.
         chunk_size: push at most so many columns, and pull back at most so many rows, at once;
             or ``"auto"`` (see `vmap`).
+        holomorphic: True for a complex-differentiable function, of complex arguments with complex
+            outputs; the result is d^2 f / dz^2.
 
     Raises:
         RuntimeError, ValueError: as `jacfwd`.
@@ -351,16 +378,20 @@ def hessian(
     @replaying(func, how)
     def second(func: Callable, /, *args: Any, **kwargs: Any) -> Any:
         if handover.needed():
-            return _hessian_by_torch(func, argnums, argnames, has_aux, return_value, args, kwargs)
-        call = called("hessian", func, argnums, argnames)
-        first = First(call, func, args, kwargs, (argnums, argnames), has_aux, chunk_size)
+            by = holomorphic_by_torch if holomorphic else by_torch
+            return _hessian_by_torch(
+                by, func, argnums, argnames, has_aux, return_value, args, kwargs
+            )
+        call = called("hessian", func, argnums, argnames, holomorphic=holomorphic)
+        which = (argnums, argnames)
+        first = First(call, func, args, kwargs, which, has_aux, chunk_size, holomorphic=holomorphic)
         given = first.given
 
         def beside(*xs: Any) -> Any:
             j, y = first(*xs)
             return j, (j, y)
 
-        found = by_columns(call, beside, given, True, "error", chunk_size)
+        found = by_columns(call, beside, given, True, "error", chunk_size, holomorphic)
         columns = [given.shaped(c) for c in found.blocks]  # for each output and input of `first`
         n = len(given.tensors)
         h = first.tree([columns[i : i + n] for i in range(0, len(columns), n)])
@@ -378,6 +409,8 @@ def derived(
     sweep: Callable[..., Blocks],
     error: type[Exception],
     torchs: str | None = None,  # the transform of torch.func that does the same
+    *,
+    holomorphic: bool,
     **options: Any,
 ) -> Callable:
     """What ``sweep`` finds as a tree, and beside it what was asked for."""
@@ -387,8 +420,9 @@ def derived(
     def jacobian(func: Callable, /, *args: Any, **kwargs: Any) -> Any:
         f = valued(verb, func, has_aux) if return_value else func
         if handover.needed():
-            return by_torch(torchs or verb, f, args, kwargs, *which, has_aux=beside, **options)
-        call = called(verb, func, *which)
+            by = holomorphic_by_torch if holomorphic else by_torch
+            return by(torchs or verb, f, args, kwargs, *which, has_aux=beside, **options)
+        call = called(verb, func, *which, holomorphic=holomorphic)
         given = Arguments(call, args, kwargs, *which, error)
         found = sweep(call, lambda *xs: given.call(f, xs), given, beside)
         tree = found.tree(given.shaped)
@@ -398,6 +432,7 @@ def derived(
 
 
 def _hessian_by_torch(
+    by: Callable,  # what takes its first and its second derivatives
     func: Callable,
     argnums: Any,
     argnames: Any,
@@ -409,8 +444,8 @@ def _hessian_by_torch(
     @functools.wraps(func, updated=())  # argnames asks it for names
     def first(*args: Any, **kwargs: Any) -> Any:
         f = valued("hessian", func, has_aux)
-        j, y = by_torch("jacrev", f, args, kwargs, argnums, argnames, has_aux=True)
+        j, y = by("jacrev", f, args, kwargs, argnums, argnames, has_aux=True)
         return j, (j, y)
 
-    h, (j, y) = by_torch("jacfwd", first, args, kwargs, argnums, argnames, has_aux=True)
+    h, (j, y) = by("jacfwd", first, args, kwargs, argnums, argnames, has_aux=True)
     return answered(h, j, y, has_aux, return_value)

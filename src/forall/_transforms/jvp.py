@@ -16,6 +16,7 @@ from forall._derivatives import forward
 from forall._lanes import users
 from forall._torch import handover, profiling, trees, whole
 from forall._torch.dispatch import forward_level, functions_off
+from forall._torch.jagged import Jagged, with_rows
 from forall._torch.posed import bare, carried
 from forall._transforms import checks, in_graph
 from forall._transforms.replaying import is_on, replay, told
@@ -127,10 +128,7 @@ def push(
     with handover.eagerly(), forward_level(), torch.enable_grad():
         level = forward.JvpLevel(below, outer)
         level.beside = {id(t): t for t in beside}
-        duals = [
-            carried(forward.make_dual(lift(bare(p), below), lift(bare(t), below), level), p)
-            for p, t in zip(flat, flat_t, strict=True)
-        ]
+        duals = [carried(_dual(p, t, level), p) for p, t in zip(flat, flat_t, strict=True)]
         counts = [Count(d) for d in duals] if written is not None else []
         pairs, out_spec, aux = run(call, func, trees.unflatten(duals, spec), level, has_aux)
         primal_out, tangent_out = [], []
@@ -163,8 +161,23 @@ def run(
     return [left(y, level) for y in leaves], spec, aux
 
 
+def _dual(p: torch.Tensor, t: torch.Tensor, level: forward.JvpLevel) -> torch.Tensor:
+    """A primal and its tangent as a value of the level."""
+    if type(p) is Jagged:
+        rows = _dual(p.values(), t.values(), level)
+        with level:
+            return with_rows(p, rows)
+    below = level.born_in
+    return forward.make_dual(lift(bare(p), below), lift(bare(t), below), level)
+
+
 def left(y: torch.Tensor, level: forward.JvpLevel) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The primal that a call leaves of a value, as what the user knows that by; and its tangent."""
+    if type(y) is Jagged:
+        with level:  # which its class does not ask about the tangents of the rows
+            rows = y.values()
+        primal, tangent = left(rows, level)
+        return with_rows(y, primal), None if tangent is None else with_rows(y, tangent)
     primal, tangent = forward.unpack(bare(level.stand_in(y)), level)
     return carried(what_is_left(primal), y), tangent
 

@@ -78,6 +78,7 @@ def linearize(func: Callable, *primals: Any) -> tuple[Any, Callable]:
         return handover.linearize(func, primals)
     call = Call("linearize", func)
     flat, spec = checks.primals(call, primals)
+    checks.not_nested(call, flat)
     if is_on() and not torch.is_inference_mode_enabled():  # in which it makes other tensors
         value, found = replay(func, _linearized, *primals, how=how)
     else:

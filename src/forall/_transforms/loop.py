@@ -26,6 +26,8 @@ from forall._torch.devices import DeviceContext, function_modes
 from forall._torch.dispatch import dispatch_modes, functions_off
 from forall._torch.names import PLAIN, set_version, version
 from forall._torch.wrapper import Wrapper
+from forall._transforms.components import Components
+from forall._transforms.ragged import Ragged
 from forall._transforms.replaying import find_bindings
 
 if TYPE_CHECKING:
@@ -59,7 +61,7 @@ class TooLongError(ElsewhereError):
 def may_run(call: Mapping, bindings: Bindings) -> bool:
     """Return True if the loop over the examples gives all that a call has to give."""
     options, entering = call.options, call.entering
-    if options.divergence != "split" or options.ragged or options.max_steps is not None:
+    if options.divergence != "split" or options.max_steps is not None:
         return False
     if options.report is not None or options.spares or entering.looks:
         return False
@@ -96,7 +98,7 @@ def run(call: Mapping, bindings: Bindings, seconds: float = inf) -> tuple[list, 
     args, kwargs = entering.given
     is_flat = not kwargs and len(args) == len(entering.leaves)
     pack = None if is_flat and all(map(is_, args, entering.leaves)) else entering.unflatten
-    args = Arguments(entering.leaves, entering.dims, entering.size, pack)
+    args = Arguments(entering.leaves, entering.dims, entering.size, pack, call.options.ragged)
     (found,) = run_each(call.func, args, call.places, bindings, seconds)
     return trees.flatten(found)
 
@@ -108,6 +110,7 @@ class Arguments(NamedTuple):
     dims: Sequence[int | None]  # that count the examples
     size: int
     pack: Callable[[list], tuple[tuple, dict]] | None  # into args and kwargs, where they are trees
+    ragged: bool = False  # whether the results may have several shapes
 
 
 def run_each(
@@ -117,7 +120,7 @@ def run_each(
     before = _Before([*args.leaves, *bindings.tensors], copies=bindings.writes)
     failed = None
     try:
-        found = _stack_results(_call_each(func, args, bindings, seconds), places)
+        found = _stack_results(_call_each(func, args, bindings, seconds), places, args.ragged)
     except TooLongError:
         before.put_back()
         raise
@@ -227,13 +230,15 @@ def _counts(values: Sequence[Any]) -> list[int | None]:
 
 def _call_each(func: Callable, args: Arguments, bindings: Bindings, seconds: float) -> list[Any]:
     """Call ``func`` for one example after another."""
-    leaves, dims, size, pack = args
+    leaves, dims, size, pack, _ = args
     # One of several views must not get a history by what is written into it.
     one_by_one = bindings.writes and any(x.requires_grad for x in bindings.tensors)
     rows: list[Sequence] = []
     for leaf, dim in zip(leaves, dims, strict=True):
         if dim is None:
             rows.append([leaf] * size)
+        elif isinstance(leaf, Components):
+            rows.append(leaf.examples)
         elif one_by_one:
             rows.append([leaf.select(dim, n) for n in range(size)])
         else:
@@ -251,14 +256,14 @@ def _call_each(func: Callable, args: Arguments, bindings: Bindings, seconds: flo
     return results
 
 
-def _stack_results(results: list[Any], places: Places) -> tuple[Any] | None:
+def _stack_results(results: list[Any], places: Places, ragged: bool = False) -> tuple[Any] | None:
     """Stack the results as `vmap` does, in a tuple of one; None if they do not fit together."""
     first = results[0]
     if isinstance(first, torch.Tensor):
         place = places.out_dims
         if type(place) is not int:
             (place,) = places.of(trees.flatten(first)[1])
-        return _stack_column(results, place)
+        return _stack_column(results, place, ragged)
     leaves, spec = trees.flatten(first)
     flat = [leaves]
     for result in results[1:]:
@@ -270,19 +275,30 @@ def _stack_results(results: list[Any], places: Places) -> tuple[Any] | None:
         return None
     left = []
     for column, place in zip(zip(*flat, strict=True), places.of(spec), strict=True):
-        whole = _stack_column(column, place)
+        whole = _stack_column(column, place, ragged)
         if whole is None:
             return None
         left.append(whole[0])
     return (trees.unflatten(left, spec),)
 
 
-def _stack_column(column: list | tuple, place: int | None) -> tuple[Any] | None:
-    """Stack one result of all examples, in a tuple of one; None if they do not fit together."""
+def _stack_column(
+    column: list | tuple, place: int | None, ragged: bool = False
+) -> tuple[Any] | None:
+    """Stack one result of all examples, in a tuple of one; None if they do not fit together.
+
+    Those that are ``ragged`` stay one by one.
+    """
     first = column[0]
     if isinstance(first, torch.Tensor) and place is not None:
         if type(first) is not torch.Tensor and not _are_known(column):
             return None
+        if ragged and first.dim():
+            if not all(isinstance(x, torch.Tensor) and x.dim() for x in column):
+                return None
+            if not all(x.layout is torch.strided and x.dtype is first.dtype for x in column):
+                return None
+            return (Ragged([*column], place),)
         try:  # it compares the shapes, and promotes types as the other ways do
             found = torch.stack(column, place) if place else torch.stack(column)
         except (RuntimeError, IndexError, TypeError):

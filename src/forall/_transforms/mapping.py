@@ -19,6 +19,7 @@ from forall._torch.dispatch import functions_off
 from forall._torch.posed import bare
 from forall._transforms import checks
 from forall._transforms.arguments import signature
+from forall._transforms.components import Components
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -98,6 +99,11 @@ def inputs(
         raise _nothing_mapped(call, args, in_dims)
     if len(sizes) > 1 and any(n != sizes[0] for n in sizes):
         raise _sizes_differ(call, args, kwargs, leaves, dims)
+    for i, (leaf, d) in enumerate(zip(leaves, dims, strict=True)):
+        if d is not None and leaf.is_nested:
+            if not sizes[0]:
+                raise _no_components(call, paths(args, kwargs)[i], leaf)
+            leaves[i] = Components.of(leaf)
     return leaves, spec, dims, sizes[0]
 
 
@@ -149,12 +155,14 @@ def _dim(
             f"{checks.unknown_tree(leaf) or cure}"
         )
     if leaf.is_nested:
-        row = (paths(args, kwargs)[i], f"nested, {str(leaf.layout).removeprefix('torch.')}")
-        raise NotImplementedError(
-            f"{call}: the examples of a nested tensor have no stack.\n"
-            f"{columns([row])}\n"
-            "Pad it (x.to_padded_tensor(0.)) and map a mask beside it, or loop over x.unbind()."
-        )
+        if dim % leaf.dim():
+            raise ValueError(
+                f"{call}: the examples of a nested tensor are its components, along dim 0.\n"
+                f"{columns([(paths(args, kwargs)[i], short(leaf), f'in_dims {dim}')])}\n"
+                "Give it in_dims=0, or None to share it between examples."
+            )
+        sizes.append(leaf.size(0))
+        return 0
     rank = leaf.dim()
     if not -rank <= dim < rank:
         can = f"Give a dim in [{-rank}, {rank})" if rank else "A tensor of rank 0 has none"
@@ -193,9 +201,16 @@ def _nothing_mapped(call: Call, args: tuple, in_dims: Any) -> ValueError:
     )
 
 
+def _no_components(call: Call, path: str, leaf: torch.Tensor) -> ValueError:
+    return ValueError(
+        f"{call}: a mapped nested tensor has no components.\n{columns([(path, short(leaf))])}\n"
+        "Nothing tells the shape of an example. Pass at least one."
+    )
+
+
 def _sizes_differ(call: Call, args: tuple, kwargs: dict, leaves: list, dims: list) -> ValueError:
     rows = [
-        (path, short(leaf), f"in_dims {d}", f"size {leaf.shape[d]}")
+        (path, short(leaf), f"in_dims {d}", f"size {leaf.size(d)}")
         for path, leaf, d in zip(paths(args, kwargs), leaves, dims, strict=True)
         if d is not None
     ]
@@ -266,6 +281,14 @@ def place_outside(call: Call, result: torch.Tensor, place: int) -> IndexError:
         f"{call}: out_dims names a place that the result does not have.\n"
         f"{columns([('result of one example', short(result), f'out_dims {place}')])}\n"
         f"Give a place in [{-rank}, {rank})."
+    )
+
+
+def nested_result(call: Call, result: torch.Tensor) -> NotImplementedError:
+    return NotImplementedError(
+        f"{call}: a nested tensor is a result of each example, and nothing can hold all of them.\n"
+        f"{columns([('result of one example', short(result))])}\n"
+        "Return its rows (x.values()), or its components in a list (x.unbind())."
     )
 
 

@@ -28,6 +28,7 @@ def jacobian(
     has_aux: Literal[False] = False,
     return_value: Literal[False] = False,
     chunk_size: Chunk = None,
+    holomorphic: bool = False,
 ) -> Callable[P, Any]: ...
 @overload
 def jacobian(
@@ -38,6 +39,7 @@ def jacobian(
     has_aux: Literal[True],
     return_value: Literal[False] = False,
     chunk_size: Chunk = None,
+    holomorphic: bool = False,
 ) -> Callable[P, tuple[Any, X]]: ...
 @overload
 def jacobian(
@@ -48,6 +50,7 @@ def jacobian(
     has_aux: Literal[False] = False,
     return_value: Literal[True],
     chunk_size: Chunk = None,
+    holomorphic: bool = False,
 ) -> Callable[P, tuple[Any, R]]: ...
 @overload
 def jacobian(
@@ -58,6 +61,7 @@ def jacobian(
     has_aux: Literal[True],
     return_value: Literal[True],
     chunk_size: Chunk = None,
+    holomorphic: bool = False,
 ) -> Callable[P, tuple[Any, tuple[R, X]]]: ...
 def jacobian(
     func: Callable,
@@ -67,6 +71,7 @@ def jacobian(
     has_aux: bool = False,
     return_value: bool = False,
     chunk_size: Chunk = None,
+    holomorphic: bool = False,
 ) -> Callable:
     """The Jacobian of ``func`` at a point, by the mode that has less to do.
 
@@ -89,6 +94,7 @@ def jacobian(
             is not called again for it.
         chunk_size: at most so many directions at once, or ``"auto"`` (see `vmap`). Changes memory,
             not values.
+        holomorphic: as in `jacrev`.
 
     Trees, and what is raised, are those of `jacrev`.
 
@@ -116,12 +122,13 @@ def jacobian(
     checks.chunk_size("jacobian", chunk_size)
 
     def fewer(call: Call, f: Callable, given: Arguments, has_aux: bool) -> Blocks:
-        return by_fewer(call, f, given.tensors, has_aux, chunk_size)
+        return by_fewer(call, f, given.tensors, has_aux, chunk_size, holomorphic)
 
     options = {
         "error": RuntimeError,
         "torchs": "jacrev",
         "chunk_size": for_torch(chunk_size),
+        "holomorphic": holomorphic,
     }
     which = (argnums, argnames)
     return derived(how, func, which, has_aux, return_value, fewer, **options)

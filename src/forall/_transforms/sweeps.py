@@ -57,8 +57,11 @@ class First:
         which: tuple[Any, Any],  # argnums, argnames
         has_aux: bool,
         chunk: Chunk = None,
+        *,
+        holomorphic: bool | None = None,
     ) -> None:
         self.call = call
+        self.holomorphic = holomorphic
         self.func = valued(call.verb, func, has_aux)
         self.given = Arguments(call, args, kwargs, *which, ValueError)
         self.has_aux = has_aux
@@ -69,7 +72,7 @@ class First:
         if handover.needed():
             found = self._by_torch(xs)
         else:
-            found = by_rows(self.call, self._value, list(xs), True, self.chunk)
+            found = by_rows(self.call, self._value, list(xs), True, self.chunk, self.holomorphic)
         self.spec = found.spec
         return found.blocks, found.aux
 
@@ -99,21 +102,35 @@ def answered(result: Any, jacobian: Any, y: Any, has_aux: bool, return_value: bo
     return (result, y[1]) if has_aux else result
 
 
-def moved(call: Call, xs: list[torch.Tensor]) -> list[torch.Tensor]:
+def moved(call: Call, xs: list[torch.Tensor], holomorphic: bool | None) -> list[torch.Tensor]:
     """What a Jacobian asks of its inputs."""
-    checks.real(call, "inputs", xs)
+    checks.real_or_complex(call, "inputs", xs, holomorphic)
     for x in xs:
         border.refuse_torchs(x)
     return xs
 
 
 def by_rows(
-    call: Call, func: Callable, xs: list[torch.Tensor], has_aux: bool, chunk: Chunk
+    call: Call,
+    func: Callable,
+    xs: list[torch.Tensor],
+    has_aux: bool,
+    chunk: Chunk,
+    holomorphic: bool | None,
 ) -> Blocks:
     """Reverse mode: pull back every number of the outputs."""
-    pull, _, aux = pullback(call, func, tuple(moved(call, xs)), has_aux)
-    checks.real(call, "outputs", pull.outputs)
-    return Blocks(blocks_of(pull, chunk), pull.out_spec, aux)
+    pull, _, aux = pullback(call, func, tuple(moved(call, xs, holomorphic)), has_aux)
+    checks.real_or_complex(call, "outputs", pull.outputs, holomorphic)
+    return Blocks(rows_of(pull, chunk, holomorphic), pull.out_spec, aux)
+
+
+def rows_of(pull: Pullback, chunk: Chunk, holomorphic: bool | None) -> list[list[torch.Tensor]]:
+    """``[o][i]`` of shape (*O, *I), by rows.
+
+    A pull-back of torch's multiplies a cotangent by the conjugate of df/dz.
+    """
+    blocks = blocks_of(pull, chunk)
+    return [[b.conj_physical() for b in row] for row in blocks] if holomorphic else blocks
 
 
 def blocks_of(pull: Pullback, chunk: Chunk) -> list[list[torch.Tensor]]:
@@ -150,9 +167,10 @@ def by_columns(
     has_aux: bool,
     randomness: str,
     chunk: Chunk,
+    holomorphic: bool | None,
 ) -> Blocks:
     """Forward mode: push every number of the inputs."""
-    xs, beside = moved(call, given.tensors), given.beside()
+    xs, beside = moved(call, given.tensors, holomorphic), given.beside()
     specs: list[Any] = []
     first = _FirstRun(call, xs, beside)
 
@@ -173,7 +191,7 @@ def by_columns(
             written=written,
         )
         first.note(written)
-        checks.real(call, "outputs", trees.leaves(value))
+        checks.real_or_complex(call, "outputs", trees.leaves(value), holomorphic)
         leaves, spec = trees.flatten(tangent)
         specs.append(spec)
         return leaves, aux, [value for _, value in written]

@@ -26,13 +26,13 @@ from forall._torch import collections, handover, tracers, trees
 from forall._torch.dispatch import functions_off
 from forall._torch.posed import carried, is_dressed, undressed
 from forall._torch.wrapper import Wrapper
-from forall._transforms import apart, checks, mapping
+from forall._transforms import apart, checks, mapping, ragged
 from forall._transforms.chunking import for_torch
 from forall._transforms.chunks import in_chunks
 from forall._transforms.classes import Looks, looks, stacked_by_class
+from forall._transforms.components import Components, by_shape
 from forall._transforms.governor import Settled
 from forall._transforms.groups import once_more, rows
-from forall._transforms.ragged import apiece, nested
 from forall._transforms.replaying import replaying, told
 from forall._transforms.types import Chunk, P, R
 
@@ -95,7 +95,8 @@ def vmap(
             part, and meet again. `explain` tells where. ``"error"`` refuses that.
         ragged: results with dims leave as nested tensors, examples first, so that their shapes may
             differ between the examples: jagged where they differ in one dim at most. Numbers stay
-            stacked. In the outermost vmap alone.
+            stacked. In the outermost vmap alone. With a nested tensor among the mapped arguments
+            results of several shapes leave so without it.
         max_steps: how many steps a loop that tests values may take: an example that is asked more
             than ``max_steps + 1`` times at one place of the code, all calls of the function there
             taken together, raises. A loop that asks no tensor (``while n < 10``) is not counted.
@@ -105,7 +106,8 @@ def vmap(
     Raises:
         ValueError: where the arguments and ``in_dims``, or the results and ``out_dims``, do not
             fit, where sizes differ, where results of different examples have different shapes
-            without ragged, and for a chunk_size below 1 or a max_steps below 0.
+            without ragged or a nested argument, and for a chunk_size below 1 or a max_steps below
+            0.
         IndexError: for a place in ``out_dims`` that the result does not have.
         RuntimeError: where examples part under ``divergence="error"``; after max_steps steps; for a
             write of an example's own data into a tensor that all examples share; for a random draw
@@ -197,9 +199,13 @@ class Verb(NamedTuple):
                 entering = entering.looked_at(call)
                 break
         origin = Origin(call, users_instruction(), tracers.counted(entering.size), entering.size)
-        whole = Mapping(func, entering, places, Draws(randomness), origin, options)
+        is_ragged = any(type(x) is Components for x in entering.leaves)
+        told = options._replace(ragged=True) if is_ragged else options
+        whole = Mapping(func, entering, places, Draws(randomness), origin, told)
         result = whole.run() if chunk_size is None else in_chunks(whole, chunk_size)
-        return nested(places.call, result) if options.ragged else result
+        if not whole.options.ragged:
+            return result
+        return ragged.joined(places.call, result, entering.leaves, always=options.ragged)
 
 
 class Options(NamedTuple):
@@ -319,7 +325,10 @@ class Mapping(NamedTuple):
         )
 
     def run(self) -> Any:
-        """All examples at once, or in groups where they part."""
+        """All examples at once, or in groups where they part, or are of several shapes."""
+        components = [x for x in self.entering.leaves if type(x) is Components]
+        if components:
+            return trees.unflatten(*apart.run_groups(self, by_shape(components)))
         return trees.unflatten(*apart.run(self))
 
     def once(self) -> tuple[list, Any]:
@@ -358,12 +367,14 @@ class Mapping(NamedTuple):
                 r = torch.tensor(r)
             stack = _leave(r, place, level, self.places.call, seen)
             if self.options.ragged and place is not None and isinstance(stack, torch.Tensor):
-                stack = apiece(self.places.call, stack, place)
+                stack = ragged.apiece(stack, place)
             left.append(stack)
         return left, collections.of_all(spec, places, level.size)
 
 
-def _some(leaf: torch.Tensor, dim: int, numbers: Sequence[int]) -> torch.Tensor:
+def _some(leaf: Any, dim: int, numbers: Sequence[int]) -> Any:
+    if isinstance(leaf, Components):
+        return leaf.some(numbers)
     if isinstance(numbers, range):
         return leaf.narrow(dim, numbers.start, len(numbers))
     return rows(leaf, dim, numbers)
@@ -386,6 +397,8 @@ def _hand_back(entering: Entering, entered: list, level: VmapLevel, origin: Orig
 def _leave(r: Any, place: int | None, level: VmapLevel, call: Call, seen: set[int]) -> Any:
     if not isinstance(r, torch.Tensor):
         return mapping.as_it_is(call, r, level)
+    if r.is_nested:
+        raise mapping.nested_result(call, r)
     known = r
     if type(r) is not Batched and is_dressed(r):
         r = undressed(r)

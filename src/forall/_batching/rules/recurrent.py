@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from forall._batching.batched import Batched, wrap
+from forall._batching.batched import is_mapped_at_any, wrap
 from forall._batching.families import is_mapped, lower, stacked
+from forall._batching.parting import told
 from forall._batching.table import CALLS, DIRECT
-from forall._core.errors import columns, short
+from forall._core.errors import data_dependent
 from forall._torch.devices import on_device
 from forall._torch.dispatch import no_dispatch
 from forall._torch.names import pack_padded, pad_packed
@@ -113,14 +114,16 @@ DIRECT.update({call: (_layers, _operators(call)) for call in _LAYERS})
 
 
 def _of_all(a: Any, what: str) -> Any:
-    """What torch's kernel reads from memory, which has to be the same for all examples."""
+    """What torch's kernel reads from memory. Where it differs between the examples they part."""
+    if is_mapped_at_any(a):
+        return told(
+            a,
+            lambda: data_dependent(
+                f"to read {what} of a packed sequence",
+                "Pad to one length, and mask what is padded.",
+            ),
+        )
     while isinstance(a, Wrapper):
-        if type(a) is Batched and a.axis is not None:
-            raise NotImplementedError(
-                f"vmap: {what} of a packed sequence differ between the examples.\n"
-                f"{columns([('differ', short(a))])}\n"
-                "The examples' shapes would differ. Pad to one length, and mask what is padded."
-            )
         a = a.value
     return a
 

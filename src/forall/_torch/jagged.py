@@ -1,0 +1,54 @@
+"""Nested tensors of the jagged layout: rows in one tensor, and where each component begins.
+
+Torch writes what an operator does with one in Python, by operators of its rows. So where the rows
+are a value of one of our levels, its own meaning is asked first, and we see what it does with them.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nested._internal.nested_tensor import NestedTensor as Jagged
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["Jagged", "components", "held_rows", "jagged_dim", "with_held_rows", "with_rows"]
+
+
+def held_rows(nested: torch.Tensor) -> torch.Tensor:
+    """The rows as they are, without the history of the whole."""
+    whole: Any = nested
+    return whole._values
+
+
+def with_rows(nested: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """The same components with other rows; torch combines these with those of ``nested``."""
+    return torch.nested.nested_tensor_from_jagged(
+        rows, nested.offsets(), nested.lengths(), jagged_dim=jagged_dim(nested) + 1
+    )
+
+
+def jagged_dim(nested: torch.Tensor) -> int:
+    """The dim of a component in which they differ: the one whose size is no number."""
+    (dim,) = (d for d, n in enumerate(nested.shape) if not isinstance(n, int))
+    return dim - 1
+
+
+def components(nested: torch.Tensor) -> Sequence[torch.Tensor]:
+    """The components, as views that have derivatives of any order; those of unbind have one."""
+    rows, starts, dim = nested.values(), nested.offsets().tolist(), jagged_dim(nested)
+    if nested.lengths() is None:
+        return rows.split([b - a for a, b in pairwise(starts)], dim)
+    pairs = zip(starts[:-1], nested.lengths().tolist(), strict=True)
+    return [rows.narrow(dim, start, n) for start, n in pairs]
+
+
+def with_held_rows(nested: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """The same components with other rows, for who stands below autograd."""
+    whole: Any = nested
+    names, kept = whole.__tensor_flatten__()
+    parts = {name: getattr(whole, name) for name in names} | {"_values": rows}
+    return Jagged.__tensor_unflatten__(parts, kept, whole.shape, whole.stride())
