@@ -52,6 +52,7 @@ def alike(found, wanted):
 # --- the cut into pieces, with a stand-in -------------------------------------------------------
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", CASES)
 def test_six_calls_are_those_of_the_function(name, stand_in):
     told = six_calls(name, by_inductor)
@@ -175,6 +176,7 @@ def everything(w):
     return f
 
 
+@pytest.mark.sweep(3)
 @torchs_own_warnings
 @pytest.mark.parametrize("fault", [None, "other numbers", "an error"])
 @pytest.mark.parametrize("writes", [False, True])
