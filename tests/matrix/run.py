@@ -155,11 +155,16 @@ def sample(folder: Path, options: argparse.Namespace) -> tuple[dict[str, int], l
     return counts, names, "" if done.returncode in (0, 1) else _last_line(done.stdout)
 
 
-def known() -> list[tuple[set[str], tuple[str, ...]]]:
-    """For each entry of known.toml the releases, and how the names of its tests begin."""
+def known(torch: str, version: str) -> tuple[str, ...]:
+    """How the names of tests begin that known.toml lists for a release and a Python."""
     entries = tomllib.loads((HERE / "known.toml").read_text()).get("failure", [])
     assert all(entry["reason"] for entry in entries)
-    return [(set(entry["torch"]), tuple(entry["tests"])) for entry in entries]
+    of_pair = (
+        entry
+        for entry in entries
+        if torch in entry.get("torch", [torch]) and version in entry.get("python", [version])
+    )
+    return tuple(begins for entry in of_pair for begins in entry["tests"])
 
 
 def try_pair(torch: str, version: str, options: argparse.Namespace) -> Ran:
@@ -175,8 +180,7 @@ def try_pair(torch: str, version: str, options: argparse.Namespace) -> Ran:
         trouble, is_reached = f"NOT TRIED: {why}", False
     if not trouble and not options.install:
         counts, failed, trouble = sample(folder, options)
-    listed = tuple(begins for torchs, tests in known() if torch in torchs for begins in tests)
-    unexpected = [name for name in failed if not name.startswith(listed)]
+    unexpected = [name for name in failed if not name.startswith(known(torch, version))]
     if options.delete:
         shutil.rmtree(folder)
     seconds = time.monotonic() - begun
