@@ -8,6 +8,7 @@ With FORALL_TESTS=jit, or fastmath, all of them make each transformed call by `j
 
 import gc
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 from zlib import crc32
@@ -28,6 +29,10 @@ ONE_IN = 16  # tests whose replayed calls are compared with the calls themselves
 BY_JIT = os.environ.get("FORALL_TESTS") in ("jit", "fastmath")
 ASIDE = {"replay", "jit", "test_not_replayed.py"}  # that test the recording itself
 SAMPLED = bool(os.environ.get("FORALL_SAMPLED"))
+PRODUCT, ONE_IN_PRODUCT = (
+    60,
+    3,
+)  # cases of a product of lists that is a sweep, of which one in so many
 ONE_OF = int(os.environ.get("FORALL_ONE_IN") or 1)
 if DEVICE := os.environ.get("FORALL_DEVICE"):  # before the first test module makes a tensor
     if DEVICE == fakedev.NAME:
@@ -61,20 +66,33 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """With FORALL_SAMPLED=1, leave out all but one in so many cases of the sweeps.
 
+    A sweep is marked, or has many cases in a product of lists, so that each entry stays in some.
     With FORALL_ONE_IN, all but one in so many tests. Which ones is told by their names, so that it
     is the same ones each time.
     """
     if SAMPLED or ONE_OF > 1:
-        config.hook.pytest_deselected(items=[i for i in items if not _is_in_sample(i)])
-        items[:] = filter(_is_in_sample, items)
+        cases = Counter(map(_function, items))
+        out = [i for i in items if not _is_in_sample(i, cases)]
+        config.hook.pytest_deselected(items=out)
+        items[:] = [i for i in items if _is_in_sample(i, cases)]
 
 
-def _is_in_sample(item: pytest.Item) -> bool:
-    sweep = item.get_closest_marker("sweep") if SAMPLED else None
+def _function(item: pytest.Item) -> str:
+    return item.nodeid.partition("[")[0]
+
+
+def _is_in_sample(item: pytest.Item, cases: Counter[str]) -> bool:
     name = item.nodeid.encode()
-    if sweep is not None and crc32(name) % sweep.args[0]:
+    if SAMPLED and crc32(name) % _one_in(item, cases[_function(item)]):
         return False
     return not crc32(name[::-1]) % ONE_OF  # another order, or it would be cases of sweeps alone
+
+
+def _one_in(item: pytest.Item, cases: int) -> int:
+    if (sweep := item.get_closest_marker("sweep")) is not None:
+        return sweep.args[0]
+    is_product = cases >= PRODUCT and len([*item.iter_markers("parametrize")]) > 1
+    return ONE_IN_PRODUCT if is_product else 1
 
 
 def pytest_collection_finish() -> None:

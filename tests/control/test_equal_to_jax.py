@@ -151,6 +151,7 @@ def test_batches_of_map(batch_size):
     agree(forall.map(f, xs, batch_size=batch_size), lax.map(f, theirs(xs), batch_size=batch_size))
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("n", [0, 1, 2, 5, 8])
 @pytest.mark.parametrize("axis", [0, 1, -1])

@@ -7,8 +7,10 @@ works on copies, so that no result lies where an argument or another result does
 from __future__ import annotations
 
 import functools
+import os
 import subprocess
 import sys
+import threading
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
@@ -52,6 +54,7 @@ def alike(found, wanted):
 # --- the cut into pieces, with a stand-in -------------------------------------------------------
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", CASES)
 def test_six_calls_are_those_of_the_function(name, stand_in):
     told = six_calls(name, by_inductor)
@@ -175,6 +178,7 @@ def everything(w):
     return f
 
 
+@pytest.mark.sweep(3)
 @torchs_own_warnings
 @pytest.mark.parametrize("fault", [None, "other numbers", "an error"])
 @pytest.mark.parametrize("writes", [False, True])
@@ -255,6 +259,27 @@ def test_inductor_takes_derivatives_and_draws(compiler):
             for p in weights:
                 p.sub_(0.1)
     assert len(compiler) >= 2
+
+
+@torchs_own_warnings
+def test_all_programs_are_compiled_in_one_thread_of_a_process(monkeypatch):
+    """A second one crashes the process: torch 2.10 and 2.11 built for CUDA, without a device."""
+    from torch._inductor import compile_fx
+
+    threads = []
+
+    def noted(program, _examples, **_how):
+        threads.append(threading.current_thread())
+        return program
+
+    monkeypatch.setattr(compile_fx, "compile_fx", noted)
+    for process in (os.getpid(), os.getpid(), -1):  # the last is a forked one, without threads
+        monkeypatch.setattr(os, "getpid", lambda process=process: process)
+        compilers.by_inductor(torch.fx.symbolic_trace(lambda x: x.sin()), [X], writes=True)
+    assert threads[0] is threads[1]
+    assert threads[0].is_alive()
+    assert threads[2] is not threads[0]
+    compilers._THREADS.pop(-1).shutdown()
 
 
 @torchs_own_warnings

@@ -312,6 +312,7 @@ def test_random_products_in_random_orders(left, right, first, second, batches, s
     assert fast.cache_info().hits == 1
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", CASES)
 def test_every_order_is_right(name):
     f, args = CASES[name]

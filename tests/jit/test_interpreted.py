@@ -41,6 +41,7 @@ NUMBERS = {
 }
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", CASES)
 def test_six_calls_are_those_of_the_function(name, lines):
     told = six_calls(name, jit)

@@ -196,7 +196,7 @@ def living() -> int:
     return len(gc.get_objects())
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(3)
 @pytest.mark.filterwarnings("ignore:jit:forall.PerformanceWarning")
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads Linux's /proc")
 @pytest.mark.parametrize("name", WAYS)

@@ -191,6 +191,7 @@ def test_each_example_holds_what_one_call_wrote(chunk):
 DERIVED = sorted(set(FUNCTIONS) - {"a view of before"})
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("chunk", [None, 1, 2])
 @pytest.mark.parametrize("name", DERIVED)
 def test_derivatives_of_a_jacobian_and_of_what_its_function_wrote(name, chunk):
@@ -218,6 +219,7 @@ def test_derivatives_of_a_jacobian_and_of_what_its_function_wrote(name, chunk):
         torch.testing.assert_close(second_time(jit(grad(loss)), X), right)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("chunk", [None, 1, 2])
 @pytest.mark.parametrize("name", DERIVED)
 def test_derivatives_of_a_hessian_and_of_what_its_function_wrote(name, chunk):

@@ -206,6 +206,7 @@ SURE = sorted(name for name in OPS if not any(word in name for word in RANDOM))
 DRAWN = sorted(random.Random(1).sample(SURE, 12))
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.counted
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", FUNCTIONS)

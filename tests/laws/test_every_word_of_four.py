@@ -68,7 +68,7 @@ def check(mine, truth, x, weight, captured, mapped):
     assert found is None, found
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("mapped", ["", "argument requires grad"])
 @pytest.mark.parametrize("captured", CAPTURED)
 @pytest.mark.parametrize("word", WORDS)

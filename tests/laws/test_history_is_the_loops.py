@@ -275,6 +275,7 @@ def shown(case: tuple) -> str:
     return f"{'.'.join(map(str, word))} {name} {','.join(kinds)}{' replayed' if replay else ''}"
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("case", some(140), ids=shown)
 def test_a_result_has_history_where_the_loops_leads_outside(case):
     check(*case)

@@ -245,6 +245,7 @@ def gradient(f: Callable) -> Callable:
 MOVING = [name for name, case in CASES.items() if case.moves]
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", CASES)
 def test_vmap_of_an_index_out_of_range_raises_what_the_loop_raises(name):
     call = CASES[name].call
@@ -278,6 +279,7 @@ def test_tangent_with_an_index_out_of_range_raises_what_the_loop_raises(name):
         assert_same(settled(forall.vmap(tangent, in_dims), x, i), want, in_dims, i)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", CASES)
 def test_nested_vmap_of_an_index_out_of_range_raises_what_the_loop_raises(name):
     call = CASES[name].call
@@ -289,6 +291,7 @@ def test_nested_vmap_of_an_index_out_of_range_raises_what_the_loop_raises(name):
             assert_same(settled(f, x.clone(), i.clone()), want, inner, i)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", CASES)
 def test_recorded_call_with_an_index_out_of_range_raises_what_the_loop_raises(name):
     call = CASES[name].call

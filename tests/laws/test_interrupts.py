@@ -109,11 +109,13 @@ class Tracer:
 
 def count(f: Callable) -> int:
     tracer = Tracer()
+    sys._getframe().f_trace_opcodes = True  # before, or Python 3.12 tells of none the first time
     sys.settrace(tracer)
     try:
         f()
     finally:
         sys.settrace(None)
+        sys._getframe().f_trace_opcodes = False
     return tracer.seen
 
 

@@ -184,6 +184,7 @@ def test_each_order_of_derivatives_is_that_of_elementary_operators(name, monkeyp
         torch.testing.assert_close(found, truth[len(order)], rtol=1e-8, atol=1e-8, msg=order)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_of_each_example_it_is_the_loops(name, monkeypatch):
     monkeypatch.setattr(config, "replay", False)

@@ -211,6 +211,7 @@ def test_the_norms_are_the_loops(name, dtype):
         torch.testing.assert_close(chunked, expected, **near)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_their_derivatives_are_those_of_norms_of_gradients(name):
     """By every way: reverse mode through captured leaves, forward mode, an outer vmap."""

@@ -372,6 +372,7 @@ def test_an_argument_of_a_class_is_the_loops(kind, way):
     same(mine(looked_at)(dressed(x)), theirs(lambda x: looked_at(example(x)))(x))
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.filterwarnings("ignore:jit")
 @pytest.mark.parametrize("kind", CLASSES)
 @pytest.mark.parametrize(

@@ -103,6 +103,7 @@ def test_a_matrix_of_each_example(jacobian, product):
     torch.testing.assert_close(found, torch.stack(truth))
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("size", [1, 2, 5, 20])
 @pytest.mark.parametrize("product", OF_A_VECTOR)
 def test_second_derivatives_of_products_that_are_read(product, size):

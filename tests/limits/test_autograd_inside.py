@@ -656,7 +656,7 @@ def check(word, f, outside):
     assert difference(mine, outcome(there.truth, f, there.shape, outside)) is None
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("word", WORDS)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
@@ -678,7 +678,7 @@ def test_hooks_that_change_a_derivative_change_ours(case, word):
         check(word, CHANGED[case], outside)
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("word", WORDS)
 @pytest.mark.parametrize("case", TRAINED)
 @pytest.mark.filterwarnings("ignore:vmap. aten._fused_:UserWarning")

@@ -465,7 +465,7 @@ def check(word, f, outside):
     assert difference(mine, outcome(there.truth, f, there.shape, outside)) is None
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("word", WORDS)
 @pytest.mark.parametrize("case", CASES)
 def test_a_function_has_the_derivative_that_its_author_wrote(case, word):

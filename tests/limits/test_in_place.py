@@ -299,7 +299,7 @@ def agrees(word, f, outside):
     assert difference(outcome(there.ours, f, there.shape, outside), truth) is None
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("word", WORDS)
 @pytest.mark.parametrize("case", CASES)
 def test_a_write_in_place_is_the_loops(case, word):

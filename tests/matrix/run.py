@@ -3,7 +3,8 @@
 For each pair there is an environment of its own, in which ``pip install`` of this checkout comes
 first, then a script of twenty lines, then the sample: the tests that FORALL_ONE_IN chooses by their
 names, always the same. The table at the end counts what passed and failed. The exit code is 1 if
-something failed that known.toml does not list, with a reason.
+something failed that known.toml does not list, with a reason, or if a pair could not be tried.
+With --reachable that is no failure where the package index cannot be reached; the table says so.
 
 A release for CUDA is installed without CUDA's libraries: see `stand_ins`.
 """
@@ -27,10 +28,17 @@ import stand_ins
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
 PYTHONS = ("3.11", "3.12", "3.13", "3.14", "3.14t")
-TOOLS = ("expecttest", "hypothesis", "numpy", "pytest", "pytest-xdist")  # of the extra "dev"
+# Of the extra "dev".
+TOOLS = ("cloudpickle", "expecttest", "hypothesis", "numpy", "pytest", "pytest-xdist")
 # Torch's own requirements that a machine without a GPU does without.
 _OF_CUDA = re.compile("nvidia|cuda|triton|pytorch-triton")
+# What pip says of a connection that failed, and not of a release that the index does not have.
+_UNREACHED = re.compile(r"WARNING: Retrying|ConnectionPool|Connection broken|Read timed out")
 _REQUIRED = "import importlib.metadata as m; print(*(m.requires('torch') or []), sep='\\n')"
+
+
+class UnreachableError(Exception):
+    """The package index could not be reached, now or when the environments were made."""
 
 
 class Ran(NamedTuple):
@@ -39,6 +47,7 @@ class Ran(NamedTuple):
     counts: dict[str, int]
     unexpected: list[str]
     trouble: str  # what kept the sample from running
+    is_reached: bool  # the package index, where it was asked
     seconds: float
 
 
@@ -52,7 +61,8 @@ def releases() -> list[str]:
 def interpreter(version: str) -> str | None:
     """The interpreter of this version on the path, or among those of pyenv."""
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
-    places = [f"python{version}", *pyenv.glob(f"{version}.*/bin/python{version}")]
+    own = sys.executable if version == "{}.{}".format(*sys.version_info) else ""
+    places = [own, f"python{version}", *pyenv.glob(f"{version}.*/bin/python{version}")]
     for place in places:
         found = shutil.which(place)
         if (
@@ -78,10 +88,13 @@ def install(folder: Path, torch: str, python: str) -> str:
     """Make the environment if it is not there, and install this checkout in it.
 
     Return what went wrong, or "".
+
+    Raises:
+        UnreachableError: if the package index could not be reached.
     """
     of_env = folder / "bin" / "python"
     # The release is the one asked for, whatever a file of constraints would have it be.
-    pip = of_env, "-m", "pip", "-q", "--disable-pip-version-check", "install"
+    pip = of_env, "-m", "pip", "-q", "--disable-pip-version-check", "install", "--no-compile"
     free = {"PIP_CONSTRAINT": os.devnull}
     if not (folder / "made").exists():
         project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -93,18 +106,29 @@ def install(folder: Path, torch: str, python: str) -> str:
             (*pip, "--no-cache-dir", "--no-deps", f"torch=={torch}.*"),
         ):
             if (done := run(*command, **free)).returncode:
-                return _last_line(done.stderr)
+                return _trouble(done.stderr)
         required = run(of_env, "-c", _REQUIRED).stdout.splitlines()
         needs = [r for r in required if "extra ==" not in r and not _OF_CUDA.match(r)]
         if (done := run(*pip, *needs, *tools, "tqdm", **free)).returncode:
-            return _last_line(done.stderr)
+            return _trouble(done.stderr)
         if run(of_env, "-c", "import torch", cwd=folder).returncode:
             stand_ins.write(next(folder.glob("lib/python3*/site-packages")))
         (folder / "made").touch()
+    (folder / "ready").unlink(missing_ok=True)
     if (done := run(*pip, "--no-deps", "--force-reinstall", ROOT, **free)).returncode:
-        return _last_line(done.stderr)
+        return _trouble(done.stderr)
     done = run(of_env, "-W", "error", HERE / "first_steps.py", cwd=folder)
-    return "" if done.stdout == "ok\n" else f"first_steps.py: {_last_line(done.stderr)}"
+    if done.stdout != "ok\n":
+        return f"first_steps.py: {_last_line(done.stderr)}"
+    (folder / "ready").touch()
+    return ""
+
+
+def _trouble(text: str) -> str:
+    """Return the line of pip's output that says what went wrong."""
+    if _UNREACHED.search(text):
+        raise UnreachableError(f"the package index cannot be reached: {_last_line(text)}")
+    return _last_line(text)
 
 
 def _last_line(text: str) -> str:
@@ -131,31 +155,51 @@ def sample(folder: Path, options: argparse.Namespace) -> tuple[dict[str, int], l
     return counts, names, "" if done.returncode in (0, 1) else _last_line(done.stdout)
 
 
-def known() -> list[tuple[set[str], tuple[str, ...]]]:
-    """For each entry of known.toml the releases, and how the names of its tests begin."""
+def known(torch: str, version: str) -> tuple[str, ...]:
+    """How the names of tests begin that known.toml lists for a release and a Python."""
     entries = tomllib.loads((HERE / "known.toml").read_text()).get("failure", [])
     assert all(entry["reason"] for entry in entries)
-    return [(set(entry["torch"]), tuple(entry["tests"])) for entry in entries]
+    of_pair = (
+        entry
+        for entry in entries
+        if torch in entry.get("torch", [torch]) and version in entry.get("python", [version])
+    )
+    return tuple(begins for entry in of_pair for begins in entry["tests"])
 
 
 def try_pair(torch: str, version: str, options: argparse.Namespace) -> Ran:
     begun = time.monotonic()
     folder = options.folder.resolve() / f"torch{torch}-python{version}"
-    counts, failed, trouble = {}, [], install(folder, torch, str(interpreter(version)))
-    if not trouble:
+    counts, failed, trouble, is_reached = {}, [], "", True
+    try:
+        if options.made and not (folder / "ready").exists():
+            raise UnreachableError("no environment was made")
+        if not options.made:
+            trouble = install(folder, torch, str(interpreter(version)))
+    except UnreachableError as why:
+        trouble, is_reached = f"NOT TRIED: {why}", False
+    if not trouble and not options.install:
         counts, failed, trouble = sample(folder, options)
-    listed = tuple(begins for torchs, tests in known() if torch in torchs for begins in tests)
-    unexpected = [name for name in failed if not name.startswith(listed)]
+    unexpected = [name for name in failed if not name.startswith(known(torch, version))]
     if options.delete:
         shutil.rmtree(folder)
-    return Ran(torch, version, counts, unexpected, trouble, time.monotonic() - begun)
+    seconds = time.monotonic() - begun
+    return Ran(torch, version, counts, unexpected, trouble, is_reached, seconds)
 
 
 def main() -> int:
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     p.add_argument("--torch", nargs="+", default=releases(), help="as in 2.13")
     p.add_argument("--python", nargs="+", default=list(PYTHONS), help="as in 3.12")
-    p.add_argument("--every", action="store_true", help="every pair, not all of one kind only")
+    which = p.add_mutually_exclusive_group()
+    which.add_argument("--every", action="store_true", help="every pair, not all of one kind only")
+    which.add_argument("--ends", action="store_true", help="oldest and newest, on one Python")
+    part = p.add_mutually_exclusive_group()
+    part.add_argument("--install", action="store_true", help="make environments, and no more")
+    part.add_argument(
+        "--made", action="store_true", help="run in those of --install, and no others"
+    )
+    p.add_argument("--reachable", action="store_true", help="go on where the index is not reached")
     p.add_argument("--one-in", type=int, default=40, help="tests of which one runs")
     p.add_argument("--tests", nargs="+", default=["tests"], help="files or folders")
     p.add_argument("--jobs", type=int, default=os.cpu_count())
@@ -166,6 +210,8 @@ def main() -> int:
     for version in options.python:
         if version not in had:
             print(f"no Python {version} here")
+    if options.ends:
+        options.torch, had = [options.torch[0], options.torch[-1]], had[:1]
     print(f"{'torch':<7}{'Python':<8}{'passed':>7}{'failed':>7}{'known':>7}{'seconds':>9}")
     wrong = False
     for torch, version in pairs(options.torch, had, every=options.every):
@@ -178,7 +224,8 @@ def main() -> int:
         print(
             *(f"    {name}" for name in ran.unexpected), sep="\n", end="\n"[: len(ran.unexpected)]
         )
-        wrong |= bool(ran.unexpected or ran.trouble)
+        was_tried = ran.is_reached or not options.reachable
+        wrong |= bool(ran.unexpected or (ran.trouble and was_tried))
     return int(wrong or not had)
 
 

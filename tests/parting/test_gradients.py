@@ -84,6 +84,7 @@ def test_gradient_outside(name, size):
     assert told is None, told
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", OUTSIDE)
 def test_transform_outside(name):
     case = CASES[name]

@@ -79,7 +79,7 @@ def ends(f):
         return None
 
 
-@pytest.mark.sweep(8)
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize("before", BEFORE)
 @pytest.mark.parametrize("through", [line.strip() for line in THROUGH.strip().splitlines()])
 @pytest.mark.parametrize("is_scalar", [True, False], ids=["by example", "as written"])

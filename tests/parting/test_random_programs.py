@@ -150,14 +150,14 @@ def shrunk(
     return text
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("seed", range(PROGRAMS))
 def test_values(seed):
     told = complaint(source(seed), seed)
     assert told is None, f"{told}\n\n{source(seed)}"
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("seed", range(PROGRAMS))
 def test_numbers(seed):
     text = source(seed, Numbers)

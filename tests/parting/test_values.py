@@ -25,6 +25,7 @@ def test_values_and_what_is_left_in_the_arguments(name, size):
     assert left is None, f"arguments after the call: {left}"
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", CASES)
 def test_in_chunks(name):
     case = CASES[name]

@@ -155,6 +155,7 @@ def test_another_one_is_another(name):
         agree(WAYS[name], Physics(float(i)))
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", WAYS)
 def test_it_goes_with_the_last_who_has_it(name, hits, uncollected):
     m = Physics()

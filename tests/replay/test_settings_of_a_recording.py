@@ -224,6 +224,7 @@ FEW = [(u, "jvp", "backward of some results") for u in UNDER]
 FEW += random.Random(0).sample(ALL, 32)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     ("under", "call", "asked"), ALL if os.environ.get("FORALL_SETTINGS") else FEW
 )

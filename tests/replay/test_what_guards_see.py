@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import sys
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import forall
 from forall import grad, jit, vmap
+from forall._programs import holding
+from forall._torch import unchanged
 from oracle import same
 from replay import reached_state
 from replay.test_seen_to_run import NEVER, module, outcome
@@ -90,3 +93,23 @@ def test_a_change_of_what_is_reached_is_as_in_the_plain_call(name, way, seen, mo
         assert not (replayed and name.startswith(("-", "~")))
     if seen and way == "vmap":  # where it is read alone, more is in doubt
         assert replayed == (not name.startswith(("-", "~")))
+
+
+def test_a_write_to_an_attribute_is_seen_where_python_does_not_tell_of_it(monkeypatch):
+    """As in Python 3.13, where what an object's `__dict__` holds may lie in the object."""
+    count = unchanged.writes_into
+    monkeypatch.setattr(unchanged, "COUNTS_ATTRIBUTES", False)
+    monkeypatch.setattr(holding, "writes_into", lambda d: count(d) if "__name__" in d else 0)
+    thing = SimpleNamespace(weight=2.0, table={"bias": 1.0})
+    g = jit(lambda x: x * thing.weight + thing.table["bias"] + getattr(thing, "more", 0.0))
+    for attribute, value in (("weight", 3.0), ("table", {"bias": 2.0}), ("more", 1.0)):
+        for _ in range(3):
+            g(X)
+        hits = g.cache_info().hits
+        assert hits
+        setattr(thing, attribute, value)
+        assert same(g(X), X * thing.weight + thing.table["bias"] + getattr(thing, "more", 0.0))
+        assert g.cache_info().hits == hits
+    g(X)
+    thing.table["bias"] = 5.0
+    assert same(g(X), X * 3.0 + 5.0 + 1.0)

@@ -883,6 +883,7 @@ def by_who_is_who(w, p, q):
     return w**3 * p * q * (2.0 if p is q else 3.0) * (5.0 if p is LEAF else 7.0)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("one", "other", "way"),
     [(*pair, way) for way in ("jit", "vmap") for pair in itertools.permutations(GRADS, 2)][::2],

@@ -118,6 +118,7 @@ def check(f, xs, values, slopes, by_mode):
             near(jacfwd(f)(f.x), jacobian)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("i", "dtype", "training"), DRAWN, ids=[f"{module_db[c[0]].name}-{c[1:]}" for c in DRAWN]
 )

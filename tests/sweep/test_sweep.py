@@ -54,6 +54,7 @@ def _marked(entry: tuple) -> Any:
     return pytest.param(*entry, marks=apart if entry[0] in UNINITIALISED else ())
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(("name", "dtype", "word"), [*map(_marked, drawn())])
 def test_entry_equals_the_plain_truth_or_is_a_known_gap(name, dtype, word):
     (verdict,) = Entry(name, OPS[name], dtype, SAMPLES).judge(word, [Engine("forall")])

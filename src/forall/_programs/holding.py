@@ -14,7 +14,7 @@ import torch
 from forall._core.remembering import UNSET, Weakly
 from forall._programs.sameness import EXACT
 from forall._torch.memory import has_memory
-from forall._torch.unchanged import alike, beneath, writes_into
+from forall._torch.unchanged import alike, beneath, is_counted, writes_into
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -86,10 +86,10 @@ def holding(
     attributes, dicts, lists = [*attributes], [*dicts], [*lists]
     empty = [row[0] for row in dicts if not row[1] and type(row[0]) in _SIZED]
     dicts = [row for row in dicts if row[1] or type(row[0]) not in _SIZED]
-    own = _Dicts([*names], [*missing], dicts)
+    own, others_own = _Dicts([*names], [*missing], dicts).by_whether_counted()
     names, dicts_of_libraries = of_libraries
     # Apart: whoever writes into a global of theirs has not all of these looked at.
-    theirs = _Dicts([*names], [], [*dicts_of_libraries])
+    theirs, others_theirs = _Dicts([*names], [], [*dicts_of_libraries]).by_whether_counted()
     counted, counts, unwritten = _of_dicts([own, theirs])
     rest = _of_attributes([row for row in attributes if row[2] is not UNSET], empty)
     rest += _of_weakly([*weakly])
@@ -98,7 +98,8 @@ def holding(
         [
             *_of_unset([row[:2] for row in attributes if row[2] is UNSET]),
             *_of_lists(*_columns([row for row in lists if not _is_short(*row)], 2)),
-            *_of_entries(*_columns([r for r in dicts if type(beneath(r[0])) is not dict], 3)),
+            *others_own.checks(),
+            *others_theirs.checks(),
             *others,
         ]
     )
@@ -198,6 +199,11 @@ class _Dicts(NamedTuple):
     missing: list[tuple[Any, frozenset[str]]]
     dicts: list[tuple[Any, tuple, tuple]]
 
+    def by_whether_counted(self) -> tuple[_Dicts, _Dicts]:
+        """Return those whose writes are counted, and the others."""
+        counted = _Dicts(*([row for row in rows if is_counted(row[0])] for rows in self))
+        return counted, _Dicts(*([r for r in rows if not is_counted(r[0])] for rows in self))
+
     def homes(self) -> list[Any]:
         return [beneath(row[0]) for row in (*self.names, *self.missing, *self.dicts)]
 
@@ -218,7 +224,7 @@ def _of_dicts(groups: Sequence[_Dicts]) -> tuple[list[dict], list[int], Callable
     counted: list[dict] = []
     parts: list[tuple[slice, list[Callable[[], bool]]]] = []
     for group in groups:
-        found = {id(d): d for d in group.homes() if type(d) is dict}
+        found = {id(d): d for d in group.homes()}
         parts.append((slice(len(counted), len(counted) + len(found)), group.checks()))
         counted += found.values()
     counts: list[int] = []

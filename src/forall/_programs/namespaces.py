@@ -87,14 +87,13 @@ def ways(instructions: Iterable[dis.Instruction], modules: Collection[str]) -> I
             named = way[0] in _ASKERS and len(way) == 1
             yield way
             way = []
-        if i.opname in GLOBALS or (i.opname.startswith(_LOCALS) and _last(i) in modules):
-            way = [_last(i)]
+        if i.opname in GLOBALS:
+            way = [i.argval]
+        elif i.opname.startswith(_LOCALS):  # some at once since Python 3.13; the last goes on
+            *before, last = i.argval if isinstance(i.argval, tuple) else (i.argval,)
+            yield from ([name] for name in before if name in modules)
+            way = [last] if last in modules else []
         elif i.opname in ATTRIBUTES:
             yield ["", i.argval]
     if way:
         yield way
-
-
-def _last(i: dis.Instruction) -> Any:
-    """The name that is read, or the last where one instruction reads some."""
-    return i.argval[-1] if isinstance(i.argval, tuple) else i.argval

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from concurrent.futures import ThreadPoolExecutor
 from threading import Lock
 from typing import TYPE_CHECKING, Any, cast
@@ -10,6 +11,10 @@ import torch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+
+# By process, for a forked one has no threads.
+_THREADS: dict[int, ThreadPoolExecutor] = {}
 
 
 def no_inductor() -> str | None:
@@ -34,8 +39,10 @@ def by_inductor(
 ) -> Callable:
     """A function of tensors like these. It writes into them where the program does.
 
-    It is compiled in a thread of its own: grad mode, autocast and what is excluded from dispatch
-    belong to a thread, and the compiler wants them as they are at the start.
+    It is compiled in a thread of the compiler's: grad mode, autocast and what is excluded from
+    dispatch belong to a thread, and the compiler wants them as they are at the start. It is one
+    thread for all programs and does not end. In torch 2.10 and 2.11, built for CUDA but without a
+    device, the compiler crashes in a second thread once the first has ended.
     """
     inside: list[Any] = []
 
@@ -49,8 +56,8 @@ def by_inductor(
         with torch.no_grad():
             return cast("Callable", compile_fx(program, [*examples], inner_compile=noted))
 
-    with ThreadPoolExecutor(1) as thread:
-        whole = thread.submit(compiled).result()
+    thread = _THREADS.setdefault(os.getpid(), ThreadPoolExecutor(1))
+    whole = thread.submit(compiled).result()
     # What torch has around the compiler's own lines is three quarters of a call of a few small
     # operators. Mostly it has nothing to do; with writes, equal results would not tell.
     lines = getattr(inside[0], "current_callable", None) if len(inside) == 1 else None

@@ -6,8 +6,9 @@ Each answers yes only where nothing has changed; a no says nothing.
 from __future__ import annotations
 
 import gc
+import sys
 from operator import attrgetter
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,13 +19,44 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
 _needs = attrgetter("requires_grad")
-# A number that is another one after each write into a dict.
+# A number that is another one after each write into a dict, if `is_counted`.
 writes_into = torch._C._dynamo.guards.dict_version
+
+
+class _Object:
+    """Of whose attributes Python may tell nobody that they are written."""
+
+
+def _counts_attributes() -> bool:
+    thing = _Object()
+    thing.attribute = 0
+    before = writes_into(vars(thing))
+    thing.attribute = 1
+    return writes_into(vars(thing)) != before
+
+
+# Not in Python 3.13: what an object's `__dict__` holds may lie in the object itself, and is written
+# to there.
+COUNTS_ATTRIBUTES = _counts_attributes()
 
 
 def beneath(names: Mapping) -> Any:
     """The dict that is written to where a class gets an attribute, or another mapping itself."""
     return gc.get_referents(names)[0] if type(names) is MappingProxyType else names
+
+
+def is_counted(names: Mapping) -> bool:
+    """Return True if `writes_into` tells of each write into these names.
+
+    Where it misses attributes, a dict may be an object's; that of a module or a class is not.
+    """
+    if type(beneath(names)) is not dict:
+        return False
+    if COUNTS_ATTRIBUTES or type(names) is MappingProxyType:
+        return True
+    name = names.get("__name__")
+    module = sys.modules.get(name) if type(name) is str else None
+    return isinstance(module, ModuleType) and vars(module) is names
 
 
 def alike(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:

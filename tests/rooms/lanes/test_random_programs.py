@@ -27,6 +27,7 @@ def inputs(seed, size=7):
     return x, y, [r.randrange(5) for _ in range(size)]
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("seed", range(60))
 def test_a_random_program_gives_what_the_loop_gives(seed):
     program, text = PROGRAMS["program"](seed, 2)

@@ -37,6 +37,7 @@ def test_keys(seed):
     assert torch.equal(numbers(jax.random.fold_in(jax.random.split(theirs)[1], 3)), second)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_bits(seed, shape):
@@ -61,6 +62,7 @@ def test_64_bits():
     torch.testing.assert_close(ours, torch.from_numpy(normal), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_uniform(seed, shape):
