@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
 from torch.utils import _pytree
 
@@ -209,6 +210,24 @@ def arguments_written_to(x):
 
 
 @case
+def captured_and_given(x):
+    a0 = x[0]
+    pushed = jvp(lambda a: a * a0, (a0,), (x[1],))
+    return grad(lambda a: (a * a0).sum())(a0), pushed, vmap(lambda a: a.mT + x.sum())(x[None])
+
+
+@case
+def added_to_what_all_share(x):
+    sums = torch.zeros(3, dtype=x.dtype)
+
+    def f(a):
+        sums.add_(a)
+        return (a * a).sum()
+
+    return vmap(f)(x), sums
+
+
+@case
 def nested(x):
     return vmap(lambda a: jacrev(lambda b: vmap(lambda c: c * b.sum())(b))(a))(x)
 
@@ -387,7 +406,39 @@ def linearized_before_a_break(x):
     return y, vmap(push)(x)
 
 
+class Fifth(torch.autograd.Function):
+    """A square whose backward is another function's, which nobody may leave out."""
+
+    @staticmethod
+    def forward(ctx, a):
+        ctx.save_for_backward(a)
+        return a * a
+
+    @staticmethod
+    def backward(ctx, g):
+        (a,) = ctx.saved_tensors
+        return 5 * a * g
+
+
+def with_a_backward_of_its_own(x):
+    def f(a):
+        return Fifth.apply(a).sum() + a.pow(3).sum()
+
+    with torch.no_grad():
+        without = grad(f)(x[0])
+    return vmap(grad(f))(x), vmap(jacrev(Fifth.apply))(x), jvp(f, (x,), (x,)), without
+
+
+def with_a_checkpoint(x):
+    def f(a):
+        return torch.utils.checkpoint.checkpoint(torch.sin, a, use_reentrant=False).sum()
+
+    return vmap(grad(f))(x), jvp(f, (x,), (x,))
+
+
 BREAKS = (
+    with_a_backward_of_its_own,
+    with_a_checkpoint,
     parted,
     read_by_item,
     found_by_nonzero,

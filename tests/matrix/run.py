@@ -38,7 +38,7 @@ _REQUIRED = "import importlib.metadata as m; print(*(m.requires('torch') or []),
 
 
 class UnreachableError(Exception):
-    """The package index could not be reached, now or when the environments were made."""
+    """An environment could not be made here: the index is not reached, or the disk is full."""
 
 
 class Ran(NamedTuple):
@@ -126,6 +126,8 @@ def install(folder: Path, torch: str, python: str) -> str:
 
 def _trouble(text: str) -> str:
     """Return the line of pip's output that says what went wrong."""
+    if "No space left on device" in text:
+        raise UnreachableError("the disk is full")
     if _UNREACHED.search(text):
         raise UnreachableError(f"the package index cannot be reached: {_last_line(text)}")
     return _last_line(text)

@@ -356,7 +356,7 @@ def _nothing(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
 _COMPOSITE = DispatchKey.CompositeImplicitAutograd  # whole, in inference mode
 _COPY = torch.ops.aten.copy_.default
 _GROWS = frozenset({torch.ops.aten.addbmm_.default})  # in place, to the shape of the result
-# How a tensor lies; autograd asks fake tensors in operators, and cannot take an error for an answer.
+# How a tensor lies. Of fake tensors autograd asks it by operators, and an error ends the process.
 _LOOKS = frozenset(
     {
         *("is_same_size", "_has_same_storage_numel", "_new_zeros_with_same_feature_meta"),
