@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._pytree import SUPPORTED_NODES
 
 from forall._torch.handover import eagerly
 
@@ -79,6 +80,50 @@ class Ordered(NamedTuple):
     """An OrderedDict in a graph, whose dicts are all of one class."""
 
     items_of: dict
+
+
+_CONSTANTS = (bool, int, float, complex, str, type(None))
+
+
+def check_names(options: dict, kwargs: dict) -> None:
+    """Break the graph where an argument that was passed by position is named.
+
+    What the transform gets from Dynamo is a graph, whose arguments have no names.
+    """
+    dims, names = options.get("in_dims"), options.get("argnames")
+    if isinstance(dims, dict):
+        if not all(name in kwargs for name in dims):
+            torch._dynamo.graph_break(
+                msg="in_dims names an argument that is passed by position. In a compiled function "
+                "pass it by keyword: vmap(f, in_dims={'x': 0})(x=x)."
+            )
+    elif names is not None:
+        for name in names if isinstance(names, tuple) else (names,):
+            if name not in kwargs:
+                torch._dynamo.graph_break(
+                    msg="argnames names an argument that is passed by position. In a compiled "
+                    "function pass it by keyword, or give argnums."
+                )
+
+
+def operand(leaf: Any) -> Any:
+    """What a graph holds of an argument: the function itself has what is no tensor."""
+    if isinstance(leaf, torch.Tensor) or type(leaf) in _CONSTANTS:
+        return leaf
+    if _is_tree(type(leaf)):
+        torch._dynamo.graph_break(
+            msg="A transform of forall in a compiled function takes trees of tuples, lists and "
+            "dicts. Pass the tensors of this object, or call the transform outside."
+        )
+    return None
+
+
+def _is_tree(kind: type) -> bool:
+    """Return True for a class whose objects have leaves of their own. Dynamo runs it."""
+    return kind in SUPPORTED_NODES
+
+
+_is_tree._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 # --- the operator --------------------------------------------------------------------------------
