@@ -104,7 +104,7 @@ def grad(
         >>> grad(f, argnums=1)(w, x)                   # (3,)
         tensor([ 78., 112., 146.])
     """
-    how = told("grad", argnums=argnums, has_aux=has_aux, argnames=argnames)
+    how = told("grad", argnums=argnums, has_aux=has_aux, argnames=argnames, holomorphic=holomorphic)
     checks.callable_("grad", func)
     return _grad_and_value(how, func, argnums, argnames, has_aux, holomorphic, valued=False)
 
@@ -153,7 +153,13 @@ def grad_and_value(
         >>> grad_and_value(f, argnums=1)(w, x)         # (3,), ()
         (tensor([ 78., 112., 146.]), tensor(185.))
     """
-    how = told("grad_and_value", argnums=argnums, has_aux=has_aux, argnames=argnames)
+    how = told(
+        "grad_and_value",
+        argnums=argnums,
+        has_aux=has_aux,
+        argnames=argnames,
+        holomorphic=holomorphic,
+    )
     checks.callable_("grad_and_value", func)
     return _grad_and_value(how, func, argnums, argnames, has_aux, holomorphic, valued=True)
 

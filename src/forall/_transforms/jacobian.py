@@ -125,6 +125,7 @@ def jacrev(
         has_aux=has_aux,
         return_value=return_value,
         chunk_size=chunk_size,
+        holomorphic=holomorphic,
         _preallocate_and_copy=_preallocate_and_copy,
     )
     del _preallocate_and_copy
@@ -253,6 +254,7 @@ def jacfwd(
         return_value=return_value,
         randomness=randomness,
         chunk_size=chunk_size,
+        holomorphic=holomorphic,
     )
     checks.callable_("jacfwd", func)
     checks.randomness("jacfwd", randomness)
@@ -371,6 +373,7 @@ def hessian(
         has_aux=has_aux,
         return_value=return_value,
         chunk_size=chunk_size,
+        holomorphic=holomorphic,
     )
     checks.callable_("hessian", func)
     checks.chunk_size("hessian", chunk_size)

@@ -117,6 +117,7 @@ def jacobian(
         has_aux=has_aux,
         return_value=return_value,
         chunk_size=chunk_size,
+        holomorphic=holomorphic,
     )
     checks.callable_("jacobian", func)
     checks.chunk_size("jacobian", chunk_size)
