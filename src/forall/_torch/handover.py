@@ -27,10 +27,20 @@ if TYPE_CHECKING:
 
 def needed() -> bool:
     """Whether torch's own transforms must run instead of ours."""
+    if torch.compiler.is_dynamo_compiling():
+        return _is_around()
     if in_torch_func():
         return True
     refuse_inside_linearize()
     return False
+
+
+def _is_around() -> bool:
+    """Return True inside a transform of torch.func, which Dynamo enters while it traces."""
+    return in_torch_func()
+
+
+vars(_is_around)["_dynamo_marked_constant"] = True  # Dynamo calls it, and takes the answer
 
 
 # As they are at import: somebody may put ours in the place of these later, by name.

@@ -86,7 +86,7 @@ def jvp(
     """
     how = told("jvp", strict=strict, has_aux=has_aux)
     checks.callable_("jvp", func)
-    if is_dynamo_compiling():
+    if is_dynamo_compiling() and not handover.needed():
         return in_graph.call("jvp", dict(how[1:]), func, (primals, tangents), {})
     if handover.compiler_listens():
         with handover.eagerly():

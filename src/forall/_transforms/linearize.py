@@ -69,7 +69,7 @@ def linearize(func: Callable, *primals: Any) -> tuple[Any, Callable]:
     """
     how = told("linearize")
     checks.callable_("linearize", func)
-    if is_dynamo_compiling():
+    if is_dynamo_compiling() and not handover.needed():
         return in_graph.call("linearize", {}, func, primals, {})
     if handover.compiler_listens():
         with handover.eagerly():

@@ -378,7 +378,7 @@ def _transformed(
 
     def traced(*args: Any, **kwargs: Any) -> Any:
         """The same where Dynamo reads it."""
-        if verb in in_graph.VERBS:
+        if verb in in_graph.VERBS and not handover.needed():
             options = dict([x for x in how[1:] if x is not _UNTOLD])
             return in_graph.call(verb, options, func, args, kwargs)
         return eager(func, *args, **kwargs)

@@ -79,7 +79,7 @@ def vjp(func: Callable, *primals: Any, has_aux: bool = False) -> Any:
         (tensor([43.,  2.]),)
     """
     checks.callable_("vjp", func)
-    if is_dynamo_compiling():
+    if is_dynamo_compiling() and not handover.needed():
         return in_graph.call("vjp", {"has_aux": has_aux}, func, primals, {})
     if handover.compiler_listens():
         with handover.eagerly():
