@@ -148,7 +148,7 @@ class TransformInGraph(HigherOrderOperator):
         return "forall_transform"
 
     @__name__.setter  # noqa: A003
-    def __name__(self, name: str) -> None:
+    def __name__(self, name: str) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         pass
 
     def __call__(

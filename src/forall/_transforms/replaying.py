@@ -396,10 +396,10 @@ def _transformed(
         nonlocal last
         if is_compiling():
             return traced(*args, **kwargs)
+        known = span = quiet = None
         if handover.compiler_listens():
-            with handover.eagerly():
-                return transformed(*args, **kwargs)
-        known = span = None
+            quiet = handover.eagerly()
+            quiet.__enter__()
         if profiling.is_on():
             span = profiling.span(str(Call(verb, func)))
             span.__enter__()
@@ -426,6 +426,8 @@ def _transformed(
         finally:
             if span is not None:
                 span.__exit__(None, None, None)
+            if quiet is not None:
+                quiet.__exit__(None, None, None)
 
     def calls() -> Calls:
         return (fixed or _place(func, key, own)).calls
