@@ -273,6 +273,7 @@ def check(f: Callable, x: Tensor, **options: Any) -> Any:
     return actual
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("f", CASES.values(), ids=list(CASES))
 def test_one_graph_with_gradients(f):
     check(f, X)
