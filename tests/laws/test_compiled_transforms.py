@@ -7,7 +7,6 @@ graph can hold breaks it, and runs as it does without a compiler.
 from __future__ import annotations
 
 import collections
-import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -36,7 +35,6 @@ from forall import (
     vmap,
 )
 from forall._torch import versions
-from forall._transforms import in_graph
 
 # torch reads its own .grad_fn, warns about its own deprecations and so on while it compiles
 pytestmark = [
@@ -471,16 +469,3 @@ def test_errors_of_a_call_say_what_they_say():
     compiled = torch.compile(lambda x: vmap(vector, in_dims=5)(x), backend="eager", fullgraph=True)
     with pytest.raises(Exception, match="in_dims"):
         compiled(X)
-
-
-# --- how a call is told from others ------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", sorted(in_graph.VERBS | {"per_example_grad_norm"}))
-def test_a_transform_is_told_by_all_of_its_options(name):
-    transform = getattr(forall, name)
-    source = inspect.getsource(transform)
-    data = {"func", "primals", "tangents"}
-    for option in inspect.signature(transform).parameters.keys() - data:
-        if name != "vjp":
-            assert f"{option}={option}" in source.split("told(")[1].split(")\n")[0]

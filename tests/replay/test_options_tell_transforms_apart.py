@@ -21,6 +21,7 @@ VALUES = {
     "has_aux": (False, True),
     "return_value": (False, True),
     "strict": (False, True),
+    "holomorphic": (False, True),
     "randomness": ("error", "same"),
     "chunk_size": (None, 1),
     "in_dims": (0, 1),
@@ -152,9 +153,9 @@ def test_dims_in_a_dict_that_changes_are_those_of_the_call(is_nested, at_once):
         assert call(made).equal(wanted)
 
 
-def test_a_keyword_that_is_new_is_told(at_once):
+def test_a_keyword_that_a_transform_is_told_tells_it_from_others(at_once):
     def transform(func, argnums=0, *, new=False):
-        how = replaying.told("transform", locals())
+        how = replaying.told("transform", argnums=argnums, new=new)
         return replaying.replaying(func, how)(lambda f, *args: f(*args) * (3 if new else 2))
 
     def f(x):

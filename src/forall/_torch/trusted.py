@@ -349,7 +349,7 @@ def _is_of_numpy(value: Any) -> bool:
     if numpy is None or not (kind is types.FunctionType or kind.__module__ == "numpy"):
         return False
     name = getattr(value, "__name__", "")
-    there = getattr(numpy, name, None)
+    there = vars(numpy).get(name)  # numpy warns of some that it does not have
     is_numpys = there is value or getattr(there, "__wrapped__", None) is value
     return is_numpys and (name in _OF_NUMPY or isinstance(value, numpy.ufunc))
 
