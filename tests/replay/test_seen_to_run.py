@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copyreg
 import dis
 import linecache
 import os
+import re
 import sys
 import threading
-from types import ModuleType
+from types import ModuleType, UnionType
 
 import pytest
 import torch
@@ -88,6 +90,8 @@ def made(name):
 def calls(name, monkeypatch, *, replay):
     """What later calls give, what is left, and whether calls were replayed."""
     monkeypatch.setattr(forall.config, "replay", replay)
+    for kind in copyreg.dispatch_table.keys() - {complex, UnionType, re.Pattern}:
+        monkeypatch.delitem(copyreg.dispatch_table, kind)  # what other tests' libraries registered
     m, later, last = made(name)
     f, x = vmap(m.f), torch.arange(1.0, 4.0)
     for _ in range(8):
