@@ -46,9 +46,8 @@ class TapeLevel(Level):
             return _QUESTIONS[func](*args)
         if func is aten._reshape_alias.default:  # as reshape calls a view where nobody records it
             func, args = aten.view.default, args[:2]
-        if (
-            func in LINEAR
-        ):  # a formula's zeros are ordinary ones, which no fake tensor can be added to
+        if func in LINEAR:
+            # A formula's zeros are ordinary tensors, and no fake tensor can be added to one.
             with functions_off():
                 known = simpler(func, args, kwargs)
             if isinstance(known, torch.Tensor):

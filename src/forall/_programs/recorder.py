@@ -236,10 +236,16 @@ class Recorder(DispatchMode):
         with functions_off():
             if t.dtype is not torch.bool:
                 t = self.__torch_dispatch__(aten.eq.Scalar, (), (t, aten.item.default(t)))
-            elif not answer:
-                t = self.__torch_dispatch__(_NOT, (), (t,))
-            self.__torch_dispatch__(_HOLDS, (), (t,))
+                self._require(t, True)
+            else:
+                self._require(t, answer)
         return answer
+
+    def _require(self, t: torch.Tensor, answer: bool) -> None:
+        """Let the program hold only where this yes or no is what it is now."""
+        if not answer:
+            t = self.__torch_dispatch__(_NOT, (), (t,))
+        self.__torch_dispatch__(_HOLDS, (), (t,))
 
     def _are_equal(self, a: torch.Tensor, b: torch.Tensor) -> bool:
         """Whether two tensors are equal, which is no question of numbers where shapes differ."""
@@ -247,10 +253,7 @@ class Recorder(DispatchMode):
             answer = _EQUAL(a, b)
             if a.shape == b.shape:
                 t = self.__torch_dispatch__(_SAME, (), (a, b))
-                t = self.__torch_dispatch__(_ALL, (), (t,))
-                if not answer:
-                    t = self.__torch_dispatch__(_NOT, (), (t,))
-                self.__torch_dispatch__(_HOLDS, (), (t,))
+                self._require(self.__torch_dispatch__(_ALL, (), (t,)), answer)
         return answer
 
     def fails(self, why: str) -> None:

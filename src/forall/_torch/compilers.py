@@ -56,8 +56,10 @@ def by_inductor(
         with torch.no_grad():
             return cast("Callable", compile_fx(program, [*examples], inner_compile=noted))
 
-    thread = _THREADS.setdefault(os.getpid(), ThreadPoolExecutor(1))
-    whole = thread.submit(compiled).result()
+    process = os.getpid()
+    if process not in _THREADS:
+        _THREADS[process] = ThreadPoolExecutor(1)
+    whole = _THREADS[process].submit(compiled).result()
     # What torch has around the compiler's own lines is three quarters of a call of a few small
     # operators. Mostly it has nothing to do; with writes, equal results would not tell.
     lines = getattr(inside[0], "current_callable", None) if len(inside) == 1 else None

@@ -41,7 +41,7 @@ def is_named(tree: Any) -> bool:
 
 
 def map_leaves(f: Callable, tree: Any, ordered: Callable = OrderedDict) -> Any:
-    """The tree with ``f`` of each leaf in its place; its nodes are those that a graph may hold.
+    """Return the tree with ``f`` of each leaf in its place; a graph may hold its nodes.
 
     ``ordered`` makes what is in the place of an OrderedDict, out of a dict.
     """
@@ -67,7 +67,7 @@ def tensors_of(tree: Any) -> list[torch.Tensor]:
 
 
 def with_tensors(tree: Any, tensors: Any) -> Any:
-    """The tree with these tensors, in order, in the place of its own."""
+    """Return the tree with these tensors, in order, in the place of its own."""
     left = list(tensors)
 
     def put(leaf: Any) -> Any:
@@ -107,7 +107,7 @@ def check_names(options: dict, kwargs: dict) -> None:
 
 
 def operand(leaf: Any) -> Any:
-    """What a graph holds of an argument: the function itself has what is no tensor."""
+    """Return what a graph holds of an argument; the function itself keeps what is no tensor."""
     if isinstance(leaf, torch.Tensor) or type(leaf) in _CONSTANTS:
         return leaf
     if _is_tree(type(leaf)):
@@ -165,20 +165,20 @@ class TransformInGraph(HigherOrderOperator):
         def as_given(*args: Any, **kwargs: Any) -> Any:
             return func(*tensors_of((args, kwargs)), *rest)
 
-        options, args, kwargs = _thawed((options, args, kwargs))
-        with _told():
+        options, args, kwargs = _thaw((options, args, kwargs))
+        with _answer_forward_mode():
             return self.run(verb, options, as_given, args, kwargs)
 
 
 def call_in_graph(func: Callable, args: tuple, kwargs: dict) -> Any:
-    """``func(*args, **kwargs)``, for a function that a transform has returned."""
-    args, kwargs = _thawed((args, kwargs))
-    with _told():
+    """Return ``func(*args, **kwargs)``, for a function that a transform has returned."""
+    args, kwargs = _thaw((args, kwargs))
+    with _answer_forward_mode():
         return func(*args, **kwargs)
 
 
 def one_example(x: torch.Tensor, dim: int | None) -> torch.Tensor:
-    """What a function is traced for, of a tensor with examples along ``dim``, if it has any.
+    """Return a tensor for which a function is traced: one example along ``dim``, or all of ``x``.
 
     It requires grad, and is no leaf: Dynamo leaves the backward of a custom Function out of a graph
     in which nothing does, and a function may write to its arguments.
@@ -194,10 +194,10 @@ def one_example(x: torch.Tensor, dim: int | None) -> torch.Tensor:
 _KINDS = torch._C._TorchDispatchModeKey.FUNCTIONAL, torch._C._TorchDispatchModeKey.FAKE
 
 
-def _told() -> Any:
-    """A context in which functional and fake tensors get the answers that forward mode asks for.
+def _answer_forward_mode() -> Any:
+    """Return a context in which forward mode gets its answers about functional and fake tensors.
 
-    What a fake one answers is kept by torch under a key that does not tell its memory.
+    Torch keeps the answer of a fake tensor under a key that does not tell its memory.
     """
     from forall._torch.exporting import Recorded
 
@@ -207,17 +207,17 @@ def _told() -> Any:
     return nullcontext() if around else Recorded()
 
 
-def _thawed(tree: Any) -> Any:
-    """A tree out of a node, which keeps lists and dicts of classes that cannot be changed."""
+def _thaw(tree: Any) -> Any:
+    """Return a tree of a node with ordinary lists and dicts; nodes keep immutable ones."""
     if isinstance(tree, list):
-        return [_thawed(x) for x in tree]
+        return [_thaw(x) for x in tree]
     if isinstance(tree, dict):
-        return {key: _thawed(x) for key, x in tree.items()}
+        return {key: _thaw(x) for key, x in tree.items()}
     if type(tree) is Ordered:
-        return OrderedDict(_thawed(tree.items_of))
+        return OrderedDict(_thaw(tree.items_of))
     if is_named(tree):
-        return type(tree)(*map(_thawed, tree))
-    return tuple(map(_thawed, tree)) if type(tree) is tuple else tree
+        return type(tree)(*map(_thaw, tree))
+    return tuple(map(_thaw, tree)) if type(tree) is tuple else tree
 
 
 def _register() -> None:

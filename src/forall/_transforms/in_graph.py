@@ -31,7 +31,7 @@ VERBS |= {"jacobian", "hessian", "hessian_diag", "hvp", "laplacian"}
 
 
 def call(verb: str, options: dict, func: Callable, args: tuple, kwargs: dict) -> Any:
-    """``verb(func, **options)(*args, **kwargs)`` as a node of the graph."""
+    """Return ``verb(func, **options)(*args, **kwargs)``, computed by a node of the graph."""
     check_names(options, kwargs)
     seen = _seen(verb, args)
 
@@ -44,7 +44,7 @@ def call(verb: str, options: dict, func: Callable, args: tuple, kwargs: dict) ->
 
 
 def _seen(verb: str, args: tuple) -> tuple:
-    """The arguments of a transform that are those of its function."""
+    """Return the arguments of a transform that its function is called with."""
     if verb == "jvp":
         return args[0]
     return args[:-1] if verb == "hvp" else args
@@ -54,18 +54,15 @@ def _seen(verb: str, args: tuple) -> tuple:
 
 
 def _run(verb: str, options: dict, func: Callable, args: tuple, kwargs: dict) -> Any:
-    make = getattr(sys.modules["forall"], verb)
-    if verb == "vjp":
-        return make(func, *args, **options)
-    if verb == "linearize":
-        return make(func, *args)
-    if verb == "jvp":
-        return make(func, *args, **options)
-    return make(func, **options)(*args, **kwargs)
+    """Return ``verb(func, **options)(*args, **kwargs)``; some verbs take the arguments at once."""
+    transform = getattr(sys.modules["forall"], verb)
+    if verb in ("jvp", "linearize", "vjp"):
+        return transform(func, *args, **options)
+    return transform(func, **options)(*args, **kwargs)
 
 
 def _example_dims(verb: str, options: dict, args: tuple, kwargs: dict) -> list[int | None]:
-    """For each tensor of the arguments the dim of which the function sees one example, if any."""
+    """Return the dims along which the function sees one example; none but for `vmap`."""
     if verb != "vmap":
         return []
     in_dims, by_name = options["in_dims"], None
