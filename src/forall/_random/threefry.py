@@ -75,11 +75,13 @@ def _few(k0: Tensor, k1: Tensor, x0: Tensor, x1: Tensor) -> Words:
     if not 0 < math.prod(shape) <= 6:
         return _rounds_in_place(k0, k1, x0, x1)
     entries = zip(*(t.expand(shape).reshape(-1).tolist() for t in (k0, k1, x0, x1)), strict=True)
-    words = [*zip(*(_enciphered(*e) for e in entries), strict=True)]
-    first, second = (
-        torch.tensor(words, dtype=torch.int64, device="cpu").to(torch.int32).view(2, *shape)
-    )
-    return first, second
+    first, second = zip(*(_enciphered(*e) for e in entries), strict=True)
+    return _as_words(first, shape), _as_words(second, shape)
+
+
+def _as_words(values: tuple[int, ...], shape: Sequence[int]) -> Tensor:
+    """A tensor with memory of its own: results of an operator must not alias each other."""
+    return torch.tensor(values, dtype=torch.int64, device="cpu").to(torch.int32).view(shape)
 
 
 def _enciphered(k0: int, k1: int, x0: int, x1: int) -> tuple[int, int]:
