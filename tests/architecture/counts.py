@@ -20,36 +20,39 @@ if TYPE_CHECKING:
 
 SOURCE = Path(__file__).parents[2] / "src" / "forall"
 
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
 # The first word of a docstring that describes instead of saying what is done or returned.
-RELATIVE = frozenset(
-    "what whether where who whom whose which of those that why when how as".split()
-)
-PREPOSITIONS = frozenset(
+RELATIVE = _words("what whether where who whom whose which of those that why when how as")
+PREPOSITIONS = _words(
     "of to by with from in on at for as into onto over under before after behind beside between "
     "among beyond without within since until through across along around against above below "
-    "per via off out up down".split()
+    "per via off out up down"
 )
-ADVERBS = frozenset(
+ADVERBS = _words(
     "again alone apart aside away once twice together anew before often never always ever here "
     "there now then too also else instead still yet afterwards backwards forwards otherwise "
-    "first last fewer shorter longer cheaper quicker sooner later".split()
+    "first last fewer shorter longer cheaper quicker sooner later"
 )
 # Participles that no ending tells.
-IRREGULAR = frozenset(
+IRREGULAR = _words(
     "told made met left kept held heard seen known given taken shown grown drawn thrown written "
     "read_out put set_out run_once begun done gone been born borne bound bought brought built "
     "caught chosen come cut_off found forgotten frozen got hidden hit laid led lent let_go lost "
     "meant paid said sent sold spent spilt split_up stood stuck sworn taught thought torn woken "
-    "won worn wound spared swept slept spun struck".split()
+    "won worn wound spared swept slept spun struck"
 )
 # Verbs and nouns of the field with the ending of a participle or an adverb.
-STANDARD = frozenset(
+STANDARD = _words(
     "embed feed need seed speed shed exceed proceed apply multiply reply supply imply comply rely "
     "assembly family string ring thing nothing anything everything something sibling ceiling "
-    "padding embedding mapping binding meaning setting warning heading building ordering spacing "
-    "encoding indexing broadcasting pooling batching tracing logging timing sharding rounding "
-    "listing recording polling reading writing fused_ red unit_ bed sum_of_squared embed bring "
-    "ping sting king wing sing spring fly ally only poly".split()
+    "padding embedding mapping binding meaning setting "
+    ""
+    "red bed embed bring "
+    "ping sting king wing sing spring fly ally only poly"
 )
 
 
@@ -143,9 +146,9 @@ def shared_function_names() -> dict[str, list[str]]:
     found: dict[str, list[str]] = defaultdict(list)
     for m in modules():
         for node in m.tree.body:
-            if isinstance(node, Function) and not node.name.startswith("_"):
-                if m.name not in found[node.name]:
-                    found[node.name].append(m.name)
+            is_public = isinstance(node, Function) and not node.name.startswith("_")
+            if is_public and m.name not in found[node.name]:
+                found[node.name].append(m.name)
     return {name: where for name, where in found.items() if len(where) > 1}
 
 
