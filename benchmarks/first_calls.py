@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 
 import forall
-from forall._programs import attempts
-from forall._programs.replay import Replays
+from forall._jit import search_budget
+from forall._jit.auto.policy import Replays
 from measure import Built, repetitions_for, seconds, settled, synchroniser
 from registry import FALLBACKS, Contestants, Program
 from report import lined, mean, number
@@ -153,7 +153,7 @@ def measured(name: str, contestants: Contestants, rounds: int, device: torch.dev
         median(lambda s: s.recorded / (PER_CALL * s.theirs + PER_OPERATOR * operators)),
         median(lambda s: s.watched / s.eager),
         median(lambda s: s.kept / s.warm),
-        median(lambda s: s.longest / (attempts.CALLS * s.warm + attempts.SLACK)),
+        median(lambda s: s.longest / (search_budget.CALLS * s.warm + search_budget.SLACK)),
     )
 
 
@@ -210,7 +210,10 @@ def section(built: Built, rounds: int, device: torch.device) -> list[str]:
         f"of torch.func. Allowed are {PER_CALL} calls of torch.func and {1e3 * PER_OPERATOR:g} ms",
         "for each operator of the program. With `forall.config.replay` on, a first call is only",
         "timed, and later ones record: both are divided by calls with replay off. The longest of",
-        f"these may take {attempts.CALLS:g} calls as they are and {1e3 * attempts.SLACK:g} ms.",
+        (
+            f"these may take {search_budget.CALLS:g} calls as they are and "
+            f"{1e3 * search_budget.SLACK:g} ms."
+        ),
         "",
         *table(rows),
     ]

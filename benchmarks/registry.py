@@ -10,7 +10,7 @@ import torch.func
 from torch.utils._pytree import tree_map
 
 import forall
-from forall._programs.replay import Replays
+from forall._jit.auto.policy import Replays
 
 Program = Callable[[], Any]
 Quantity = Literal["time", "peak memory"]

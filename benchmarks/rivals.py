@@ -16,7 +16,7 @@ import torch.func
 from torch.utils._pytree import tree_map
 
 import forall
-from forall._torch import compilers
+from forall._compat import compile_backends
 from registry import Contestants, Program
 
 
@@ -49,7 +49,7 @@ def no_module(name: str) -> Callable[[], str | None]:
 
 
 def no_compiler() -> str | None:
-    lacks = compilers.no_inductor()
+    lacks = compile_backends.no_inductor()
     return lacks and f"this machine lacks {lacks}"
 
 

@@ -2,9 +2,9 @@
 
     python benchmarks/weight_gradients.py [seconds] [seed]
 
-This is where the choice in `forall._batching.rules.conv` comes from: run it after a change there,
-or for another release of torch, and move the constants until the first figure is smallest. Shapes
-are drawn at random; times are of one thread's processor, the least of several.
+This is where the choice in `forall._vmap.rules.convolution` comes from: run it after a change
+there, or for another release of torch, and move the constants until the first figure is
+smallest. Shapes are drawn at random; times are of one thread's processor, the least of several.
 """
 
 import math
@@ -16,7 +16,7 @@ from functools import partial
 
 import torch
 
-from forall._batching.rules import conv
+from forall._vmap.rules import convolution
 
 Shape = tuple[int, ...]
 
@@ -38,7 +38,7 @@ def drawn(rng: random.Random) -> Shape:
             return examples, images, channels, filters, image, kernel, stride, padding
 
 
-FORMS = (conv.by_groups, conv.places_last, conv.channels_last)
+FORMS = (convolution.by_groups, convolution.places_last, convolution.channels_last)
 
 
 def costs(shape: Shape) -> tuple[dict[str, float], str]:
@@ -50,7 +50,7 @@ def costs(shape: Shape) -> tuple[dict[str, float], str]:
     given = (g, x, (filters, channels, kernel, kernel))
     how = ([stride] * 2, [padding] * 2, [1, 1], False, [0, 0], 1)
     cost = {form.__name__: seconds(partial(form, *given, *how)) for form in FORMS}
-    return cost, conv.fastest(*given, *how).__name__
+    return cost, convolution.fastest(*given, *how).__name__
 
 
 def seconds(program: Callable, rounds: int = 5, target: float = 0.004) -> float:

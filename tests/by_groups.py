@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from forall._lanes import Refused
-from forall._transforms import apart
+from forall._api.execution import strategy
+from forall._divergence import Refused
 
 # The mark of tests about code that has no converted form.
 EXPECTED = pytest.mark.filterwarnings(
@@ -24,5 +24,5 @@ def only_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     def convert(*_: Any, **__: Any) -> Refused:
         return Refused("a test wants groups", f"{__file__}:1")
 
-    monkeypatch.setattr(apart, "convert", convert)
-    monkeypatch.setattr(apart, "warn", lambda *_: None)
+    monkeypatch.setattr(strategy, "convert", convert)
+    monkeypatch.setattr(strategy, "warn", lambda *_: None)

@@ -23,18 +23,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forall._core.places import OURS
-from forall._programs.differentiated import Differentiated
-from forall._programs.kinds import AsItIs, Kinds
-from forall._programs.recording import guarding
-from forall._programs.replay import Replays, _is_same, _same
-from forall._programs.replayed import Recorded
-from forall._programs.signature import is_free
-from forall._programs.statics import Statics
-from forall._programs.writing import function
-from forall._torch import generators, trees, whole
-from forall._torch.memory import has_memory
-from forall._torch.names import has_global_hooks, version
+from forall._compat import exception_safety, pytree, rng_state
+from forall._compat.private_api import has_global_hooks, version
+from forall._compat.storage import has_memory
+from forall._core.call_site import OURS
+from forall._jit.auto.policy import Replays, _is_same, _same
+from forall._jit.backends.python_source import function
+from forall._jit.cache.call_cache import AsItIs, Kinds
+from forall._jit.cache.call_key import is_free
+from forall._jit.cache.differentiable_entry import Differentiated
+from forall._jit.cache.entry import Recorded
+from forall._jit.static_args import Statics
+from forall._jit.tracing.trace_call import guarding
 
 FASTMATH = os.environ.get("FORALL_TESTS") == "fastmath"
 COUNT: Counter[str] = Counter()
@@ -58,18 +58,18 @@ class State:
         self.others = [*tensors, *others]
         self.versions = [*map(version, self.tensors)]
         self.numbers = [t.detach().clone() for t in self.tensors]
-        self.drawn = generators.states(self.others)
+        self.drawn = rng_state.states(self.others)
 
     def put_back(self) -> None:
         """As it was; no version moves, for a graph may have saved what is put back."""
         for t, numbers in zip(self.tensors, self.numbers, strict=True):
             if not torch.equal(t, numbers):  # rules write below autograd, and move no version
                 t.data.copy_(numbers)
-        generators.restore(self.drawn)
+        rng_state.restore(self.drawn)
 
     def now(self) -> list[Tensor]:
         left = [t.detach().clone() for t in self.tensors]
-        return [*left, *generators.states(self.others).values()]
+        return [*left, *rng_state.states(self.others).values()]
 
     def compare(self, left: list[Tensor]) -> None:
         now = self.now()
@@ -93,14 +93,14 @@ class ByJit(Replays):
     @not_the_users
     def run(self, args: tuple, kwargs: dict, instead: Any) -> Any:
         # One outermost call: a transform inside would take what this one has set for its caller's.
-        return whole.call(self._compared, args, kwargs, instead)
+        return exception_safety.call(self._compared, args, kwargs, instead)
 
     @not_the_users
     def _compared(self, args: tuple, kwargs: dict, instead: Any) -> Any:
         COUNT["calls"] += 1
         if not is_free() or sys.gettrace() or has_global_hooks():
             return instead()
-        leaves = trees.leaves((args, kwargs))
+        leaves = pytree.leaves((args, kwargs))
         tensors = [x for x in leaves if isinstance(x, Tensor)]
         guards = guarding(self.eager, (args, kwargs))
         state = State([*tensors, *guards.tensors.values()], guards.generators)
@@ -114,7 +114,7 @@ class ByJit(Replays):
                 raise  # by the program alone
             if not guards.hold() or [*map(version, state.tensors)] != state.versions:
                 raise
-            generators.restore(state.drawn)
+            rng_state.restore(state.drawn)
             return instead()
         made = next(reversed(self.kinds.known.values()), None)
         if not isinstance(made, Recorded):
@@ -139,9 +139,9 @@ def _copied(made: Recorded, result: Any) -> Any:
     """A result that stays as it is; with a derivative outside, nothing is written into it."""
     if isinstance(made, Differentiated):
         return result
-    leaves, spec = trees.flatten(result)
+    leaves, spec = pytree.flatten(result)
     copies = [x.clone() if isinstance(x, Tensor) and has_memory(x) else x for x in leaves]
-    return trees.unflatten(copies, spec)
+    return pytree.unflatten(copies, spec)
 
 
 def counts() -> tuple[dict[str, int], dict[str, int]]:

@@ -19,8 +19,10 @@ import torch
 import forall
 from by_groups import GAPS
 from device import fakedev
-from forall._programs import attempts, interpreted, replay
-from forall._transforms import apart
+from forall._api.execution import strategy
+from forall._jit import search_budget
+from forall._jit.auto import policy
+from forall._jit.backends import torchscript
 
 REPLAY = forall.config.replay
 # What is measured would run one way today and another tomorrow.
@@ -103,30 +105,30 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    before = forall.config.replay, interpreted.LENGTH, interpreted.CALLS
-    slack = attempts.SLACK
+    before = forall.config.replay, torchscript.LENGTH, torchscript.CALLS
+    slack = search_budget.SLACK
     if item.get_closest_marker("timed") is None:
-        attempts.SLACK = 1e6  # else it hangs on the machine's speed what is recorded
+        search_budget.SLACK = 1e6  # else it hangs on the machine's speed what is recorded
     forall.config.replay = _how(item, before[0])
     if crc32(item.nodeid.encode()) % 2:
-        interpreted.LENGTH, interpreted.CALLS = 1, 0
-    own = replay.Replays
-    failed: list[apart.Obstacle] = []
-    warn, apart.warn = apart.warn, _heard(failed)
+        torchscript.LENGTH, torchscript.CALLS = 1, 0
+    own = policy.Replays
+    failed: list[strategy.Obstacle] = []
+    warn, strategy.warn = strategy.warn, _heard(failed)
     if BY_JIT and not ASIDE & _rooms(item):
         import by_jit
 
-        replay.Replays = by_jit.ByJit
+        policy.Replays = by_jit.ByJit
     try:
         result = yield
         if not any(gap in item.nodeid for gap in GAPS):
             assert not failed, f"the conversion failed by an error of its own: {failed[0]}"
         return result
     finally:
-        apart.warn = warn
-        attempts.SLACK = slack
-        forall.config.replay, interpreted.LENGTH, interpreted.CALLS = before
-        replay.Replays = own
+        strategy.warn = warn
+        search_budget.SLACK = slack
+        forall.config.replay, torchscript.LENGTH, torchscript.CALLS = before
+        policy.Replays = own
 
 
 @pytest.hookimpl(wrapper=True)
@@ -140,11 +142,11 @@ def pytest_runtest_teardown() -> Iterator[None]:
             torch.set_default_device(DEVICE)
 
 
-def _heard(failed: list[apart.Obstacle]) -> Callable:
+def _heard(failed: list[strategy.Obstacle]) -> Callable:
     """`apart.warn`, which notes where a conversion was given up for an error inside forall."""
-    warn = apart.warn
+    warn = strategy.warn
 
-    def heard(call: Any, why: apart.Obstacle) -> None:
+    def heard(call: Any, why: strategy.Obstacle) -> None:
         if why.is_internal:
             failed.append(why)
         warn(call, why)

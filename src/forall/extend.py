@@ -1,5 +1,10 @@
 """For libraries with operators of their own: what these do under `vmap`. See docs/add_a_rule.md."""
 
-from forall._batching.extending import batching_rule, loop, pointwise, reduction
+from forall._vmap.custom_rules import (
+    batching_rule,
+    loop,
+    pointwise,
+    reduction,
+)
 
 __all__ = ["batching_rule", "loop", "pointwise", "reduction"]

@@ -19,8 +19,8 @@ from forall._random.discrete import (
     randint,
 )
 from forall._random.gamma import beta, dirichlet, gamma
+from forall._random.key_scope import next_key, scope
 from forall._random.keys import bits, fold_in, key, split
-from forall._random.scopes import next_key, scope
 
 __all__ = [
     "bernoulli",

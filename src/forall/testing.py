@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from forall._api import mapped_inputs
+from forall._api.jvp import jvp
+from forall._api.vjp import vjp
+from forall._api.vmap import vmap
+from forall._compat import pytree
 from forall._core.errors import Call, columns, short
-from forall._torch import trees
-from forall._transforms import mapping
-from forall._transforms.jvp import jvp
-from forall._transforms.vjp import vjp
-from forall._transforms.vmap import vmap
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,24 +33,24 @@ def check_vmap(
         >>> check_vmap(torch.mv, torch.rand(2, 3, 4), torch.rand(4), in_dims=(1, None))
     """
     call = Call("check_vmap", f, in_dims=in_dims)
-    leaves, spec, dims, size = mapping.inputs(call, _copied(args), {}, in_dims)
+    leaves, spec, dims, size = mapped_inputs.inputs(call, _copied(args), {}, in_dims)
     results = []
     for i in range(size):
         example = [x if d is None else x.select(d, i) for x, d in zip(leaves, dims, strict=True)]
-        given, _ = trees.unflatten(example, spec)
+        given, _ = pytree.unflatten(example, spec)
         results.append(f(*given))
     if not results:
         raise ValueError(f"{call}: there is no example.\nPass at least one, to compare with.")
     mapped = vmap(f, in_dims, out_dims, chunk_size=chunk_size)(*_copied(args))
-    _, out_spec = trees.flatten(results[0])
-    places = mapping.Places(Call("check_vmap", f, out_dims=out_dims), out_dims).of(out_spec)
-    rows = [trees.leaves(r) for r in results]
+    _, out_spec = pytree.flatten(results[0])
+    places = mapped_inputs.Places(Call("check_vmap", f, out_dims=out_dims), out_dims).of(out_spec)
+    rows = [pytree.leaves(r) for r in results]
     truth = [_stacked(list(c), p) for c, p in zip(zip(*rows, strict=True), places, strict=True)]
-    _same(call, mapped, trees.unflatten(truth, out_spec))
+    _same(call, mapped, pytree.unflatten(truth, out_spec))
 
 
 def _copied(args: tuple) -> tuple:
-    return trees.map_tensors(lambda x: x.detach().clone(), args)
+    return pytree.map_tensors(lambda x: x.detach().clone(), args)
 
 
 def _stacked(values: list, place: int | None) -> Any:
@@ -90,7 +90,7 @@ def check_grad(f: Callable, *args: torch.Tensor, order: int = 2, step: float = 1
     directions = tuple(_like(x, draw) for x in args)
 
     def flat(*xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(y for y in trees.leaves(f(*xs)) if y.is_floating_point())
+        return tuple(y for y in pytree.leaves(f(*xs)) if y.is_floating_point())
 
     def moved(by: float) -> tuple[torch.Tensor, ...]:
         return flat(*(x + by * t for x, t in zip(args, directions, strict=True)))
@@ -121,10 +121,10 @@ def _dot(a: tuple, b: tuple) -> torch.Tensor:
 
 
 def _same(call: Call, found: Any, truth: Any, **tolerance: float) -> None:
-    mine, spec = trees.flatten(found)
-    theirs, true_spec = trees.flatten(truth)
+    mine, spec = pytree.flatten(found)
+    theirs, true_spec = pytree.flatten(truth)
     if spec != true_spec:
-        raise AssertionError(f"{call}: {trees.text(spec)} instead of {trees.text(true_spec)}")
+        raise AssertionError(f"{call}: {pytree.text(spec)} instead of {pytree.text(true_spec)}")
     for i, (x, y) in enumerate(zip(mine, theirs, strict=True)):
         if isinstance(y, torch.Tensor):
             torch.testing.assert_close(

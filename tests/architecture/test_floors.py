@@ -6,16 +6,16 @@ from source import files, imports
 
 # Doors stand on top: they may open on any room, and no room goes through a door.
 FLOORS = {
-    "_torch": 0,
-    "_source": 0,
+    "_compat": 0,
+    "_ast_rewrite": 0,
     "_core": 1,
-    "_programs": 2,
+    "_jit": 2,
     "_random": 2,
-    "_batching": 3,
-    "_derivatives": 3,
-    "_lanes": 4,
-    "_transforms": 5,
-    "_control": 6,
+    "_vmap": 3,
+    "_autodiff": 3,
+    "_divergence": 4,
+    "_api": 5,
+    "_control_flow": 6,
 }
 DOORS = ("__init__.py", "__main__.py", "extend.py", "random.py", "testing.py")
 
@@ -45,14 +45,14 @@ def test_imports_point_down(path):
         assert used == mine or FLOORS[used] < FLOORS[mine], f"{path} imports from {used}"
 
 
-@pytest.mark.parametrize("path", [p for p in files() if p.startswith("_batching/rules/")])
+@pytest.mark.parametrize("path", [p for p in files() if p.startswith("_vmap/rules/")])
 def test_no_file_of_rules_imports_another(path):
-    others = [n for n in imports(files()[path]) if n.startswith("forall._batching.rules")]
+    others = [n for n in imports(files()[path]) if n.startswith("forall._vmap.rules")]
     assert path.endswith("__init__.py") or not others
 
 
-@pytest.mark.parametrize("path", [p for p in files() if p.startswith("_batching/rules/")])
+@pytest.mark.parametrize("path", [p for p in files() if p.startswith("_vmap/rules/")])
 def test_every_file_of_rules_is_entered(path):
-    name = path.removeprefix("_batching/rules/").removesuffix(".py")
-    entered = set(imports(files()["_batching/rules/__init__.py"]))
-    assert name == "__init__" or f"forall._batching.rules.{name}" in entered
+    name = path.removeprefix("_vmap/rules/").removesuffix(".py")
+    entered = set(imports(files()["_vmap/rules/__init__.py"]))
+    assert name == "__init__" or f"forall._vmap.rules.{name}" in entered

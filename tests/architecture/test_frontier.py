@@ -1,10 +1,10 @@
-"""Only `_torch` names what torch keeps private, and only `_torch` calls torch.func."""
+"""Only `_compat` names what torch keeps private, and only `_compat` calls torch.func."""
 
 import pytest
 
 from source import chains, files, imports
 
-INSIDE = [path for path in files() if not path.startswith("_torch/")]
+INSIDE = [path for path in files() if not path.startswith("_compat/")]
 
 # What else may be named outside, and why. An entry that is no longer needed fails.
 ALLOWED: dict[tuple[str, str], str] = {}
@@ -26,7 +26,7 @@ def private_names(path: str) -> set[str]:
 @pytest.mark.parametrize("path", INSIDE)
 def test_private_names_of_torch_stay_behind_the_frontier(path):
     strangers = {name for name in private_names(path) if (path, name) not in ALLOWED}
-    assert not strangers, "give it a name in _torch/names.py"
+    assert not strangers, "give it a name in _compat/private_api.py"
 
 
 @pytest.mark.parametrize(("path", "name"), ALLOWED)
@@ -40,7 +40,7 @@ def test_torchs_own_transforms_are_called_by_the_frontier_alone(path):
     used = {
         name
         for name in (*imports(tree), *chains(tree))
-        if name.startswith(("torch.func", "functorch")) and not name.startswith("torch.functional")
+        if f"{name}.".startswith(("torch.func.", "functorch."))
     }
     if path == "__init__.py":  # utilities that are no transforms are torch's own
         used -= {

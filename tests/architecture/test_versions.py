@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from forall._torch import versions
+from forall._compat import versions
 
 ROOT = Path(__file__).parents[2]
 

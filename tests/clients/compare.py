@@ -23,7 +23,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 import forall
-from forall._transforms.installed import OURS
+from forall._api.torch_func_patch import OURS
 
 HERE = Path(__file__).parent
 # The name that pip knows each library by, where it is another.

@@ -10,7 +10,7 @@ import torch
 
 from by_groups import EXPECTED
 from forall import cond, fori_loop, grad, jvp, scan, switch, vmap, while_loop
-from forall._torch import trees
+from forall._compat import pytree
 from oracle import difference, loop
 
 D = torch.float64
@@ -184,7 +184,7 @@ def test_two_levels_against_two_loops(f):
 
 def total(f):
     def summed(x):
-        return sum((v * v).sum() for v in trees.leaves(f(x)))
+        return sum((v * v).sum() for v in pytree.leaves(f(x)))
 
     return summed
 

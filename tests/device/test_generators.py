@@ -5,7 +5,7 @@ import torch
 
 from device import fakedev
 from forall import config, grad, vmap
-from forall._torch import generators
+from forall._compat import rng_state
 
 D = fakedev.NAME
 
@@ -28,10 +28,10 @@ def states():
 @pytest.mark.parametrize("other", [D, f"{D}:1"])
 def test_states_are_of_all_devices(other):
     before = states()
-    kept = generators.states([])
+    kept = rng_state.states([])
     torch.rand(3, device=other)
     torch.rand(3)
-    generators.restore(kept)
+    rng_state.restore(kept)
     assert all(map(torch.equal, states(), before))
 
 

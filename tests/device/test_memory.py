@@ -5,7 +5,7 @@ import torch
 
 from device import fakedev
 from forall import jacrev, vmap
-from forall._torch.memory import is_out_of_memory
+from forall._compat.storage import is_out_of_memory
 
 D = fakedev.NAME
 XS = torch.arange(64.0, device=D)

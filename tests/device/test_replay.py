@@ -10,7 +10,7 @@ import torch
 import forall
 from device import fakedev
 from forall import grad, vmap
-from forall._transforms.replaying import calls_of
+from forall._api.execution.auto_replay import calls_of
 
 D = fakedev.NAME
 # `print` has no part in what is seen to run, and cannot be watched where it has. The factor is read

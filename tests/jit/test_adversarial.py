@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import forall
-from forall._torch import trees
+from forall._compat import pytree
 from jit.cases import AS_IT_IS, CASES
 
 
@@ -34,8 +34,8 @@ def six_calls(name, jit):
         warnings.simplefilter("always")
         replayed, plain = CASES[name](jit), CASES[name](plainly)
         for i in range(6):
-            found, tree = trees.flatten(replayed(i))
-            expected, wanted = trees.flatten(plain(i))
+            found, tree = pytree.flatten(replayed(i))
+            expected, wanted = pytree.flatten(plain(i))
             assert tree == wanted
             for a, b in zip(found, expected, strict=True):
                 assert same(a, b), f"call {i}: {a} and not {b}"

@@ -21,9 +21,10 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from forall import PerformanceWarning, grad, jit, vmap
-from forall._programs import backends, recorder, writing
-from forall._torch import compilers
-from forall._torch.settings import precision_allowed
+from forall._compat import compile_backends
+from forall._compat.ambient_settings import precision_allowed
+from forall._jit.backends import python_source, torch_compile
+from forall._jit.tracing import tracer
 from jit.cases import AS_IT_IS, CASES
 from jit.test_adversarial import same, six_calls
 
@@ -35,15 +36,15 @@ by_inductor = functools.partial(jit, backend="inductor")
 @pytest.fixture
 def compiler(monkeypatch):
     """The one that there is, and how often it was asked."""
-    if compilers.no_inductor() is not None:
+    if compile_backends.no_inductor() is not None:
         pytest.skip("no C++ compiler")
-    asked, real = [], compilers.by_inductor
+    asked, real = [], compile_backends.by_inductor
 
     def compiled(program, examples, *, writes):
         asked.append(program)
         return real(program, examples, writes=writes)
 
-    monkeypatch.setattr(compilers, "by_inductor", compiled)
+    monkeypatch.setattr(compile_backends, "by_inductor", compiled)
     return asked
 
 
@@ -121,7 +122,7 @@ def test_results_that_a_compiler_has_as_one_are_taken_apart(stand_in, monkeypatc
 
         return run
 
-    monkeypatch.setattr(compilers, "by_inductor", one_for_both)
+    monkeypatch.setattr(compile_backends, "by_inductor", one_for_both)
     g = by_inductor(lambda x: (x.sin(), x.sin().neg().neg()))
     g(X)
     y, z = g(X)
@@ -137,7 +138,7 @@ def test_what_a_compiler_cannot_do_python_does(stand_in, monkeypatch, fault):
             raise NotImplementedError("no such operator\nand a long story")
         return lambda *tensors: [y.t().contiguous().t() for y in program(*tensors)]
 
-    monkeypatch.setattr(compilers, "by_inductor", faulty)
+    monkeypatch.setattr(compile_backends, "by_inductor", faulty)
     g = by_inductor(lambda x: x.sin().exp())
     g(X)
     why = "NotImplementedError: no such operator" if fault == "raises" else "lie otherwise"
@@ -275,11 +276,11 @@ def test_all_programs_are_compiled_in_one_thread_of_a_process(monkeypatch):
     monkeypatch.setattr(compile_fx, "compile_fx", noted)
     for process in (os.getpid(), os.getpid(), -1):  # the last is a forked one, without threads
         monkeypatch.setattr(os, "getpid", lambda process=process: process)
-        compilers.by_inductor(torch.fx.symbolic_trace(lambda x: x.sin()), [X], writes=True)
+        compile_backends.by_inductor(torch.fx.symbolic_trace(lambda x: x.sin()), [X], writes=True)
     assert threads[0] is threads[1]
     assert threads[0].is_alive()
     assert threads[2] is not threads[0]
-    compilers._THREADS.pop(-1).shutdown()
+    compile_backends._THREADS.pop(-1).shutdown()
 
 
 @torchs_own_warnings
@@ -303,7 +304,8 @@ def test_python_imports_no_compiler():
         "f = forall.jit(lambda x: x.sin() * 2); x = torch.ones(3, requires_grad=True); "
         "[f(x).sum().backward() for _ in range(3)]; f.kinds(); "
         "print(*sorted(n for n in set(sys.modules) - before "
-        "if n.startswith(('torch._inductor', 'torch._dynamo', 'forall._programs.backends'))))"
+        "if n.startswith(('torch._inductor', 'torch._dynamo', "
+        "'forall._jit.backends.torch_compile'))))"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == ""
@@ -393,8 +395,8 @@ def made_up(monkeypatch):
         "graph": graph,
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(backends.Core, "_unfit", lambda core, tensors: None)
-    monkeypatch.setattr(compilers, "device_of", lambda tensors: torch.device("cpu"))
+    monkeypatch.setattr(torch_compile.Core, "_unfit", lambda core, tensors: None)
+    monkeypatch.setattr(compile_backends, "device_of", lambda tensors: torch.device("cpu"))
     return device
 
 
@@ -437,7 +439,7 @@ def test_a_graph_of_the_users_holds_no_other(made_up):
 
 @pytest.mark.parametrize("flag", ["benchmark", "deterministic"])
 def test_a_graph_is_of_the_settings_that_its_kernels_were_chosen_by(made_up, monkeypatch, flag):
-    monkeypatch.setattr(backends, "_is_on_accelerator", lambda program, numbers: True)
+    monkeypatch.setattr(torch_compile, "_is_on_accelerator", lambda program, numbers: True)
     g = jit(lambda x: (x.sin() * 2).exp(), backend="cudagraphs")
     for on in (False, False, True, True, False):
         with torch.backends.cudnn.flags(enabled=True, **{flag: on}):
@@ -461,7 +463,7 @@ def test_precision_is_among_the_settings_of_compiled_code():
 
 def test_constants_are_waited_for_before_another_stream_reads_them(monkeypatch):
     recorded, written = [], []
-    for module, seen in ((recorder, recorded), (writing, written)):
+    for module, seen in ((tracer, recorded), (python_source, written)):
         monkeypatch.setattr(module, "wait_until_made", lambda made, seen=seen: seen.extend(made))
     f = jit(lambda x: x * torch.tensor([1.0, 2.0, 3.0]).exp())
     for _ in range(3):

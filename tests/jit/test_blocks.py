@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from forall import grad, jit, vmap
-from forall._programs import blocks
+from forall._jit.passes import tiling
 
 UNARY = [
     torch.sin,
@@ -59,9 +59,9 @@ SHAPES = [(80, 64), (77, 64), (1, 5003), (3, 2000), (100, 7, 8), (4100,), (256, 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     """So small that the tensors of a test have many of them."""
-    monkeypatch.setattr(blocks, "_BLOCK", 1024)
-    monkeypatch.setattr(blocks, "_LARGE", 1024)
-    monkeypatch.setattr(blocks, "_WORTH", 1)
+    monkeypatch.setattr(tiling, "_BLOCK", 1024)
+    monkeypatch.setattr(tiling, "_LARGE", 1024)
+    monkeypatch.setattr(tiling, "_WORTH", 1)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -72,13 +72,13 @@ def small_blocks(monkeypatch):
 def pieces(monkeypatch):
     """How many pieces were made."""
     made = []
-    there = blocks._piece
+    there = tiling._piece
 
     def counted(*args):
         made.append(there(*args))
         return made[-1]
 
-    monkeypatch.setattr(blocks, "_piece", counted)
+    monkeypatch.setattr(tiling, "_piece", counted)
     return made
 
 
@@ -195,7 +195,7 @@ def test_gradients_of_examples(pieces):
 
 @pytest.mark.parametrize("count", [1 << 20, (1 << 20) + 128])
 def test_by_two_threads(count, pieces, monkeypatch):
-    monkeypatch.setattr(blocks, "_BLOCK", 1 << 16)
+    monkeypatch.setattr(tiling, "_BLOCK", 1 << 16)
     torch.set_num_threads(2)
     x, b = torch.randn(count), torch.randn(())
     run = jit(long)
@@ -235,6 +235,6 @@ def test_an_operand_by_two_names():
 
 @pytest.mark.parametrize("least", ["_LARGE", "_WORTH"])
 def test_what_is_in_the_caches_is_not_cut(least, pieces, monkeypatch):
-    monkeypatch.setattr(blocks, least, 1 << 20)
+    monkeypatch.setattr(tiling, least, 1 << 20)
     jit(long)(torch.randn(64, 64), torch.randn(64))
     assert not pieces

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from draws import make_generator
 from forall import grad, hessian, jacfwd, jacrev, jit, jvp, vmap
-from forall._programs import reordered
+from forall._jit.passes import matmul_order
 from oracle import difference, same
 
 
@@ -303,7 +303,7 @@ def test_random_products_in_random_orders(left, right, first, second, batches, s
     args = given_of(*first), given_of(*second, seed=1), *others
     truth = f(*args)
     costs = random.Random(seed)
-    with mock.patch.multiple(reordered, _GAIN=1e9, _cost=lambda *_: costs.random()):
+    with mock.patch.multiple(matmul_order, _GAIN=1e9, _cost=lambda *_: costs.random()):
         fast = jit(f, fastmath=True)
         for _ in range(2):
             ours = fast(*args)
@@ -319,7 +319,7 @@ def test_every_order_is_right(name):
     truth = f(*args)
     for seed in range(20):
         costs = random.Random(seed)
-        with mock.patch.multiple(reordered, _GAIN=1e9, _cost=lambda *_, c=costs: c.random()):
+        with mock.patch.multiple(matmul_order, _GAIN=1e9, _cost=lambda *_, c=costs: c.random()):
             fast = jit(f, fastmath=True)
             for _ in range(2):
                 ours = fast(*args)

@@ -28,8 +28,8 @@ from torch import Tensor
 import forall
 from draws import make_generator
 from forall import PerformanceWarning, grad, jacfwd, jit, jvp, vmap
-from forall._torch import trees
-from forall._transforms.replaying import Calls, calls_of, replaying
+from forall._api.execution.auto_replay import Calls, calls_of, replaying
+from forall._compat import pytree
 from limits import programs as instructions
 from limits.programs import NOT_FORWARD, SHAPES, D, Machine, Program
 from limits.test_random_programs import many, outcome, programs
@@ -289,7 +289,7 @@ class Side:
         x, v = arguments(self.program, kind, own, i)
         torch.default_generator.manual_seed(i)  # that of all devices keeps each call
         with mode(kind.mode):
-            found = trees.leaves(self.f(x, v, 1 + kind.size % 3))
+            found = pytree.leaves(self.f(x, v, 1 + kind.size % 3))
         seen = [x, v, *own]
         left = [*found, *seen, self.captured.home.sums]
         told = [t.detach().clone() for t in left]

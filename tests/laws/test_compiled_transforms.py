@@ -34,7 +34,7 @@ from forall import (
     vjp,
     vmap,
 )
-from forall._torch import versions
+from forall._compat import versions
 
 # torch reads its own .grad_fn, warns about its own deprecations and so on while it compiles
 pytestmark = [

@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import forall
 from draws import HERE
 from forall import grad, jit, jvp, vmap
-from forall._torch import trees
-from forall._torch.raising import may_raise
+from forall._compat import pytree
+from forall._compat.value_errors import may_raise
 
 X = torch.tensor([[0.1, 0.2, 0.3], [0.4, 0.5, 0.6]])
 PLACES, FAR = torch.tensor([[0, 1, 2], [2, 1, 0]]), torch.tensor([[0, 1, 2], [2, 7, 0]])
@@ -130,9 +130,9 @@ def outcome(f, *given):
 def is_same(a, b):
     if isinstance(a, type) or isinstance(b, type):
         return a is b
-    return trees.flatten(a)[1] == trees.flatten(b)[1] and all(
+    return pytree.flatten(a)[1] == pytree.flatten(b)[1] and all(
         x.dtype == y.dtype and torch.allclose(x, y, rtol=1e-5, atol=1e-6, equal_nan=True)
-        for x, y in zip(trees.leaves(a), trees.leaves(b), strict=True)
+        for x, y in zip(pytree.leaves(a), pytree.leaves(b), strict=True)
     )
 
 
@@ -206,11 +206,11 @@ class _Calls(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        leaves = trees.leaves((args, kwargs))
+        leaves = pytree.leaves((args, kwargs))
         key = func, tuple(x.dtype for x in leaves if isinstance(x, torch.Tensor))
         known = self.found.setdefault(key, [])
         if len(known) < 3:
-            known.append(trees.map_tensors(_copied, (args, kwargs)))
+            known.append(pytree.map_tensors(_copied, (args, kwargs)))
         return func(*args, **kwargs)
 
 
@@ -251,7 +251,7 @@ def tried(op, dtypes=DTYPES, samples=40):
         if func in _ASIDE or func.namespace == "profiler":
             continue
         for args, kwargs in calls:
-            leaves, spec = trees.flatten((args, kwargs))
+            leaves, spec = pytree.flatten((args, kwargs))
             tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
             if any(t.layout is not torch.strided or t.numel() > _MOST for t in tensors):
                 continue
@@ -270,7 +270,7 @@ def tried(op, dtypes=DTYPES, samples=40):
 
 
 def _called(func, leaves, spec):
-    args, kwargs = trees.unflatten([_copied(x) if _is_tensor(x) else x for x in leaves], spec)
+    args, kwargs = pytree.unflatten([_copied(x) if _is_tensor(x) else x for x in leaves], spec)
     return outcome(lambda: func(*args, **kwargs))
 
 
@@ -293,7 +293,7 @@ def wrong_in(op, **how):
         def of_no_need(*tensors, func=func, leaves=leaves, spec=spec):
             given = iter(tensors)
             filled = [next(given).clone() if _is_tensor(x) else x for x in leaves]
-            args, kwargs = trees.unflatten(filled, spec)
+            args, kwargs = pytree.unflatten(filled, spec)
             func(*args, **kwargs)
             return tensors[0] + 0
 
@@ -303,9 +303,9 @@ def wrong_in(op, **how):
             recorded(*good)
         for given, error in bad:
             tensors = [x for x in given if _is_tensor(x)]
-            args, kwargs = trees.unflatten(given, spec)
+            args, kwargs = pytree.unflatten(given, spec)
             told = may_raise(
-                func, args, kwargs, lambda a: [x.dtype for x in trees.leaves(a) if _is_tensor(x)]
+                func, args, kwargs, lambda a: [x.dtype for x in pytree.leaves(a) if _is_tensor(x)]
             )
             found = outcome(recorded, *tensors)
             if not told and not torch._C._dispatch_has_kernel_for_dispatch_key(

@@ -1,6 +1,6 @@
 """What a tensor that all examples share gets from a backward pass: the sum of the loop's gradients.
 
-The sum is made without a tensor of its shape for each example, see `_batching.unmade`; all cases
+The sum is made without a tensor of its shape for each example, see `_vmap.lazy_grad`; all cases
 are small, so the bound from which on it is worth it is taken away.
 """
 
@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import forall
 from draws import make_generator
 from forall import grad, hessian, jacfwd, jacrev, jvp, vmap
-from forall._batching import summed
+from forall._vmap.lazy_grad import sources
 from oracle import same
 
 D = torch.float64
@@ -21,7 +21,7 @@ N = 3
 
 @pytest.fixture(autouse=True)
 def worth(monkeypatch):
-    monkeypatch.setattr(summed, "WORTH", 1)
+    monkeypatch.setattr(sources, "WORTH", 1)
 
 
 def given(*shape, seed=0):
@@ -384,7 +384,7 @@ DERIVED = {
 def test_the_weights_of_a_network_whose_derivatives_are_taken_inside(derived, worth, monkeypatch):
     """Physics-informed nets, learned energies: the sum, without a matrix for each point."""
     monkeypatch.setattr(forall.config, "replay", False)
-    monkeypatch.setattr(summed, "WORTH", worth)
+    monkeypatch.setattr(sources, "WORTH", worth)
     n, width = 12, 20
     shapes = (width, 2), (width,), (width, width), (width,), (1, width)
     weights = [given(*shape, seed=i) for i, shape in enumerate(shapes)]

@@ -23,8 +23,8 @@ from forall import (
     per_example_grad_norm,
     vmap,
 )
-from forall._batching import summed
-from forall._batching.rules import grouped
+from forall._vmap.lazy_grad import sources
+from forall._vmap.rules import grouped_mm
 from oracle import empty_truth, loop, same
 
 B, G, R, K, N = 3, 4, 12, 8, 16  # examples, groups, rows in them, and the sizes of the matrices
@@ -159,7 +159,7 @@ def test_examples_side_by_side_in_a_stack():
 @pytest.mark.parametrize("in_dims", [(0, 0, 0), (None, 0, 0), (0, None, 0)])
 @pytest.mark.parametrize("form", FORMS)
 def test_more_groups_than_one_call_takes(form, in_dims, monkeypatch):
-    monkeypatch.setattr(grouped, "_GROUPS", 2 * (G + 1))
+    monkeypatch.setattr(grouped_mm, "_GROUPS", 2 * (G + 1))
     left, right = FORMS[form]
     x, w = stack(left, in_dims[0], False, 1), stack(right, in_dims[1], False, 2)
     assert is_loop(lambda x, w, o: F.grouped_mm(x, w, offs=o), x, w, OFFS, in_dims=in_dims)
@@ -258,10 +258,10 @@ def test_gradients_of_each_example(in_dims):
     assert same(got, loop(gradients((0, 1)), in_dims)(*args))
 
 
-@pytest.mark.parametrize("worth", [1, summed.WORTH])
+@pytest.mark.parametrize("worth", [1, sources.WORTH])
 @pytest.mark.parametrize("in_dims", SHARINGS, ids=str)
 def test_gradients_of_what_all_share(in_dims, worth, monkeypatch):
-    monkeypatch.setattr(summed, "WORTH", worth)
+    monkeypatch.setattr(sources, "WORTH", worth)
     x, w, offs = operands(in_dims)
     got = grad(lambda x, w: vmap(energy, in_dims)(x, w, offs).sum(), (0, 1))(x, w)
     want = loop(gradients((0, 1)), in_dims)(x, w, offs)
@@ -271,10 +271,12 @@ def test_gradients_of_what_all_share(in_dims, worth, monkeypatch):
 
 @pytest.mark.parametrize("offs", [OFFS, OFFS[0], SHORT], ids=["of each", "shared", "short"])
 def test_a_shared_weights_gradient_is_added_up_before_it_is_made(offs, monkeypatch):
-    monkeypatch.setattr(summed, "WORTH", 1)
+    monkeypatch.setattr(sources, "WORTH", 1)
     sums = []
-    add_up = summed.products_in_groups
-    monkeypatch.setattr(summed, "products_in_groups", lambda *args: sums.append(1) or add_up(*args))
+    add_up = sources.products_in_groups
+    monkeypatch.setattr(
+        sources, "products_in_groups", lambda *args: sums.append(1) or add_up(*args)
+    )
     x, w = X[:, :, :4].contiguous(), W[0, :, :4].contiguous()  # smaller than the weight
     in_dims = (0, None, 0 if offs.dim() == 2 else None)
 

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import forall
 from forall import grad, grad_and_value, jacfwd, jacrev, jit, jvp, linearize, vjp, vmap
-from forall._torch.history import nodes
+from forall._compat.autograd_graph import nodes
 from oracle import difference
 
 D = torch.float64

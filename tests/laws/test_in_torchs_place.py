@@ -7,7 +7,7 @@ import torch
 import torch.func
 
 import forall
-from forall._transforms.installed import OURS
+from forall._api.torch_func_patch import OURS
 
 NAMES = [ours.__name__ for ours in OURS]
 OWN = {name: getattr(torch.func, name) for name in NAMES}

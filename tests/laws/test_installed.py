@@ -151,7 +151,7 @@ def test_an_exception_leaves_all_as_it_was():
 
 def test_an_interrupt_while_names_are_replaced_leaves_all_as_it_was(library):
     module = library("library_g", "from torch.func import vmap")
-    from forall._transforms import installed as room
+    from forall._api import torch_func_patch as room
 
     replaced = []
 

@@ -21,9 +21,9 @@ from torch.utils._pytree import tree_leaves
 import forall
 from draws import make_generator
 from forall import grad, hessian, jacfwd, jacrev, jit, jvp, linearize, vjp, vmap
+from forall._compat import functorch_interop
 from forall._core import levels
-from forall._lanes.state import thread
-from forall._torch import handover
+from forall._divergence.thread_state import thread
 from oracle import difference
 from state import state
 
@@ -77,7 +77,7 @@ def everything() -> dict[str, Any]:
         **state(),
         "autocast's cache": torch.is_autocast_cache_enabled(),
         "stack": {k: v for k, v in vars(levels.stack).items() if k != "ever_parted"},
-        "eager": handover.runs_eagerly(),
+        "eager": functorch_interop.runs_eagerly(),
         "converted": (thread.top, thread.runs, thread.parted, thread.loose, thread.entered),
         "forward": forward_ad._current_level,
         "traced": sys.gettrace(),

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import forall
 from draws import make_generator
 from forall import grad, jvp, vmap
-from forall._batching import pieces
+from forall._vmap import convolution_tiles
 from oracle import loop, same
 
 B, N, C, FILTERS = 6, 5, 16, 32  # examples, images, channels
@@ -35,8 +35,8 @@ class Counting(TorchDispatchMode):
 @pytest.fixture
 def few_bytes(monkeypatch):
     """Pieces of about four images."""
-    monkeypatch.setattr(pieces, "_ALL", 1 << 14)
-    monkeypatch.setattr(pieces, "_PIECE", 1 << 14)
+    monkeypatch.setattr(convolution_tiles, "_ALL", 1 << 14)
+    monkeypatch.setattr(convolution_tiles, "_PIECE", 1 << 14)
 
 
 def given(*shape: int, seed: int = 0) -> Tensor:
@@ -91,14 +91,14 @@ def test_layouts_are_as_of_one_call(channels_last, few_bytes, monkeypatch):
         x = x.contiguous(memory_format=torch.channels_last)
     x = x.unflatten(0, (B, N))
     in_pieces = vmap(F.conv2d, (0, None))(x, w)
-    monkeypatch.setattr(pieces, "_ALL", 1 << 40)
+    monkeypatch.setattr(convolution_tiles, "_ALL", 1 << 40)
     whole = vmap(F.conv2d, (0, None))(x, w)
     assert in_pieces.stride() == whole.stride()
     assert same(in_pieces, whole)
 
 
 def test_an_image_for_each_piece(few_bytes, monkeypatch):
-    monkeypatch.setattr(pieces, "_PIECE", 1)
+    monkeypatch.setattr(convolution_tiles, "_PIECE", 1)
     x, w = given(B, N, C, 8, 8), given(FILTERS, C, 3, 3, seed=1)
     with Counting() as seen:
         ours = vmap(F.conv2d, (0, None))(x, w)

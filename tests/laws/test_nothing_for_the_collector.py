@@ -11,7 +11,7 @@ from torch import nn
 
 import forall
 from forall import grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
-from forall._programs.ran import Ran
+from forall._jit.tracing.coverage import Ran
 
 D = torch.float64
 X = torch.linspace(0.1, 1, 12, dtype=D).reshape(3, 4)

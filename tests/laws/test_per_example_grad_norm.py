@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 import forall
 from forall import grad, jvp, per_example_grad_norm, vmap
-from forall._derivatives import factored
+from forall._autodiff.grad_norms import ghost_norm
 
 D = torch.float64
 
@@ -260,14 +260,14 @@ MADE = {"decayed", "steps"}
 def made(monkeypatch):
     """How often a product has been made after all."""
     found = []
-    make = factored.Whole.value
+    make = ghost_norm.Whole.value
 
     def noted(whole):
         if whole.terms:
             found.append(whole.terms)
         return make(whole)
 
-    monkeypatch.setattr(factored.Whole, "value", noted)
+    monkeypatch.setattr(ghost_norm.Whole, "value", noted)
     return found
 
 

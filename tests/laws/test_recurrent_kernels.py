@@ -15,8 +15,8 @@ from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils._pytree import tree_leaves
 
 import forall
-from forall._batching.rules import recurrent_kernels
-from forall._torch import wrapper
+from forall._compat import wrapper_tensor
+from forall._vmap.rules import rnn_accelerators
 from oracle import difference, loop
 
 aten = torch.ops.aten
@@ -309,7 +309,7 @@ def test_second_derivatives_of_cells(cell):
 @pytest.mark.parametrize("mapped", [False, True], ids=["shared weights", "weights of each"])
 def test_calls_of_modules_are_ordinary_operators(kind, mapped, monkeypatch, calls):
     """As on an accelerator, where a call with a derivative at stake would be cuDNN's."""
-    monkeypatch.setattr(recurrent_kernels, "has_kernel", lambda x: True)
+    monkeypatch.setattr(rnn_accelerators, "has_kernel", lambda x: True)
     module, _, _, xs, _, _ = layer(kind)
     params = dict(module.named_parameters())
     params = {k: p.detach().clone() for k, p in params.items()}
@@ -330,7 +330,7 @@ def test_calls_of_modules_are_ordinary_operators(kind, mapped, monkeypatch, call
 
 
 def test_dropout_between_layers_is_drawn_as_randomness_says(monkeypatch):
-    monkeypatch.setattr(recurrent_kernels, "has_kernel", lambda x: True)
+    monkeypatch.setattr(rnn_accelerators, "has_kernel", lambda x: True)
     torch.manual_seed(0)
     module = nn.LSTM(I, 64, num_layers=2, dropout=0.5)
     xs = torch.randn(T, N, I).expand(B, T, N, I)
@@ -357,7 +357,7 @@ def test_dropout_that_cudnn_has_drawn_has_no_second_derivative():
 
 def test_weights_that_have_no_memory_are_not_moved():
     moved, layer = [], nn.LSTM(I, H)
-    flatten = wrapper._for_memory(moved.append)
+    flatten = wrapper_tensor._for_memory(moved.append)
     flatten(layer)
     assert moved == [layer]
 

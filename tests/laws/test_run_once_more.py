@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 import forall
 from forall import grad, jacfwd, jit, jvp, vmap
-from forall._transforms.replaying import replaying
+from forall._api.execution.auto_replay import replaying
 
 D = torch.float64
 X = torch.linspace(0.1, 1, 3, dtype=D)
@@ -59,7 +59,7 @@ def test_many_pull_backs_at_once(name, way, create_graph, monkeypatch):
 
 
 def test_order_is_kept_however_deep():
-    from forall._core.order import numbered
+    from forall._core.level_order import numbered
 
     class Entered:
         def __init__(self, before=None):
@@ -94,8 +94,8 @@ def test_what_a_checkpoint_keeps_it_says():
 
 def test_zeros_without_memory_are_zeros_there_too():
     """Such zeros pass by their own kernel while many cotangents are pulled back: a crash here."""
-    from forall._core.again import where_it_first_ran
-    from forall._torch.lazy import lazy_zeros_pass
+    from forall._compat.lazy_bits import lazy_zeros_pass
+    from forall._core.recompute import where_it_first_ran
 
     zeros = torch._efficientzerotensor(3, dtype=D)
     again = where_it_first_ran(lambda: zeros * X + X)

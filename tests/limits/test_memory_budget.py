@@ -22,7 +22,7 @@ from forall import (
     per_example_grad_norm,
     vmap,
 )
-from forall._transforms.budget import Budget
+from forall._api.memory_budget import Budget
 
 D = torch.float64
 XS = torch.linspace(-1, 1, 300, dtype=D).reshape(100, 3)

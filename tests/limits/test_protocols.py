@@ -11,8 +11,8 @@ import torch
 from by_groups import EXPECTED
 from draws import make_generator
 from forall import PerformanceWarning, grad, jacfwd, jvp, vmap
+from forall._compat import numpy_interop
 from forall._core.errors import DataDependentError
-from forall._torch import numpys
 from oracle import difference, loop
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning")
@@ -156,11 +156,13 @@ def test_what_numpy_cannot_say_for_all_is_refused(f):
 
 
 def test_torchs_layer_has_every_function_that_it_is_asked_for():
-    for name in numpys.UFUNCS:
-        assert numpys.counterpart(getattr(np, name)) is not None
-    for name in numpys.FUNCTIONS:
+    for name in numpy_interop.UFUNCS:
+        assert numpy_interop.counterpart(getattr(np, name)) is not None
+    for name in numpy_interop.FUNCTIONS:
         home, _, last = name.rpartition(".")
-        assert numpys.counterpart(getattr(getattr(np, home) if home else np, last)) is not None
+        assert (
+            numpy_interop.counterpart(getattr(getattr(np, home) if home else np, last)) is not None
+        )
 
 
 # --- Python's protocols -------------------------------------------------------------------------

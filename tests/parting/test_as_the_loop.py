@@ -36,11 +36,11 @@ from forall import (
     vjp,
     vmap,
 )
+from forall._api.execution import loop_or_batch, python_loop
+from forall._api.execution.auto_replay import calls_of
+from forall._api.execution.side_effect_free import bindings_of
+from forall._core.divergence import Late
 from forall._core.levels import stack
-from forall._core.parting import Late
-from forall._transforms import governor, loop
-from forall._transforms.computing import bindings_of
-from forall._transforms.replaying import calls_of
 
 XS = torch.tensor([0.5, -1.25, 3.0, 2.0, -0.75])
 ROWS = torch.linspace(-2, 2, 20).sin().reshape(5, 4)
@@ -51,7 +51,7 @@ SCALES = {"low": 2.0, "high": (3.0, torch.tensor(0.5))}
 @pytest.fixture(autouse=True, params=["loop", "measured", "together"])
 def _ways(request, monkeypatch):
     monkeypatch.setattr(config, "parting", request.param)
-    monkeypatch.setattr(governor, "_times", type(governor._times)())
+    monkeypatch.setattr(loop_or_batch, "_times", type(loop_or_batch._times)())
 
 
 def by_loop(f, *args):
@@ -329,11 +329,11 @@ def test_an_interrupt_leaves_nothing_behind(monkeypatch):
         results(*given)
         raise KeyboardInterrupt
 
-    results, rows = loop._call_each, ROWS.clone()
+    results, rows = python_loop._call_each, ROWS.clone()
     monkeypatch.setattr(config, "parting", "loop")
     vmap(f)(ROWS.clone())
     with monkeypatch.context() as patched:
-        patched.setattr(loop, "_call_each", interrupted)
+        patched.setattr(python_loop, "_call_each", interrupted)
         with pytest.raises(KeyboardInterrupt):
             vmap(f)(rows)
     torch.testing.assert_close(rows, ROWS, rtol=0, atol=0)
@@ -456,7 +456,7 @@ def test_the_faster_way_stays_and_the_slower_one_is_tried_ever_more_seldom():
         (0.01, 0.1, "loop", "together"),
         (0.1, 0.01, "together", "loop"),
     ):
-        taken = ways(governor.Times(), looped, together, 1000)
+        taken = ways(loop_or_batch.Times(), looped, together, 1000)
         assert taken[0] == "loop"
         assert "together" in taken[:4]
         seconds = {"loop": looped, "together": together}
@@ -466,15 +466,15 @@ def test_the_faster_way_stays_and_the_slower_one_is_tried_ever_more_seldom():
 
 
 def test_what_takes_no_time_is_not_tried_in_other_ways():
-    assert set(ways(governor.Times(), 1e-6, 1e-3, 900)) == {"loop"}
+    assert set(ways(loop_or_batch.Times(), 1e-6, 1e-3, 900)) == {"loop"}
 
 
 def never_together(monkeypatch):
     """Let the loop be the faster way."""
     monkeypatch.setattr(config, "parting", "measured")
-    monkeypatch.setattr(governor, "_WORTH", 0.0)
-    monkeypatch.setattr(governor, "_CONVERTING", 0.0)
-    monkeypatch.setattr(governor, "_MUCH", 0.0)
+    monkeypatch.setattr(loop_or_batch, "_WORTH", 0.0)
+    monkeypatch.setattr(loop_or_batch, "_CONVERTING", 0.0)
+    monkeypatch.setattr(loop_or_batch, "_MUCH", 0.0)
 
 
 def test_a_try_that_takes_long_ends(monkeypatch):
@@ -488,7 +488,7 @@ def test_a_try_that_takes_long_ends(monkeypatch):
     mapped = vmap(f)
     for _ in range(4):
         torch.testing.assert_close(mapped(XS), by_loop(f, XS))
-    (times,) = governor._times[f.__code__].values()
+    (times,) = loop_or_batch._times[f.__code__].values()
     assert times.was_late
     assert times.together is None
     times.next = times.spent  # of the first try most may have been what is done once
@@ -499,7 +499,7 @@ def test_a_try_that_takes_long_ends(monkeypatch):
 def test_a_loop_is_timed_when_the_calls_in_it_are_recorded(monkeypatch):
     monkeypatch.setattr(config, "parting", "measured")
     monkeypatch.setattr(config, "patience", 0.0)
-    monkeypatch.setattr(governor, "_WARMING", inf)
+    monkeypatch.setattr(loop_or_batch, "_WARMING", inf)
 
     def f(x):
         y = x if x > 0 else -x
@@ -508,15 +508,15 @@ def test_a_loop_is_timed_when_the_calls_in_it_are_recorded(monkeypatch):
     derivative = jacfwd(f)
     mapped = vmap(derivative)
     wanted = by_loop(jacfwd(f), XS)
-    for _ in range(governor._LOOPS_TO_WARM + 1):
+    for _ in range(loop_or_batch._LOOPS_TO_WARM + 1):
         torch.testing.assert_close(mapped(XS), wanted)
-    (times,) = governor._times[f.__code__].values()
+    (times,) = loop_or_batch._times[f.__code__].values()
     assert not times.warming
     assert calls_of(derivative).hits >= len(XS)
 
 
 def test_a_loop_that_may_get_faster_is_tried_before_all_together():
-    times = governor.Times(warming=8)
+    times = loop_or_batch.Times(warming=8)
     assert not times.may_get_faster()
     times.took(0.1)
     assert times.may_get_faster()
@@ -524,7 +524,7 @@ def test_a_loop_that_may_get_faster_is_tried_before_all_together():
     assert times.may_get_faster()
     times.together = 0.01
     assert not times.may_get_faster()
-    times.spent = governor._LOOPS_TO_WARM * 0.1  # by now it is little to try
+    times.spent = loop_or_batch._LOOPS_TO_WARM * 0.1  # by now it is little to try
     assert times.may_get_faster()
     times.warmed(is_over=True)
     assert not times.may_get_faster()
@@ -541,7 +541,7 @@ def f(x):
 
 def test_a_loop_that_takes_long_is_given_up(monkeypatch):
     monkeypatch.setattr(config, "parting", "measured")
-    monkeypatch.setattr(governor, "_FIRST", 0.0)
+    monkeypatch.setattr(loop_or_batch, "_FIRST", 0.0)
 
     def f(x):
         x += 1
@@ -551,16 +551,16 @@ def test_a_loop_that_takes_long_is_given_up(monkeypatch):
         rows, expected = ROWS.clone(), ROWS.clone()
         torch.testing.assert_close(vmap(f)(rows), by_loop(f, expected))
         torch.testing.assert_close(rows, expected)
-    (times,) = governor._times[f.__code__].values()
+    (times,) = loop_or_batch._times[f.__code__].values()
     assert None not in (times.looped, times.together)
 
 
 def test_a_try_that_takes_long_is_undone(monkeypatch):
     monkeypatch.setattr(config, "parting", "measured")
-    monkeypatch.setattr(governor, "_WORTH", 0.0)
+    monkeypatch.setattr(loop_or_batch, "_WORTH", 0.0)
     for much, converting in ((0.0, 0.0), (0.0, 0.0005), (0.0, 0.002), (2.0, 0.05)):
-        monkeypatch.setattr(governor, "_MUCH", much)
-        monkeypatch.setattr(governor, "_CONVERTING", converting)
+        monkeypatch.setattr(loop_or_batch, "_MUCH", much)
+        monkeypatch.setattr(loop_or_batch, "_CONVERTING", converting)
         names: dict = {}
         exec(WITHOUT_SOURCE, names)  # noqa: S102
         mapped = vmap(names["f"])
@@ -603,8 +603,8 @@ def test_a_function_that_is_dropped_goes_at_once():
 
 def test_what_cannot_be_the_loop_is_not(monkeypatch):
     ran = []
-    run = loop.run
-    monkeypatch.setattr(loop, "run", lambda *args: ran.append(args) or run(*args))
+    run = python_loop.run
+    monkeypatch.setattr(python_loop, "run", lambda *args: ran.append(args) or run(*args))
     monkeypatch.setattr(config, "parting", "loop")
     monkeypatch.setattr(config, "replay", False)
     kept = []
@@ -621,12 +621,12 @@ def test_what_cannot_be_the_loop_is_not(monkeypatch):
 def test_explain_tells_which_way_is_taken(monkeypatch):
     monkeypatch.setattr(config, "parting", "measured")
     monkeypatch.setattr(config, "replay", False)
-    monkeypatch.setattr(governor, "_FIRST", inf)
+    monkeypatch.setattr(loop_or_batch, "_FIRST", inf)
     mapped = vmap(halved)
     assert not explain(mapped)(XS).measured
     mapped(XS)
     assert not explain(mapped)(XS).measured  # together was not tried yet
-    (times,) = governor._times[halved.__code__].values()
+    (times,) = loop_or_batch._times[halved.__code__].values()
     times.looped, times.together = 0.002, 0.00001
     assert explain(mapped)(XS).measured == "together, in 10 us; the loop takes 2 ms"
     times.together = inf
@@ -691,8 +691,8 @@ def asks(x):
 def test_questions_that_all_answer_alike_count_too(monkeypatch):
     """Python's questions cost, whether examples part or not."""
     looped = []
-    original = loop.run_each
-    monkeypatch.setattr(loop, "run_each", lambda *args: looped.append(1) or original(*args))
+    original = python_loop.run_each
+    monkeypatch.setattr(python_loop, "run_each", lambda *args: looped.append(1) or original(*args))
     mapped = vmap(asks)
     for _ in range(5):
         torch.testing.assert_close(mapped(XS), XS * 2)
@@ -700,7 +700,7 @@ def test_questions_that_all_answer_alike_count_too(monkeypatch):
 
 
 def test_what_asks_nothing_runs_at_once(monkeypatch):
-    monkeypatch.setattr(loop, "run_each", lambda *args: pytest.fail("run as the loop"))
+    monkeypatch.setattr(python_loop, "run_each", lambda *args: pytest.fail("run as the loop"))
     mapped = vmap(lambda x: x * 2)
     for _ in range(5):
         torch.testing.assert_close(mapped(XS), XS * 2)
@@ -719,13 +719,13 @@ class TestSettled:
         mapped = vmap(word(f), **options)
         for _ in range(3):
             mapped(*stacks)
-        for times in governor._times[f.__code__].values():
+        for times in loop_or_batch._times[f.__code__].values():
             times.looped, times.together, times.next, times.warming = 1e-9, inf, inf, 0
         return mapped
 
     def test_they_are_the_loops(self, monkeypatch):
         mapped = self.settled(asks, XS)
-        monkeypatch.setattr("forall._transforms.vmap.Verb.run", lambda *_: pytest.fail("looked at"))
+        monkeypatch.setattr("forall._api.vmap.Verb.run", lambda *_: pytest.fail("looked at"))
         torch.testing.assert_close(mapped(XS), XS * 2)
 
     def test_other_sizes_and_places_are_looked_at(self):
@@ -863,7 +863,7 @@ class TestSettled:
         truth = [*zip(*map(one, xs, ROWS), strict=True)]
         mapped = self.settled(f, xs, ROWS, word=lambda f: word(f, number))
         with monkeypatch.context() as patched:
-            patched.setattr("forall._transforms.vmap.Verb.run", lambda *_: pytest.fail("looked at"))
+            patched.setattr("forall._api.vmap.Verb.run", lambda *_: pytest.fail("looked at"))
             found = mapped(xs, ROWS)
         with torch.no_grad():
             again = mapped(xs, ROWS)
@@ -913,9 +913,9 @@ def listed(row):
 
 def test_many_examples_that_stay_with_the_loop_are_told_once(monkeypatch):
     never_together(monkeypatch)
-    monkeypatch.setattr(governor, "_WORTH_A_WORD", 0.0)
-    monkeypatch.setattr(governor, "_SHARE", 1e-6)  # a try that was late is soon made again
-    monkeypatch.setattr(governor, "_told", weakref.WeakSet())
+    monkeypatch.setattr(loop_or_batch, "_WORTH_A_WORD", 0.0)
+    monkeypatch.setattr(loop_or_batch, "_SHARE", 1e-6)  # a try that was late is soon made again
+    monkeypatch.setattr(loop_or_batch, "_told", weakref.WeakSet())
     many = ROWS.repeat(10, 1)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
@@ -930,12 +930,12 @@ def test_many_examples_that_stay_with_the_loop_are_told_once(monkeypatch):
 
 def test_few_examples_that_stay_with_the_loop_are_no_concern(monkeypatch):
     never_together(monkeypatch)
-    monkeypatch.setattr(governor, "_told", weakref.WeakSet())
+    monkeypatch.setattr(loop_or_batch, "_told", weakref.WeakSet())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for _ in range(5):
             vmap(listed)(ROWS)
-    assert listed.__code__ not in governor._told
+    assert listed.__code__ not in loop_or_batch._told
 
 
 def test_what_records_calls_leaves_those_alone_that_are_faster_as_the_loop(monkeypatch):
@@ -943,14 +943,14 @@ def test_what_records_calls_leaves_those_alone_that_are_faster_as_the_loop(monke
     monkeypatch.setattr(config, "parting", "measured")
     monkeypatch.setattr(config, "replay", True)
     monkeypatch.setattr(config, "patience", 0.0)
-    monkeypatch.setattr(governor, "_WORTH", inf)
+    monkeypatch.setattr(loop_or_batch, "_WORTH", inf)
     mapped = vmap(listed)
     mapped(ROWS)
     ran = []
-    original = governor._try_together
-    monkeypatch.setattr(governor, "_try_together", lambda *a: ran.append(1) or original(*a))
+    original = loop_or_batch._try_together
+    monkeypatch.setattr(loop_or_batch, "_try_together", lambda *a: ran.append(1) or original(*a))
     monkeypatch.setattr(
-        "forall._transforms.apart._together", lambda *_, **__: pytest.fail("run together")
+        "forall._api.execution.strategy._together", lambda *_, **__: pytest.fail("run together")
     )
     for _ in range(20):
         torch.testing.assert_close(mapped(ROWS), by_loop(listed, ROWS))
@@ -958,7 +958,7 @@ def test_what_records_calls_leaves_those_alone_that_are_faster_as_the_loop(monke
 
 
 def test_replay_gives_way_to_a_loop_that_is_faster():
-    times = governor.Times()
+    times = loop_or_batch.Times()
     times.took(1e-6)
     assert not times.is_slow_to_replay()
     times.was_replayed(1e-3)
@@ -1119,16 +1119,16 @@ def _ask_the_time():
 
 
 def test_of_two_deadlines_each_is_kept():
-    with governor._until(inf):
+    with loop_or_batch._until(inf):
         assert stack.late is None
-        with pytest.raises(Late), governor._until(-1):
-            with governor._until(1000):
+        with pytest.raises(Late), loop_or_batch._until(-1):
+            with loop_or_batch._until(1000):
                 _ask_the_time()
-        with governor._until(1000):
+        with loop_or_batch._until(1000):
             outer = stack.late
-            with governor._until(inf):
+            with loop_or_batch._until(inf):
                 assert stack.late == outer
-            with pytest.raises(Late), governor._until(-1):
+            with pytest.raises(Late), loop_or_batch._until(-1):
                 _ask_the_time()
             assert stack.late == outer
             _ask_the_time()

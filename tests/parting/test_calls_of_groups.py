@@ -11,8 +11,8 @@ import forall
 from by_groups import only_groups
 from draws import make_generator
 from forall import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from forall._compat.devices import function_modes
 from forall._core.levels import top
-from forall._torch.devices import function_modes
 from oracle import difference, stack_trees
 from parting.cases import D
 

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from forall import config, explain, grad, vmap
-from forall._batching import shortcut
-from forall._lanes import at_once, straightly
-from forall._source import template
-from forall._torch.posed import posing
+from forall._ast_rewrite import template
+from forall._compat.tensor_subclass import posing
+from forall._divergence import predicated_if, pure_call
+from forall._vmap.fast_path import api_calls
 from oracle import difference, loop
 
 D = torch.float64
@@ -20,7 +20,7 @@ def nobody_else_has_a_say(monkeypatch):
     """As in a new process: a class or a rule of the user's would need wrappers."""
     monkeypatch.setattr(config, "parting", "together")
     monkeypatch.setattr(posing, "used", False)
-    monkeypatch.setattr(shortcut, "_overruled", set())
+    monkeypatch.setattr(api_calls, "_overruled", set())
 
 
 @pytest.fixture
@@ -38,8 +38,8 @@ def ran(monkeypatch):
 
         monkeypatch.setattr(home, name, counted)
 
-    counting("functions", straightly, "called", straightly.NOTHING)
-    counting("ifs", at_once, "_answer", None)
+    counting("functions", pure_call, "called", pure_call.NOTHING)
+    counting("ifs", predicated_if, "_answer", None)
     return counts
 
 

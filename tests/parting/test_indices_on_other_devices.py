@@ -10,7 +10,7 @@ import torch
 
 import forall
 from forall import vmap
-from forall._torch import devices
+from forall._compat import devices
 
 pytestmark = pytest.mark.usefixtures("together")
 CHOICES = torch.tensor([1.0, -1.0, 2.0, -3.0, 0.5])

@@ -10,8 +10,8 @@ from torch import nn
 
 import forall
 from forall import grad, hessian, jacrev, jvp, vjp, vmap
-from forall._lanes.words import words
-from forall._transforms import apart
+from forall._api.execution import strategy
+from forall._divergence.vmap_interface import words
 from oracle import difference, loop
 
 D = torch.float64
@@ -63,7 +63,7 @@ FUNCTIONS = {
 def again(monkeypatch):
     """How often anything was run in groups."""
     times = []
-    in_groups, rerun = apart.in_groups, words.apart
+    in_groups, rerun = strategy.in_groups, words.apart
 
     def counted(call, groups):
         times.append("call")
@@ -72,7 +72,7 @@ def again(monkeypatch):
     def joined(call, join):
         return rerun(call, lambda parts: times.append("part") or join(parts))
 
-    monkeypatch.setattr(apart, "in_groups", counted)
+    monkeypatch.setattr(strategy, "in_groups", counted)
     monkeypatch.setattr(words, "apart", joined)
     return times
 

@@ -16,7 +16,7 @@ import forall
 from by_groups import only_groups
 from forall import grad, vmap
 from forall._core.levels import stack
-from forall._lanes.state import thread
+from forall._divergence.thread_state import thread
 from golden import refused
 from parting.cases import D
 from parting.test_generators import halves, summed

@@ -8,7 +8,7 @@ import torch
 
 import forall
 from forall import grad, vmap
-from forall._lanes import libraries
+from forall._divergence import user_code
 from oracle import same
 
 SOLVER = """
@@ -46,12 +46,12 @@ def solve(tmp_path, monkeypatch):
     (tmp_path / "installed_solver" / "__init__.py").write_text(SOLVER)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "installed_solver", raising=False)  # it is written anew
-    monkeypatch.setattr(libraries, "_installed", lambda: (str(tmp_path),))
-    libraries._whose.cache_clear()
+    monkeypatch.setattr(user_code, "_installed", lambda: (str(tmp_path),))
+    user_code._whose.cache_clear()
     found = importlib.import_module("installed_solver").solve
-    assert libraries.whose(found.__code__) is libraries.OTHERS
+    assert user_code.whose(found.__code__) is user_code.OTHERS
     yield found
-    libraries._whose.cache_clear()
+    user_code._whose.cache_clear()
 
 
 def by_loop(f, *stacks):
@@ -103,5 +103,5 @@ def test_an_error_in_it_is_the_loops(solve):
 
 @pytest.mark.parametrize("package", ["forall", "torch", "numpy"])
 def test_what_is_never_converted_wherever_it_is_installed(package):
-    for home in libraries._installed():
-        assert libraries._whose(f"{home}/{package}/inside.py", "f") is libraries.NEVER
+    for home in user_code._installed():
+        assert user_code._whose(f"{home}/{package}/inside.py", "f") is user_code.NEVER

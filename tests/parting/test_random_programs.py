@@ -23,7 +23,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 import forall
-from forall._transforms import apart
+from forall._api.execution import strategy
 from oracle import difference, loop
 from parting.programs import Numbers, Writer, compiled, inputs, limited, shorter, source
 from parting.truth import gradient, jacobian, total
@@ -55,14 +55,14 @@ def gradients(f: Callable, seed: int, *, mapped: bool) -> Any:
 
 
 @contextlib.contextmanager
-def obstacles() -> Iterator[list[apart.Obstacle]]:
+def obstacles() -> Iterator[list[strategy.Obstacle]]:
     """Why calls in the body were not run converted, which is not warned of."""
-    found: list[apart.Obstacle] = []
-    before, apart.warn = apart.warn, lambda _call, why: found.append(why)
+    found: list[strategy.Obstacle] = []
+    before, strategy.warn = strategy.warn, lambda _call, why: found.append(why)
     try:
         yield found
     finally:
-        apart.warn = before
+        strategy.warn = before
 
 
 def outcome(call: Callable[[], Any]) -> Any:

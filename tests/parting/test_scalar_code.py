@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from forall import config, explain, grad, jacfwd, jvp, vmap
-from forall._lanes import scalar
-from forall._lanes.frame import Frame
+from forall._divergence import scalar_calls
+from forall._divergence.frame import Frame
 from oracle import loop, stack_trees
 
 XS = torch.tensor([0.5, -1.25, 3.0, 2.0, -0.75, 3.0])
@@ -29,14 +29,14 @@ def ran(monkeypatch):
     names = []
 
     def run(function, *args):
-        found = scalar.run(function, *args)
+        found = scalar_calls.run(function, *args)
         if found is not None:
             names.append(function.__name__)
         return found
 
     monkeypatch.setattr(config, "parting", "together")
     monkeypatch.setattr(Frame, "scalar", staticmethod(run))
-    monkeypatch.setattr(scalar, "_tries", {})
+    monkeypatch.setattr(scalar_calls, "_tries", {})
     return names
 
 

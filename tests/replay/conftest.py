@@ -3,16 +3,16 @@
 import pytest
 
 import forall
-from forall._programs.replay import Replays
-from forall._transforms import anew
-from forall._transforms.replaying import _stood_in
+from forall._api.execution import fresh_closures
+from forall._api.execution.auto_replay import _stood_in
+from forall._jit.auto.policy import Replays
 from jit.conftest import recorded  # noqa: F401 - pytest finds it here
 
 
 @pytest.fixture
 def at_once(monkeypatch):
     """Calls are replayed as soon as they can be, and those of other tests are forgotten."""
-    monkeypatch.setattr(anew, "table", {})
+    monkeypatch.setattr(fresh_closures, "table", {})
     monkeypatch.setattr(forall.config, "replay", True)
     monkeypatch.setattr(forall.config, "patience", 0)
 

@@ -7,7 +7,7 @@ from types import FunctionType
 
 import pytest
 
-from forall._transforms.replaying import replaying
+from forall._api.execution.auto_replay import replaying
 from jit.cases import CASES
 from jit.conftest import globals_as_before  # noqa: F401 - a fixture that all tests here use
 from jit.test_adversarial import six_calls

@@ -11,7 +11,7 @@ import torch
 
 import forall
 from forall import grad, hessian, jacfwd, jit, jvp, vmap
-from forall._torch.devices import default_device, function_modes, under_default_device
+from forall._compat.devices import default_device, function_modes, under_default_device
 from forall.random import key, normal
 
 pytestmark = pytest.mark.usefixtures("at_once")

@@ -15,7 +15,7 @@ from torch.func import functional_call
 import forall
 from draws import make_generator
 from forall import explain, grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
-from forall._transforms import anew
+from forall._api.execution import fresh_closures
 from replay.test_made_anew import agree, network, plainly
 
 pytestmark = pytest.mark.usefixtures("at_once")
@@ -383,7 +383,7 @@ def test_nothing_that_is_given_is_kept(hits):
     gc.collect()
     assert hits
     assert not [t for t in (ref() for ref in gone) if t is not None]
-    assert len(anew.table) == 0  # all with the module
+    assert len(fresh_closures.table) == 0  # all with the module
 
 
 def test_one_function_in_two_threads(hits):
@@ -416,11 +416,11 @@ def test_explain_tells_of_all():
 
 
 def test_many_things_are_not_read_with_each_call(hits):
-    rows = [torch.ones(3, dtype=D)] * (anew._MOST_GIVEN + 1)
+    rows = [torch.ones(3, dtype=D)] * (fresh_closures._MOST_GIVEN + 1)
     for i in range(5):
         agree(lambda x, y: grad(lambda v: (v * rows[3]).sum())(x), *batch(i))
     assert not hits
-    assert not anew.table
+    assert not fresh_closures.table
 
 
 def test_a_class_of_its_own_is_left_alone():
@@ -429,4 +429,4 @@ def test_a_class_of_its_own_is_left_alone():
     for i in range(5):
         w = torch.full((3,), float(i), dtype=D).as_subclass(Own)
         agree(lambda x, y, w=w: grad(lambda v: (v * w).sum())(x), *batch(i))
-    assert not anew.table
+    assert not fresh_closures.table

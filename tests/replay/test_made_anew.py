@@ -9,7 +9,7 @@ from torch import nn
 
 import forall
 from forall import grad, hessian, jacrev, jvp, linearize, vjp, vmap
-from forall._transforms import anew
+from forall._api.execution import fresh_closures
 
 pytestmark = pytest.mark.usefixtures("at_once")
 D = torch.float64
@@ -188,7 +188,7 @@ def test_a_global_is_watched(monkeypatch):
 def test_what_may_be_another_thing_is_not_kept(make):
     for i in range(5):
         agree(lambda x, i=i: vmap(grad(make(i)))(x), X)
-    assert not anew.table
+    assert not fresh_closures.table
 
 
 class Own:
@@ -239,7 +239,7 @@ def test_a_module_goes_with_all_that_was_made_of_it():
 
 
 def test_the_table_is_bounded(monkeypatch):
-    monkeypatch.setattr(anew, "MOST", 8)
+    monkeypatch.setattr(fresh_closures, "MOST", 8)
     for i in range(30):
         agree(lambda x, i=i: vmap(grad(lambda v: (v * i).sin().sum()))(x), X)
-    assert len(anew.table) <= 8
+    assert len(fresh_closures.table) <= 8

@@ -12,7 +12,7 @@ from torch import nn
 
 import forall
 from forall import grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
-from forall._transforms import anew
+from forall._api.execution import fresh_closures
 from replay.test_made_anew import plainly
 
 pytestmark = pytest.mark.usefixtures("at_once")
@@ -169,7 +169,7 @@ def test_it_goes_with_the_last_who_has_it(name, hits, uncollected):
     if forall.config.replay == "check":  # the comparison leaves rings
         gc.collect()
     assert gone() is None
-    assert not anew.table
+    assert not fresh_closures.table
     gc.collect()
     assert inner() is None
 
@@ -254,7 +254,7 @@ def test_one_that_holds_itself(make, hits):
     del m
     collect()
     assert gone() is None
-    assert not anew.table
+    assert not fresh_closures.table
 
 
 def test_what_it_keeps_of_itself_is_replayed_as_ever(hits):
@@ -268,7 +268,7 @@ def test_what_it_keeps_of_itself_is_replayed_as_ever(hits):
     del m
     collect()
     assert gone() is None
-    assert not anew.table
+    assert not fresh_closures.table
 
 
 class Child:
@@ -301,7 +301,7 @@ def test_one_that_is_held_by_what_a_part_of_it_holds(hits):
     del m
     collect()
     assert gone() is None
-    assert not anew.table
+    assert not fresh_closures.table
 
 
 def test_one_that_holds_itself_is_replayed_across_collections(hits, uncollected):
@@ -314,7 +314,7 @@ def test_one_that_holds_itself_is_replayed_across_collections(hits, uncollected)
         agree(WAYS["grad"], m)
         assert len(hits) > before
     collect()
-    assert not anew.table  # nobody called it in between
+    assert not fresh_closures.table  # nobody called it in between
     agree(WAYS["grad"], m)
 
 
@@ -385,8 +385,8 @@ def test_those_who_look_at_its_attributes_see_their_own():
 
 
 def test_the_table_is_bounded(monkeypatch):
-    monkeypatch.setattr(anew, "MOST", 8)
+    monkeypatch.setattr(fresh_closures, "MOST", 8)
     ones = [Physics(float(i)) for i in range(20)]
     for m in ones * 2:
         agree(WAYS["grad"], m)
-    assert len(anew.table) <= 8
+    assert len(fresh_closures.table) <= 8

@@ -5,7 +5,7 @@ import torch
 
 import forall
 from forall import grad, jacrev, jvp, vjp, vmap
-from forall._programs.differentiated import Differentiated
+from forall._jit.cache.differentiable_entry import Differentiated
 
 pytestmark = pytest.mark.usefixtures("at_once")
 D = torch.float64

@@ -26,9 +26,9 @@ from torch.nn import functional as F
 import forall
 from draws import make_generator
 from forall import grad, hessian, jacfwd, jacrev, vmap
-from forall._programs.guards import Guards
-from forall._programs.purity import doubt
-from forall._transforms.replaying import calls_of, replaying
+from forall._api.execution.auto_replay import calls_of, replaying
+from forall._jit.auto.purity import doubt
+from forall._jit.guards.build import Guards
 from jit.cases import Cubed
 
 STARTED = time.time()

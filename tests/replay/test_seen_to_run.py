@@ -16,8 +16,8 @@ import torch
 
 import forall
 from forall import vmap
-from forall._programs.naming import asked_by_text
-from forall._transforms.replaying import calls_of
+from forall._api.execution.auto_replay import calls_of
+from forall._jit.guards.attribute_names import asked_by_text
 from oracle import same
 from replay import seen_code, seen_state
 

@@ -18,8 +18,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import forall
 from forall import grad, jit, jvp, vmap
-from forall._programs.once_more import Call
-from forall._torch.settings import SETTINGS, settings_now, under_settings
+from forall._compat.ambient_settings import SETTINGS, settings_now, under_settings
+from forall._jit.cache.eager_derivative import Call
 
 pytestmark = [
     pytest.mark.usefixtures("at_once"),

@@ -5,8 +5,8 @@ import itertools
 
 import pytest
 
-from forall._programs.guards import Guards
-from forall._torch import trusted
+from forall._compat import pure_functions
+from forall._jit.guards.build import Guards
 
 
 class Index(list):
@@ -37,7 +37,7 @@ def _held(value):
     return [*near, *gc.get_referents(*near)]
 
 
-@pytest.mark.parametrize("kind", trusted._INERT, ids=lambda kind: kind.__qualname__)
+@pytest.mark.parametrize("kind", pure_functions._INERT, ids=lambda kind: kind.__qualname__)
 def test_what_an_object_of_a_trusted_class_holds_is_reached(kind):
     box = Index()
     for made in _made_of(kind, box):
@@ -51,11 +51,11 @@ def test_what_an_object_of_a_trusted_class_holds_is_reached(kind):
 
 
 def test_some_trusted_class_holds_things():
-    assert [kind for kind in trusted._INERT if any(_made_of(kind, Index()))]
+    assert [kind for kind in pure_functions._INERT if any(_made_of(kind, Index()))]
 
 
 @pytest.mark.parametrize(
-    "kind", sorted(trusted._BASES, key=repr), ids=lambda kind: kind.__qualname__
+    "kind", sorted(pure_functions._BASES, key=repr), ids=lambda kind: kind.__qualname__
 )
 def test_an_object_of_a_trusted_base_that_moves_on_is_not_watched(kind):
     if not hasattr(kind, "__next__"):

@@ -18,9 +18,11 @@ import torch
 
 import forall
 from forall import grad, hessian, jacfwd, jacrev, jvp, vmap
-from forall._programs import attempts, ran, recorder, recording, replay
-from forall._programs import guards as guarding
-from forall._transforms.replaying import calls_of
+from forall._api.execution.auto_replay import calls_of
+from forall._jit import search_budget
+from forall._jit.auto import policy
+from forall._jit.guards import build as guarding
+from forall._jit.tracing import coverage, trace_call, tracer
 
 pytestmark = pytest.mark.timed
 
@@ -97,7 +99,7 @@ _WAYS = {
 def counted(at_once, monkeypatch):
     """The attempts and looks are counted, from the first call on."""
     counts = {"attempts": 0, "looks": 0}
-    first, kind_of = replay.Replays._first, replay.kind_of
+    first, kind_of = policy.Replays._first, policy.kind_of
 
     def attempted(self, *given):
         counts["attempts"] += 1
@@ -107,8 +109,8 @@ def counted(at_once, monkeypatch):
         counts["looks"] += 1
         return kind_of(*given)
 
-    monkeypatch.setattr(replay.Replays, "_first", attempted)
-    monkeypatch.setattr(replay, "kind_of", looked)
+    monkeypatch.setattr(policy.Replays, "_first", attempted)
+    monkeypatch.setattr(policy, "kind_of", looked)
     return counts
 
 
@@ -131,7 +133,7 @@ def test_what_is_new_with_each_call_is_given_up(name, counted):
     _calls(g, make, range(800, 2600))
     assert counted["looks"] - before["looks"] <= 1800 // 5
     # What has slots and no weak references cannot be told from what lived where it lives.
-    most = attempts.ALLOWED + 6 if name in ("objects with slots", "two classes") else 20
+    most = search_budget.ALLOWED + 6 if name in ("objects with slots", "two classes") else 20
     assert counted["attempts"] <= most
     _calls(g, make, range(2600, 3400))
     assert counted["attempts"] <= most
@@ -153,7 +155,7 @@ def test_functions_made_anew_of_what_is_new_are_given_up(name, counted):
         return grad(lambda x, *rest: f(x, *rest))(*given)
 
     _calls(called, make, range(600))
-    assert counted["attempts"] <= attempts.ALLOWED
+    assert counted["attempts"] <= search_budget.ALLOWED
     before = counted["attempts"]
     _calls(called, make, range(600, 1200))
     assert counted["attempts"] - before <= 2
@@ -194,7 +196,7 @@ def test_more_kinds_in_turn_than_are_kept_do_not_push_each_other_out(count, roun
     g = grad(_once(by_length))
     kinds = [torch.ones(i + 1) for i in range(count)]
     _calls(g, lambda i: (kinds[i % count],), range(rounds * count))
-    limit = attempts.ALLOWED + calls_of(g).replays.hits // attempts.WORTH + 10
+    limit = search_budget.ALLOWED + calls_of(g).replays.hits // search_budget.WORTH + 10
     assert counted["attempts"] <= limit
     before = counted["attempts"]
     _calls(g, lambda i: (kinds[i % count],), range(rounds * count))
@@ -210,10 +212,10 @@ def test_objects_that_are_used_a_few_times_each_are_given_up(counted):
         return X[0], made[-1]
 
     _calls(g, make, range(1000))
-    assert counted["attempts"] <= attempts.ALLOWED + 1000 // attempts.WORTH
+    assert counted["attempts"] <= search_budget.ALLOWED + 1000 // search_budget.WORTH
     before = counted["attempts"]
     _calls(g, make, range(1000, 2000))
-    assert counted["attempts"] - before <= 1000 // attempts.WORTH
+    assert counted["attempts"] - before <= 1000 // search_budget.WORTH
 
 
 def test_kinds_that_all_see_what_changes_are_given_up(counted):
@@ -228,7 +230,7 @@ def test_kinds_that_all_see_what_changes_are_given_up(counted):
         State.n = float(i)
         (found,) = {*g(X[0], i % 2).tolist()}
         assert found == (State.n if i % 2 else 2)
-    assert counted["attempts"] <= attempts.ALLOWED
+    assert counted["attempts"] <= search_budget.ALLOWED
 
 
 def test_what_changes_rarely_is_recorded_anew_each_time(counted):
@@ -256,7 +258,10 @@ def test_functions_that_raise_at_times_are_not_recorded_for_ever(counted):
             g(X[0], n)
         except ValueError:
             assert n
-    assert counted["attempts"] <= attempts.ALLOWED + calls_of(g).replays.hits // attempts.WORTH + 5
+    assert (
+        counted["attempts"]
+        <= search_budget.ALLOWED + calls_of(g).replays.hits // search_budget.WORTH + 5
+    )
 
 
 def test_objects_are_not_held_for_having_been_seen(counted):
@@ -284,9 +289,9 @@ class Clock:
     def __init__(self, monkeypatch, cost):
         self.now = 0.0
         self.cost = cost
-        for module in (attempts, guarding, ran, recorder, recording, replay):
+        for module in (search_budget, guarding, coverage, tracer, trace_call, policy):
             monkeypatch.setattr(module, "clock", self)
-        purity = sys.modules["forall._programs.purity"]
+        purity = sys.modules["forall._jit.auto.purity"]
         monkeypatch.setattr(purity, "clock", self)
 
     def __call__(self):
@@ -330,8 +335,8 @@ def test_no_call_records_for_longer_than_it_may(name, cost, at_once, monkeypatch
     for calls in range(60):
         before = clock.now
         torch.testing.assert_close(g(*given), wanted, rtol=0, atol=0)
-        so_far = max(attempts.SLACK, calls * eager)
-        assert clock.now - before <= attempts.CALLS * eager + so_far + 4 * cost
+        so_far = max(search_budget.SLACK, calls * eager)
+        assert clock.now - before <= search_budget.CALLS * eager + so_far + 4 * cost
     assert calls_of(g).replays.hits > 0 or cost > 1e-4
 
 
@@ -344,7 +349,7 @@ def test_what_takes_long_to_record_is_recorded_when_the_calls_have_taken_as_long
     for calls in range(1, 200):
         g(*given)
         hits = getattr(calls_of(g).replays, "hits", 0)
-        assert clock.now <= 3 * calls * 2 * cost + attempts.SLACK
+        assert clock.now <= 3 * calls * 2 * cost + search_budget.SLACK
     assert hits > 50
 
 
@@ -392,19 +397,19 @@ def test_a_backward_pass_that_takes_too_long_leaves_the_users_history(at_once, m
     forall.config.replay = True
     clock = Clock(monkeypatch, 0.0)
     halted = []
-    original = recorder.Recorder.halting
+    original = tracer.Recorder.halting
 
     def halting(self):
         clock.now += 1e6
         halted.append(self)
         return original(self)
 
-    monkeypatch.setattr(recorder.Recorder, "halting", halting)
+    monkeypatch.setattr(tracer.Recorder, "halting", halting)
     for _ in range(12):
         (found,) = torch.autograd.grad(g(X).sum(), w)
         torch.testing.assert_close(found, wanted, rtol=0, atol=0)
     assert halted
-    assert all(r.why == attempts.TOO_LONG for r in halted)
+    assert all(r.why == search_budget.TOO_LONG for r in halted)
 
 
 def test_garbage_is_collected_as_before_when_a_call_was_recorded(at_once, monkeypatch):
@@ -426,7 +431,7 @@ class Interrupted(BaseException):
 
 def test_a_program_whose_making_was_interrupted_is_made_anew(at_once, monkeypatch):
     g = grad(_once(perceptron))
-    original, times = recording.asking, []
+    original, times = trace_call.asking, []
 
     def asking(program):
         times.append(1)
@@ -434,7 +439,7 @@ def test_a_program_whose_making_was_interrupted_is_made_anew(at_once, monkeypatc
             raise Interrupted
         yield from original(program)
 
-    monkeypatch.setattr(recording, "asking", asking)
+    monkeypatch.setattr(trace_call, "asking", asking)
     wanted, interrupted = None, 0
     for _ in range(30):
         try:
@@ -454,7 +459,7 @@ def test_an_error_of_ours_in_a_later_step_is_not_the_users(at_once, monkeypatch)
         raise ZeroDivisionError("of ours")
         yield
 
-    monkeypatch.setattr(recording, "asking", asking)
+    monkeypatch.setattr(trace_call, "asking", asking)
     g = grad(_once(perceptron))
     for _ in range(12):
         g(X[0])

@@ -11,8 +11,13 @@ import pytest
 import torch
 
 import forall
-from forall._batching.unmade import _IN_ZEROS, _SHAPES, shape_of_convolution, shown
-from forall._torch.shapes import broadcast_shapes
+from forall._compat.shapes import broadcast_shapes
+from forall._vmap.lazy_grad.lazy_tensor import (
+    _IN_ZEROS,
+    _SHAPES,
+    shape_of_convolution,
+    shown,
+)
 
 aten = torch.ops.aten
 
@@ -53,7 +58,7 @@ _PROGRAM = """
         call()
     before = {*sys.modules}
     forall.config.replay, forall.config.patience = True, 0
-    from forall._programs import attempts, replay
+    from forall._jit import attempts, replay
     attempts.SLACK = 1e6  # however slow the machine is
     recorded = []
     original = replay.begun

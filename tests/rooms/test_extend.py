@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from forall import PerformanceWarning, extend, grad, jvp, vmap
-from forall._batching import table
+from forall._vmap import registry
 from golden import refused
 from oracle import check_vmap
 
@@ -17,12 +17,12 @@ X = torch.arange(6.0).reshape(3, 2)
 
 @pytest.fixture(autouse=True)
 def table_as_it_was() -> Iterator[None]:
-    handlers, ways = dict(table.HANDLERS), dict(table.WAYS)
+    handlers, ways = dict(registry.HANDLERS), dict(registry.WAYS)
     yield
-    table.HANDLERS.clear()
-    table.HANDLERS.update(handlers)
-    table.WAYS.clear()
-    table.WAYS.update(ways)
+    registry.HANDLERS.clear()
+    registry.HANDLERS.update(handlers)
+    registry.WAYS.clear()
+    registry.WAYS.update(ways)
 
 
 class Library:
@@ -203,10 +203,10 @@ def test_an_overridden_rule_of_our_own():
         )
         assert vmap(torch.sin)(X).equal(X.cos())
     finally:
-        from forall._batching import shortcut
+        from forall._vmap.fast_path import api_calls
 
-        shortcut._overruled.clear()
-        shortcut._known.clear()
+        api_calls._overruled.clear()
+        api_calls._known.clear()
 
 
 def test_no_operator():

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils import _pytree as torchs
 
-from forall._torch import trees
+from forall._compat import pytree
 
 Pair = namedtuple("Pair", "a b")  # noqa: PYI024
 
@@ -51,12 +51,12 @@ TREES = [
 @pytest.mark.parametrize("tree", TREES, ids=str)
 def test_as_torch_has_it(tree):
     for _ in range(2):  # the second time the shape is known
-        leaves, spec = trees.flatten(tree)
+        leaves, spec = pytree.flatten(tree)
         expected, wanted = torchs.tree_flatten(tree)
         assert leaves == expected
         assert spec == wanted
         assert repr(spec) == repr(wanted)
-        back = trees.unflatten(leaves, spec)
+        back = pytree.unflatten(leaves, spec)
         assert back == tree
         assert type(back) is type(torchs.tree_unflatten(expected, wanted))
         assert repr(back) == repr(tree) or type(tree) is not dict
@@ -65,8 +65,8 @@ def test_as_torch_has_it(tree):
 def test_names_keep_their_type_and_order():
     """1 and True are one key; so a shape with such keys is not remembered for the other."""
     for tree in ({1: 0}, {True: 0}, {1.0: 0}, {"b": 0, "a": 1}, {"a": 0, "b": 1}):
-        leaves, spec = trees.flatten(tree)
-        assert repr(trees.unflatten(leaves, spec)) == repr(tree)
+        leaves, spec = pytree.flatten(tree)
+        assert repr(pytree.unflatten(leaves, spec)) == repr(tree)
 
 
 def test_a_kind_registered_later():
@@ -75,19 +75,19 @@ def test_a_kind_registered_later():
             self.x = x
 
     late = Late(1)
-    assert trees.flatten((late,))[0] == [late]
+    assert pytree.flatten((late,))[0] == [late]
     torchs.register_pytree_node(Late, lambda n: ([n.x], None), lambda c, _: Late(*c))
-    assert trees.flatten((late,))[0] == [1]
+    assert pytree.flatten((late,))[0] == [1]
 
 
 def test_too_many_or_too_few_leaves():
-    _, spec = trees.flatten((1, 2))
+    _, spec = pytree.flatten((1, 2))
     for leaves in ([1], [1, 2, 3]):
         with pytest.raises(ValueError, match="unflatten"):
-            trees.unflatten(leaves, spec)
+            pytree.unflatten(leaves, spec)
 
 
 def test_shapes_without_end_are_not_all_kept():
-    for n in range(2 * trees._MANY):
-        trees.flatten({f"name {n}": 1})
-    assert len(trees._specs) <= trees._MANY
+    for n in range(2 * pytree._MANY):
+        pytree.flatten({f"name {n}": 1})
+    assert len(pytree._specs) <= pytree._MANY

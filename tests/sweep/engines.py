@@ -44,9 +44,9 @@ class Engine:
         if self.name != "forall":
             yield found
             return
-        from forall._batching import interpreter, sharing, table
+        from forall._vmap import function_mode, registry, vmap_level
 
-        run = interpreter.VmapLevel._run
+        run = vmap_level.VmapLevel._run
 
         def recorded(
             self: Any, func: Any, args: tuple, kwargs: dict, handler: Any, meets: str
@@ -56,7 +56,7 @@ class Engine:
             finally:
                 # One without mapped arguments runs once, as it would outside: no way to note.
                 if meets == "mapped":
-                    found.add(table.WAYS.get(func, "row"))
+                    found.add(registry.WAYS.get(func, "row"))
 
         def short(way: Callable) -> Callable:
             def quick(*args: Any) -> Any:
@@ -68,9 +68,9 @@ class Engine:
             return quick
 
         with (
-            mock.patch.object(interpreter.VmapLevel, "_run", recorded),
-            mock.patch.object(interpreter, "alike", short(interpreter.alike)),
-            mock.patch.object(sharing, "answer", short(sharing.answer)),
+            mock.patch.object(vmap_level.VmapLevel, "_run", recorded),
+            mock.patch.object(vmap_level, "alike", short(vmap_level.alike)),
+            mock.patch.object(function_mode, "answer", short(function_mode.answer)),
         ):
             yield found
 

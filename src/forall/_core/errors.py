@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from forall._core.places import Place, users_line
-from forall._torch.dispatch import functions_are_off, functions_off, no_dispatch
-from forall._torch.wrapper import Wrapper
+from forall._compat.dispatch_state import functions_are_off, functions_off, no_dispatch
+from forall._compat.wrapper_tensor import Wrapper
+from forall._core.call_site import Place, users_line
 
 if TYPE_CHECKING:
+    from forall._core.call_site import Origin
     from forall._core.levels import Level
-    from forall._core.places import Origin
 
 
 class PerformanceWarning(UserWarning):
@@ -71,7 +71,7 @@ def _shown(value: object) -> str:
 
 def shown(value: torch.Tensor) -> str:
     """The numbers behind a wrapper. To print must not fail, whatever is active around it."""
-    from forall._core.listening import numbers_told
+    from forall._core.host_reads import numbers_told
 
     numbers_told()
     if isinstance(value, Wrapper):

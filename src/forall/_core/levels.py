@@ -20,9 +20,8 @@ from weakref import ref
 
 import torch
 
-from forall._core.order import numbered
-from forall._torch import fsdp, whole
-from forall._torch.dispatch import (
+from forall._compat import exception_safety, fsdp
+from forall._compat.dispatch_state import (
     functions_off,
     in_torch_func,
     is_mode_on,
@@ -30,15 +29,21 @@ from forall._torch.dispatch import (
     plain_alias,
     torch_funcs,
 )
-from forall._torch.jagged import Jagged, held_rows, with_held_rows, with_rows
-from forall._torch.names import pop_mode, push_mode
-from forall._torch.whole import contextmanager
-from forall._torch.wrapper import Wrapper
+from forall._compat.exception_safety import contextmanager
+from forall._compat.jagged_layout import (
+    Jagged,
+    held_rows,
+    with_held_rows,
+    with_rows,
+)
+from forall._compat.private_api import pop_mode, push_mode
+from forall._compat.wrapper_tensor import Wrapper
+from forall._core.level_order import numbered
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from forall._core.places import Origin
+    from forall._core.call_site import Origin
 
     Function = Callable[..., tuple[torch.Tensor, ...]]
 
@@ -146,14 +151,14 @@ class Level:
         return self.root is not other.root and other.root not in self.around
 
 
-class _Stack(whole.Here):
+class _Stack(exception_safety.Here):
     top: Level | None = None
     parted = 0  # how many levels have a part of their examples act
     ever_parted = False
     again = 0  # how often code of a forward pass runs once more, for such a part
     recomputes = False  # whether code of a forward pass runs once more, for whichever examples
     reversing = 0  # how many calls and passes of ours run with torch's autograd on
-    run: Any = None  # whose variables are made now, see `_derivatives.reverse.Run`
+    run: Any = None  # whose variables are made now, see `_autodiff.reverse_mode.Run`
     # What runs once more counts as run inside of ``place``, and before ``since`` was entered.
     place: Level | None = None
     since: Level | None = None
@@ -226,7 +231,7 @@ def _abandon(left: list, _: int) -> None:
             level.lifted.clear()
 
 
-whole.PUT_BACK.append(_abandon)
+exception_safety.PUT_BACK.append(_abandon)
 
 
 def _let_go(level: Level) -> None:

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from forall._compat.shapes import broadcast_shapes
 from forall._core.errors import columns
 from forall._random.keys import of_width, split
-from forall._torch.shapes import broadcast_shapes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

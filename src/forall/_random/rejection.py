@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from forall._compat.shapes import broadcast_shapes
 from forall._random.threefry import LOW, library, threefry
-from forall._torch.shapes import broadcast_shapes
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from forall._torch.dispatch import in_torch_func
-from forall._torch.shapes import broadcast_shapes
+from forall._compat.dispatch_state import in_torch_func
+from forall._compat.shapes import broadcast_shapes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

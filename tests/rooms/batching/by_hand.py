@@ -1,4 +1,4 @@
-"""`if` and `while` written by hand in the words of `_batching.worlds`, and the laws they keep.
+"""`if` and `while` written by hand in the words of `active_mask`, and the laws they keep.
 
 Outside of vmap the same functions run as plain Python, so a function is its own truth in a loop.
 """
@@ -15,7 +15,12 @@ from torch.autograd.functional import jacobian as torchs_jacobian
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from forall import grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
-from forall._batching.worlds import asked, joined, now, running
+from forall._vmap.active_set.active_mask import (
+    asked,
+    joined,
+    now,
+    running,
+)
 from oracle import loop
 
 

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from forall import grad, hessian, vmap
-from forall._batching.rules import conv
+from forall._vmap.rules import convolution
 from oracle import difference, loop
 
 CASES = {
@@ -37,9 +37,9 @@ CASES = {
 }
 
 
-@pytest.fixture(params=[conv.by_groups, conv.places_last, conv.channels_last])
+@pytest.fixture(params=[convolution.by_groups, convolution.places_last, convolution.channels_last])
 def form(request, monkeypatch):
-    monkeypatch.setattr(conv, "fastest", lambda *_: request.param)
+    monkeypatch.setattr(convolution, "fastest", lambda *_: request.param)
 
 
 def _case(name):
@@ -141,17 +141,17 @@ def test_a_bias_of_another_size_is_refused(kernel, weight_dim, bias, bias_dim):
 @pytest.mark.parametrize(
     ("filters", "image", "form"),
     [
-        ((8, 1, 3, 3), 28, conv.places_last),  # no blocks of channels
-        ((10, 64, 3, 3), 8, conv.channels_last),
-        ((64, 64, 1, 1), 8, conv.places_last),  # nothing is copied
-        ((16, 8, 3, 3), 14, conv.channels_last),  # the copy is short
-        ((64, 64, 3, 3), 14, conv.by_groups),
-        ((32, 16, 3, 3), 32, conv.by_groups),
+        ((8, 1, 3, 3), 28, convolution.places_last),  # no blocks of channels
+        ((10, 64, 3, 3), 8, convolution.channels_last),
+        ((64, 64, 1, 1), 8, convolution.places_last),  # nothing is copied
+        ((16, 8, 3, 3), 14, convolution.channels_last),  # the copy is short
+        ((64, 64, 3, 3), 14, convolution.by_groups),
+        ((32, 16, 3, 3), 32, convolution.by_groups),
     ],
 )
 def test_the_choice_is_by_what_was_measured(filters, image, form):
     x, g = (torch.empty(2, 1, n, image, image) for n in (filters[1], filters[0]))
     how = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
-    assert conv.fastest(g, x, filters, *how) is form
-    assert conv.fastest(g.double(), x.double(), filters, *how) is not conv.by_groups
-    assert conv.fastest(g.half(), x.half(), filters, *how) is not conv.channels_last
+    assert convolution.fastest(g, x, filters, *how) is form
+    assert convolution.fastest(g.double(), x.double(), filters, *how) is not convolution.by_groups
+    assert convolution.fastest(g.half(), x.half(), filters, *how) is not convolution.channels_last

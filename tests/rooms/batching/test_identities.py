@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from forall import vmap
-from forall._torch.identities import identity, is_identity
+from forall._compat.symbolic_eye import identity, is_identity
 
 CPU = torch.device("cpu")
 

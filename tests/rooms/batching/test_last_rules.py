@@ -10,10 +10,10 @@ import torch
 from torch.nn import functional as F
 
 from forall import PerformanceWarning, grad, jvp, vmap
-from forall._batching import resolve, table
-from forall._batching.rules.attention import ROW, with_aligned_rows
-from forall._torch.names import DispatchKey, has_kernel
-from forall._torch.versions import release
+from forall._compat.private_api import DispatchKey, has_kernel
+from forall._compat.versions import release
+from forall._vmap import registry, rule_lookup
+from forall._vmap.rules.attention import ROW, with_aligned_rows
 from oracle import check_vmap, difference, loop
 
 aten = torch.ops.aten
@@ -324,8 +324,8 @@ def _overloads():
 
 
 def test_what_is_left_to_the_loop():
-    loops = (resolve._loop, resolve._loop_and_write, resolve._loop_into_out)
-    handlers = {op: table.HANDLERS.get(op) or resolve._find(op)[0] for op in _overloads()}
+    loops = (rule_lookup._loop, rule_lookup._loop_and_write, rule_lookup._loop_into_out)
+    handlers = {op: registry.HANDLERS.get(op) or rule_lookup._find(op)[0] for op in _overloads()}
     assert len(handlers) > 1500
     left = {str(op).removeprefix("aten.") for op, handler in handlers.items() if handler in loops}
     assert left == set(LEFT) & {str(op).removeprefix("aten.") for op in handlers}

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from forall import grad, jvp, vmap
-from forall._batching.batched import Batched
-from forall._batching.standing import copies
 from forall._core.levels import stack
+from forall._vmap.batched_tensor import Batched
+from forall._vmap.mutation.view_copies import copies
 from oracle import loop
 from rooms.batching.by_hand import check, choose, repeat
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from forall import PerformanceWarning, jvp, vmap
-from forall._batching import families, resolve, table
+from forall._vmap import registry, rule_lookup
+from forall._vmap.rule_makers import basic
 from oracle import check_vmap
 
 X = torch.arange(12.0).reshape(3, 4)
@@ -71,7 +72,7 @@ def test_a_kernel_that_reads_memory_falls_to_the_loop():
 
 def _registered(monkeypatch, run):
     """aten.sin, as if this were its decomposition."""
-    monkeypatch.setitem(table.HANDLERS, aten.sin.default, resolve._decomposed(run))
+    monkeypatch.setitem(registry.HANDLERS, aten.sin.default, rule_lookup._decomposed(run))
 
 
 def test_a_decomposition_that_leads_back_to_its_operator(monkeypatch):
@@ -120,7 +121,7 @@ def test_what_reads_memory_says_so(name):
 
 def test_the_loop_is_right_without_examples():
     def f(x):
-        return families.loop(level(x), aten.sin.default, (x,), {})
+        return basic.loop(level(x), aten.sin.default, (x,), {})
 
     def level(x):
         return x.level
@@ -140,9 +141,9 @@ def test_torchs_zeros_without_memory_are_added_after_the_level_has_ended():
 
 
 def test_an_operator_that_has_a_rule_keeps_it():
-    rule, way = table.HANDLERS[aten.clone.default], table.WAYS[aten.clone.default]
-    assert resolve.resolve(aten.clone.default) is rule
-    assert (table.HANDLERS[aten.clone.default], table.WAYS[aten.clone.default]) == (rule, way)
+    rule, way = registry.HANDLERS[aten.clone.default], registry.WAYS[aten.clone.default]
+    assert rule_lookup.resolve(aten.clone.default) is rule
+    assert (registry.HANDLERS[aten.clone.default], registry.WAYS[aten.clone.default]) == (rule, way)
 
 
 def test_a_sum_with_zeros_under_forward_mode_leaves_other_calls_as_they_are():

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from forall import grad, jvp, vmap
-from forall._batching import sharing, shortcut
+from forall._vmap import function_mode
+from forall._vmap.fast_path import api_calls
 from oracle import check_vmap
 
 G = torch.Generator().manual_seed(0)
@@ -30,12 +31,12 @@ def is_direct(f, *args: Tensor, in_dims=0) -> bool:
     answered = []
 
     def answer(*call):
-        out = shortcut.answer(*call)
+        out = api_calls.answer(*call)
         answered.append(out is not None)
         return out
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sharing, "answer", answer)
+        patch.setattr(function_mode, "answer", answer)
         vmap(f, in_dims)(*args)
     return all(answered)
 
@@ -222,13 +223,13 @@ def test_inside_a_transform_of_torch():
 @pytest.mark.counted
 def test_a_rule_of_the_users_is_asked():
     op = torch.ops.aten.addmm.default
-    shortcut._known.clear()
+    api_calls._known.clear()
     try:
-        shortcut.overruled(op)
+        api_calls.overruled(op)
         assert not is_direct(
             F.linear, randn(3, 4, 5), randn(2, 5), randn(2), in_dims=(0, None, None)
         )
     finally:
-        shortcut._overruled.clear()
-        shortcut._known.clear()
+        api_calls._overruled.clear()
+        api_calls._known.clear()
     assert is_direct(F.linear, randn(3, 4, 5), randn(2, 5), randn(2), in_dims=(0, None, None))

@@ -1,6 +1,6 @@
 """What is put back before a function runs once more."""
 
-from forall._core.remembering import Remembered, globals_of, names_of
+from forall._core.python_state import Remembered, globals_of, names_of
 
 COUNT = 0
 LOG = []

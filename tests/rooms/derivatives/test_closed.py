@@ -5,7 +5,7 @@ import torch
 from torch.testing import assert_close
 
 import forall
-from forall._derivatives import reverse
+from forall._autodiff import reverse_mode
 
 
 def variable(value=2.0):
@@ -13,28 +13,28 @@ def variable(value=2.0):
 
 
 def test_a_graph_of_own_variables_alone_is_closed():
-    with reverse.recording() as run:
-        x, y = reverse.variables([torch.tensor(2.0), torch.tensor(3.0)])
-        assert reverse.is_closed((x.sin() * y,), run)
-        assert not reverse.is_closed((x * variable(),), run)
+    with reverse_mode.recording() as run:
+        x, y = reverse_mode.variables([torch.tensor(2.0), torch.tensor(3.0)])
+        assert reverse_mode.is_closed((x.sin() * y,), run)
+        assert not reverse_mode.is_closed((x * variable(),), run)
 
 
 def test_variables_of_a_run_within_are_closed_and_those_of_one_around_are_not():
-    with reverse.recording() as outer:
-        (x,) = reverse.variables([torch.tensor(2.0)])
-        with reverse.recording() as inner:
-            (y,) = reverse.variables([torch.tensor(3.0)])
+    with reverse_mode.recording() as outer:
+        (x,) = reverse_mode.variables([torch.tensor(2.0)])
+        with reverse_mode.recording() as inner:
+            (y,) = reverse_mode.variables([torch.tensor(3.0)])
         both = x * y
-        assert reverse.is_closed((both,), outer)
-        assert not reverse.is_closed((both,), inner)
+        assert reverse_mode.is_closed((both,), outer)
+        assert not reverse_mode.is_closed((both,), inner)
 
 
 def test_only_the_results_that_lead_outside_keep_their_history():
     w = variable()
-    with reverse.recording() as run:
-        (x,) = reverse.variables([torch.tensor(2.0)])
+    with reverse_mode.recording() as run:
+        (x,) = reverse_mode.variables([torch.tensor(2.0)])
         results = x.sin(), w * x, x, w, w.exp(), torch.ones(())
-    requires = [t.requires_grad for t in reverse.closed(results, run, True)]
+    requires = [t.requires_grad for t in reverse_mode.closed(results, run, True)]
     assert requires == [False, True, False, True, True, False]
 
 

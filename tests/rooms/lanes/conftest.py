@@ -2,8 +2,8 @@
 
 import pytest
 
-from forall._lanes.state import thread
-from forall._lanes.words import words
+from forall._divergence.thread_state import thread
+from forall._divergence.vmap_interface import words
 
 
 @pytest.fixture(autouse=True)

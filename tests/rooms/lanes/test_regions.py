@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from forall._lanes import items
-from forall._lanes.state import Region, thread
+from forall._divergence import subscripts
+from forall._divergence.thread_state import Region, thread
 
 
 def test_a_list_that_nobody_has_any_more_is_forgotten():
@@ -12,8 +12,8 @@ def test_a_list_that_nobody_has_any_more_is_forgotten():
     try:
         inner = Region(thread)
         known = [1]
-        items.note(known)
-        items.note([2])
+        subscripts.note(known)
+        subscripts.note([2])
         inner.close()
         assert [*(outer.heap or {})] == [id(known)]
     finally:

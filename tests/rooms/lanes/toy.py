@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from forall._lanes import aliases, calls, runtime
+from forall._divergence import aliases, converted_call, runtime
 
 
 def _dtype(column):
@@ -330,7 +330,7 @@ def use_toy() -> None:
         put=put,
     )
     runtime.words.convert = convert_number
-    runtime.words.calculate = calls.opaque
+    runtime.words.calculate = converted_call.opaque
 
 
 def forget() -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from by_groups import EXPECTED, only_groups
-from forall._batching import worlds
+from forall._vmap.active_set import active_mask
 
 HERE = f"{Path(__file__).parent}/"
 
@@ -19,7 +19,7 @@ def parted(monkeypatch):
     def one_of(tensor):
         raise Parted
 
-    monkeypatch.setattr(worlds, "one_of", one_of)
+    monkeypatch.setattr(active_mask, "one_of", one_of)
     only_groups(monkeypatch)  # which parts by itself
     return Parted
 

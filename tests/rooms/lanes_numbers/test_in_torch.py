@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from forall import vmap
-from forall._lanes import made  # noqa: F401 - enters torch.tensor and its like
-from forall._lanes.numbers import number
+from forall._divergence import scalar_factories  # noqa: F401 - enters torch.tensor and its like
+from forall._divergence.batched_scalar import number
 from oracle import loop
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32]

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from forall import vmap
-from forall._lanes import stacks
-from forall._lanes.maths import BUILTINS, MATH
-from forall._lanes.numbers import Number, number
+from forall._divergence import scalar_storage
+from forall._divergence.batched_scalar import Number, number
+from forall._divergence.scalar_math import BUILTINS, MATH
 
 INTS = [0, 1, -1, 2, 3, -7, 10, 63, 64, 255, 2**31, -(2**53) - 1, 2**53 + 1, 2**62, 2**63 - 1]
 FLOATS = [0.0, -0.0, 1.0, -1.0, 0.5, 2.5, 3.5, -2.5, 0.1, 1e-300, 5e-324, 1e300, -1e17, 2.0**53]
@@ -61,9 +61,13 @@ def lanes_of(got, ref):
     if type(got) is tuple:
         return list(zip(*(lanes_of(g, ref) for g in got), strict=True))
     if type(got) is not Number:
-        return [got] * stacks.plain(ref).numel()
-    levels = stacks.levels_of(ref)[::-1]
-    return stacks.in_order(stacks.spread([got.tensor, ref])[0], levels).flatten().tolist()
+        return [got] * scalar_storage.plain(ref).numel()
+    levels = scalar_storage.levels_of(ref)[::-1]
+    return (
+        scalar_storage.in_order(scalar_storage.spread([got.tensor, ref])[0], levels)
+        .flatten()
+        .tolist()
+    )
 
 
 def loop(f, *lanes):
@@ -194,7 +198,7 @@ def each(values, f, dtype=None):
 
 
 def of(got):
-    return stacks.plain(got.tensor).tolist()
+    return scalar_storage.plain(got.tensor).tolist()
 
 
 def test_a_float32_is_the_double_that_item_gives():

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from forall import vmap
-from forall._lanes import made  # noqa: F401 - enters torch.tensor and its like
-from forall._lanes.numbers import number
+from forall._divergence import scalar_factories  # noqa: F401 - enters torch.tensor and its like
+from forall._divergence.batched_scalar import number
 from oracle import loop
 
 XS = torch.tensor([1.0, 3.0, 2.0, 3.0, 0.5])

@@ -13,7 +13,7 @@ import torch
 from torch.utils._pytree import _deregister_pytree_node, register_pytree_node, tree_map
 
 from forall import jit, vmap
-from forall._programs.guards import TOO_MUCH, Guards
+from forall._jit.guards.build import TOO_MUCH, Guards
 
 X = torch.arange(6.0).view(2, 3)
 

@@ -8,17 +8,23 @@ import pytest
 import torch
 
 from forall import jit, vmap
-from forall._programs.cheaper import in_place
-from forall._programs.program import Layout, Node, Program, Ref, Value
-from forall._programs.recording import record
-from forall._torch import trees
+from forall._compat import pytree
+from forall._jit.graph import (
+    Layout,
+    Node,
+    Program,
+    Ref,
+    Value,
+)
+from forall._jit.passes.peephole import in_place
+from forall._jit.tracing.trace_call import record
 
 aten = torch.ops.aten
 X = torch.tensor([[1.0, -0.0, float("inf")], [float("nan"), 2.0, -3.0]])
 
 
 def program(f, *args):
-    made = record(f, *trees.flatten((args, {})))
+    made = record(f, *pytree.flatten((args, {})))
     assert made.recorded is not None, made.why
     return made.recorded.program
 
@@ -102,7 +108,7 @@ def test_a_chain_of_views_of_an_argument_goes_where_the_argument_lies():
 
 
 def test_memory_is_given_back_where_it_is_read_last():
-    recorded = record(lambda x: x.sin().cos().exp(), *trees.flatten(((X,), {}))).recorded
+    recorded = record(lambda x: x.sin().cos().exp(), *pytree.flatten(((X,), {}))).recorded
     assert recorded is not None
     run: Any = recorded.run
     assert run.source.count("del ") == 2

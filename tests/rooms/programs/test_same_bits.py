@@ -9,15 +9,15 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from forall import grad, jit, vmap
-from forall._programs.recording import record
-from forall._torch import trees
+from forall._compat import pytree
+from forall._jit.tracing.trace_call import record
 
 INF, NAN = math.inf, math.nan
 X = torch.tensor([[1.0, -0.0, INF], [NAN, 2.0, -3.0]])
 
 
 def names(f, *args):
-    made = record(f, *trees.flatten((args, {})))
+    made = record(f, *pytree.flatten((args, {})))
     assert made.recorded is not None, made.why
     return [node.op.overloadpacket.__name__ for node in made.recorded.program.nodes]
 
@@ -31,7 +31,7 @@ def agree(f, *args, calls=3):
     g = jit(f)
     for i in range(calls):
         mine, its = ([(a * (i + 1)).clone() for a in args] for _ in range(2))
-        found, wanted = (trees.leaves(h(*a)) for h, a in ((g, mine), (f, its)))
+        found, wanted = (pytree.leaves(h(*a)) for h, a in ((g, mine), (f, its)))
         for a, b in zip((*found, *mine), (*wanted, *its), strict=True):
             assert (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
             assert bits(a).equal(bits(b))
@@ -201,7 +201,7 @@ def test_a_number_is_what_it_is_to_torch(dtype, number):
 
 
 def test_numbers_of_one_kind_are_one_tensor():
-    made = record(lambda x: (x * 2 + 2) * 2.0, *trees.flatten(((X,), {}))).recorded
+    made = record(lambda x: (x * 2 + 2) * 2.0, *pytree.flatten(((X,), {}))).recorded
     assert made is not None
     assert len(made.program.constants) == 2
 
@@ -315,7 +315,7 @@ def test_what_becomes_a_view_of_itself_is_recorded(name):
 
 @pytest.mark.parametrize("f", [lambda x: x.t_() + 1, lambda x: x.unsqueeze_(0) * 2])
 def test_an_argument_that_becomes_one_is_not(f):
-    why = record(f, *trees.flatten(((X.clone(),), {}))).why
+    why = record(f, *pytree.flatten(((X.clone(),), {}))).why
     assert "changes what a tensor is" in str(why)
 
 
@@ -325,7 +325,7 @@ def test_a_captured_tensor_that_becomes_one_is_not():
     def f(x):
         return x @ w.t_()
 
-    why = record(f, *trees.flatten(((X,), {}))).why
+    why = record(f, *pytree.flatten(((X,), {}))).why
     assert "changes what a tensor is" in str(why)
     assert w.shape == (3, 2)
 

@@ -9,8 +9,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from forall import hessian, jacfwd, jit, vmap
-from forall._programs.program import Layout, Node, Ref, Value
-from forall._programs.tried import same_bits
+from forall._jit.graph import (
+    Layout,
+    Node,
+    Ref,
+    Value,
+)
+from forall._jit.passes.bitwise_check import same_bits
 
 aten = torch.ops.aten
 SLOPE = aten.tanh_backward.default

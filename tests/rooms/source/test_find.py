@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from forall import vmap
-from forall._source import Refused, template
-from forall._source.find import find
-from forall._source.refused import CannotConvert
+from forall._ast_rewrite import Refused, template
+from forall._ast_rewrite.find_source import find
+from forall._ast_rewrite.unsupported import CannotConvert
 
 X = torch.tensor([0.7, -0.5, 3.2])
 

@@ -1,0 +1,301 @@
+"""What a derivative is taken with respect to: the arguments asked for, the tensors among them."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from forall._api import argument_checks
+from forall._compat import functorch_interop, pytree
+from forall._compat.dispatch_state import functions_off
+from forall._core.errors import Call, columns, kind, short
+from forall._core.escaped_values import flatten
+from forall._divergence import users
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+# Where an argument stands: its position, or the name it was passed by; one, or a tuple of them.
+Places = Any
+
+
+class Moved:
+    """A tree of which the floating-point and complex tensors are moved; the rest stays.
+
+    ``asked`` are the arguments that make it up. An integer tensor among their leaves has no
+    derivative and stays; one that was itself asked for is a mistake.
+    """
+
+    __slots__ = ("at", "leaves", "spec", "tensors")
+
+    def __init__(
+        self, call: Call, tree: Any, asked: tuple, error: type[Exception] = RuntimeError
+    ) -> None:
+        self.leaves, self.spec = flatten(tree)
+        with functions_off():
+            self.at = [i for i, x in enumerate(self.leaves) if _moves(x)]
+        self.tensors: list[torch.Tensor] = [self.leaves[i] for i in self.at]
+        if len(self.at) == len(self.leaves):
+            return
+        for x in asked if self.at else (*asked, *self.leaves):
+            if isinstance(x, torch.Tensor):
+                argument_checks.differentiable(call, x, error)
+        if not self.at:
+            raise argument_checks.no_tensor(call, self.leaves)
+
+    def put(self, new: Any) -> Any:
+        """The tree with other tensors in the place of those that move."""
+        return self._with(list(self.leaves), new)
+
+    def shaped(self, new: Any) -> Any:
+        """A tree of what belongs to the tensors that move, None for every other leaf."""
+        return self._with([None] * len(self.leaves), new)
+
+    def _with(self, leaves: list, new: Any) -> Any:
+        for i, x in zip(self.at, new, strict=True):
+            leaves[i] = x
+        return pytree.unflatten(leaves, self.spec)
+
+
+def _moves(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and (x.is_floating_point() or x.is_complex())
+
+
+class Arguments(Moved):
+    """The arguments of a call, of which those at argnums, or called argnames, are moved."""
+
+    __slots__ = ("args", "kwargs", "places")
+
+    def __init__(
+        self,
+        call: Call,
+        args: tuple,
+        kwargs: dict,
+        argnums: Any,
+        argnames: Any = None,
+        error: type[Exception] = RuntimeError,
+    ) -> None:
+        self.args = args
+        self.kwargs = kwargs
+        self.places = places(call, args, kwargs, argnums, argnames)
+        chosen = pick(args, kwargs, self.places)
+        asked = chosen if isinstance(self.places, tuple) else (chosen,)
+        super().__init__(call, chosen, asked, error)
+
+    def beside(self) -> list[torch.Tensor]:
+        """The tensors among the arguments that are not moved."""
+        moved = set(map(id, self.tensors))
+        leaves = pytree.leaves((self.args, self.kwargs))
+        return [x for x in leaves if isinstance(x, torch.Tensor) and id(x) not in moved]
+
+    def call(self, func: Callable, new: Any) -> Any:
+        """``func`` of these arguments, with others in the place of the tensors that move."""
+        args, kwargs = put(self.args, self.kwargs, self.places, self.put(new))
+        return users(func)(*args, **kwargs)
+
+
+def pick(args: tuple, kwargs: dict, places: Places) -> Any:
+    """The argument at ``places``, or the tuple of them."""
+    if isinstance(places, tuple):
+        return tuple(pick(args, kwargs, p) for p in places)
+    return kwargs[places] if isinstance(places, str) else args[places]
+
+
+def put(args: tuple, kwargs: dict, places: Places, new: Any) -> tuple[tuple, dict]:
+    """The arguments with ``new`` (shaped as `pick` gave it) in place."""
+    by_position, by_name = list(args), dict(kwargs)
+    several = isinstance(places, tuple)
+    for p, x in zip(places if several else (places,), new if several else (new,), strict=True):
+        if isinstance(p, str):
+            by_name[p] = x
+        else:
+            by_position[p] = x
+    return tuple(by_position), by_name
+
+
+def called(
+    verb: str, func: Callable, argnums: Any, argnames: Any, *, holomorphic: bool = False
+) -> Call:
+    """The call, with the options that say which arguments, and of what kind."""
+    which = {"argnums": argnums} if argnames is None else {"argnames": argnames}
+    return Call(verb, func, **which, **({"holomorphic": True} if holomorphic else {}))
+
+
+def by_torch(
+    verb: str,
+    func: Callable,
+    args: tuple,
+    kwargs: dict,
+    argnums: Any,
+    argnames: Any,
+    **options: Any,
+) -> Any:
+    """What torch.func's transform of this name gives; it counts arguments and knows no names."""
+    if argnames is None:
+
+        def by_position(*xs: Any) -> Any:  # Dynamo cannot look into a functools.partial
+            return func(*xs, **kwargs)
+
+        return functorch_interop.call(verb, by_position, argnums, **options)(*args)
+    at = places(called(verb, func, argnums, argnames), args, kwargs, argnums, argnames)
+    several = isinstance(at, tuple)
+
+    def of_chosen(*xs: Any) -> Any:
+        by_place, by_name = put(args, kwargs, at, xs if several else xs[0])
+        return func(*by_place, **by_name)
+
+    chosen = pick(args, kwargs, at)
+    argnums = tuple(range(len(chosen))) if several else 0
+    return functorch_interop.call(verb, of_chosen, argnums, **options)(
+        *(chosen if several else (chosen,))
+    )
+
+
+def holomorphic_by_torch(
+    verb: str,
+    func: Callable,
+    args: tuple,
+    kwargs: dict,
+    argnums: Any,
+    argnames: Any,
+    *,
+    has_aux: bool,
+    **options: Any,
+) -> Any:
+    """What torch.func's Jacobian of this name gives for df/dz, of which it knows nothing.
+
+    By the Cauchy-Riemann equations df/dz is the derivative of f(x + iy) in x, which is real.
+    """
+    at = places(called(verb, func, argnums, argnames), args, kwargs, argnums, argnames)
+    chosen = pick(args, kwargs, at)
+    x, y = (pytree.map_tensors(part, chosen) for part in (torch.real, torch.imag))
+
+    def apart(x: Any) -> tuple[Any, Any]:
+        z = pytree.tree_map(_complex, x, y)
+        by_place, by_name = put(args, kwargs, at, z)
+        out = func(*by_place, **by_name)
+        out, aux = out if has_aux else (out, ())  # torch takes no None for an aux
+        return pytree.map_tensors(lambda w: torch.stack([w.real, w.imag]), out), aux
+
+    jacobian, aux = functorch_interop.call(verb, apart, has_aux=True, **options)(x)
+    found = pytree.map_tensors(lambda j: torch.complex(j[0], j[1]), jacobian)
+    return (found, aux) if has_aux else found
+
+
+def _complex(x: Any, y: Any) -> Any:
+    return torch.complex(x, y) if isinstance(x, torch.Tensor) else x
+
+
+def valued(verb: str, func: Callable, has_aux: bool) -> Callable:
+    """``func`` with its own value as its aux: how a derivative gives the value besides."""
+
+    @functools.wraps(func, updated=())  # argnames asks it for names
+    def beside(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        out = users(func)(*args, **kwargs)
+        if not has_aux:
+            return out, out
+        out, aux = argument_checks.with_aux(Call(verb, func), out)
+        return out, (out, aux)
+
+    return beside
+
+
+# --- places ------------------------------------------------------------------------------------
+
+
+def places(call: Call, args: tuple, kwargs: dict, argnums: Any, argnames: Any) -> Places:
+    """Where the arguments stand that ``argnums`` counts, or ``argnames`` names."""
+    if argnames is not None:
+        return _named(call, args, kwargs, argnums, argnames)
+    if isinstance(argnums, int) and not isinstance(argnums, bool):
+        return _place(call, args, argnums)
+    if isinstance(argnums, tuple):
+        if not argnums:
+            raise RuntimeError(f"{call}: argnums must not be empty.\nName at least one argument.")
+        return _distinct(call, "argnums", argnums, tuple(_place(call, args, a) for a in argnums))
+    raise RuntimeError(
+        f"{call}: argnums must be an int or a tuple of ints.\n"
+        f"{columns([('argnums', short(argnums), kind(argnums))])}\n"
+        "Count the positional arguments from 0."
+    )
+
+
+def _place(call: Call, args: tuple, argnum: Any) -> int:
+    if not isinstance(argnum, int):
+        raise RuntimeError(
+            f"{call}: argnums must be an int or a tuple of ints.\n"
+            f"{columns([('argnums', short(argnum), kind(argnum))])}\n"
+            "Count the positional arguments from 0."
+        )
+    n = len(args)
+    if not -n <= argnum < n:
+        can = f"Give an int in [{-n}, {n}), and pass" if n else "Pass"
+        raise RuntimeError(
+            f"{call}: argnums names an argument that the call does not have.\n"
+            f"{columns([('argnums', str(argnum)), ('positional arguments', str(n))])}\n"
+            f"{can} the argument by position, or name it in argnames."
+        )
+    return argnum % n
+
+
+def _distinct(call: Call, option: str, given: tuple, found: tuple) -> tuple:
+    if len(set(found)) < len(found):
+        raise RuntimeError(
+            f"{call}: {option} names an argument twice.\n"
+            f"{columns([(option, repr(given))])}\nName each argument once."
+        )
+    return found
+
+
+def _named(call: Call, args: tuple, kwargs: dict, argnums: Any, argnames: Any) -> Places:
+    several = argnames if isinstance(argnames, tuple) else (argnames,)
+    if not several or not all(isinstance(name, str) for name in several):
+        raise RuntimeError(
+            f"{call}: argnames must be a str or a tuple of strs.\n"
+            f"{columns([('argnames', short(argnames), kind(argnames))])}\n"
+            "Give the names of the arguments."
+        )
+    if argnums != 0:
+        raise RuntimeError(
+            f"{call}: argnums and argnames both say which arguments.\n"
+            f"{columns([('argnums', short(argnums)), ('argnames', short(argnames))])}\n"
+            "Give one of them."
+        )
+    found = tuple(
+        name if name in kwargs else _position(call, args, kwargs, name) for name in several
+    )
+    return _distinct(call, "argnames", several, found) if several is argnames else found[0]
+
+
+def signature(func: Any) -> inspect.Signature:
+    """Whose names count: of a module those of its forward."""
+    return inspect.signature(func.forward if isinstance(func, torch.nn.Module) else func)
+
+
+def _position(call: Call, args: tuple, kwargs: dict, name: str) -> int:
+    """Where an argument stands that was passed by position."""
+    try:
+        parameters = list(signature(call.func).parameters.values())
+    except ValueError:
+        raise ValueError(
+            f"{call}: argnames needs the names of the arguments.\n"
+            f"{columns([('func', short(call.func))])}\n"
+            "Python does not know them for this function. Pass them by keyword, or give argnums."
+        ) from None
+    by_position = [
+        p.name
+        for p in parameters
+        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.name not in kwargs
+    ]
+    passed = by_position[: len(args)]
+    if name not in passed:
+        row = ("passed", ", ".join([*passed, *kwargs]) or "nothing")
+        raise RuntimeError(
+            f"{call}: argnames names an argument that the call does not pass.\n"
+            f"{columns([('argnames', repr(name)), row])}\n"
+            "Pass the argument; a default is not differentiated."
+        )
+    return passed.index(name)

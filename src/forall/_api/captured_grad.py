@@ -1,0 +1,266 @@
+"""torch.autograd inside a mapped function, through history that a captured tensor brings along.
+
+A captured tensor's stand-in begins a graph of its own (`Share`), and what a backward pass leaves
+further out is the sum over the examples. That is what `.backward()` is to leave on a leaf. But a
+gradient that `torch.autograd.grad` returns is each example's own: so it stops at the border, and
+goes from there through the graph outside with all examples' cotangents at once, as `jacrev` does.
+Where it stops is a stand-in, or a mapped argument whose stack has such a history: each example's
+cotangent is then one of the stack that is zero but for the example's own place.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.autograd.graph import GradientEdge
+
+from forall._api.vjp import Pullback
+from forall._api.vmap import vmap
+from forall._autodiff.jvp_level import JvpLevel
+from forall._compat.autograd_graph import gradients, nodes
+from forall._compat.dispatch_state import functions_off, run_backward
+from forall._core.errors import columns, short
+from forall._core.levels import is_from_outside, lift, top
+from forall._vmap.batched_tensor import Batched
+from forall._vmap.boundary import Enter, Exit, Share
+from forall._vmap.function_mode import sharing
+from forall._vmap.registry import CALLS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from forall._compat.autograd_graph import End
+    from forall._core.levels import Level
+
+Tensors = list[torch.Tensor]
+
+
+class Crossing(NamedTuple):
+    """A place where a graph crosses a level's border, and goes on outside."""
+
+    inside: End
+    outside: End
+    axis: int | None  # of the examples in a mapped argument's stack; None for a shared tensor
+
+
+def _grad(
+    outputs: Any,
+    inputs: Any,
+    grad_outputs: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    only_inputs: bool = True,
+    allow_unused: bool | None = None,
+    is_grads_batched: bool = False,
+    materialize_grads: bool = False,
+) -> Any:
+    """torch.autograd.grad, where the way to a captured input leads through the graph outside."""
+    level = sharing(top())
+    given = _tuple(inputs)
+    if level is None or not all(isinstance(x, torch.Tensor) for x in given):
+        return NotImplemented
+    first_names = {id(stand_in): t for t, stand_in in level.lifted.values()}
+    wanted = [first_names.get(id(x), x) for x in given]
+    if not any(is_from_outside(x, level) for x in wanted):
+        return NotImplemented
+    with torch.enable_grad():
+        outs = tuple(lift(y, level) if isinstance(y, torch.Tensor) else y for y in _tuple(outputs))
+    crossings = _crossings(level, outs, wanted)
+    # Under no_grad the inputs have not been shared, and a pass would go on to them and sum.
+    if torch.is_grad_enabled() and not any(_goes_on(c.outside, wanted) for c in crossings):
+        return NotImplemented  # one graph, of this level
+    flags = (bool(create_graph if retain_graph is None else retain_graph), create_graph)
+    if is_grads_batched:
+        each = lambda g: torch.autograd.grad(outs, wanted, g, *flags, allow_unused=True)  # noqa: E731
+        found = vmap(each)(grad_outputs)
+    else:
+        found = _found(level, outs, wanted, grad_outputs, crossings, flags)
+    if materialize_grads:
+        return tuple(
+            torch.zeros_like(x) if g is None else g for g, x in zip(found, given, strict=True)
+        )
+    return tuple(found) if allow_unused else _all_used(found)
+
+
+def _all_used(found: Iterable) -> tuple:
+    """As torch has it, in its words."""
+    for i, g in enumerate(found):
+        if g is None:
+            raise RuntimeError(
+                f"The differentiated Tensor at index {i} appears to not have been used in the "
+                "graph. Set allow_unused=True if this is the desired behavior."
+            )
+    return tuple(found)
+
+
+def _found(
+    level: Level, outs: tuple, wanted: Tensors, grads: Any, crossings: list[Crossing], flags: Any
+) -> list:
+    """One gradient, or None, for each tensor that is wanted: the level's own, then the others."""
+    stops = [x for x in wanted if not is_from_outside(x, level)]
+    stops += [c.inside for c in crossings]
+    pulled = iter(gradients(outs, stops, grads, *flags))
+    own = {id(x): next(pulled) for x in wanted if not is_from_outside(x, level)}
+    met = [(c, cot) for c, cot in zip(crossings, pulled, strict=True) if cot is not None]
+    if met:
+        way = Outside(level, [c for c, _ in met], [x for x in wanted if id(x) not in own], flags)
+        with torch.set_grad_enabled(flags[1]):
+            own.update(way.found(way.at(top(), [cot for _, cot in met])))
+    return [own.get(id(x)) for x in wanted]
+
+
+class Outside(Pullback):
+    """The graph from what crosses a level's border to tensors further out."""
+
+    def __init__(self, inner: Level, met: list[Crossing], wanted: Tensors, flags: Any) -> None:
+        self.inner = inner
+        self.level = inner.parent
+        if isinstance(self.level, JvpLevel):
+            raise _refused(
+                "vmap inside jvp",
+                "a derivative is asked for",
+                wanted,
+                "The cotangents of all examples, with their tangents, cannot leave vmap at once.",
+            )
+        self.wanted = wanted
+        self.flags = flags
+        self.used: list[bool] = []
+        self.axes = [c.axis for c in met]
+        with functions_off(), torch.enable_grad():
+            self.outputs = [
+                lift(c.outside, self.level) if isinstance(c.outside, torch.Tensor) else c.outside
+                for c in met
+            ]
+
+    def found(self, gradients: Tensors) -> dict[int, torch.Tensor]:
+        """The gradients that there are, by the tensors they belong to."""
+        triples = zip(self.wanted, gradients, self.used, strict=True)
+        return {id(x): g for x, g, used in triples if used}
+
+    def _run_stacked(self, stacks: Tensors) -> Tensors:
+        """(N, *O) of the outputs -> (N, *I) of what is wanted, zeros where nothing leads to it."""
+        size, level = stacks[0].shape[0], self.level
+        stacks = [self._placed(s, axis) for s, axis in zip(stacks, self.axes, strict=True)]
+        own = [x for x in self.wanted if level is None or not is_from_outside(x, level)]
+        crossings = [] if level is None else _crossings(level, self.outputs, self.wanted)
+        cots = iter(self._pulled_to((*own, *(c.inside for c in crossings)), stacks))
+        found = {id(x): g for x in own if (g := next(cots)) is not None}
+        met = [(c, g) for c, g in zip(crossings, cots, strict=True) if g is not None]
+        if met:
+            further = [x for x in self.wanted if all(x is not y for y in own)]
+            way = Outside(level, [c for c, _ in met], further, self.flags)
+            found.update(way.found(way.stacked([g for _, g in met], level)))
+        self.used = [id(x) in found for x in self.wanted]
+        return [found.get(id(x), x.new_zeros(()).expand(size, *x.shape)) for x in self.wanted]
+
+    def _placed(self, stack: torch.Tensor, axis: int | None) -> torch.Tensor:
+        """(B * N, *S), where S is of one example -> (B * N, .., B, ..), zero for the others."""
+        if axis is None:
+            return stack
+        parts = stack.unflatten(0, (self.inner.size, -1)).movedim(0, -1)
+        return torch.diag_embed(parts, dim1=0, dim2=axis + 2).flatten(0, 1)
+
+    def _pulled_to(self, stops: tuple[End, ...], stacks: Tensors) -> list:
+        retain_graph, create_graph = self.flags
+
+        def pull(outputs: tuple, cots: tuple) -> Any:
+            return run_backward(
+                outputs, cots, stops, retain_graph=retain_graph, create_graph=create_graph
+            )
+
+        with torch.set_grad_enabled(create_graph):
+            return self._pulled(pull, stacks)
+
+
+def _crossings(level: Level, roots: Iterable[End], wanted: Tensors) -> list[Crossing]:
+    """Where the graphs of ``roots`` cross the level's border on a way to what is wanted."""
+    shared = [
+        Crossing(s, t, None)
+        for t, s in level.lifted.values()
+        if s.requires_grad and _leads(t, wanted)
+    ]
+    entered = [
+        Crossing(GradientEdge(node, 0), GradientEdge(*node.next_functions[0]), node.axis)
+        for node in nodes(roots, lambda n: isinstance(n, _BORDER))
+        if isinstance(node, Enter._backward_cls) and node.level is level.root and not node.worn
+    ]
+    entered = [c for c in entered if _leads(c.outside, wanted)]
+    for crossing in entered:
+        for node in nodes([crossing.outside]):
+            if isinstance(node, Exit._backward_cls) and node.level.root is level.root:
+                raise _refused(
+                    "vmap",
+                    "a second derivative is asked for inside",
+                    wanted,
+                    "The first one left the mapped function on its way to a tensor from outside.",
+                )
+    return shared + entered
+
+
+def _refused(call: str, what: str, wanted: Tensors, why: str) -> NotImplementedError:
+    rows = [("with respect to", short(x)) for x in wanted]
+    return NotImplementedError(
+        f"{call}: {what}, through the history of a tensor from before the call.\n"
+        f"{columns(rows)}\n"
+        f"{why}\n"
+        "Compute inside the function what depends on that tensor."
+    )
+
+
+_BORDER = (Enter._backward_cls, Share._backward_cls)
+
+
+def _goes_on(end: End, wanted: Tensors) -> bool:
+    """Whether a stand-in is not all that there is to it."""
+    others = [x for x in wanted if x is not end]
+    return len(others) == len(wanted) or _leads(end, others)
+
+
+def _leads(end: End, wanted: Tensors) -> bool:
+    """Whether a graph leads to what is wanted, or is there already."""
+    if any(end is x for x in wanted):
+        return True
+    goals = {x.grad_fn for x in wanted if x.grad_fn is not None}
+    leaves = {id(x) for x in wanted}
+    return any(n in goals or id(getattr(n, "variable", None)) in leaves for n in nodes([end]))
+
+
+def _backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+    """Tensor.backward too. The sum over the examples, as the loop leaves it."""
+    level = sharing(top())
+    if level is None:
+        return NotImplemented
+    with torch.enable_grad():
+        roots = tuple(
+            lift(t, level) if t.requires_grad and is_from_outside(t, level) else t
+            for t in _tuple(tensors)
+        )
+    if "gradient" in kwargs:
+        kwargs["grad_tensors"] = kwargs.pop("gradient")
+    torch.autograd.backward(roots, *args, **kwargs)
+    captured = [t for t, s in level.lifted.values() if s.requires_grad and t.grad_fn is not None]
+    with functions_off():
+        for node in nodes(captured):
+            leaf = getattr(node, "variable", None)
+            if leaf is not None and is_from_outside(leaf, level):
+                _lower_grad(leaf)
+    return None
+
+
+def _lower_grad(leaf: torch.Tensor) -> None:
+    """Nodes outside have run under the level, which wraps what they make."""
+    left = leaf.grad
+    while type(left) is Batched and left.axis is None and is_from_outside(leaf, left.level):
+        left = leaf.grad = left.value
+
+
+def _tuple(tensors: Any) -> tuple:
+    return (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
+
+
+def install() -> None:
+    """What calls of torch.autograd mean under `vmap`."""
+    CALLS[torch.autograd.grad] = _grad
+    CALLS[torch.Tensor.backward] = _backward
+    CALLS[torch.autograd.backward] = _backward

@@ -1,0 +1,116 @@
+"""How many examples, rows or columns are done at once: what a ``chunk_size`` says."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from forall._api.memory_budget import Budget, free_memory
+from forall._core.errors import columns, kind, short
+from forall._core.levels import top
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from contextlib import AbstractContextManager
+
+    import torch
+
+_SHARE = 0.8  # of the memory that is free may be taken, if nobody says how much
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """How much of a call is done at once, for the ``chunk_size`` of any transform.
+
+    ``chunk_size=n`` is short for ``Chunks(n)``, and ``chunk_size="auto"`` for ``Chunks("auto")``.
+    The results are the same for every choice; memory and time differ.
+
+    Cost: that of all at once, and with a budget a few microseconds per operator for counting.
+
+    Args:
+        size: how many examples of `vmap`, rows of `jacrev`, columns of `jacfwd` at once. ``"auto"``
+            begins with all, and goes on with half as many from where memory does not suffice:
+            that chunk is undone and begun again, those before it are kept.
+        memory_budget: with ``"auto"``, the bytes that tensors made in a chunk may hold at a time;
+            those that it is given, and results of earlier chunks, are not counted. By default what
+            memory allows: allocations that fail, and on a CPU, where none does until the system
+            ends the process, four fifths of the memory that is free (as far as Linux tells).
+            One operator may overrun the budget by its own result.
+        progress: show a bar of what is done (`tqdm`).
+
+    Raises:
+        ValueError: for a size below 1, a budget below 1, and a budget for chunks of a given size.
+        MemoryError: in the call, where one example alone takes more than the budget.
+        ImportError: in the call, with ``progress``, where tqdm is not installed.
+
+    Source: a batch that is halved until it fits is old usage; that a failed one leaves nothing
+    behind is ours.
+
+    Example:
+        >>> fits = forall.Chunks(memory_budget=2000)              # bytes
+        >>> x = torch.linspace(0, 1, 50)
+        >>> rows = forall.jacrev(torch.sin, chunk_size=fits)(x)   # (50, 50) is 10 kB
+        >>> torch.equal(rows, x.cos().diag())
+        True
+    """
+
+    size: int | Literal["auto"] = "auto"
+    memory_budget: int | None = None
+    progress: bool = False
+
+    def __post_init__(self) -> None:
+        if not (self.size == "auto" or _is_count(self.size)):
+            raise ValueError(
+                f"Chunks(size={short(self.size)}): a chunk holds at least one example.\n"
+                "Pass an int above 0, or 'auto' for as many as fit."
+            )
+        if self.memory_budget is None:
+            return
+        if not _is_count(self.memory_budget):
+            shown = columns(
+                [("memory_budget", short(self.memory_budget), kind(self.memory_budget))]
+            )
+            raise ValueError(f"Chunks: memory_budget counts bytes.\n{shown}\nPass an int above 0.")
+        if self.size != "auto":
+            raise ValueError(
+                f"Chunks(size={self.size}, memory_budget={self.memory_budget}): the budget tells "
+                "how many fit, so no size can be given.\nLeave one of the two out."
+            )
+
+    def budget(self, near: Iterable[torch.Tensor]) -> AbstractContextManager:
+        """What limits the memory of a chunk of a call with these tensors."""
+        limit = self.memory_budget
+        if limit is None and self.size == "auto" and top() is None and all(x.is_cpu for x in near):
+            limit = int(_SHARE * (free_memory() or 0)) or None
+        if limit is None:
+            return nullcontext()
+        return Budget(limit, str(self))
+
+    def bar(self, total: int, unit: str) -> Any:
+        """What shows how many are done; None without ``progress``."""
+        if not self.progress:
+            return nullcontext()
+        try:
+            from tqdm.auto import tqdm
+        except ImportError as error:
+            raise ImportError(
+                f"{self}: progress is shown by tqdm, which is not installed.\n"
+                "Install it (pip install 'forall[progress]'), or pass progress=False."
+            ) from error
+        return tqdm(total=total, unit=unit)
+
+
+def _is_count(n: Any) -> bool:
+    return isinstance(n, int) and n > 0
+
+
+def chunks_of(chunk: Any) -> Chunks | None:
+    """What a chunk_size stands for; None where all is done at once."""
+    return chunk if chunk is None or isinstance(chunk, Chunks) else Chunks(chunk)
+
+
+def for_torch(chunk: Any) -> int | None:
+    """What torch's own transforms take for it."""
+    known = chunks_of(chunk)
+    return None if known is None or known.size == "auto" else known.size

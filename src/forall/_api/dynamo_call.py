@@ -1,0 +1,76 @@
+"""A call of a transform in a function that torch.compile compiles.
+
+`call` is read by Dynamo and never run. See NOTE [transforms in a compiled function].
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from forall._api import mapped_inputs
+from forall._compat.dynamo_operator import (
+    Ordered,
+    TransformInGraph,
+    check_names,
+    map_leaves,
+    operand,
+    tensors_of,
+    with_tensors,
+)
+from forall._core.errors import Call
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+# The rest is made of these, and Dynamo reads how.
+VERBS = frozenset({"vmap", "grad", "grad_and_value", "vjp", "jvp", "linearize", "jacrev", "jacfwd"})
+VERBS |= {"jacobian", "hessian", "hessian_diag", "hvp", "laplacian"}
+
+
+def call(verb: str, options: dict, func: Callable, args: tuple, kwargs: dict) -> Any:
+    """Return ``verb(func, **options)(*args, **kwargs)``, computed by a node of the graph."""
+    check_names(options, kwargs)
+    seen = _seen(verb, args)
+
+    def body(*examples: torch.Tensor) -> Any:
+        given, by_name = with_tensors((seen, kwargs), examples)
+        return func(*given, **by_name)
+
+    operands = map_leaves(operand, (args, kwargs), Ordered)
+    return _transform(func, verb, options, args, kwargs, body, operands, tensors_of((seen, kwargs)))
+
+
+def _seen(verb: str, args: tuple) -> tuple:
+    """Return the arguments of a transform that its function is called with."""
+    if verb == "jvp":
+        return args[0]
+    return args[:-1] if verb == "hvp" else args
+
+
+# --- where the graph is run ----------------------------------------------------------------------
+
+
+def _run(verb: str, options: dict, func: Callable, args: tuple, kwargs: dict) -> Any:
+    """Return ``verb(func, **options)(*args, **kwargs)``; some verbs take the arguments at once."""
+    transform = getattr(sys.modules["forall"], verb)
+    if verb in ("jvp", "linearize", "vjp"):
+        return transform(func, *args, **options)
+    return transform(func, **options)(*args, **kwargs)
+
+
+def _example_dims(verb: str, options: dict, args: tuple, kwargs: dict) -> list[int | None]:
+    """Return the dims along which the function sees one example; none but for `vmap`."""
+    if verb != "vmap":
+        return []
+    in_dims, by_name = options["in_dims"], None
+    if isinstance(in_dims, dict):
+        in_dims, by_name = (None,) * len(args), {name: in_dims.get(name) for name in kwargs}
+    asked = Call("vmap", _run, in_dims=options["in_dims"])
+    leaves, _, dims, _ = mapped_inputs.inputs(asked, args, kwargs, in_dims, by_name)
+    return [d for x, d in zip(leaves, dims, strict=True) if isinstance(x, torch.Tensor)]
+
+
+_transform = TransformInGraph(_run, _example_dims)

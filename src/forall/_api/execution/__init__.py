@@ -1,0 +1,1 @@
+"""Strategies for running a mapped function: all examples together, in groups, or in a loop."""

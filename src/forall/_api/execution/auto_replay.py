@@ -1,0 +1,457 @@
+"""Transformed functions that are called often become programs; see `_jit.auto.policy`.
+
+NOTE [one count for all wrappers]
+    ``grad(f)(x)`` in a loop makes a wrapper for each call. What they share is kept with ``f``: in
+    the attributes of a function of the user's or of a module, or with the calls of ``f`` where
+    that is a wrapper of ours. A method of a module is a new object each time it is asked for: its
+    calls are kept with the module. It holds nothing of ``f``, so a function that is dropped goes
+    at once, as ever; one that has been replayed is held by its own program, until the next garbage
+    collection. Other objects may read what attributes they have: nothing is put there, see `anew`.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import operator
+import sys
+from dataclasses import fields
+from importlib import import_module
+from time import perf_counter
+from types import CodeType, FunctionType, MethodType
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import ref
+
+from torch.compiler import is_dynamo_compiling as is_compiling
+from torch.nn import Module
+
+from forall._api import dynamo_call
+from forall._api.chunk_size import Chunks
+from forall._api.execution import fresh_closures
+from forall._compat import exception_safety, functorch_interop, profiler
+from forall._compat.dispatch_state import dispatch_modes
+from forall._compat.trace_modes import trace_before_autograd
+from forall._core import config
+from forall._core.errors import Call
+from forall._core.levels import stack
+from forall._jit.search_budget import clock, without_collections
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from forall._api.execution.loop_or_batch import Settled, Times
+    from forall._api.execution.side_effect_free import Bindings
+    from forall._jit.auto.policy import Replays
+
+_CALLS = 2  # of a function before it is looked at, however long they take
+_TIMED = 16  # replayed calls, after which it is known how long they take
+_LOOKED_AT_AGAIN = 256  # calls after which a function is read again that did more than compute
+_MOST = 16  # transforms of one function that are counted together
+_RECORDS = tuple(  # with all they import
+    f"forall._jit.{name}"
+    for name in (
+        "tracing.tracer",
+        "guards.build",
+        "auto.purity",
+        "passes.pipeline",
+        "tracing.trace_call",
+        "auto.policy",
+    )
+)
+_AT_ONCE = 0.02  # seconds of one call that go into importing these
+
+
+class Calls:
+    """The calls of a transformed function so far, and of what is made of it."""
+
+    __slots__ = ("count", "further", "home", "replays", "same", "spent")
+
+    def __init__(self, same: list | None = None, home: _Home | None = None) -> None:
+        self.same = same  # what functions that are made anew have in common; nothing else may be it
+        self.home = home  # of those of an object of the user's
+        self.count = 0
+        self.spent = 0.0
+        self.replays: Replays | None = None
+        self.further: dict[Any, Calls] = {}
+
+    def run(self, func: Any, given: list | None, eager: Callable, args: tuple, kwargs: dict) -> Any:
+        """``eager(func, *args, **kwargs)``; ``given`` is what ``func`` was given if it is anew."""
+        replays = self.replays
+        if self.home is not None:
+            self.home.is_used = True
+        if replays is None and config.now.replay == "check":
+            replays = self._looked_at(func, eager)
+        if replays is not None:
+            instead = functools.partial(exception_safety.call, eager, func, *args, **kwargs)
+            return replays.run((given, *args) if given else args, kwargs, instead)
+        start = perf_counter()
+        result = exception_safety.call(eager, func, *args, **kwargs)
+        self.spent += perf_counter() - start
+        self.count += 1
+        if self.count >= _CALLS and self.spent >= config.now.patience and _can_record():
+            self._looked_at(func, eager)
+        return result
+
+    def __reduce__(self) -> tuple:
+        return Calls, ()  # programs stay where they were recorded
+
+    @property
+    def hits(self) -> int:
+        """The number of calls that were replayed."""
+        return 0 if self.replays is None else self.replays.hits
+
+    def may_replay(self, times: Times) -> bool:
+        """Return True if the next call may be replayed, or recorded, and gains by that."""
+        replays = self.replays
+        if replays is None or (replays.newest is None and replays.attempts.rest > 0):
+            return False
+        return not times.is_slow_to_replay()
+
+    def has_doubts(self) -> bool:
+        """Return True if it is known that no call will be replayed."""
+        return self.replays is not None and self.replays.doubt() is not None
+
+    def told(self, func: Any, eager: Callable) -> str:
+        """How the calls are replayed, or why not; nothing where that is not known yet."""
+        replays = self._looked_at(func, eager) if self.replays is None else self.replays
+        why = replays.doubt()
+        if why is not None:
+            return f"no: {why}"
+        return f"{replays.hits} calls so far" if replays.hits else ""
+
+    def _looked_at(self, func: Any, eager: Callable) -> Replays:
+        from forall._jit.auto.policy import Replays  # with all that records, which is much
+
+        if self.same is None:
+            self.replays = Replays(functools.partial(eager, func))
+        else:
+            run = functools.partial(_stood_in, eager, fresh_closures.standing_in(func))
+            if fresh_closures.Given not in self.same:
+                run = functools.partial(run, ())
+            in_table = self.home is not None and self.home.kept is fresh_closures.table
+            leave = self.home.hold if in_table else None
+            copied = any(isinstance(x, CodeType) for x in self.same)
+            self.replays = Replays(run, leave, stands_in=copied)
+        return self.replays
+
+
+def _can_record() -> bool:
+    """Whether all that records is imported: some of it for each call, which would wait for all."""
+    rooms = [room for room in _RECORDS if room not in sys.modules]
+    if not rooms:
+        return True
+    start = clock()
+    with without_collections():
+        while rooms and clock() - start < _AT_ONCE:
+            import_module(rooms.pop(0))
+    return not rooms
+
+
+def _stood_in(eager: Callable, template: Any, given: Sequence, /, *args: Any, **kwargs: Any) -> Any:
+    return eager(fresh_closures.standing_in(template, iter(given)), *args, **kwargs)
+
+
+class _Home:
+    """Where calls are kept that have to do with objects of the user's, until one of these goes."""
+
+    __slots__ = ("is_used", "kept", "key", "objects", "same")
+
+    def __init__(self, kept: dict, key: Any, made: fresh_closures.Made) -> None:
+        self.kept, self.key, self.same = kept, key, made.same
+        self.objects = [ref(x(), self._left) for x in made.objects()]
+        self.is_used = False  # since the last full collection
+
+    def _left(self, _: ref) -> None:
+        self.kept.pop(self.key, None)
+        _holding.pop(id(self), None)
+
+    def hold(self) -> None:
+        """Note that a program will hold the objects, which go when nobody calls it any more."""
+        if not _holding and _let_go_of_unused not in gc.callbacks:
+            gc.callbacks.append(_let_go_of_unused)
+        _holding[id(self)] = self
+
+
+_holding: dict[int, _Home] = {}
+
+
+def _let_go_of_unused(phase: str, info: dict[str, int]) -> None:
+    """Drop programs that hold objects of the user's, and had no call since the last collection.
+
+    Python calls this before and after it looks for garbage; the objects may be that from now on.
+    """
+    if phase != "start" or info["generation"] < _FULL:
+        return
+    for home in [*_holding.values()]:
+        if not home.is_used:
+            home.kept.pop(home.key, None)
+            _holding.pop(id(home), None)
+        home.is_used = False
+
+
+_FULL = 2  # the generation of a full collection
+
+
+class _Further:
+    """The calls of transforms of a function or module of the user's, and what was read of it."""
+
+    __slots__ = ("bindings", "calls", "doubts", "of")
+
+    def __init__(self, owner: FunctionType | Module) -> None:
+        self.of = ref(owner)  # attributes are copied to others (functools.wraps, copy.copy)
+        self.calls: dict[Any, Calls] = {}
+        self.bindings: Bindings | None = None  # if it only computes
+        self.doubts = 0  # calls until it is read again, where it did not
+
+    def __reduce__(self) -> tuple:
+        return type(None), ()  # with what is copied or pickled; who reads that need not have forall
+
+
+def is_on() -> bool:
+    """Whether a call that begins now may be replayed.
+
+    Not inside a transform, which has the whole call to replay, and may pull back many at once.
+    """
+    if is_compiling() or not config.now.replay or stack.top is not None or stack.reversing:
+        return False
+    return not functorch_interop.needed() and not trace_before_autograd()
+
+
+class _Place(NamedTuple):
+    """Where the calls of a function are kept, and what it was given if it is made anew."""
+
+    calls: Calls
+    given: list | None
+
+
+def _place(func: Any, key: Any, own: Calls | None = None) -> _Place:
+    """The place of the transforms of ``func`` that are told from others by ``key``.
+
+    ``own`` are the calls of one such transform, of which nothing else knows.
+    """
+    if key is None or not is_on() or dispatch_modes():  # what is recorded is to stay as it is
+        return _Place(Calls(), None)
+    if type(func) is MethodType and isinstance(func.__self__, Module):
+        return _Place(_calls(_kept(func.__self__), (func.__func__, key), fresh_closures.MOST), None)
+    made = fresh_closures.taken(func)
+    if made is not None:
+        return _Place(_calls_anew(made, key), made.given)
+    how = fresh_closures.transform_of(func)
+    if how is not None:
+        return _Place(_calls(how.calls().further, key, _MOST), None)
+    if not isinstance(func, (FunctionType, Module)):
+        return _Place(own or Calls(), None)
+    most = fresh_closures.MOST if isinstance(func, Module) else _MOST
+    return _Place(_calls(_kept(func), key, most), None)
+
+
+def _calls(kept: dict[Any, Calls], key: Any, most: int) -> Calls:
+    calls = kept.get(key)
+    if calls is None:
+        calls = Calls()
+        if len(kept) < most:
+            kept[key] = calls
+    return calls
+
+
+def _calls_anew(made: fresh_closures.Made, key: Any) -> Calls:
+    """Those of functions that are made anew."""
+    module = made.home()
+    kept: dict[Any, Any] = fresh_closures.table if module is None else _kept(module)
+    key = (*map(id, made.same), key)
+    calls = kept.get(key)
+    if calls is None:
+        home = _Home(kept, key, made) if made.objects() else None
+        if len(kept) >= fresh_closures.MOST:
+            kept.pop(next(iter(kept)), None)  # of functions that nobody makes any more
+        calls = kept[key] = Calls(made.same, home)
+    return calls
+
+
+def replay(func: Callable, eager: Callable, *args: Any, how: tuple) -> Any:
+    """``eager(func, *args)``, replayed where it can be."""
+    calls, given = _place(func, _key_of(how))
+    return calls.run(func, given, eager, args, {})
+
+
+def replayed(func: Callable) -> Callable:
+    """The function itself, which is replayed where its calls can be: one node of a graph each."""
+    if not is_on():
+        return func
+    calls, given = _place(func, ())
+    return lambda *args: calls.run(func, given, operator.call, args, {})
+
+
+def told(verb: str, **options: Any) -> tuple:
+    """Return what tells a transform from others of its function: all that it was given besides.
+
+    A test compares ``options`` with the parameters of the signature.
+    """
+    return verb, *options.items()
+
+
+def _key_of(how: tuple) -> Any:
+    """Equal where two transforms were told the same; None where nothing tells."""
+    try:
+        return _key(how)
+    except TypeError:
+        return None
+
+
+def _key(value: Any) -> Any:
+    kind = type(value)
+    if kind is tuple:
+        return tuple(map(_key, value))
+    if kind is list:
+        return kind.__name__, *map(_key, value)
+    if kind is dict:
+        return kind.__name__, *[(_key(name), _key(x)) for name, x in value.items()]
+    if value is None or kind in _WORDS:
+        return kind.__name__, value  # 1 and True are not the same
+    if kind is Chunks:
+        return kind.__name__, *[_key(getattr(value, f.name)) for f in fields(Chunks)]
+    raise TypeError
+
+
+_WORDS = frozenset({bool, int, str})
+_UNTOLD: Any = object()  # in the place of what a stand-in's transform was told: it has no key
+
+
+def _may_change(value: Any) -> bool:
+    """Return True if what a transform was told has a list or dict, which it reads in each call."""
+    if type(value) is tuple:
+        return any(map(_may_change, value))
+    return type(value) in (list, dict)
+
+
+def _kept(owner: FunctionType | Module) -> dict[Any, Calls]:
+    return _further(owner).calls
+
+
+def _further(owner: FunctionType | Module) -> _Further:
+    kept = vars(owner).get("__forall_further__")
+    if type(kept) is not _Further or kept.of() is not owner:
+        kept = vars(owner)["__forall_further__"] = _Further(owner)
+    return kept
+
+
+def find_bindings(func: Any) -> Bindings | None:
+    """Return the bindings of a function that does nothing but compute; None for any other.
+
+    The function is read once, and again where a name is bound to something else.
+    """
+    if type(func) is not FunctionType:
+        return None
+    kept = _further(func)
+    if kept.bindings is not None:
+        if kept.bindings.hold(func):
+            return kept.bindings
+        kept.bindings = None
+    elif kept.doubts > 0:
+        kept.doubts -= 1
+        return None
+    # Its tables take time to import, and in most programs no examples part.
+    from forall._api.execution.side_effect_free import bindings_of
+
+    kept.bindings = bindings_of(func)
+    if kept.bindings is None:
+        kept.doubts = _LOOKED_AT_AGAIN
+    return kept.bindings
+
+
+def replaying(
+    func: Callable,
+    how: tuple = (),
+    settled: Settled | None = None,
+    alone: Callable | None = None,
+) -> Callable[[Callable], Callable]:
+    """A transform of ``func``, under the name of ``func``, and replayed where it can be.
+
+    ``how`` is what the transform was `told`. What is decorated runs a call, of the function that
+    comes first. ``settled`` runs the calls that nobody has to look at, while nothing is replayed.
+    ``alone`` gives the same for one example of ordinary tensors without history, by torch.autograd.
+    """
+    return functools.partial(_transformed, func, how, settled=settled, alone=alone)
+
+
+def _transformed(
+    func: Callable,
+    how: tuple,
+    eager: Callable,
+    *,
+    settled: Settled | None = None,
+    alone: Callable | None = None,
+) -> Callable:
+    verb = how[0] if how else ""
+
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        """The same where Dynamo reads it."""
+        if verb in dynamo_call.VERBS and not functorch_interop.needed():
+            options = dict([x for x in how[1:] if x is not _UNTOLD])
+            return dynamo_call.call(verb, options, func, args, kwargs)
+        return eager(func, *args, **kwargs)
+
+    if is_compiling():
+        return traced
+    key, may_change = _key_of(how), _may_change(how)
+    asked = key is not None and is_on() and fresh_closures.may_be_anew(func)
+    own = None if isinstance(func, (FunctionType, Module)) else Calls()
+    fixed = None if asked else _place(func, key, own)
+    last: Calls | None = None
+
+    @functools.wraps(func, updated=())
+    def transformed(*args: Any, **kwargs: Any) -> Any:
+        nonlocal last
+        if is_compiling():
+            return traced(*args, **kwargs)
+        known = span = quiet = None
+        if functorch_interop.compiler_listens():
+            quiet = functorch_interop.eagerly()
+            quiet.__enter__()
+        if profiler.is_on():
+            span = profiler.span(str(Call(verb, func)))
+            span.__enter__()
+        try:
+            if settled is not None and settled.unknown != settled.codes and not kwargs:
+                known = settled.find(args)
+                found = None if known is None else settled.run(args, known, last)
+                if found is not None:
+                    return found[0]
+            replays = None if last is None else last.replays
+            if not is_on() or (replays is not None and replays.newest is None and replays.passes()):
+                return exception_safety.call(eager, func, *args, **kwargs)
+            if may_change and key != _key_of(how):
+                return exception_safety.call(eager, func, *args, **kwargs)
+            calls, given = fixed or _place(func, key, own)
+            last = calls  # to find them may take longer than what they say
+            if known is None or known.times.replays >= _TIMED:
+                return calls.run(func, given, eager, args, kwargs)
+            hits, start = calls.hits, perf_counter()
+            result = calls.run(func, given, eager, args, kwargs)
+            if calls.hits > hits:
+                known.times.was_replayed(perf_counter() - start)
+            return result
+        finally:
+            if span is not None:
+                span.__exit__(None, None, None)
+            if quiet is not None:
+                quiet.__exit__(None, None, None)
+
+    def calls() -> Calls:
+        return (fixed or _place(func, key, own)).calls
+
+    made = vars(transformed)
+    made["__forall_transform__"] = fresh_closures.Transform(
+        func,
+        None if may_change else key,
+        lambda other: _transformed(other, (*how, _UNTOLD), eager),
+        calls,
+        alone,
+    )
+    made["__forall_told__"] = lambda: calls().told(func, eager)  # what `explain` asks for
+    return transformed
+
+
+def calls_of(transformed: Callable) -> Calls:
+    """The calls of what `replaying` made, so far."""
+    return vars(transformed)["__forall_transform__"].calls()

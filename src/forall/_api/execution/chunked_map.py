@@ -1,0 +1,93 @@
+"""A call in chunks of its examples: of a size that is given, or as many at once as memory takes."""
+
+from __future__ import annotations
+
+import gc
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from forall._api.chunk_size import chunks_of
+from forall._api.execution.groups import Altered, joined
+from forall._compat import pytree, rng_state
+from forall._compat.storage import empty_cache, has_allocated_on_accelerator, is_out_of_memory
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from forall._api.chunk_size import Chunks
+    from forall._api.typing import Chunk
+    from forall._api.vmap import Mapping
+
+
+class Sparing(Altered):
+    """The options of a call whose runs are undone where memory does not suffice."""
+
+    spares = True
+
+
+def in_chunks(call: Mapping, chunk: Chunk) -> Any:
+    """The results of all examples."""
+    size = call.entering.size
+    chunks = chunks_of(chunk)
+    if size <= 1 or chunks is None or (chunks.size != "auto" and chunks.size >= size):
+        return call.run()
+    if chunks.size == "auto":
+        call = call._replace(options=Sparing(call.options))
+    same = call.draws.flag == "same"
+    drawn = rng_state.states(call.entering.leaves) if same else {}
+
+    def one(numbers: range) -> tuple:
+        if same and numbers.start:
+            rng_state.restore(drawn)  # the same for all examples, not only for a chunk of them
+        with rng_state.noting(drawn):
+            part = call if len(numbers) == size else call.some(numbers)
+            return numbers, *pytree.flatten(part.run())
+
+    parts = [*each(one, size, chunks, call.entering.leaves, "example")]
+    flat, spec = joined(call.places, parts)
+    return pytree.unflatten(flat, spec)
+
+
+def each(
+    run: Callable[[range], Any], size: int, chunk: Chunk, given: Iterable[Any], unit: str
+) -> Iterator[Any]:
+    """What ``run`` finds for chunks of ``size`` things, which cover them in order.
+
+    With "auto" a chunk for which memory does not suffice is halved, and so are those after it; the
+    ones before it are kept. ``run`` leaves nothing behind of a chunk that failed so.
+    """
+    chunks = chunks_of(chunk)
+    if chunks is None:
+        yield run(range(size))
+        return
+    with chunks.bar(size, unit) as bar:
+        for numbers, found in _each(
+            run, size, chunks, [x for x in given if isinstance(x, torch.Tensor)]
+        ):
+            yield found
+            if bar is not None:
+                bar.update(len(numbers))
+
+
+def _each(
+    run: Callable[[range], Any], size: int, chunks: Chunks, given: list[torch.Tensor]
+) -> Iterator[tuple[range, Any]]:
+    start, step = 0, size if chunks.size == "auto" else chunks.size
+    while start < size:
+        numbers = range(start, min(start + step, size))
+        try:
+            with chunks.budget(given):
+                found = run(numbers)
+        except (RuntimeError, MemoryError) as error:
+            if chunks.size != "auto" or len(numbers) == 1 or not is_out_of_memory(error):
+                raise
+            found, step = None, (len(numbers) + 1) // 2
+        if found is None:  # out here nothing holds the frames that failed, nor their tensors
+            on_gpu = has_allocated_on_accelerator()
+            gc.collect(2 if on_gpu else 1)  # all of Python's objects take a tenth of a second
+            if on_gpu:
+                empty_cache()
+            continue
+        yield numbers, found
+        start = numbers.stop

@@ -1,0 +1,333 @@
+"""Functions that are made anew with each call of another, and do what the last one did.
+
+NOTE [functions that are made anew]
+    ``loss = lambda p: mse(net(p, x), y)`` in a training step is another function in each step. It
+    does what the last one did where its code and what it holds are the very same, but for tensors,
+    alone or in lists, tuples and dicts of tensors, numbers and words: these are given to a recorded
+    call, as its arguments are. They may be in the function's closure, its defaults, the arguments
+    of a `functools.partial`, or under the global names that stand in its own code. A tuple of
+    functions is taken apart (``compose(f, g)``).
+
+    So the calls of all such functions are kept in one place: with a module that they hold; or in a
+    table, if all that they hold is there for good anyway: functions and classes of modules,
+    numbers, words. What is recorded is a stand-in, made as the function is, of what it is given; a
+    template of it is kept, which holds none of that. Calls are not kept of a function that rebinds
+    what it holds, as a stand-in would do to itself.
+
+NOTE [objects of the user's]
+    An object with a function in it, ``grad(self.loss)``, or one that a function made anew holds,
+    is the same in each step, and is not to live longer for it: a template, the guards and the
+    table know it by a weak reference, and its calls go when it does. Where the guards reach
+    something that holds it (a part that knows what it is a part of) they hold it too. So its
+    calls are kept with a module that it has in its attributes, if there is one: the garbage
+    collector finds its way round. Where there is none, the table lets go of calls of which none
+    was made between two full collections, and the second one finds the object.
+"""
+
+from __future__ import annotations
+
+import builtins
+import functools
+from collections import OrderedDict
+from inspect import CO_NESTED
+from itertools import chain
+from types import (
+    BuiltinFunctionType,
+    CellType,
+    FunctionType,
+    MemberDescriptorType,
+    MethodDescriptorType,
+    MethodType,
+    ModuleType,
+)
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import ReferenceType, WeakKeyDictionary, ref
+
+import torch
+from torch.nn import Module
+
+from forall._compat import pytree
+from forall._compat.private_api import PLAIN, OpOverload, OpOverloadPacket
+from forall._core.python_state import (
+    UNSET,
+    Unwatched,
+    Weakly,
+    contents,
+    globals_of,
+    is_no_users,
+    is_ours,
+    may_rebind,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Iterator
+
+MOST = 256  # functions in the table, the last ones
+_DEEPEST = 8  # functions in closures of others, before one is said to hold itself
+_MANY = 1000
+_OF_OURS = frozenset({"__forall_further__"})  # among a function's attributes
+_MOST_GIVEN = 2000  # tensors, numbers and words, which are read with each call
+_NUMBERS = (int, float, complex)
+_WORDS = (bool, str, bytes, type(None), torch.dtype, torch.device)
+_LEAVES = frozenset((*PLAIN, *_NUMBERS, *_WORDS))
+
+table: dict[Any, Any] = {}
+_keys: dict[Hashable, Hashable] = {}
+
+
+class Given(Unwatched):
+    """In the place of what a template is to be given."""
+
+
+_TREES = frozenset({tuple, list, dict, OrderedDict})
+_SINGLE = frozenset((*PLAIN, *_NUMBERS, Given))
+_GIVEN = _SINGLE | _TREES
+
+
+class Transform(NamedTuple):
+    """How a function was transformed: ``key`` tells it from other ways, if anything does."""
+
+    func: Callable
+    key: Hashable
+    make: Callable[[Callable], Callable]  # the transform of another function
+    calls: Callable[[], Any]  # where they are kept by now
+    # The same by torch.autograd, where nobody but the function has to do with what runs.
+    alone: Callable | None = None
+
+
+class Made(NamedTuple):
+    """What a function is made of: all that makes it do the same as others, and what is given."""
+
+    same: list
+    given: list
+
+    def home(self) -> Module | None:
+        """The module that the calls of such functions are kept with."""
+        attributes = (v for r in self.objects() for v in getattr(r(), "__dict__", {}).values())
+        return next((x for x in chain(self.same, attributes) if isinstance(x, Module)), None)
+
+    def objects(self) -> list[ReferenceType]:
+        """The user's, which are held weakly."""
+        return [x for x in self.same if type(x) is ReferenceType]
+
+
+def may_be_anew(func: Any) -> bool:
+    """Whether what a function is made of is to be asked with each call."""
+    how = transform_of(func)
+    if how is not None:
+        return may_be_anew(how.func)
+    return type(func) is functools.partial or _is_function(func)
+
+
+def taken(func: Any) -> Made | None:
+    """What a function that is made anew is made of; None where it is not, or may be another."""
+    reading = _Reading()
+    try:
+        reading.root(func)
+    except _OfItsOwn:
+        return None
+    return Made(reading.same, reading.given)
+
+
+def standing_in(func: Any, given: Iterator | None = None) -> Any:
+    """A function made as this one is, of what is given; a template of it where nothing is."""
+    if _is_of_parts(func):
+        return tuple(standing_in(x, given) for x in func)
+    if type(func) in _GIVEN or _is_named(func):
+        return Given() if given is None else next(given)
+    how = transform_of(func)
+    if how is not None:
+        return how.make(standing_in(how.func, given))
+    if type(func) is Weakly:
+        return func.of()
+    if is_an_object(func):
+        return Weakly(ref(func))
+    if type(func) is MethodType:
+        return MethodType(func.__func__, standing_in(func.__self__, given))
+    if type(func) is functools.partial:
+        inner, *args = (standing_in(x, given) for x in (func.func, *func.args))
+        return functools.partial(
+            inner, *args, **{name: standing_in(x, given) for name, x in func.keywords.items()}
+        )
+    return _function(func, given) if _is_function(func) else func
+
+
+class _OfItsOwn(Exception):  # noqa: N818 - no error: nothing is kept
+    """Something that another function of the same code need not hold."""
+
+
+class _Reading:
+    def __init__(self) -> None:
+        self.same, self.given = [], []
+
+    def root(self, func: Any) -> None:
+        how = transform_of(func)
+        if how is not None:
+            self.same.append(_one(how.key))
+            self.root(how.func)
+        elif type(func) is functools.partial:
+            self.part(func, 0)
+        elif _is_function(func):
+            self.function(func, 1)
+        elif isinstance(func, BuiltinFunctionType) and _is_of_a_module(func):
+            self.same.append(func)  # `vmap(torch.sum)`: there for good, and holds nothing
+        elif is_an_object(func.__self__ if type(func) is MethodType else func):
+            self.part(func, 0)
+        else:
+            raise _OfItsOwn
+
+    def part(self, x: Any, depth: int) -> None:
+        kind = type(x)
+        if _is_of_parts(x):
+            if depth > _DEEPEST:
+                raise _OfItsOwn
+            self.same += [kind, len(x)]
+            for inner in x:
+                self.part(inner, depth + 1)
+        elif kind in _GIVEN or _is_named(x):
+            if kind not in _SINGLE and not _is_plain(x):
+                raise _OfItsOwn
+            self.same.append(Given)
+            self.given.append(x)
+        elif depth > _DEEPEST:
+            raise _OfItsOwn
+        elif kind is functools.partial:
+            self.same += [kind, len(x.args), *x.keywords]
+            for inner in (x.func, *x.args, *x.keywords.values()):
+                self.part(inner, depth + 1)
+        elif (how := transform_of(x)) is not None:
+            self.same.append(_one(how.key))
+            self.part(how.func, depth + 1)
+        elif _is_function(x):
+            self.function(x, depth + 1)
+        elif isinstance(x, (Module, ModuleType, *_WORDS)) or x is UNSET or _is_of_a_module(x):
+            self.same.append(x)
+        elif kind is MethodType:
+            self.same.append(x.__func__)
+            self.part(x.__self__, depth + 1)
+        elif is_an_object(x):
+            self.same.append(ref(x))
+        else:
+            raise _OfItsOwn
+
+    def function(self, func: FunctionType, depth: int) -> None:
+        if vars(func).keys() - _OF_OURS or func.__kwdefaults__ or may_rebind(func.__code__):
+            raise _OfItsOwn
+        names = func.__globals__
+        self.same += [func.__code__, names]
+        for x in func.__defaults__ or ():
+            self.part(x, depth)
+        for cell in func.__closure__ or ():
+            self.part(contents(cell), depth)
+        for name in _missing(func):
+            self.same += [name, UNSET]
+        for name in given_names(func):
+            self.same.append(name)
+            self.part(names[name], depth)
+
+
+def transform_of(x: Any) -> Transform | None:
+    """How a function was transformed; None where it is no transform of ours."""
+    if type(x) is not FunctionType or "__forall_transform__" not in vars(x) or not is_ours(x):
+        return None  # attributes are copied to others (functools.wraps)
+    return vars(x)["__forall_transform__"]
+
+
+def given_names(func: FunctionType) -> tuple[str, ...]:
+    """The global names in a function's own code under which it is given something."""
+    known = vars(func).get("__forall_given__")  # a template's, which Guards ask for too
+    if known is not None:
+        return known
+    names = func.__globals__
+    return tuple(n for n, _ in globals_of(func.__code__) if _holds_tensors(names.get(n)))
+
+
+def _missing(func: FunctionType) -> list[str]:
+    names = func.__globals__
+    return [n for n, _ in globals_of(func.__code__) if n not in names and not hasattr(builtins, n)]
+
+
+def _function(func: FunctionType, given: Iterator | None) -> FunctionType:
+    defaults = tuple(standing_in(x, given) for x in func.__defaults__ or ())
+    cells = [standing_in(contents(cell), given) for cell in func.__closure__ or ()]
+    names, home = given_names(func), func.__globals__
+    if given is not None and names:
+        home = home | {name: next(given) for name in names}
+    closure = tuple(CellType() if x is UNSET else CellType(x) for x in cells)
+    made = FunctionType(func.__code__, home, func.__name__, defaults or None, closure)
+    made.__qualname__ = func.__qualname__
+    if given is None:
+        vars(made)["__forall_given__"] = names
+    return made
+
+
+def _is_function(x: Any) -> bool:
+    """Whether it is a function of the user's that may be made anew, or be given something."""
+    if type(x) is not FunctionType or is_no_users(x):
+        return False
+    return _is_anew(x) or "__forall_given__" in vars(x) or bool(given_names(x) or _missing(x))
+
+
+def _is_anew(func: FunctionType) -> bool:
+    return bool(func.__code__.co_flags & CO_NESTED) or func.__name__ == "<lambda>"
+
+
+def _holds_tensors(x: Any) -> bool:
+    if type(x) in PLAIN:
+        return True
+    is_tree = type(x) in _TREES or _is_named(x)
+    return is_tree and _is_plain(x) and any(type(leaf) in PLAIN for leaf in pytree.leaves(x))
+
+
+def _is_named(x: Any) -> bool:
+    """Whether it is a NamedTuple with nothing but its entries."""
+    kind = type(x)
+    return issubclass(kind, tuple) and hasattr(kind, "_fields") and not kind.__dictoffset__
+
+
+def is_an_object(x: Any) -> bool:
+    """Whether it is one of the user's, with attributes, that can be held weakly."""
+    kind = type(x)
+    known = _kinds.get(kind)
+    if known is None:
+        known = _kinds[kind] = _is_of_objects(kind)
+    return known and not pytree.is_registered(kind)
+
+
+_kinds: WeakKeyDictionary[type, bool] = WeakKeyDictionary()
+
+
+def _is_of_objects(kind: type) -> bool:
+    if is_no_users(kind) or not (kind.__dictoffset__ and kind.__weakrefoffset__):
+        return False
+    if issubclass(kind, (Module, torch.Tensor, type, *_TREES, *_NUMBERS, *_WORDS[:3])):
+        return False
+    slots = (v for k in kind.__mro__ if not is_no_users(k) for v in vars(k).values())
+    return MemberDescriptorType not in map(type, slots)
+
+
+def _is_plain(x: Any) -> bool:
+    """Whether a tree is one of tensors, numbers and words."""
+    return len(x) <= _MOST_GIVEN and _LEAVES.issuperset(map(type, pytree.leaves(x)))
+
+
+def _is_of_parts(x: Any) -> bool:
+    """Whether it is a tuple of functions and the like, and not a tree that can be given."""
+    return type(x) is tuple and not _is_plain(x)
+
+
+def _is_of_a_module(x: Any) -> bool:
+    if isinstance(x, BuiltinFunctionType):
+        return x.__self__ is None or isinstance(x.__self__, ModuleType)
+    if isinstance(x, (MethodDescriptorType, OpOverload, OpOverloadPacket)):
+        return True
+    return isinstance(x, (FunctionType, type)) and "<locals>" not in x.__qualname__
+
+
+def _one(key: Hashable) -> Hashable:
+    """Of equal keys the first."""
+    if key is None:
+        raise _OfItsOwn
+    if len(_keys) >= _MANY:
+        _keys.clear()
+    return _keys.setdefault(key, key)

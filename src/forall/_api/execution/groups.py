@@ -1,0 +1,347 @@
+"""Running a function once for every group of examples that agree, where they part.
+
+The floor of data-dependent control flow: any Python, no source needed. A run that meets a question
+its examples answer differently ends; what it did besides is undone; each group runs by itself, and
+the results are put together again in the order of the examples. Where groups would see what others
+did to memory from before the call, that is undone as well, and the examples run one after another.
+"""
+
+from __future__ import annotations
+
+from array import array
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from forall._api import mapped_inputs
+from forall._api.memory_budget import unlimited
+from forall._api.nested_components import Components
+from forall._api.ragged import Ragged, together
+from forall._compat import pytree, rng_state, trace_modes
+from forall._compat.dispatch_state import functions_off
+from forall._compat.storage import is_out_of_memory
+from forall._core.divergence import Late
+from forall._core.levels import moves, outside, top
+from forall._core.python_state import Remembered
+from forall._vmap.failing_example import name_example
+from forall._vmap.mutation.mutation_log import marks_of, memory
+from forall._vmap.mutation.pending_updates import is_shared_older, noting_level
+from forall._vmap.mutation.rollback import Touched
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from contextlib import AbstractContextManager
+
+    from forall._api.vmap import Mapping, Places
+    from forall._core.call_site import Place
+    from forall._vmap.mutation.mutation_log import Ledger
+    from forall._vmap.vmap_level import VmapLevel
+
+    Tensor = torch.Tensor
+    Part = tuple[Sequence[int], list, Any]  # numbers of examples, the results' leaves, their tree
+
+
+_NOTHING = nullcontext()
+
+
+class Groups(BaseException):
+    """A run ended because its examples part into these groups, at a place or with an error."""
+
+    def __init__(self, groups: list[list[int]], why: Place | BaseException | None) -> None:
+        super().__init__(groups)
+        self.groups = groups
+        self.why = why
+
+
+class State:
+    """What of Python's state and of ledgers further out a call may change."""
+
+    __slots__ = ("drawn", "marks", "python")
+
+    def __init__(self, call: Mapping) -> None:
+        self.python = Remembered(call.func, call.entering.given)
+        self.drawn = None
+        if call.draws.flag != "error":
+            self.drawn = rng_state.states(call.entering.leaves)
+        self.marks = marks_of(top())
+
+    def restore(self) -> None:
+        self.python.restore()
+        self.draw_again()
+        self.forget()
+
+    def forget(self) -> None:
+        """What levels further out have noted since."""
+        for ledger, mark in self.marks:
+            ledger.back_to(mark)
+
+    def noting(self) -> AbstractContextManager[None]:
+        """Generators that nobody has seen so far are put back, too, once a draw names them."""
+        return _NOTHING if self.drawn is None else rng_state.noting(self.drawn)
+
+    def draw_again(self) -> None:
+        if self.drawn is not None:
+            rng_state.restore(self.drawn)
+        for generator, state in self.python.generators:
+            generator.set_state(state)
+
+
+class Altered:
+    """The options of a call, but for what a subclass says otherwise."""
+
+    def __init__(self, options: Any) -> None:
+        self.options = options
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.options, name)
+
+
+class Watched(Altered):
+    """The options of a call for one group of its examples, whose ledger is looked at afterwards."""
+
+    def __init__(self, options: Any, ledgers: list[Ledger]) -> None:
+        super().__init__(options)
+        self.ledgers = ledgers
+
+
+class once_more:
+    """A run that can be undone: where its examples part, all is as it was before it began."""
+
+    __slots__ = ("call", "level", "noting", "state", "watched")
+
+    def __init__(self, call: Mapping, level: VmapLevel) -> None:
+        self.call, self.level = call, level
+        undoable = level.parts or call.options.spares
+        self.state = State(call) if undoable and level.size > 1 else None
+        self.noting = _NOTHING if self.state is None else self.state.noting()
+        level.ledger.undoable = undoable
+        self.watched = isinstance(call.options, Watched)
+        if self.watched:
+            call.options.ledgers.append(level.ledger)
+
+    def __enter__(self) -> None:
+        self.noting.__enter__()
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        self.noting.__exit__(None, None, None)
+        level = self.level
+        parted, ledger, why = level.parted, level.ledger, level.parted_at
+        if parted is None and error is not None and self.call.options.gave_up(level, error):
+            parted, why = [[*range(level.size)]], error
+        if parted is not None and self.state is not None:
+            # Whatever became of it on its way: a bare `except:` of the user's may have taken it.
+            self._undo(self.state)
+            raise Groups(parted, why) from None
+        if self.state is not None and (_spared(self.call, error) or isinstance(error, Late)):
+            self._undo(self.state)
+            return
+        ledger.before.settle_grads()
+        if not self.watched:
+            ledger.forget()
+
+    def _undo(self, state: State) -> None:
+        with unlimited():
+            self.level.ledger.before.undo()
+            state.restore()
+
+
+def in_groups(call: Mapping, groups: list[list[int]]) -> tuple[list, Any]:
+    """The results of all examples; the error is the loop's, that of the first example to fail."""
+    before = State(call)
+    with before.noting():
+        return _in_groups(call, groups, before)
+
+
+def _in_groups(call: Mapping, groups: list[list[int]], before: State) -> tuple[list, Any]:
+    run = Run(call, before)
+    try:
+        if not run.all(groups):
+            with unlimited():
+                run.touched.undo()
+                before.restore()
+            run = Run(call, before)
+            run.in_turn()
+        elif run.failed is not None:
+            raise run.failed[1]
+        else:
+            run.put_back()
+    except BaseException as error:
+        with unlimited():
+            run.touched.undo()
+            (before.restore if _spared(call, error) else before.forget)()
+        raise
+    for ledger in run.touched.ledgers:
+        ledger.forget()
+    return joined(call.places, sorted(run.parts, key=lambda p: p[0][0]))
+
+
+def _spared(call: Mapping, error: BaseException | None) -> bool:
+    return call.options.spares and is_out_of_memory(error)
+
+
+class Run:
+    """The parts of one call, one after another."""
+
+    def __init__(self, call: Mapping, before: State) -> None:
+        self.call = call
+        self.before = before
+        self.touched = Touched()
+        self.parts: list[Part] = []
+        self.failed: tuple[int, Exception] | None = None  # the first example to fail, of all so far
+        self.written: list[tuple[Tensor | Components, int, list[int], Tensor, bool]] = []
+
+    def all(self, groups: list[list[int]]) -> bool:
+        """Run all groups. False, at once, where one sees what another did to older memory."""
+        todo = sorted(groups)
+        if self.call.options.report is not None:
+            self.call.options.report.in_groups()
+        while todo:
+            numbers = todo.pop(0)
+            if self.failed is not None and numbers[0] > self.failed[0]:
+                continue
+            part = self.call.some(numbers)
+            nodes = [x.grad_fn for x in _mapped(part)]
+            try:
+                self._once(numbers, part)
+            except Groups as again:
+                told = self.call.options.report
+                if told is not None:
+                    told.parts_again(again.why, tuple(map(len, again.groups)))
+                todo = sorted([*todo, *([numbers[n] for n in g] for g in again.groups)])
+                continue
+            except Exception as error:  # noqa: BLE001 - the user's error, whatever it is
+                name_example(error, part.origin, 0)
+                self.failed = numbers[0], error
+            if not self._alone(numbers, part, nodes):
+                return False
+        return True
+
+    def in_turn(self) -> None:
+        """One example after another, on views of the caller's tensors, as the loop does."""
+        if self.call.options.report is not None:
+            self.call.options.report.in_turn()
+        for n in range(self.call.entering.size):
+            numbers = range(n, n + 1)
+            part = self.call.some(numbers)
+            try:
+                self._once(numbers, part)
+            except Exception as error:
+                name_example(error, part.origin, 0)
+                raise
+
+    def _once(self, numbers: Sequence[int], part: Mapping) -> None:
+        if self.call.draws.flag == "same":
+            self.before.draw_again()
+        if part.options.report is not None:
+            part.options.report.group(len(numbers))
+        part = part._replace(options=Watched(part.options, self.touched.ledgers))
+        self.parts.append((numbers, *part.once()))
+
+    def _alone(self, numbers: list[int], part: Mapping, nodes: list) -> bool:
+        """Whether what the group did to older memory, and to its rows, is its own affair."""
+        ledger = self.touched.ledgers[-1]
+        wholes, rows = _mapped(self.call), []
+        places = [x.examples[0] if isinstance(x, Components) else x for x in wholes]
+        dims = [d for d in self.call.entering.dims if d is not None]
+        columns = zip(wholes, places, dims, _mapped(part), nodes, strict=True)
+        for whole, place, dim, some, node in columns:
+            if memory(some) in ledger.mapped_written:
+                if _is_shared_further_out(place):
+                    return False
+                rows.append(memory(place))
+                recorded = some.grad_fn is not node or moves(some)
+                self.written.append((whole, dim, numbers, some, recorded))
+        known = [memory(p) for p in places] if rows else []
+        return all(known.count(r) == 1 for r in rows) and self.touched.by(ledger, rows)
+
+    def put_back(self) -> None:
+        """What the groups wrote into mapped arguments, in the caller's own tensors."""
+        for whole, dim, numbers, some, recorded in self.written:
+            with functions_off(), torch.set_grad_enabled(recorded and torch.is_grad_enabled()):
+                if isinstance(whole, Components):
+                    whole.put(numbers, some)
+                else:
+                    whole.index_copy_(dim, index_of(numbers, whole.device), some)
+
+
+def _is_shared_further_out(whole: Tensor) -> bool:
+    """Whether examples of a level further out share it, which must see each write as it is."""
+    level = noting_level()
+    return level is not None and is_shared_older(whole, level)
+
+
+def index_of(numbers: Sequence[int], device: torch.device) -> Tensor:
+    """Return whole numbers as a tensor: `torch.tensor` would ask each of them for its type.
+
+    A mode beneath ours, as that of fake tensors, has to see it being made.
+    """
+    if not numbers or trace_modes.lie_beneath():
+        return torch.tensor(numbers, dtype=torch.int64, device=device)
+    return torch.frombuffer(array("q", numbers), dtype=torch.int64).to(device)
+
+
+def rows(leaf: Tensor, dim: int, numbers: Sequence[int]) -> Tensor:
+    """These examples of a stack, in a tensor of their own."""
+    at = index_of(numbers, leaf.device)
+    return Rows.apply(leaf, dim, at) if leaf.requires_grad else leaf.index_select(dim, at)
+
+
+class Rows(torch.autograd.Function):
+    """``index_select`` that a backward pass inside the function leaves fit for the next one."""
+
+    @staticmethod
+    def forward(stack: Tensor, dim: int, at: Tensor) -> Tensor:
+        return stack.index_select(dim, at)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:  # noqa: ARG004
+        stack, ctx.dim, ctx.at = inputs
+        ctx.shape, ctx.level = stack.shape, top()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple:
+        with _back_at(ctx.level):
+            return g.new_zeros(ctx.shape).index_copy(ctx.dim, ctx.at, g), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, t: Tensor | None, *_: None) -> Tensor | None:
+        return None if t is None else t.index_select(ctx.dim, ctx.at)
+
+
+def _back_at(level: Any) -> Any:
+    """Act as code under ``level``, where a backward pass may run further in."""
+    inner: Any = top()
+    while inner is not None and inner.parent is not level:
+        inner = inner.parent
+    return nullcontext() if inner is None else outside(inner)
+
+
+def _mapped(call: Mapping) -> list[Any]:
+    entering = call.entering
+    return [x for x, d in zip(entering.leaves, entering.dims, strict=True) if d is not None]
+
+
+def joined(places: Places, parts: list[Part]) -> tuple[list, Any]:
+    """The results of all parts, examples in order."""
+    numbers, _, spec = parts[0]
+    for other, _, its_spec in parts:
+        if not pytree.is_alike(its_spec, spec):
+            raise mapped_inputs.trees_differ(places.call, numbers[0], spec, other[0], its_spec)
+    order = [n for part in parts for n in part[0]]
+    firsts = [part[0][0] for part in parts]
+    columns = zip(*(flat for _, flat, _ in parts), strict=True)
+    return [
+        together(column, order)
+        if any(type(x) is Ragged for x in column)
+        else _in_order(mapped_inputs.joined(places.call, column, place, firsts), place, order)
+        for column, place in zip(columns, places.of(spec), strict=True)
+    ], spec
+
+
+def _in_order(result: Any, place: int | None, order: list[int]) -> Any:
+    if order == [*range(len(order))] or place is None or not isinstance(result, torch.Tensor):
+        return result
+    at = index_of(order, result.device)
+    back = torch.empty_like(at).scatter_(0, at, torch.arange(len(order), device=at.device))
+    return result.index_select(place % result.dim(), back)

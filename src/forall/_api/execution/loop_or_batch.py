@@ -1,0 +1,503 @@
+"""The choice between running examples together, and one after another as in a loop.
+
+Code that asks something of examples costs more together than in a loop where they are few, or where
+what they do is Python's own work. Calls are timed, for each function and each number and form of
+its examples. The first call runs as the loop, a later one together, given up where that takes
+longer. Then the faster way stays. The other one is tried again when that takes little of the time
+that calls have taken since.
+
+A loop over calls of a transformed function, as of ``jacfwd(f)``, gets faster: those calls are
+recorded, and replayed from then on. It is timed when that is over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from math import inf
+from time import perf_counter
+from types import BuiltinFunctionType, FunctionType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.autograd import forward_ad
+
+from forall._api import mapped_inputs
+from forall._api.execution import python_loop
+from forall._api.execution.auto_replay import find_bindings, is_on
+from forall._api.execution.fresh_closures import transform_of
+from forall._api.nested_components import Components, by_shape
+from forall._compat.devices import function_modes
+from forall._compat.dispatch_state import dispatch_modes, in_torch_func
+from forall._compat.private_api import PLAIN
+from forall._core import config
+from forall._core.code_table import CodeSet, CodeTable
+from forall._core.divergence import Late
+from forall._core.errors import Call, columns, name_of, slow
+from forall._core.levels import stack
+from forall._divergence import is_running
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from types import CodeType
+
+    from forall._api.execution.auto_replay import Calls
+    from forall._api.execution.side_effect_free import Bindings
+    from forall._api.vmap import Mapping
+    from forall._core.call_site import Place
+
+_WORDS = frozenset({bool, int, float, complex, str, type(None)})
+_MOST = 64  # sizes of one function that are told apart
+_WORTH = 0.02  # seconds of calls that run as the loop, before all together is worth a try
+_MUCH, _CONVERTING = 1.0, 0.05  # times the loop, and seconds, that a first try may take
+_FIRST = 0.05  # seconds that the loop may take before all together was tried
+_SHARE = 32  # a later try takes at most one part in so many of the time,
+_MOST_SHARE = 4096  # twice as many after each one that changes nothing, up to this
+_LOOPS_TO_WARM, _CALLS_TO_WARM = 8, 64  # in which the calls of a transform are recorded, at most
+_WARMING = 1.0  # seconds of these before all together was tried
+_SOME_GAIN, _MOST_GAIN = 4.0, 16.0  # times that a loop gets faster by that: likely, and at most
+_MANY, _WORTH_A_WORD = 32, 0.001  # examples, and seconds of a loop that is told of
+
+
+class Times:
+    """Seconds that calls of one size have taken in either way."""
+
+    __slots__ = (
+        "_preferred",
+        "_share",
+        "looped",
+        "next",
+        "replayed",
+        "replays",
+        "spent",
+        "together",
+        "warming",
+        "was_late",
+    )  # fmt: skip
+
+    def __init__(self, warming: int = 0) -> None:
+        self.warming = warming  # loops at most, until one is timed
+        self.was_late = False  # a first try of all together was broken off
+        self.looped: float | None = None
+        self.together: float | None = None
+        self.replayed: float | None = None
+        self.replays = 0
+        self.spent = 0.0
+        self.next = _WORTH  # when so much was spent, the other way is tried
+        self._share = _SHARE
+        self._preferred: bool | None = None  # whether it was the loop when last tried
+
+    def took(self, seconds: float, *, together: bool = False) -> None:
+        """Note the seconds of a call."""
+        self.spent += seconds
+        if together:
+            if self.together is None or seconds < self.together:
+                self.together = seconds
+        elif self.looped is None or seconds < self.looped:
+            self.looped = seconds
+
+    def was_replayed(self, seconds: float) -> None:
+        """Note the seconds of a call of which a program was replayed."""
+        self.replays += 1
+        self.replayed = min(seconds, self.replayed or inf)
+
+    def is_slow_to_replay(self) -> bool:
+        """Return True if to replay a call takes longer than the loop over its examples."""
+        replayed, looped = self.replayed, self.looped
+        return replayed is not None and looped is not None and replayed > looped
+
+    def was_tried(self, seconds: float) -> None:
+        """Note what a try of the other way has cost: the next one comes when that is little."""
+        prefers = self.prefers_loop()
+        is_news = prefers is not self._preferred
+        self._share = _SHARE if is_news else min(2 * self._share, _MOST_SHARE)
+        self._preferred = prefers
+        self.next = self.spent + self._share * seconds
+
+    def prefers_loop(self) -> bool:
+        """Return True if the loop takes less time, as far as is known."""
+        return self.looped is None or self.together is None or self.looped <= self.together
+
+    def may_get_faster(self) -> bool:
+        """Return True if the loop may become the faster way once the calls in it are recorded.
+
+        Where together is much faster so far, that waits until calls have taken as long as it may.
+        """
+        looped, together = self.looped, self.together
+        if not self.warming or looped is None:
+            return False
+        if together is None:
+            return self.spent < _WARMING
+        if looped < _SOME_GAIN * together:
+            return True
+        return looped < _MOST_GAIN * together and self.spent >= _LOOPS_TO_WARM * looped
+
+    def warmed(self, *, is_over: bool) -> None:
+        """Note a loop in which calls may have been recorded."""
+        self.warming = 0 if is_over else self.warming - 1
+
+    def loops(self) -> bool:
+        """Return True if the next call is to run as the loop."""
+        return self.looped is None or self.prefers_loop() == (self.spent < self.next)
+
+    def loops_again(self) -> bool:
+        """Return True if it is settled that the next call runs as the loop."""
+        looped, together = self.looped, self.together
+        if looped is None or self.spent >= self.next or self.warming:
+            return False
+        return together is None or looped <= together
+
+
+_times: CodeTable[dict[Any, Times]] = CodeTable()
+_told = CodeSet()  # of which was said that they run as the loop
+
+
+def _by_size(code: CodeType) -> dict[Any, Times]:
+    found = _times.get(code)
+    if found is None:
+        found = _times[code] = {}
+        Settled.codes += 1
+    return found
+
+
+def _key(func: Any, size: int, leaves: Sequence[Any]) -> tuple:
+    """Tell calls apart by the transforms inside and outside, and by their examples."""
+    return (size, _keys_of(func), type(stack.top), *_forms(leaves))
+
+
+def _forms(leaves: Sequence[Any]) -> tuple:
+    """Return what tells arguments apart: the shape of a tensor, and whether it requires grad."""
+    forms: list[Any] = []
+    for x in leaves:
+        if type(x) is Components:
+            forms += Components, len(by_shape([x]))
+        elif type(x) not in PLAIN or x.is_nested:  # others may have a shape with symbols, or none
+            forms.append(type(x))
+        else:
+            forms += x.shape, x.requires_grad
+    return (*forms,)
+
+
+def _keys_of(func: Any) -> tuple:
+    how = transform_of(func)
+    return () if how is None else (how.key, *_keys_of(how.func))
+
+
+def times_of(code: CodeType, call: Mapping) -> Times:
+    """Return the times of calls of this code with as many examples of these shapes."""
+    by_size = _by_size(code)
+    key = _key(call.func, call.entering.size, call.entering.leaves)
+    times = by_size.get(key)
+    if times is None:
+        if len(by_size) >= _MOST:
+            by_size.pop(next(iter(by_size)), None)
+        times = by_size[key] = Times(_loops_to_warm(call.func, call.entering.size))
+    return times
+
+
+def _loops_to_warm(func: Any, size: int) -> int:
+    """Return how many loops the calls in it may take to be recorded; none but for a transform."""
+    if transform_of(func) is None or not is_on():
+        return 0
+    return max(_LOOPS_TO_WARM, _CALLS_TO_WARM // size)
+
+
+def _hits_of(func: Any) -> float:
+    """Return how many calls of a function were replayed; infinity where none ever will be."""
+    how = transform_of(func)
+    calls = how and how.calls()
+    return inf if calls is None or calls.has_doubts() else calls.hits
+
+
+class _Known(NamedTuple):
+    """The times of calls with arguments of one form, and how to make such a call."""
+
+    times: Times
+    dims: tuple
+    size: int
+    alone: Callable | None  # see `anew.Transform`
+
+
+class Settled:
+    """The calls of one mapped function that stay with the loop, which nobody has to look at anew.
+
+    They are those with positional arguments, tensors and numbers. What takes microseconds in a loop
+    is not to wait for all that `vmap` asks of other calls.
+    """
+
+    __slots__ = ("_bindings", "_known", "_places", "dims", "func", "out_dims", "unknown")
+    codes = 0  # of all functions whose calls are timed
+
+    def __init__(self, func: Callable, in_dims: Any, out_dims: Any) -> None:
+        self.func, self.dims, self.out_dims = func, in_dims, out_dims
+        self._places: mapped_inputs.Places | None = None
+        self._bindings: Bindings | None = None
+        self._known: dict[tuple, _Known] = {}  # by forms of arguments
+        self.unknown = -1  # how many codes had times when this one had none
+
+    def __reduce__(self) -> tuple:
+        return Settled, (self.func, self.dims, self.out_dims)  # times are those of a machine
+
+    def find(self, args: tuple) -> _Known | None:
+        """Return the times of such calls and how to make them; None if they were not timed."""
+        forms = _forms(args)
+        known = self._known.get(forms)
+        return self._look_up(args, forms) if known is None else known
+
+    def _look_up(self, args: tuple, forms: tuple) -> _Known | None:
+        code = code_of(self.func)
+        by_size = None if code is None else _times.get(code)
+        if by_size is None:
+            self.unknown = self.codes
+            return None
+        dims = (self.dims,) * len(args) if type(self.dims) is int else self.dims
+        size = _size_of(args, dims)
+        times = size and by_size.get(_key(self.func, size, args))
+        if not times or not size or stack.top is not None:
+            return None
+        if len(self._known) >= _MOST:
+            self._known.clear()
+        how = transform_of(self.func)
+        alone = how and how.alone
+        if any(type(x) in PLAIN and x.requires_grad for x in args):
+            alone = None
+        known = self._known[forms] = _Known(times, dims, size, alone)
+        return known
+
+    def run(self, args: tuple, known: _Known, calls: Calls | None) -> Any:
+        """Return a tuple of the result; None where the call is to be made in the ordinary way.
+
+        ``calls`` may replay it. Few functions are called here: what runs after an operator of
+        torch's is cold, so that a dozen of them cost as much as a loop over two examples.
+        """
+        times, dims, size, alone = known
+        if not times.loops_again() or (calls is not None and calls.may_replay(times)):
+            return None
+        if stack.top is not None or stack.listening or config.now.parting != "measured":
+            return None
+        if dispatch_modes() or function_modes() or is_running():
+            return None
+        # torch.export need not be asked for: its tensors are fake, and have no form that is known.
+        if in_torch_func() or forward_ad._current_level >= 0:
+            return None
+        func, bindings = self.func, self._bindings
+        if bindings is None or not bindings.hold(func):
+            bindings = self._bindings = find_bindings(func)
+            if bindings is None:
+                return None
+        places = self._places
+        if places is None:
+            call = Call("vmap", func, out_dims=self.out_dims)
+            places = self._places = mapped_inputs.Places(call, self.out_dims)
+        start = perf_counter()
+        if bindings.writes or bindings.tensors:
+            if not bindings.may_take(args):
+                return None
+            arguments = python_loop.Arguments(args, dims, size, None)
+            try:
+                found = python_loop.run_each(func, arguments, places, bindings)
+            except python_loop.ElsewhereError:
+                return None
+        else:
+            # Inference mode records nothing, whatever grad mode says.
+            if alone and torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
+                func = alone
+            found = python_loop.run_each_alone(func, args, dims, size, places)
+        if found is not None:
+            times.took(perf_counter() - start)
+        return found
+
+
+def _size_of(args: tuple, dims: Any) -> int | None:
+    """Return how many examples tensors have; None if anything but tensors and words is met."""
+    if type(dims) is not tuple or len(dims) != len(args):
+        return None
+    size = None
+    for x, dim in zip(args, dims, strict=True):
+        if type(x) not in PLAIN:
+            if dim is not None or type(x) not in _WORDS:
+                return None
+            continue
+        if x.is_nested:
+            return None
+        if dim is None:
+            continue
+        if type(dim) is not int:
+            return None
+        if not -x.dim() <= dim < x.dim():
+            return None
+        if size is not None and x.shape[dim] != size:
+            return None
+        size = x.shape[dim]
+    return size or None
+
+
+def code_of(func: Any) -> CodeType | None:
+    """Return what tells a function that may be made anew for each call."""
+    if type(func) is BuiltinFunctionType:
+        return None
+    if type(func) is not FunctionType or "__wrapped__" in vars(func):
+        func = inspect.unwrap(func)
+        while isinstance(func, functools.partial):
+            func = inspect.unwrap(func.func)
+        if isinstance(func, torch.nn.Module):
+            func = type(func).forward
+    return getattr(getattr(func, "__func__", func), "__code__", None)
+
+
+def describe_choice(code: CodeType | None, size: int) -> str:
+    """Say which way calls with so many examples take, and why, once both were tried."""
+    by_size = {} if code is None else _times.get(code, {})
+    found = [t for key, t in by_size.items() if key[0] == size]
+    looped, together = (found[-1].looped, found[-1].together) if found else (None, None)
+    if looped is None or together is None or config.now.parting != "measured":
+        return ""
+    if together == inf:
+        return f"as the loop, in {_in_words(looped)}; together takes much longer"
+    first, second = ("as the loop", "together") if looped <= together else ("together", "the loop")
+    fast, slow = sorted((looped, together))
+    return f"{first}, in {_in_words(fast)}; {second} takes {_in_words(slow)}"
+
+
+def _in_words(seconds: float) -> str:
+    for unit in ("s", "ms"):
+        if seconds >= 1:
+            return f"{seconds:.3g} {unit}"
+        seconds *= 1000
+    return f"{seconds:.3g} us"
+
+
+class _until:
+    """Within, a call of ours that goes on for longer than so many seconds ends with `Late`."""
+
+    __slots__ = ("before", "end")
+
+    def __init__(self, seconds: float) -> None:
+        self.end = perf_counter() + seconds
+
+    def __enter__(self) -> None:
+        self.before = stack.late  # of a call around this one
+        if self.end < inf:
+            stack.late = self._check
+
+    def __exit__(self, *_: object) -> None:
+        stack.late = self.before
+
+    def _check(self) -> None:
+        if self.before is not None:
+            self.before()
+        if perf_counter() > self.end:
+            stack.late = None  # not again, on the way out
+            raise Late
+
+
+def run_cheaper(
+    call: Mapping,
+    code: CodeType | None,
+    together: Callable[[], tuple[list, Any]],
+    parted_at: Place | None,
+) -> tuple[list, Any]:
+    """Make a call whose examples ask something, or part there, in the way that takes less time."""
+    if code is None or config.now.parting == "together":
+        return together()
+    bindings = find_bindings(call.func)
+    if bindings is None:
+        return together()
+    times = times_of(code, call)
+    if parted_at is not None and stack.listening and times.loops_again():
+        for listener in stack.listening:
+            listener.give_up("its examples part, and take less time one after another")
+    if not python_loop.may_run(call, bindings):
+        return together()
+    if config.now.parting == "loop" or times.may_get_faster() or times.loops():
+        is_new = times.together is None and config.now.parting == "measured"
+        try:
+            found = _run_as_loop(call, bindings, times, _FIRST if is_new else inf)
+        except python_loop.TooLongError as late:
+            times.took(late.seconds)
+        else:
+            return found or together()
+    found = _try_together(call, bindings, times, together)
+    if parted_at is not None and code not in _told and _is_worth_a_word(call, times):
+        _told.add(code)
+        _warn(call, parted_at)
+    return found
+
+
+def _run_as_loop(
+    call: Mapping, bindings: Bindings, times: Times, most: float
+) -> tuple[list, Any] | None:
+    """Make a call as the loop; None where it has to be made in another way."""
+    hits = _hits_of(call.func) if times.warming else inf
+    start = perf_counter()
+    try:
+        found = python_loop.run(call, bindings, most)
+    except python_loop.TooLongError:
+        raise
+    except python_loop.ElsewhereError:
+        return None
+    seconds = perf_counter() - start
+    times.took(seconds)
+    if times.warming:
+        times.warmed(is_over=_hits_of(call.func) >= hits + call.entering.size)
+    if not (times.prefers_loop() or times.may_get_faster()):
+        times.was_tried(seconds)
+    return found
+
+
+def _is_worth_a_word(call: Mapping, times: Times) -> bool:
+    """Return True if many examples will run as the loop, and that takes its time."""
+    looped, together = times.looped, times.together
+    if looped is None or together is None or times.next <= times.spent:
+        return False
+    return call.entering.size >= _MANY and looped > _WORTH_A_WORD and looped < together
+
+
+def _warn(call: Mapping, parted_at: Place) -> None:
+    """Tell that examples run one after another, where they part, and how they need not."""
+    text = parted_at.text()
+    at = [("at", f"{parted_at.near()}   {text}".rstrip())] if text else []
+    rows = [("examples", f"{call.entering.size}"), *at]
+    slow(
+        f"vmap({name_of(call.func)}): examples part, and take less time one after another than "
+        "together, so such calls run as the plain loop.\n"
+        f"{columns(rows)}\n"
+        "To run them together is faster without Python's numbers, strings and lists of them: "
+        "torch.where, forall.cond, forall.while_loop, an operator in their place. "
+        "forall.explain tells where they part."
+    )
+
+
+def _try_together(
+    call: Mapping, bindings: Bindings, times: Times, together: Callable[[], tuple[list, Any]]
+) -> tuple[list, Any]:
+    """Make a call together, and give it up where it takes much longer than the loop."""
+    is_first = times.together is None
+    looped = inf if times.looped is None else times.looped
+    is_try = times.prefers_loop()
+    most = _MUCH * looped + _CONVERTING * is_first
+    if not is_try or call.entering.size == 1:  # of one example nothing is kept, to be undone
+        most = inf
+    start = perf_counter()
+    try:
+        with _until(most):
+            found = together()
+    except Late:
+        found = None
+    seconds = perf_counter() - start
+    if found is None:
+        # A first try may have been late for what is done once, or for others on the machine.
+        if times.was_late or not is_first:
+            times.together = inf
+        times.was_late = True
+        times.was_tried(seconds)
+        with contextlib.suppress(python_loop.ElsewhereError):
+            return python_loop.run(call, bindings)
+        return together()
+    times.took(seconds, together=True)
+    if is_first and seconds > looped:
+        times.next = times.spent  # once more: the first try had its function to convert
+    elif is_try:
+        times.was_tried(seconds)
+    return found

@@ -1,0 +1,321 @@
+"""`vmap` as the loop that it is equal to: each example by itself, on ordinary tensors.
+
+This is for functions that only compute (`computing`). No level is entered, so no operator costs
+more than in a loop that the user writes. What an example does to its own row of an argument, and
+the history that its result has, are what they are in the loop. Where anything else would have to be
+told (an example fails, results do not fit together), all is put back, and the call is made in the
+other way, which tells it.
+"""
+
+from __future__ import annotations
+
+from math import inf
+from operator import is_
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from forall._api.execution.auto_replay import find_bindings
+from forall._api.nested_components import Components
+from forall._api.ragged import Ragged
+from forall._autodiff.jvp_level import JvpLevel
+from forall._compat import exception_safety, pytree
+from forall._compat.devices import DeviceContext, function_modes
+from forall._compat.dispatch_state import dispatch_modes, functions_off
+from forall._compat.private_api import PLAIN, set_version, version
+from forall._compat.wrapper_tensor import Wrapper
+from forall._core.levels import Level, stack
+from forall._divergence import is_running
+from forall._vmap.failing_example import tells_of_all
+from forall._vmap.function_mode import Sharing
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Container, Sequence
+
+    from forall._api.execution.side_effect_free import Bindings
+    from forall._api.mapped_inputs import Places
+    from forall._api.vmap import Mapping
+
+    Tensor = torch.Tensor
+
+
+_RETELLING = 1.0  # seconds that an error may be late for the sake of its text
+
+
+class ElsewhereError(Exception):
+    """The call has to be made in another way; nothing has changed.
+
+    Its cause is the error of the first example to fail, if one has failed.
+    """
+
+
+class TooLongError(ElsewhereError):
+    """The loop takes longer than it may; ``seconds`` is an estimate for all examples."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds
+
+
+def may_run(call: Mapping, bindings: Bindings) -> bool:
+    """Return True if the loop over the examples gives all that a call has to give."""
+    options, entering = call.options, call.entering
+    if options.divergence != "split" or options.max_steps is not None:
+        return False
+    if options.report is not None or options.spares or entering.looks:
+        return False
+    if type(call.draws.flag) is not str:
+        return False
+    return is_alone() and bindings.may_take(entering.leaves)
+
+
+def is_alone() -> bool:
+    """Return True if nobody but the function, and forward mode, has to do with what runs here.
+
+    A derivative of the loop may be taken by either mode. Under a `vmap` the outer one has the
+    choice: the examples of both may part.
+    """
+    if is_running():
+        return False
+    if stack.listening:  # a recorder that has given up leaves its two modes on
+        if stack.top is not None or not all(listener.is_idle for listener in stack.listening):
+            return False
+        return dispatch_modes() == function_modes() == len(stack.listening)
+    if stack.top is None:
+        return not (dispatch_modes() or function_modes())
+    if not isinstance(stack.top, JvpLevel):
+        return False
+    modes, functions = exception_safety.modes(), exception_safety.functions()
+    return all(isinstance(mode, Level) for mode in modes) and all(
+        type(mode) in (Sharing, DeviceContext) for mode in functions
+    )
+
+
+def run(call: Mapping, bindings: Bindings, seconds: float = inf) -> tuple[list, Any]:
+    """Return the results of all examples; raise `TooLongError` after so many seconds."""
+    entering = call.entering
+    args, kwargs = entering.given
+    is_flat = not kwargs and len(args) == len(entering.leaves)
+    pack = None if is_flat and all(map(is_, args, entering.leaves)) else entering.unflatten
+    args = Arguments(entering.leaves, entering.dims, entering.size, pack, call.options.ragged)
+    (found,) = run_each(call.func, args, call.places, bindings, seconds)
+    return pytree.flatten(found)
+
+
+class Arguments(NamedTuple):
+    """The arguments of all examples."""
+
+    leaves: Sequence[Any]
+    dims: Sequence[int | None]  # that count the examples
+    size: int
+    pack: Callable[[list], tuple[tuple, dict]] | None  # into args and kwargs, where they are trees
+    ragged: bool = False  # whether the results may have several shapes
+
+
+def run_each(
+    func: Callable, args: Arguments, places: Places, bindings: Bindings, seconds: float = inf
+) -> tuple:
+    """Call ``func`` for one example after another; return the stacks of the results in a tuple."""
+    before = _Before([*args.leaves, *bindings.tensors], copies=bindings.writes)
+    failed = None
+    try:
+        found = _stack_results(_call_each(func, args, bindings, seconds), places, args.ragged)
+    except TooLongError:
+        before.put_back()
+        raise
+    except Exception as error:
+        if not before.can_be_put_back():
+            raise
+        found, failed = None, error  # the other way tells it, and of which example
+    except BaseException:
+        before.put_back()
+        raise
+    if found is None or (before.has_changed() and before.has_changed(but=_own(args))):
+        before.put_back()
+        raise ElsewhereError from failed
+    return found
+
+
+def retell(error: TypeError, call: Mapping) -> None:
+    """Give an error of Python's the text that it has in the loop: it names the types it met."""
+    bindings = None if tells_of_all(error) else find_bindings(call.func)
+    if bindings is None or not may_run(call, bindings):
+        return
+    try:
+        run(call, bindings, _RETELLING)
+    except ElsewhereError as instead:
+        if type(instead.__cause__) is type(error):
+            error.args = instead.__cause__.args
+
+
+def run_each_alone(
+    func: Callable, args: tuple, dims: Sequence[int | None], size: int, places: Places
+) -> tuple | None:
+    """Do the same for a function that captures no tensor and has no statement that writes.
+
+    There is nothing to be put back then, and what `run_each` keeps for that takes as long as a
+    small example. Return None where the call has to be made in another way.
+    """
+    try:
+        before = _counts(args)
+    except RuntimeError:  # torch counts no writes into tensors of inference mode
+        return None
+    rows = [[x] * size if dim is None else x.unbind(dim) for x, dim in zip(args, dims, strict=True)]
+    try:
+        results = [*map(func, *rows)]
+        found = _stack_results(results, places)
+    except Exception:
+        if _counts(args) != before:
+            raise
+        return None  # the other way tells it, and of which example
+    now = _counts(args)
+    if now != before:
+        triples = zip(dims, before, now, strict=True)
+        if any(dim is None and number != new for dim, number, new in triples):
+            return None  # all examples have written into one argument
+    return found
+
+
+def _own(args: Arguments) -> set[int]:
+    """Return the places of the arguments of which each example has a part of its own."""
+    return {n for n, dim in enumerate(args.dims) if dim is not None}
+
+
+class _Before:
+    """The values of tensors before a call that may write into them."""
+
+    __slots__ = ("copies", "values", "versions")
+
+    def __init__(self, values: list[Any], *, copies: bool) -> None:
+        self.values = values
+        self.versions = _versions(values)
+        self.copies = [x.clone() if type(x) in PLAIN else None for x in values] if copies else ()
+
+    def has_changed(self, but: Container[int] = ()) -> bool:
+        """Return True if anything has been written into one of them, other than at these places."""
+        now = _versions(self.values)
+        if now == self.versions:
+            return False
+        pairs = enumerate(zip(now, self.versions, strict=True))
+        return any(number != before and n not in but for n, (number, before) in pairs)
+
+    def can_be_put_back(self) -> bool:
+        """Return True if nothing has changed of which there is no copy."""
+        return bool(self.copies) or not self.has_changed()
+
+    def put_back(self) -> None:
+        """Undo what has been written since, where there are copies."""
+        for x, number, copy in zip(self.values, self.versions, self.copies, strict=False):
+            if copy is not None and version(x) != number:
+                with torch.no_grad():
+                    x.copy_(copy)
+                set_version(x, number)
+
+
+def _versions(values: Sequence[Any]) -> list[int | None]:
+    """Return how often each tensor has been written to.
+
+    Raises:
+        RuntimeError: for a tensor of inference mode, which `Bindings.may_take` leaves out.
+    """
+    with functions_off():
+        return _counts(values)
+
+
+def _counts(values: Sequence[Any]) -> list[int | None]:
+    """Do the same where no function mode is on."""
+    return [x._version if type(x) in PLAIN else None for x in values]
+
+
+def _call_each(func: Callable, args: Arguments, bindings: Bindings, seconds: float) -> list[Any]:
+    """Call ``func`` for one example after another."""
+    leaves, dims, size, pack, _ = args
+    # One of several views must not get a history by what is written into it.
+    one_by_one = bindings.writes and any(x.requires_grad for x in bindings.tensors)
+    rows: list[Sequence] = []
+    for leaf, dim in zip(leaves, dims, strict=True):
+        if dim is None:
+            rows.append([leaf] * size)
+        elif isinstance(leaf, Components):
+            rows.append(leaf.examples)
+        elif one_by_one:
+            rows.append([leaf.select(dim, n) for n in range(size)])
+        else:
+            rows.append(leaf.unbind(dim))
+    if pack is None and seconds == inf:
+        return [*map(func, *rows)]
+    results = []
+    start = perf_counter()
+    for row in zip(*rows, strict=True):
+        own, named = (row, {}) if pack is None else pack([*row])
+        results.append(func(*own, **named))
+        taken = perf_counter() - start
+        if taken > seconds and len(results) < size:
+            raise TooLongError(taken / len(results) * size)
+    return results
+
+
+def _stack_results(results: list[Any], places: Places, ragged: bool = False) -> tuple[Any] | None:
+    """Stack the results as `vmap` does, in a tuple of one; None if they do not fit together."""
+    first = results[0]
+    if isinstance(first, torch.Tensor):
+        place = places.out_dims
+        if type(place) is not int:
+            (place,) = places.of(pytree.flatten(first)[1])
+        return _stack_column(results, place, ragged)
+    leaves, spec = pytree.flatten(first)
+    flat = [leaves]
+    for result in results[1:]:
+        more, its_spec = pytree.flatten(result)
+        if its_spec != spec:
+            return None
+        flat.append(more)
+    if pytree.contexts(spec):
+        return None
+    left = []
+    for column, place in zip(zip(*flat, strict=True), places.of(spec), strict=True):
+        whole = _stack_column(column, place, ragged)
+        if whole is None:
+            return None
+        left.append(whole[0])
+    return (pytree.unflatten(left, spec),)
+
+
+def _stack_column(
+    column: list | tuple, place: int | None, ragged: bool = False
+) -> tuple[Any] | None:
+    """Stack one result of all examples, in a tuple of one; None if they do not fit together.
+
+    Those that are ``ragged`` stay one by one.
+    """
+    first = column[0]
+    if isinstance(first, torch.Tensor) and place is not None:
+        if type(first) is not torch.Tensor and not _are_known(column):
+            return None
+        if ragged and first.dim():
+            if not all(isinstance(x, torch.Tensor) and x.dim() for x in column):
+                return None
+            if not all(x.layout is torch.strided and x.dtype is first.dtype for x in column):
+                return None
+            return (Ragged([*column], place),)
+        try:  # it compares the shapes, and promotes types as the other ways do
+            found = torch.stack(column, place) if place else torch.stack(column)
+        except (RuntimeError, IndexError, TypeError):
+            return None
+        if type(found) is not torch.Tensor and not _are_known(column):
+            return None
+        return (found,) if found.layout is torch.strided else None
+    if len({*map(type, column)}) > 1:
+        return None
+    kind = type(first)
+    if kind in (int, float, bool, complex) and place is not None and place in (0, -1):
+        return (torch.tensor([*column]),)
+    if (first is None or kind is str) and all(x == first for x in column):
+        return (first,)
+    return None
+
+
+def _are_known(column: list | tuple) -> bool:
+    """Return True if all are tensors, and none of a class of the user's."""
+    return all(type(x) is torch.Tensor or isinstance(x, Wrapper) for x in column)

@@ -1,0 +1,298 @@
+"""Which way a function is run whose examples part: converted source, where there is any.
+
+The first call of a function runs it as it is; code whose tests agree pays nothing. Where examples
+part, all is undone, and its converted form runs: there they part and meet again within one run.
+Where that cannot be, each group runs by itself (`groups`). What parted once is converted at once
+from then on.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from forall._api.execution.groups import Altered, Groups, in_groups
+from forall._api.execution.loop_or_batch import code_of, run_cheaper
+from forall._api.execution.python_loop import retell
+from forall._compat import pytree
+from forall._compat.storage import is_out_of_memory
+from forall._compat.tensor_subclass import bare
+from forall._compat.wrapper_tensor import Wrapper
+from forall._core.call_site import Place, users_frame
+from forall._core.code_table import CodeSet, CodeTable
+from forall._core.divergence import Late, Parted
+from forall._core.errors import columns, name_of, slow
+from forall._core.levels import stack
+from forall._divergence import (
+    Refused,
+    convert,
+    deeply,
+    is_running,
+    thread,
+)
+from forall._divergence.heap import SeveralKinds, Unsplittable
+from forall._divergence.varying import Varying
+from forall._divergence.vmap_interface import words
+from forall._vmap.active_set.active_mask import Apart
+from forall._vmap.active_set.merge import Undefined, is_partial
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import CodeType
+
+    from forall._api.vmap import Mapping
+    from forall._vmap.vmap_level import VmapLevel
+
+_ASKED = CodeSet()  # of which Python has asked something, answered alike or not
+_PARTED: CodeTable[Place] = CodeTable()  # and where first
+_DEEPLY = CodeSet()  # and where libraries had to be converted besides
+# What converted code raises where it cannot hold examples apart.
+UNABLE = (Apart, Undefined, Unsplittable, Late)
+_NOWHERE = Place("?", 0)
+
+
+def _bindings_of(function: Any) -> Any:
+    # Its tables take time to import, and in most programs no examples part.
+    from forall._api.execution.side_effect_free import bindings_of
+
+    return bindings_of(function)
+
+
+words.bindings_of = _bindings_of
+
+
+def run(call: Mapping) -> tuple[list, Any]:
+    """All examples at once as long as they agree; then apart, as far as need be."""
+    try:
+        return _run(call, code_of(call.func))
+    except TypeError as error:
+        retell(error, call)
+        raise
+
+
+def _run(call: Mapping, code: CodeType | None) -> tuple[list, Any]:
+    # What converted code calls is converted as well.
+    if is_running():
+        return _together(call, code, None, known=True)
+    if code in _ASKED or call.entering.size == 1:
+        parted_at = None if code is None else _PARTED.get(code)
+        return run_cheaper(call, code, lambda: _at_once(call, code), parted_at)
+    return _at_once(call, code, is_new=True)
+
+
+def _at_once(call: Mapping, code: CodeType | None, *, is_new: bool = False) -> tuple[list, Any]:
+    """Make a call as it is; converted, where its examples part or have ever done so.
+
+    Of a new one Python has asked nothing so far, and they have not parted.
+    """
+    has_parted = not is_new and code in _PARTED
+    if has_parted or call.entering.size == 1:
+        return _together(call, code, None, known=has_parted)
+    before, stack.asked = stack.asked, False
+    try:
+        return _once(call, "as it is")
+    except Groups as parted:
+        groups, why = parted.groups, parted.why
+    finally:
+        if code is not None and stack.asked:
+            _ASKED.add(code)
+        stack.asked |= before
+    parted_at = why if isinstance(why, Place) else _NOWHERE
+    if code is not None:
+        parted_at = _PARTED.setdefault(code, parted_at)
+        _ASKED.add(code)
+    if is_new:
+        together = functools.partial(_together, call, code, groups, known=False)
+        return run_cheaper(call, code, together, parted_at)
+    return _together(call, code, groups, known=False)
+
+
+def _together(
+    call: Mapping, code: CodeType | None, groups: list[list[int]] | None, *, known: bool
+) -> tuple[list, Any]:
+    """Converted, or in groups; these are given where the function was run as it is before."""
+    if call.entering.size == 1:
+        return _as_it_is(call, None)
+    if groups is None:
+        groups = [[*range(call.entering.size)]]
+    why: Obstacle | None = None
+    for deep in (True,) if code in _DEEPLY else (False, True):
+        with deeply(deep):
+            function = convert(call.func, strict=True)
+            if isinstance(function, Refused):
+                why = Obstacle.at(function)
+                if known:
+                    return _as_it_is(call, why)
+                break
+            try:
+                result = _converted(call, function)
+            except Groups as gave_up:
+                if isinstance(gave_up.why, Late):
+                    raise gave_up.why from None
+                found = Obstacle.of(gave_up.why)
+                # The second attempt converts libraries too: the first tells more of the user's.
+                why = found if why is None or not why.has_place else why
+                groups = [[*range(call.entering.size)]]
+                if not thread.met_others:
+                    break
+            else:
+                if deep and code is not None:
+                    _DEEPLY.add(code)
+                again, thread.ran_again = thread.ran_again, {}
+                for refused in again.values():
+                    warn(call, Obstacle.at(refused))
+                return result
+    return _in_groups(call, groups, why)
+
+
+def _converted(call: Mapping, function: Callable) -> tuple[list, Any]:
+    whole = _whole(function, call.func)
+    return _once(call._replace(func=whole, options=Converted(call.options)), "converted")
+
+
+def _as_it_is(call: Mapping, why: Obstacle | None) -> tuple[list, Any]:
+    try:
+        return _once(call, "as it is")
+    except Groups as parted:
+        groups = parted.groups
+    return _in_groups(call, groups, why)
+
+
+def _once(call: Mapping, how: str) -> tuple[list, Any]:
+    report = call.options.report
+    try:
+        result = call.once()
+    except Groups as parted:
+        if report is not None:
+            report.undone(how, parted.why)
+        raise
+    if report is not None:
+        report.ended(how)
+    return result
+
+
+def run_groups(call: Mapping, groups: list[list[int]]) -> tuple[list, Any]:
+    """All examples, of which those of a group may run at once, and others may not."""
+    together = functools.partial(_in_groups, call, groups, None)
+    return run_cheaper(call, code_of(call.func), together, None)
+
+
+def _in_groups(call: Mapping, groups: list[list[int]], why: Obstacle | None) -> tuple[list, Any]:
+    """The results of all examples; where none fails, a warning of what stood in the way."""
+    thread.ran_again = {}
+    result = in_groups(call, groups)
+    if call.options.report is not None:
+        call.options.report.groups_ended()
+    if why is not None and not (why.is_of_results and call.options.ragged):
+        warn(call, why)
+    return result
+
+
+class Obstacle(NamedTuple):
+    """Why a call was not run converted, and where in the user's code that shows."""
+
+    reason: str
+    place: Place
+    is_internal: bool = False  # an error of the conversion, for no example has it
+    is_of_results: bool = False
+
+    @property
+    def has_place(self) -> bool:
+        """True if a line of the user's is known."""
+        return self.place != _NOWHERE
+
+    @classmethod
+    def at(cls, refused: Refused) -> Obstacle:
+        file, _, line = refused.place.rpartition(":")
+        return cls(refused.reason, Place(file, int(line)), refused.is_internal)
+
+    @classmethod
+    def of(cls, why: BaseException | Place | None) -> Obstacle:
+        """That by which a converted run ended, without what an error keeps alive."""
+        if isinstance(why, Parted):
+            why = why.place
+        if not isinstance(why, BaseException):
+            reason = "code that is not converted asks, and cannot be run again on the spot"
+            return cls(reason, why or _NOWHERE)
+        place = _place_of(why)
+        if isinstance(why, (Apart, Unsplittable)):
+            return cls(str(why), place, is_of_results=isinstance(why, SeveralKinds))
+        text = str(why).partition("\n")[0]
+        if isinstance(why, Warning) or (isinstance(why, Exception) and text.startswith("vmap")):
+            # in words of ours, by design
+            return cls(text, place)
+        return cls(f"forall itself failed with {type(why).__name__}: {text}", place, True)
+
+
+def _place_of(error: BaseException) -> Place:
+    """The innermost line of the user's that an error has gone through."""
+    trace = error.__traceback__
+    place = _NOWHERE
+    while trace is not None:
+        if users_frame(trace.tb_frame) is trace.tb_frame:
+            place = Place(trace.tb_frame.f_code.co_filename, trace.tb_lineno)
+        trace = trace.tb_next
+    return place
+
+
+def warn(call: Mapping, why: Obstacle) -> None:
+    """Tell, once for each function and reason, that examples ran in groups, and of the cure."""
+    rows = [("reason", why.reason)]
+    if why.has_place:
+        rows = [("at", f"{why.place.near()}   {why.place.text()}".rstrip()), *rows]
+    cure = f"Write {'that line' if why.has_place else 'it'} in another way"
+    if why.has_place and not why.place.text():
+        cure = "Define the function in a file, where its source can be read"
+    if why.is_internal:
+        cure = "This is a defect of forall: please report it. Until then, write it in another way"
+    slow(
+        f"vmap({name_of(call.func)}): examples part in code that could not be converted, so they "
+        "ran in groups or one after another, not all at once.\n"
+        f"{columns(rows)}\n"
+        f"{cure}, or without Python's questions: torch.where, forall.cond, forall.while_loop. "
+        "forall.explain tells how a call runs."
+    )
+
+
+def _whole(function: Callable, func: Callable) -> Callable:
+    """A converted function that answers with what all its examples have in common."""
+
+    def whole(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        leaves, spec = pytree.flatten(result)
+        for leaf in (*leaves, *_kept_besides(leaves, spec)):
+            if type(leaf) is Varying or (
+                isinstance(bare(leaf), Wrapper) and is_partial(bare(leaf))
+            ):
+                raise SeveralKinds("results of several kinds")
+        return result
+
+    # By its name the state that it can reach is found, where it has to be run otherwise.
+    return functools.update_wrapper(whole, func, assigned=(), updated=())
+
+
+def _kept_besides(leaves: list[Any], spec: Any) -> list[Any]:
+    """The leaves of contexts of containers, and of attributes of objects."""
+    contexts = pytree.leaves(pytree.contexts(spec))
+    objects = [x for x in (*leaves, *contexts) if not isinstance(x, torch.Tensor)]
+    return [*contexts, *(y for x in objects for y in pytree.held_by(x))]
+
+
+class Converted(Altered):
+    """The options of a call that runs converted source."""
+
+    def gave_up(self, level: VmapLevel, error: BaseException | None) -> bool:
+        """Whether converted code has to be run otherwise.
+
+        An error may be that of some examples, or of the conversion: which one the loop meets first
+        is for the function itself to say.
+        """
+        if level.limit is not None and error is level.limit.reached:
+            return False
+        if self.options.spares and is_out_of_memory(error):
+            return False
+        if isinstance(error, Parted):  # of some of its examples, in code that cannot run again
+            return error.level.root is level
+        return isinstance(error, (Exception, *UNABLE))

@@ -1,0 +1,196 @@
+"""`explain`: where the examples of a call parted, and how it ran for that."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from forall._api import explain_plot
+from forall._api.execution import loop_or_batch
+from forall._api.execution.auto_replay import replaying
+from forall._core import config
+from forall._core.errors import columns, kind, name_of, short
+from forall._divergence.converted_call import reported
+from forall._divergence.report import Report, spread
+from forall._divergence.report_records import Function, Parting, Step
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from forall._core.call_site import Place
+
+
+def explain(mapped: Callable[..., Any]) -> Callable[..., Explanation]:
+    """How a call of ``vmap(f)`` ran where its examples part: text, picture and result.
+
+    The law: ``explain(vmap(f))(*xs).result`` is ``vmap(f)(*xs)``. The call is made, once, with all
+    that it does.
+
+    Cost: that of the call, and some microseconds for each test on values. Calls that nobody asks
+    about pay nothing.
+
+    Args:
+        mapped: what `vmap` returned, itself: not a function around it.
+
+    Raises:
+        TypeError: for anything else.
+
+    Source: ours.
+
+    Example:
+        >>> def root(a):                                 # Newton's method
+        ...     x = a
+        ...     while (x * x - a).abs() > 1e-4:
+        ...         x = (x + a / x) / 2
+        ...     return x
+        >>> forall.explain(forall.vmap(root))(torch.tensor([1.0, 4.0, 100.0])).result
+        tensor([ 1.,  2., 10.])
+    """
+    given = getattr(mapped, "__forall_run__", None)
+    if given is None or getattr(mapped, "__globals__", None) is not replaying.__globals__:
+        raise TypeError(
+            "explain(mapped): it explains what vmap returned.\n"
+            f"{columns([('mapped', short(mapped), kind(mapped))])}\n"
+            "Pass the mapped function, then its arguments: explain(vmap(f))(x)."
+        )
+
+    run, options = given
+
+    def explained(*args: Any, **kwargs: Any) -> Explanation:
+        report = Report()
+        with reported(report):
+            result = run(options._replace(report=report), args, kwargs)
+        return _explanation(mapped, report, result)
+
+    return explained
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """How one call of ``vmap(f)`` ran: ``str`` gives the report, ``plot`` the picture.
+
+    ``examples`` is how many there were; ``ways`` how the call ran, in words, one try after another;
+    ``groups`` how many examples each group had, where it ran in groups; ``partings`` each time that
+    examples parted; ``steps`` each test on values, with the examples that took it; ``converted``
+    and ``refused`` the functions whose source was converted or, for a reason, was not; ``again``
+    the calls in which examples parted and that ran again for each group, with how often; ``replay``
+    how many calls of the function were replayed, or why they are not, while
+    `forall.config.replay` is on; ``measured`` how calls with so many examples run otherwise (what
+    is explained runs together), and what that takes, where `forall.config.parting` finds it out;
+    ``scalar`` where code begins that computes with Python's own values alone: here it runs together
+    as well, to show its steps, and in other calls for one example after another.
+
+    Cost: nothing more; all is kept as it was found.
+
+    Source: see `explain`.
+
+    Example:
+        >>> f = forall.vmap(lambda x: x.exp() if x > 0 else 0 * x)
+        >>> e = forall.explain(f)(torch.arange(-1.0, 2.0))
+        >>> [(p.construct, p.sizes) for p in e.partings]
+        [('if else', (1, 2))]
+    """
+
+    call: str
+    examples: int
+    result: Any
+    ways: tuple[str, ...]
+    groups: tuple[int, ...]
+    partings: tuple[Parting, ...]
+    steps: tuple[Step, ...]
+    converted: tuple[Function, ...]
+    refused: tuple[Function, ...]
+    again: tuple[tuple[str, int], ...]
+    replay: str
+    measured: str
+    scalar: tuple[Place, ...]
+
+    def _again(self) -> list[tuple[str, str]]:
+        return [(name, explain_plot.counted(n, "time")) for name, n in self.again]
+
+    def _scalar(self) -> list[tuple[str, str, str]]:
+        how = "otherwise for one example after another"
+        return [(place.near(), place.text(), how) for place in self.scalar]
+
+    def __str__(self) -> str:
+        parts = [f"{self.call}: {explain_plot.counted(self.examples, 'example')}"]
+        for title, rows in (
+            ("how it ran", [(way,) for way in _times(self.ways)]),
+            ("where examples parted", _partings(self.partings)),
+            ("how many took each step", _steps(self.steps)),
+            ("converted", [(f.name, f.place) for f in self.converted]),
+            ("not converted, so run once for each group", [tuple(f) for f in self.refused]),
+            ("parted inside, as it is, and ran again for each group", self._again()),
+            ("of Python's own values alone", self._scalar()),
+            ("replayed", [(self.replay,)] if self.replay else []),
+            ("how such calls run", [(self.measured,)] if self.measured else []),
+        ):
+            if rows:
+                parts.append(f"{title}\n{columns(rows)}")
+        return "\n\n".join(parts)
+
+    def plot(self, path: Any = None) -> Any:
+        """Examples over steps, one colour for each line, by matplotlib; a figure, or a file."""
+        return explain_plot.draw(self, path)
+
+
+def _explanation(mapped: Callable, report: Report, result: Any) -> Explanation:
+    func, size = report.call or (mapped, 0)
+    return Explanation(
+        f"vmap({name_of(func)})",
+        size,
+        result,
+        tuple(report.ways) or ("by torch's own vmap, which tells nothing",),
+        tuple(report.groups),
+        tuple(report.partings),
+        tuple(report.steps),
+        tuple(report.converted.values()),
+        tuple(report.refused.values()),
+        tuple(report.again.items()),
+        vars(mapped)["__forall_told__"]() if config.now.replay else "",
+        loop_or_batch.describe_choice(loop_or_batch.code_of(func), size),
+        tuple(sorted(report.scalar)),
+    )
+
+
+def _times(ways: tuple[str, ...]) -> list[str]:
+    """The same in several chunks, once."""
+    return [way if n == 1 else f"{way} ({n} times)" for way, n in Counter(ways).items()]
+
+
+def _partings(partings: tuple[Parting, ...]) -> list[tuple[str, ...]]:
+    found: dict[tuple[Place, str], list[tuple[int, ...]]] = {}
+    for p in partings:
+        found.setdefault((p.place, p.construct), []).append(p.sizes)
+    return [
+        (
+            place.near(),
+            place.text(),
+            construct,
+            explain_plot.counted(len(times), "time"),
+            f"groups of {spread([n for sizes in times for n in sizes])}",
+        )
+        for (place, construct), times in sorted(found.items())
+    ]
+
+
+def _steps(steps: tuple[Step, ...]) -> list[tuple[str, ...]]:
+    found: dict[Place, list[int]] = {}
+    for step in steps:
+        found.setdefault(step.place, []).append(len(step.examples))
+    return [(place.near(), _row(sizes)) for place, sizes in sorted(found.items())]
+
+
+def _row(sizes: list[int]) -> str:
+    """Numbers in a row; where they repeat, how often."""
+    runs: list[list[int]] = []
+    for n in sizes:
+        if runs and runs[-1][0] == n:
+            runs[-1][1] += 1
+        else:
+            runs.append([n, 1])
+    shown = [f"{n}" if times == 1 else f"{n} (x{times})" for n, times in runs]
+    if len(shown) > 16:
+        shown = [*shown[:8], "..", *shown[-7:]]
+    return f"{', '.join(shown)}: {explain_plot.counted(len(sizes), 'step')}"

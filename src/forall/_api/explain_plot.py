@@ -1,0 +1,96 @@
+"""The picture of an explanation: which examples took each step, by matplotlib."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from forall._api.explain import Explanation
+    from forall._core.call_site import Place
+
+# Told apart by people who see few colours, too (Okabe and Ito, 2008); then again from the first.
+COLOURS = (
+    "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#555555",
+)  # fmt: skip
+NOBODY = "#F2F2F2"
+
+
+def draw(explanation: Explanation, path: Any) -> Any:
+    """A figure; written to ``path`` where there is one."""
+    try:
+        from matplotlib import colors, figure
+    except ImportError:
+        raise ImportError(
+            "Explanation.plot(): it draws with matplotlib, which is not installed.\n"
+            "Install it (pip install matplotlib), or print the explanation."
+        ) from None
+    steps = explanation.steps
+    places = sorted({step.place for step in steps})
+    made = figure.Figure(figsize=(9, 5 + 0.25 * len(places)), layout="constrained", dpi=130)
+    axes = made.subplots()
+    size = counted(explanation.examples, "example")
+    axes.set_title(f"{explanation.call}: {size}\n{explanation.ways[-1]}")
+    axes.set_xlabel("step: one test on values, in the order of execution")
+    axes.set_ylabel("example")
+    if not steps:
+        axes.text(0.5, 0.5, "no test on values", ha="center", transform=axes.transAxes)
+    else:
+        shades = [NOBODY, *(COLOURS[n % len(COLOURS)] for n in range(len(places)))]
+        norm = colors.BoundaryNorm([n - 0.5 for n in range(len(shades) + 1)], len(shades))
+        axes.imshow(
+            _table(explanation, places),
+            cmap=colors.ListedColormap(shades),
+            norm=norm,
+            aspect="auto",
+            interpolation="nearest",
+            extent=(0.5, len(steps) + 0.5, explanation.examples - 0.5, -0.5),
+        )
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.get_major_locator().set_params(integer=True)
+        _legend(made, places, shades, steps)
+    if path is None:
+        return made
+    made.savefig(path)
+    return path
+
+
+def _table(explanation: Explanation, places: list[Place]) -> Any:
+    """(examples, steps): which line it is, from 1, for those who take it."""
+    number = {place: n for n, place in enumerate(places, 1)}
+    table = torch.zeros(
+        (explanation.examples, len(explanation.steps)), dtype=torch.uint8, device="cpu"
+    )
+    for column, step in enumerate(explanation.steps):
+        table[[*step.examples], column] = number[step.place]
+    return table.numpy()
+
+
+def _legend(made: Any, places: list[Place], shades: list[str], steps: Sequence[Any]) -> None:
+    from matplotlib.patches import Patch
+
+    times = [sum(step.place == place for step in steps) for place in places]
+    handles = [
+        Patch(
+            color=shade, label=f"{place.near()}   {_clipped(place.text())}   {counted(n, 'step')}"
+        )
+        for place, shade, n in zip(places, shades[1:], times, strict=True)
+    ]
+    handles.append(Patch(facecolor=shades[0], edgecolor="#AAAAAA", label="does not run"))
+    made.legend(
+        handles=handles,
+        loc="outside lower center",
+        frameon=False,
+        prop={"family": "monospace", "size": 8},
+    )
+
+
+def counted(n: int, what: str) -> str:
+    return f"{n} {what}" if n == 1 else f"{n} {what}s"
+
+
+def _clipped(text: str) -> str:
+    return text if len(text) <= 60 else text[:57] + "..."

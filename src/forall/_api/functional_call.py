@@ -1,0 +1,157 @@
+"""Modules as functions of their parameters and buffers, which may be stacks of many modules'."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from forall._compat import functorch_interop
+from forall._core.errors import columns
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def functional_call(
+    module: torch.nn.Module,
+    parameter_and_buffer_dicts: dict[str, torch.Tensor] | Sequence[dict[str, torch.Tensor]],
+    args: Any = None,
+    kwargs: dict[str, Any] | None = None,
+    *,
+    tie_weights: bool = True,
+    strict: bool = False,
+) -> Any:
+    """``module(*args, **kwargs)`` with these parameters and buffers in the place of its own.
+
+    Afterwards the module has its own again, also those of a submodule that stands in two places:
+    there torch.func leaves what it was given. What the module writes into its buffers (running
+    statistics) is written into those given; one that it replaces is replaced in the dict.
+
+    Cost: that of the call, and a look at each submodule.
+
+    Args:
+        module: any module but a scripted one.
+        parameter_and_buffer_dicts: tensors by name, or several dicts of them without a common name.
+            What has no name here stays the module's own.
+        args: a tuple of arguments, or the only one.
+        kwargs: arguments by name.
+        tie_weights: a parameter with two names, of which one is given, is replaced under both.
+        strict: raise where a name is missing, or is none of the module's.
+
+    Raises:
+        ValueError: for what is no dict, for a name in two dicts, and for two values of one tied
+            parameter.
+        RuntimeError: for scripted modules, and where ``strict`` finds other names.
+
+    Source: torch.func.
+
+    Example:
+        >>> model = torch.nn.Linear(2, 1)
+        >>> given = {"weight": torch.ones(1, 2), "bias": torch.zeros(1)}
+        >>> functional_call(model, given, torch.tensor([1.0, 2.0]))
+        tensor([3.])
+    """
+    given = module, parameter_and_buffer_dicts, args, kwargs
+    if torch.compiler.is_dynamo_compiling():
+        return functorch_interop.call(
+            "functional_call", *given, tie_weights=tie_weights, strict=strict
+        )
+    own = _left_by_torch(module)
+    try:
+        return functorch_interop.call(
+            "functional_call", *given, tie_weights=tie_weights, strict=strict
+        )
+    finally:
+        for slots, tensors in own:
+            slots.update(tensors)
+
+
+def _left_by_torch(module: torch.nn.Module) -> list[tuple[dict, dict]]:
+    """Where torch leaves what it was given, and what is there now.
+
+    Submodules that have more than one name, and recurrent ones, which keep a list of their weights.
+    """
+    seen: set[torch.nn.Module] = set()
+    twice: dict[torch.nn.Module, None] = {}
+    left = [module]
+    while left:
+        m = left.pop()
+        if m in seen:
+            twice.update(dict.fromkeys(m.modules()))
+        else:
+            seen.add(m)
+            left += [child for child in m._modules.values() if child is not None]
+    own = [(slots, {**slots}) for m in twice for slots in (m._parameters, m._buffers)]
+    lists = [vars(m) for m in seen if isinstance(m, torch.nn.RNNBase)]
+    return own + [(slots, {n: slots[n] for n in _LISTS if n in slots}) for slots in lists]
+
+
+_LISTS = ("_flat_weights", "_flat_weight_refs")  # of a recurrent layer's weights
+
+
+def stack_module_state(
+    models: Sequence[torch.nn.Module] | torch.nn.ModuleList, *, detach: bool = True
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The parameters and the buffers of several modules of one kind, stacked by name.
+
+    For a parameter of shape ``(*S)`` in each of B modules the stack has shape ``(B, *S)``: map it
+    along dim 0 to run all modules at once.
+
+    Cost: one copy of every parameter and buffer.
+
+    Args:
+        models: modules of the same class, all in training mode or none.
+        detach: True makes the stacks new leaves, unrelated to the modules, to be handed to an
+            optimizer; this is what torch.func does. False keeps them a function of the modules'
+            own parameters: gradients reach the modules, ``p.grad`` of each parameter with
+            ``.backward()``, and transforms around differentiate through the stacking.
+
+    Raises:
+        RuntimeError: for no modules, and where class, mode, names or ``requires_grad`` differ.
+
+    Source: torch.func.
+
+    Example:
+        >>> models = [torch.nn.Linear(2, 3) for _ in range(4)]
+        >>> params, buffers = forall.stack_module_state(models, detach=False)
+        >>> params["weight"].shape
+        torch.Size([4, 3, 2])
+        >>> def f(p, x):                               # one module: (2,) -> (3,)
+        ...     return forall.functional_call(models[0], p, (x,))
+        >>> forall.vmap(f, in_dims=(0, None))(params, torch.ones(2)).sum().backward()
+        >>> models[3].weight.grad                      # d sum / d weight[o, i] = x[i]
+        tensor([[1., 1.],
+                [1., 1.],
+                [1., 1.]])
+    """
+    if detach:
+        return functorch_interop.call("stack_module_state", models)
+    if not len(models):
+        raise RuntimeError(
+            "stack_module_state(models): there is no module to stack.\nPass at least one."
+        )
+    _alike("class", [type(m).__name__ for m in models], [type(m) for m in models])
+    _alike("mode", ["training" if m.training else "evaluation" for m in models])
+    return (
+        _stacks([dict(m.named_parameters()) for m in models]),
+        _stacks([dict(m.named_buffers()) for m in models]),
+    )
+
+
+def _stacks(tensors: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    _alike("names", [", ".join(t) for t in tensors])
+    for name in tensors[0]:
+        _alike(f"requires_grad of {name}", [str(t[name].requires_grad) for t in tensors])
+    return {name: torch.stack([t[name] for t in tensors]) for name in tensors[0]}
+
+
+def _alike(what: str, shown: list[str], values: list | None = None) -> None:
+    values = values or shown
+    for i, value in enumerate(values):
+        if value != values[0]:
+            rows = [("models[0]", shown[0]), (f"models[{i}]", shown[i])]
+            raise RuntimeError(
+                f"stack_module_state(models): the modules differ in {what}.\n{columns(rows)}\n"
+                "Only modules that differ in their values alone can run as one."
+            )

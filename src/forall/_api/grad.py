@@ -1,0 +1,241 @@
+"""`grad`, `grad_and_value`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, overload
+
+import torch
+
+from forall._api import argument_checks
+from forall._api.argnums import (
+    Arguments,
+    by_torch,
+    called,
+    holomorphic_by_torch,
+)
+from forall._api.argnums import valued as with_its_value
+from forall._api.execution.auto_replay import replaying, told
+from forall._api.typing import (
+    A,
+    P,
+    R,
+    X,
+)
+from forall._autodiff import reverse_mode
+from forall._compat import functorch_interop
+from forall._compat.tensor_subclass import bare
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+@overload
+def grad(
+    func: Callable[Concatenate[A, P], torch.Tensor],
+    argnums: Literal[0] = 0,
+    has_aux: Literal[False] = False,
+    *,
+    argnames: None = None,
+    holomorphic: bool = False,
+) -> Callable[Concatenate[A, P], A]: ...
+@overload
+def grad(
+    func: Callable[Concatenate[A, P], tuple[torch.Tensor, X]],
+    argnums: Literal[0] = 0,
+    *,
+    has_aux: Literal[True],
+    argnames: None = None,
+    holomorphic: bool = False,
+) -> Callable[Concatenate[A, P], tuple[A, X]]: ...
+@overload
+def grad(
+    func: Callable[P, tuple[torch.Tensor, X]],
+    argnums: int | tuple[int, ...] = 0,
+    *,
+    has_aux: Literal[True],
+    argnames: str | tuple[str, ...] | None = None,
+    holomorphic: bool = False,
+) -> Callable[P, tuple[Any, X]]: ...
+@overload
+def grad(
+    func: Callable[P, Any],
+    argnums: int | tuple[int, ...] = 0,
+    has_aux: bool = False,
+    *,
+    argnames: str | tuple[str, ...] | None = None,
+    holomorphic: bool = False,
+) -> Callable[P, Any]: ...
+def grad(
+    func: Callable,
+    argnums: int | tuple[int, ...] = 0,
+    has_aux: bool = False,
+    *,
+    argnames: str | tuple[str, ...] | None = None,
+    holomorphic: bool = False,
+) -> Callable:
+    """The gradient of a scalar function, by reverse mode.
+
+    For ``f: (*I) -> ()``, ``grad(f)(x)`` has shape ``(*I)`` and holds
+
+        grad(f)(x)[i] = d f(x) / d x[i].
+
+    Cost: one forward pass and one backward pass, whatever the size of ``x``. A higher derivative
+    is a ``grad`` of a ``grad``; for a Hessian times a vector see `hvp`.
+
+    Trees: the result is shaped like the argument; a leaf that is no floating-point or complex
+    tensor gets None. The gradient requires grad itself only if something outside the call does.
+    ``func`` is recorded under an outer ``torch.no_grad`` too; one inside it cuts, as always. With
+    respect to a complex ``z`` the result is the conjugate gradient, torch's convention: the
+    direction of steepest ascent. With ``holomorphic=True`` it is df/dz.
+
+    Args:
+        argnums: one position, or several; several give a tuple in the order asked.
+        argnames: the same by name, for arguments that are passed by position or by keyword.
+        has_aux: ``func`` returns ``(value, aux)``; the result is then ``(gradient, aux)``.
+        holomorphic: True for a complex-differentiable function, of complex arguments with a
+            complex value; the result is df/dz.
+
+    Raises:
+        RuntimeError: where ``func`` does not return one real number (with holomorphic: one complex
+            number) as a tensor of rank 0, for an argument that the call does not have, and for one
+            that is an integer tensor (with holomorphic: that is not complex).
+        ValueError: where the arguments hold no tensor.
+
+    Source: Baydin, Pearlmutter, Radul and Siskind, "Automatic differentiation in machine
+    learning: a survey" (2018), section 3.2.
+
+    Example:
+        >>> def f(w, x):                               # (2, 3), (3,) -> ()
+        ...     return (w @ x).square().sum()
+        >>> w, x = torch.arange(6.0).reshape(2, 3), torch.tensor([1.0, 0.0, 2.0])
+        >>> grad(f)(w, x)                              # (2, 3)
+        tensor([[ 8.,  0., 16.],
+                [26.,  0., 52.]])
+        >>> grad(f, argnums=1)(w, x)                   # (3,)
+        tensor([ 78., 112., 146.])
+    """
+    how = told("grad", argnums=argnums, has_aux=has_aux, argnames=argnames, holomorphic=holomorphic)
+    argument_checks.callable_("grad", func)
+    return _grad_and_value(how, func, argnums, argnames, has_aux, holomorphic, valued=False)
+
+
+@overload
+def grad_and_value(  # with has_aux what func returns, (value, aux), comes back as it is
+    func: Callable[Concatenate[A, P], R],
+    argnums: Literal[0] = 0,
+    has_aux: bool = False,
+    *,
+    argnames: None = None,
+    holomorphic: bool = False,
+) -> Callable[Concatenate[A, P], tuple[A, R]]: ...
+@overload
+def grad_and_value(
+    func: Callable[P, R],
+    argnums: int | tuple[int, ...] = 0,
+    has_aux: bool = False,
+    *,
+    argnames: str | tuple[str, ...] | None = None,
+    holomorphic: bool = False,
+) -> Callable[P, tuple[Any, R]]: ...
+def grad_and_value(
+    func: Callable,
+    argnums: int | tuple[int, ...] = 0,
+    has_aux: bool = False,
+    *,
+    argnames: str | tuple[str, ...] | None = None,
+    holomorphic: bool = False,
+) -> Callable:
+    """The gradient of a scalar function and its value, from one forward pass.
+
+    The law: ``grad_and_value(f)(x)`` equals ``(grad(f)(x), f(x))``. The gradient comes first.
+
+    Cost and trees are those of `grad`; so are ``argnums``, ``argnames`` and what is raised.
+
+    Args:
+        has_aux: ``func`` returns ``(value, aux)``; the result is then ``(gradient, (value, aux))``.
+
+    Source: see `grad`.
+
+    Example:
+        >>> def f(w, x):                               # (2, 3), (3,) -> ()
+        ...     return (w @ x).square().sum()
+        >>> w, x = torch.arange(6.0).reshape(2, 3), torch.tensor([1.0, 0.0, 2.0])
+        >>> grad_and_value(f, argnums=1)(w, x)         # (3,), ()
+        (tensor([ 78., 112., 146.]), tensor(185.))
+    """
+    how = told(
+        "grad_and_value",
+        argnums=argnums,
+        has_aux=has_aux,
+        argnames=argnames,
+        holomorphic=holomorphic,
+    )
+    argument_checks.callable_("grad_and_value", func)
+    return _grad_and_value(how, func, argnums, argnames, has_aux, holomorphic, valued=True)
+
+
+def _grad_and_value(
+    how: tuple,
+    func: Callable,
+    argnums: Any,
+    argnames: Any,
+    has_aux: bool,
+    holomorphic: bool,
+    *,
+    valued: bool,
+) -> Callable:
+    verb = how[0]
+
+    def given_back(tree: Any, value: Any, aux: Any) -> Any:
+        """What the transform returns."""
+        if valued:
+            return tree, (value, aux) if has_aux else value
+        return (tree, aux) if has_aux else tree
+
+    simple = type(argnums) is int and argnums >= 0
+    simple = simple and argnames is None and not has_aux and not holomorphic
+
+    def differentiate_alone(*args: Any) -> Any:
+        """Return the same by torch.autograd, for ordinary tensors without history."""
+        x = args[argnums].detach().requires_grad_()
+        value = func(*args[:argnums], x, *args[argnums + 1 :])
+        if type(value) is not torch.Tensor or value.dim():
+            argument_checks.scalar(called(verb, func, argnums, argnames), value, holomorphic)
+        gradient = None
+        if value.requires_grad:
+            (gradient,) = torch.autograd.grad(value, x, allow_unused=True)
+        if gradient is None:
+            gradient = torch.zeros_like(x)
+        return given_back(gradient, value.detach(), None)
+
+    @replaying(func, how, alone=differentiate_alone if simple else None)
+    def derivative(func: Callable, /, *args: Any, **kwargs: Any) -> Any:
+        if functorch_interop.needed():
+            if holomorphic:
+                f = with_its_value(verb, func, has_aux)
+                which = (argnums, argnames)
+                found, y = holomorphic_by_torch("jacrev", f, args, kwargs, *which, has_aux=True)
+                return given_back(found, *(y if has_aux else (y, None)))
+            name = "grad_and_value" if valued else "grad"
+            return by_torch(name, func, args, kwargs, argnums, argnames, has_aux=has_aux)
+        call = called(verb, func, argnums, argnames, holomorphic=holomorphic)
+        outer = torch.is_grad_enabled()
+        with functorch_interop.eagerly(), reverse_mode.recording() as run:
+            given = Arguments(call, args, kwargs, argnums, argnames)
+            if holomorphic:
+                argument_checks.real_or_complex(call, "inputs", given.tensors, holomorphic)
+            variables = reverse_mode.variables(given.tensors)
+            value = given.call(func, reverse_mode.shown(variables, given.tensors))
+            aux = None
+            if has_aux:
+                value, aux = argument_checks.with_aux(call, value, "value")
+            argument_checks.scalar(call, value, holomorphic)
+            one = (torch.ones_like(bare(value)),) if holomorphic else None
+            with reverse_mode.tangents_pass():
+                gradients = reverse_mode.gradients((bare(value),), one, variables, closes=run)
+            if holomorphic:  # the conjugate of df/dz is torch's
+                gradients = [g.conj_physical() for g in gradients]
+        found = given_back(given.shaped(gradients), value, aux)
+        return reverse_mode.closed(found, run, outer)
+
+    return derivative

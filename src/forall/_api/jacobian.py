@@ -1,0 +1,471 @@
+"""`jacrev`, `jacfwd`, `hessian`: all derivatives of a function at a point."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+from forall._api import argument_checks
+from forall._api.argnums import (
+    Arguments,
+    by_torch,
+    called,
+    holomorphic_by_torch,
+    valued,
+)
+from forall._api.chunk_size import for_torch
+from forall._api.execution.auto_replay import replaying, told
+from forall._api.jacobian_blocks import (
+    Blocks,
+    First,
+    answered,
+    by_columns,
+    by_rows,
+)
+from forall._api.typing import (
+    Chunk,
+    P,
+    R,
+    X,
+)
+from forall._compat import functorch_interop
+from forall._core.errors import Call
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+@overload
+def jacrev(
+    func: Callable[P, Any],
+    argnums: int | tuple[int, ...] = 0,
+    *,
+    argnames: str | tuple[str, ...] | None = None,
+    has_aux: Literal[False] = False,
+    return_value: Literal[False] = False,
+    chunk_size: Chunk = None,
+    holomorphic: bool = False,
+    _preallocate_and_copy: bool = False,
+) -> Callable[P, Any]: ...
+@overload
+def jacrev(
+    func: Callable[P, tuple[Any, X]],
+    argnums: int | tuple[int, ...] = 0,
+    *,
+    argnames: str | tuple[str, ...] | None = None,
+    has_aux: Literal[True],
+    return_value: Literal[False] = False,
+    chunk_size: Chunk = None,
+    holomorphic: bool = False,
+    _preallocate_and_copy: bool = False,
+) -> Callable[P, tuple[Any, X]]: ...
+@overload
+def jacrev(
+    func: Callable[P, R],
+    argnums: int | tuple[int, ...] = 0,
+    *,
+    argnames: str | tuple[str, ...] | None = None,
+    has_aux: Literal[False] = False,
+    return_value: Literal[True],
+    chunk_size: Chunk = None,
+    holomorphic: bool = False,
+    _preallocate_and_copy: bool = False,
+) -> Callable[P, tuple[Any, R]]: ...
+@overload
+def jacrev(
+    func: Callable[P, tuple[R, X]],
+    argnums: int | tuple[int, ...] = 0,
+    *,
+    argnames: str | tuple[str, ...] | None = None,
+    has_aux: Literal[True],
+    return_value: Literal[True],
+    chunk_size: Chunk = None,
+    holomorphic: bool = False,
+    _preallocate_and_copy: bool = False,
+) -> Callable[P, tuple[Any, tuple[R, X]]]: ...
+def jacrev(
+    func: Callable,
+    argnums: int | tuple[int, ...] = 0,
+    *,
+    argnames: str | tuple[str, ...] | None = None,
+    has_aux: bool = False,
+    return_value: bool = False,
+    chunk_size: Chunk = None,
+    holomorphic: bool = False,
+    _preallocate_and_copy: bool = False,
+) -> Callable:
+    """The Jacobian of ``func`` at a point, by reverse mode.
+
+    For ``f: (*I) -> (*O)``, ``jacrev(f)(x)`` has shape ``(*O, *I)`` and holds
+
+        jacrev(f)(x)[o, i] = d f(x)[o] / d x[i].
+
+    Cost: one forward pass, then one pull-back per number in the output, stacked as `vmap` does.
+    When the output is larger than the input, `jacfwd` gives the same answer for less.
+
+    Trees: the result is shaped like ``f``'s output, with a tree like ``x`` at every leaf; in it a
+    leaf that is no floating-point or complex tensor gets None.
+
+    Args:
+        argnums: one position, or several; several give a tuple in the order asked.
+        argnames: the same by name, for arguments that are passed by position or by keyword.
+        has_aux: ``f`` returns ``(y, aux)``; the result is then ``(jacobian, aux)``.
+        return_value: the result is ``(jacobian, y)``, with has_aux ``(jacobian, (y, aux))``; ``f``
+            is not called again for it.
+        chunk_size: pull back at most so many rows at once, or ``"auto"`` (see `vmap`).
+            Changes memory, not values.
+        holomorphic: True for a complex-differentiable function, of complex arguments with complex
+            outputs; the result is df/dz.
+        _preallocate_and_copy: torch.func's, for memory alone; it changes nothing here.
+
+    Raises:
+        RuntimeError: for an argument at ``argnums`` or an output that is complex (with
+            holomorphic: that is real) or an integer, for an output that is no tensor, and for an
+            ``argnums`` that the call does not have.
+        ValueError: where the arguments at ``argnums`` hold no tensor; a chunk_size below 1.
+
+    Source: Baydin, Pearlmutter, Radul and Siskind, "Automatic differentiation in machine
+    learning: a survey" (2018), section 3.2.
+
+    Example:
+        >>> def f(x):                                  # (2,) -> (3,)
+        ...     return torch.stack([x[0] * x[1], x.sum(), x[0] ** 2])
+        >>> jacrev(f)(torch.tensor([2.0, 3.0]))        # (3, 2)
+        tensor([[3., 2.],
+                [1., 1.],
+                [4., 0.]])
+    """
+    how = told(
+        "jacrev",
+        argnums=argnums,
+        argnames=argnames,
+        has_aux=has_aux,
+        return_value=return_value,
+        chunk_size=chunk_size,
+        holomorphic=holomorphic,
+        _preallocate_and_copy=_preallocate_and_copy,
+    )
+    del _preallocate_and_copy
+    argument_checks.callable_("jacrev", func)
+    argument_checks.chunk_size("jacrev", chunk_size)
+
+    def rows(call: Call, f: Callable, given: Arguments, has_aux: bool) -> Blocks:
+        return by_rows(call, f, given.tensors, has_aux, chunk_size, holomorphic)
+
+    which = (argnums, argnames)
+    options = {
+        "error": RuntimeError,
+        "chunk_size": for_torch(chunk_size),
+        "holomorphic": holomorphic,
+    }
+    return derived(how, func, which, has_aux, return_value, rows, **options)
+
+
+@overload
+def jacfwd(
+    func: Callable[P, Any],
+    argnums: int | tuple[int, ...] = 0,
+    *,
+    argnames: str | tuple[str, ...] | None = None,
+    has_aux: Literal[False] = False,
+    return_value: Literal[False] = False,
+    randomness: str = "error",
+    chunk_size: Chunk = None,
+    holomorphic: bool = False,
+) -> Callable[P, Any]: ...
+@overload
+def jacfwd(
+    func: Callable[P, tuple[Any, X]],
+    argnums: int | tuple[int, ...] = 0,
+    *,
+    argnames: str | tuple[str, ...] | None = None,
+    has_aux: Literal[True],
+    return_value: Literal[False] = False,
+    randomness: str = "error",
+    chunk_size: Chunk = None,
+    holomorphic: bool = False,
+) -> Callable[P, tuple[Any, X]]: ...
+@overload
+def jacfwd(
+    func: Callable[P, R],
+    argnums: int | tuple[int, ...] = 0,
+    *,
+    argnames: str | tuple[str, ...] | None = None,
+    has_aux: Literal[False] = False,
+    return_value: Literal[True],
+    randomness: str = "error",
+    chunk_size: Chunk = None,
+    holomorphic: bool = False,
+) -> Callable[P, tuple[Any, R]]: ...
+@overload
+def jacfwd(
+    func: Callable[P, tuple[R, X]],
+    argnums: int | tuple[int, ...] = 0,
+    *,
+    argnames: str | tuple[str, ...] | None = None,
+    has_aux: Literal[True],
+    return_value: Literal[True],
+    randomness: str = "error",
+    chunk_size: Chunk = None,
+    holomorphic: bool = False,
+) -> Callable[P, tuple[Any, tuple[R, X]]]: ...
+def jacfwd(
+    func: Callable,
+    argnums: int | tuple[int, ...] = 0,
+    has_aux: bool = False,
+    *,
+    argnames: str | tuple[str, ...] | None = None,
+    return_value: bool = False,
+    randomness: str = "error",
+    chunk_size: Chunk = None,
+    holomorphic: bool = False,
+) -> Callable:
+    """The Jacobian of ``func`` at a point, by forward mode.
+
+    For ``f: (*I) -> (*O)``, ``jacfwd(f)(x)`` has shape ``(*O, *I)`` and holds
+
+        jacfwd(f)(x)[o, i] = d f(x)[o] / d x[i].
+
+    Cost: one `jvp` per number in the input, stacked by `vmap`; no graph in memory. When the input
+    is larger than the output, `jacrev` gives the same answer for less.
+
+    Trees: the result is shaped like ``f``'s output, with a tree like ``x`` at every leaf; in it a
+    leaf that is no floating-point or complex tensor gets None.
+
+    Args:
+        argnums: one position, or several; several give a tuple in the order asked.
+        argnames: the same by name, for arguments that are passed by position or by keyword.
+        has_aux: ``f`` returns ``(y, aux)``; the result is then ``(jacobian, aux)``.
+        return_value: the result is ``(jacobian, y)``, with has_aux ``(jacobian, (y, aux))``; ``f``
+            is not called again for it.
+        randomness: what `vmap` does with random numbers drawn inside ``f``. ``"same"`` gives the
+            derivative of one draw.
+        chunk_size: push at most so many columns at once, or ``"auto"`` (see `vmap`).
+            Changes memory, not values.
+        holomorphic: True for a complex-differentiable function, of complex arguments with complex
+            outputs; the result is df/dz.
+
+    Raises:
+        RuntimeError: for an argument at ``argnums`` or an output that is complex (with
+            holomorphic: that is real), for an output that is no tensor, and for an ``argnums``
+            that the call does not have.
+        ValueError: for an integer argument at ``argnums``, and where they hold no tensor; a
+            chunk_size below 1.
+
+    Source: Baydin, Pearlmutter, Radul and Siskind, "Automatic differentiation in machine
+    learning: a survey" (2018), section 3.1.
+
+    Example:
+        >>> def f(x):                                  # (2,) -> (3,)
+        ...     return torch.stack([x[0] * x[1], x.sum(), x[0] ** 2])
+        >>> jacfwd(f)(torch.tensor([2.0, 3.0]))        # (3, 2)
+        tensor([[3., 2.],
+                [1., 1.],
+                [4., 0.]])
+    """
+    how = told(
+        "jacfwd",
+        argnums=argnums,
+        has_aux=has_aux,
+        argnames=argnames,
+        return_value=return_value,
+        randomness=randomness,
+        chunk_size=chunk_size,
+        holomorphic=holomorphic,
+    )
+    argument_checks.callable_("jacfwd", func)
+    argument_checks.randomness("jacfwd", randomness)
+    argument_checks.chunk_size("jacfwd", chunk_size)
+
+    def columns(call: Call, f: Callable, given: Arguments, has_aux: bool) -> Blocks:
+        return by_columns(call, f, given, has_aux, randomness, chunk_size, holomorphic)
+
+    which = (argnums, argnames)
+    options = {"error": ValueError, "randomness": randomness, "holomorphic": holomorphic}
+    return derived(how, func, which, has_aux, return_value, columns, **options)
+
+
+@overload
+def hessian(
+    func: Callable[P, Any],
+    argnums: int | tuple[int, ...] = 0,
+    *,
+    argnames: str | tuple[str, ...] | None = None,
+    has_aux: Literal[False] = False,
+    return_value: Literal[False] = False,
+    chunk_size: Chunk = None,
+    holomorphic: bool = False,
+) -> Callable[P, Any]: ...
+@overload
+def hessian(
+    func: Callable[P, tuple[Any, X]],
+    argnums: int | tuple[int, ...] = 0,
+    *,
+    argnames: str | tuple[str, ...] | None = None,
+    has_aux: Literal[True],
+    return_value: Literal[False] = False,
+    chunk_size: Chunk = None,
+    holomorphic: bool = False,
+) -> Callable[P, tuple[Any, X]]: ...
+@overload
+def hessian(
+    func: Callable[P, R],
+    argnums: int | tuple[int, ...] = 0,
+    *,
+    argnames: str | tuple[str, ...] | None = None,
+    has_aux: Literal[False] = False,
+    return_value: Literal[True],
+    chunk_size: Chunk = None,
+    holomorphic: bool = False,
+) -> Callable[P, tuple[Any, tuple[Any, R]]]: ...
+@overload
+def hessian(
+    func: Callable[P, tuple[R, X]],
+    argnums: int | tuple[int, ...] = 0,
+    *,
+    argnames: str | tuple[str, ...] | None = None,
+    has_aux: Literal[True],
+    return_value: Literal[True],
+    chunk_size: Chunk = None,
+    holomorphic: bool = False,
+) -> Callable[P, tuple[Any, tuple[Any, R, X]]]: ...
+def hessian(
+    func: Callable,
+    argnums: int | tuple[int, ...] = 0,
+    *,
+    argnames: str | tuple[str, ...] | None = None,
+    has_aux: bool = False,
+    return_value: bool = False,
+    chunk_size: Chunk = None,
+    holomorphic: bool = False,
+) -> Callable:
+    """All second derivatives of ``func`` at a point: forward mode over reverse mode.
+
+    For ``f: (*I) -> (*O)``, ``hessian(f)(x)`` has shape ``(*O, *I, *I)`` and holds
+
+        hessian(f)(x)[o, i, j] = d^2 f(x)[o] / d x[i] d x[j],
+
+    the same as ``jacfwd(jacrev(f))(x)``.
+
+    Cost: for a scalar function, one gradient with its tangent per number in ``x``. For parts
+    of it that cost less see `hvp`, `hessian_diag` and `laplacian`.
+
+    Trees: the tree of the output, with one like ``x`` at every leaf, and another at its leaves.
+
+    Args:
+        argnums: one position, or several; several give a tuple of tuples.
+        argnames: the same by name, for arguments that are passed by position or by keyword.
+        has_aux: ``f`` returns ``(y, aux)``; the result is then ``(hessian, aux)``.
+        return_value: the result is ``(hessian, (jacobian, y))``, with has_aux
+            ``(hessian, (jacobian, y, aux))``; the Jacobian of a scalar function is its gradient.
+            Nothing is computed again for it.
+        chunk_size: push at most so many columns, and pull back at most so many rows, at once;
+            or ``"auto"`` (see `vmap`).
+        holomorphic: True for a complex-differentiable function, of complex arguments with complex
+            outputs; the result is d^2 f / dz^2.
+
+    Raises:
+        RuntimeError, ValueError: as `jacfwd`.
+
+    Source: Pearlmutter, "Fast exact multiplication by the Hessian" (1994), one column per
+    direction.
+
+    Example:
+        >>> def f(x):                                  # (2,) -> (3,)
+        ...     return torch.stack([x[0] * x[1], x.sum(), x[0] ** 2])
+        >>> hessian(f)(torch.tensor([2.0, 3.0]))       # (3, 2, 2)
+        tensor([[[0., 1.],
+                 [1., 0.]],
+        <BLANKLINE>
+                [[0., 0.],
+                 [0., 0.]],
+        <BLANKLINE>
+                [[2., 0.],
+                 [0., 0.]]])
+    """
+    how = told(
+        "hessian",
+        argnums=argnums,
+        argnames=argnames,
+        has_aux=has_aux,
+        return_value=return_value,
+        chunk_size=chunk_size,
+        holomorphic=holomorphic,
+    )
+    argument_checks.callable_("hessian", func)
+    argument_checks.chunk_size("hessian", chunk_size)
+
+    @replaying(func, how)
+    def second(func: Callable, /, *args: Any, **kwargs: Any) -> Any:
+        if functorch_interop.needed():
+            by = holomorphic_by_torch if holomorphic else by_torch
+            return _hessian_by_torch(
+                by, func, argnums, argnames, has_aux, return_value, args, kwargs
+            )
+        call = called("hessian", func, argnums, argnames, holomorphic=holomorphic)
+        which = (argnums, argnames)
+        first = First(call, func, args, kwargs, which, has_aux, chunk_size, holomorphic=holomorphic)
+        given = first.given
+
+        def beside(*xs: Any) -> Any:
+            j, y = first(*xs)
+            return j, (j, y)
+
+        found = by_columns(call, beside, given, True, "error", chunk_size, holomorphic)
+        columns = [given.shaped(c) for c in found.blocks]  # for each output and input of `first`
+        n = len(given.tensors)
+        h = first.tree([columns[i : i + n] for i in range(0, len(columns), n)])
+        return first.answer(h, *found.aux, return_value)
+
+    return second
+
+
+def derived(
+    how: tuple,  # what the transform was told
+    func: Callable,
+    which: tuple[Any, Any],  # argnums, argnames
+    has_aux: bool,
+    return_value: bool,
+    sweep: Callable[..., Blocks],
+    error: type[Exception],
+    torchs: str | None = None,  # the transform of torch.func that does the same
+    *,
+    holomorphic: bool,
+    **options: Any,
+) -> Callable:
+    """What ``sweep`` finds as a tree, and beside it what was asked for."""
+    verb, beside = how[0], has_aux or return_value
+
+    @replaying(func, how)
+    def jacobian(func: Callable, /, *args: Any, **kwargs: Any) -> Any:
+        f = valued(verb, func, has_aux) if return_value else func
+        if functorch_interop.needed():
+            by = holomorphic_by_torch if holomorphic else by_torch
+            return by(torchs or verb, f, args, kwargs, *which, has_aux=beside, **options)
+        call = called(verb, func, *which, holomorphic=holomorphic)
+        given = Arguments(call, args, kwargs, *which, error)
+        found = sweep(call, lambda *xs: given.call(f, xs), given, beside)
+        tree = found.tree(given.shaped)
+        return (tree, found.aux) if beside else tree
+
+    return jacobian
+
+
+def _hessian_by_torch(
+    by: Callable,  # what takes its first and its second derivatives
+    func: Callable,
+    argnums: Any,
+    argnames: Any,
+    has_aux: bool,
+    return_value: bool,
+    args: tuple,
+    kwargs: dict,
+) -> Any:
+    @functools.wraps(func, updated=())  # argnames asks it for names
+    def first(*args: Any, **kwargs: Any) -> Any:
+        f = valued("hessian", func, has_aux)
+        j, y = by("jacrev", f, args, kwargs, argnums, argnames, has_aux=True)
+        return j, (j, y)
+
+    h, (j, y) = by("jacfwd", first, args, kwargs, argnums, argnames, has_aux=True)
+    return answered(h, j, y, has_aux, return_value)

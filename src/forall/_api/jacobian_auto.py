@@ -1,0 +1,140 @@
+"""`jacobian`: by reverse or forward mode, whichever has fewer directions."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+from forall._api import argument_checks
+from forall._api.chunk_size import for_torch
+from forall._api.execution.auto_replay import told
+from forall._api.jacobian import derived
+from forall._api.jacobian_mode import by_fewer
+from forall._api.typing import (
+    Chunk,
+    P,
+    R,
+    X,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from forall._api.argnums import Arguments
+    from forall._api.jacobian_blocks import Blocks
+    from forall._core.errors import Call
+
+
+@overload
+def jacobian(
+    func: Callable[P, Any],
+    argnums: int | tuple[int, ...] = 0,
+    *,
+    argnames: str | tuple[str, ...] | None = None,
+    has_aux: Literal[False] = False,
+    return_value: Literal[False] = False,
+    chunk_size: Chunk = None,
+    holomorphic: bool = False,
+) -> Callable[P, Any]: ...
+@overload
+def jacobian(
+    func: Callable[P, tuple[Any, X]],
+    argnums: int | tuple[int, ...] = 0,
+    *,
+    argnames: str | tuple[str, ...] | None = None,
+    has_aux: Literal[True],
+    return_value: Literal[False] = False,
+    chunk_size: Chunk = None,
+    holomorphic: bool = False,
+) -> Callable[P, tuple[Any, X]]: ...
+@overload
+def jacobian(
+    func: Callable[P, R],
+    argnums: int | tuple[int, ...] = 0,
+    *,
+    argnames: str | tuple[str, ...] | None = None,
+    has_aux: Literal[False] = False,
+    return_value: Literal[True],
+    chunk_size: Chunk = None,
+    holomorphic: bool = False,
+) -> Callable[P, tuple[Any, R]]: ...
+@overload
+def jacobian(
+    func: Callable[P, tuple[R, X]],
+    argnums: int | tuple[int, ...] = 0,
+    *,
+    argnames: str | tuple[str, ...] | None = None,
+    has_aux: Literal[True],
+    return_value: Literal[True],
+    chunk_size: Chunk = None,
+    holomorphic: bool = False,
+) -> Callable[P, tuple[Any, tuple[R, X]]]: ...
+def jacobian(
+    func: Callable,
+    argnums: int | tuple[int, ...] = 0,
+    *,
+    argnames: str | tuple[str, ...] | None = None,
+    has_aux: bool = False,
+    return_value: bool = False,
+    chunk_size: Chunk = None,
+    holomorphic: bool = False,
+) -> Callable:
+    """The Jacobian of ``func`` at a point, by the mode that has less to do.
+
+    The law: ``jacobian(f)(x)`` equals ``jacrev(f)(x)`` and ``jacfwd(f)(x)``. For
+    ``f: (*I) -> (*O)`` it has shape ``(*O, *I)`` and holds
+
+        jacobian(f)(x)[o, i] = d f(x)[o] / d x[i].
+
+    Cost: ``f`` is called once and recorded. Then one pull-back per number in the output; or, where
+    the input has fewer than half as many, one push per number in it, as the pull-back of the
+    recorded pull-back. That needs a record of torch's own operators alone, and nothing outside that
+    differentiates the Jacobian; else it is `jacrev`. `jacfwd` records nothing, so it needs less
+    memory.
+
+    Args:
+        argnums: one position, or several; several give a tuple in the order asked.
+        argnames: the same by name, for arguments that are passed by position or by keyword.
+        has_aux: ``f`` returns ``(y, aux)``; the result is then ``(jacobian, aux)``.
+        return_value: the result is ``(jacobian, y)``, with has_aux ``(jacobian, (y, aux))``; ``f``
+            is not called again for it.
+        chunk_size: at most so many directions at once, or ``"auto"`` (see `vmap`). Changes memory,
+            not values.
+        holomorphic: as in `jacrev`.
+
+    Trees, and what is raised, are those of `jacrev`.
+
+    Source: Griewank and Walther, "Evaluating derivatives" (2008), chapter 3.
+
+    Example:
+        >>> def f(x):                                  # (2,) -> (5,): two columns are fewer
+        ...     return torch.outer(x, x).flatten()[:3].repeat(2)[:5]
+        >>> forall.jacobian(f)(torch.tensor([2.0, 3.0]))             # (5, 2)
+        tensor([[4., 0.],
+                [3., 2.],
+                [3., 2.],
+                [4., 0.],
+                [3., 2.]])
+    """
+    how = told(
+        "jacobian",
+        argnums=argnums,
+        argnames=argnames,
+        has_aux=has_aux,
+        return_value=return_value,
+        chunk_size=chunk_size,
+        holomorphic=holomorphic,
+    )
+    argument_checks.callable_("jacobian", func)
+    argument_checks.chunk_size("jacobian", chunk_size)
+
+    def fewer(call: Call, f: Callable, given: Arguments, has_aux: bool) -> Blocks:
+        return by_fewer(call, f, given.tensors, has_aux, chunk_size, holomorphic)
+
+    options = {
+        "error": RuntimeError,
+        "torchs": "jacrev",
+        "chunk_size": for_torch(chunk_size),
+        "holomorphic": holomorphic,
+    }
+    which = (argnums, argnames)
+    return derived(how, func, which, has_aux, return_value, fewer, **options)

@@ -1,0 +1,265 @@
+"""All derivatives of a function of tensors: a pull-back per row, or a push per column.
+
+Both give, for each output and each input, one block of shape (*O, *I).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from forall._api import argument_checks
+from forall._api.argnums import Arguments, valued
+from forall._api.execution.chunked_map import each
+from forall._api.jvp import push
+from forall._api.vjp import Pullback, pullback
+from forall._api.vmap import vmap
+from forall._autodiff import standard_basis
+from forall._compat import functorch_interop, pytree
+from forall._compat.private_api import set_version, version
+from forall._core.errors import Call, columns, short
+from forall._core.levels import top
+from forall._vmap import boundary
+from forall._vmap.mutation.mutation_log import marks_of
+from forall._vmap.randomness import one_draw
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from forall._api.typing import Chunk
+
+
+class Blocks(NamedTuple):
+    """Derivatives, ``blocks[o][i]`` of output o with respect to input i."""
+
+    blocks: list[list[torch.Tensor]]
+    spec: Any  # the tree of the outputs
+    aux: Any
+
+    def tree(self, shaped: Callable[[list], Any]) -> Any:
+        """The output's tree, with one of the inputs' (see `Moved.shaped`) at every leaf."""
+        return pytree.unflatten([shaped(row) for row in self.blocks], self.spec)
+
+
+class First:
+    """The Jacobian at a call's arguments, as a function of the tensors that move.
+
+    It returns ``blocks[o][i]`` (see `Blocks`), and the value of the user's function as its aux.
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        func: Callable,
+        args: tuple,
+        kwargs: dict,
+        which: tuple[Any, Any],  # argnums, argnames
+        has_aux: bool,
+        chunk: Chunk = None,
+        *,
+        holomorphic: bool | None = None,
+    ) -> None:
+        self.call = call
+        self.holomorphic = holomorphic
+        self.func = valued(call.verb, func, has_aux)
+        self.given = Arguments(call, args, kwargs, *which, ValueError)
+        self.has_aux = has_aux
+        self.chunk = chunk
+        self.spec: Any = None
+
+    def __call__(self, *xs: torch.Tensor) -> tuple[list, Any]:
+        if functorch_interop.needed():
+            found = self._by_torch(xs)
+        else:
+            found = by_rows(self.call, self._value, list(xs), True, self.chunk, self.holomorphic)
+        self.spec = found.spec
+        return found.blocks, found.aux
+
+    def _value(self, *xs: torch.Tensor) -> Any:
+        return self.given.call(self.func, xs)
+
+    def _by_torch(self, xs: tuple) -> Blocks:
+        n = len(xs)
+        jacobian = functorch_interop.call("jacrev", self._value, tuple(range(n)), has_aux=True)
+        found, y = jacobian(*xs)
+        flat = pytree.leaves(found)
+        _, spec = pytree.flatten(y[0] if self.has_aux else y)
+        return Blocks([flat[i : i + n] for i in range(0, len(flat), n)], spec, y)
+
+    def tree(self, blocks: list) -> Any:
+        return Blocks(blocks, self.spec, None).tree(self.given.shaped)
+
+    def answer(self, result: Any, j: list, y: Any, return_value: bool) -> Any:
+        """``result``, and beside it what was asked for."""
+        return answered(result, self.tree(j), y, self.has_aux, return_value)
+
+
+def answered(result: Any, jacobian: Any, y: Any, has_aux: bool, return_value: bool) -> Any:
+    """A second derivative, and beside it what was asked for; with has_aux ``y`` is two things."""
+    if return_value:
+        return result, (jacobian, *y) if has_aux else (jacobian, y)
+    return (result, y[1]) if has_aux else result
+
+
+def moved(call: Call, xs: list[torch.Tensor], holomorphic: bool | None) -> list[torch.Tensor]:
+    """What a Jacobian asks of its inputs."""
+    argument_checks.real_or_complex(call, "inputs", xs, holomorphic)
+    for x in xs:
+        boundary.refuse_torchs(x)
+    return xs
+
+
+def by_rows(
+    call: Call,
+    func: Callable,
+    xs: list[torch.Tensor],
+    has_aux: bool,
+    chunk: Chunk,
+    holomorphic: bool | None,
+) -> Blocks:
+    """Reverse mode: pull back every number of the outputs."""
+    pull, _, aux = pullback(call, func, tuple(moved(call, xs, holomorphic)), has_aux)
+    argument_checks.real_or_complex(call, "outputs", pull.outputs, holomorphic)
+    return Blocks(rows_of(pull, chunk, holomorphic), pull.out_spec, aux)
+
+
+def rows_of(pull: Pullback, chunk: Chunk, holomorphic: bool | None) -> list[list[torch.Tensor]]:
+    """``[o][i]`` of shape (*O, *I), by rows.
+
+    A pull-back of torch's multiplies a cotangent by the conjugate of df/dz.
+    """
+    blocks = blocks_of(pull, chunk)
+    return [[b.conj_physical() for b in row] for row in blocks] if holomorphic else blocks
+
+
+def blocks_of(pull: Pullback, chunk: Chunk) -> list[list[torch.Tensor]]:
+    """``[o][i]`` of shape (*O, *I), by rows."""
+    stacks = _rows(pull, chunk)
+    first, blocks = 0, []
+    for y in pull.outputs:
+        n = y.numel()
+        blocks.append([s[first : first + n].reshape((*y.shape, *s.shape[1:])) for s in stacks])
+        first += n
+    return blocks
+
+
+def _rows(pull: Pullback, chunk: Chunk) -> list[torch.Tensor]:
+    """(N, *I) for each input: the pull-backs of all N directions of the outputs together."""
+    total = sum(y.numel() for y in pull.outputs)
+    if not total:
+        return [torch.zeros(0, *x.shape, dtype=x.dtype, device=x.device) for x in pull.own]
+    if total == 1:  # a scalar function's only row is its gradient
+        cots = [c.squeeze(0) for c in standard_basis.rows(pull.outputs, 0, 1)]
+        return [g.unsqueeze(0) for g in pull.at(top(), cots)]
+
+    def some(numbers: range) -> list[torch.Tensor]:
+        return pull.stacked(standard_basis.rows(pull.outputs, numbers.start, numbers.stop), top())
+
+    parts = [*each(some, total, chunk, pull.own, "row")]
+    return parts[0] if len(parts) == 1 else [torch.cat(p) for p in zip(*parts, strict=True)]
+
+
+def by_columns(
+    call: Call,
+    func: Callable,
+    given: Arguments,
+    has_aux: bool,
+    randomness: str,
+    chunk: Chunk,
+    holomorphic: bool | None,
+) -> Blocks:
+    """Forward mode: push every number of the inputs."""
+    xs, beside = moved(call, given.tensors, holomorphic), given.beside()
+    specs: list[Any] = []
+    first = _FirstRun(call, xs, beside)
+
+    def column(*directions: torch.Tensor) -> Any:
+        level: Any = top()
+        if chunk is not None:
+            first.begin(level)
+        level.examples_are_of_one_call(first=chunk is not None or not specs)
+        written: list[tuple[torch.Tensor, torch.Tensor]] = []
+        value, tangent, *aux = push(
+            call,
+            func,
+            tuple(xs),
+            directions,
+            strict=False,
+            has_aux=has_aux,
+            beside=beside,
+            written=written,
+        )
+        first.note(written)
+        argument_checks.real_or_complex(call, "outputs", pytree.leaves(value), holomorphic)
+        leaves, spec = pytree.flatten(tangent)
+        specs.append(spec)
+        return leaves, aux, [value for _, value in written]
+
+    directions = standard_basis.rows(xs, 0, sum(x.numel() for x in xs))
+    push_all = vmap(column, 0, (-1, None, None), one_draw(randomness), chunk_size=chunk)
+    try:
+        stacks, aux, values = push_all(*directions)
+        for target, value in zip(first.written or (), values, strict=True):
+            _give_history(target, value)
+    finally:
+        first.forget()  # it leads to what may hold this function: a ring by way of torch's graph
+    return Blocks([_split(s, xs) for s in stacks], specs[0], aux[0] if has_aux else None)
+
+
+class _FirstRun:
+    """The run of a sweep's first directions: its writes, and older memory as it was before."""
+
+    def __init__(self, call: Call, xs: list[torch.Tensor], beside: list[torch.Tensor]) -> None:
+        self.call, self.xs, self.beside = call, xs, beside
+        self.before: Any = None
+        self.marks: list[tuple[Any, tuple]] = []
+        self.written: list[torch.Tensor] | None = None  # the arguments with history at stake
+
+    def begin(self, level: Any) -> None:
+        """Have the directions of ``level`` read what those before them have read."""
+        if self.before is not None:
+            self.undo()
+            return
+        self.before, self.marks = level.ledger.before, marks_of(level.parent)
+        for x in (*self.xs, *self.beside):
+            if not x.requires_grad:
+                self.before.keep_history(x)
+
+    def undo(self) -> None:
+        """Put back what was written, and what levels further out have noted since."""
+        moved = {id(x) for x in self.xs if x.requires_grad}
+        for t in self.written or ():
+            if id(t) in moved:  # each chunk would give it history upon history
+                raise RuntimeError(
+                    f"{self.call}: with a chunk_size, the function writes into the argument that "
+                    "it is differentiated in, and a derivative is taken outside of it.\n"
+                    f"{columns([('written to', short(t))])}\n"
+                    "Clone the argument inside the function (.clone()), or leave out chunk_size."
+                )
+        self.before.undo()
+        for ledger, mark in self.marks:
+            ledger.back_to(mark)
+
+    def note(self, written: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Keep the arguments that the first run has written to."""
+        if self.written is None:
+            self.written = [target for target, _ in written]
+
+    def forget(self) -> None:
+        """Let go of all that is held."""
+        self.__dict__.clear()
+
+
+def _give_history(target: torch.Tensor, value: torch.Tensor) -> None:
+    """The target holds this value, written there below autograd: now by its history as well."""
+    if value.requires_grad:
+        number = version(target)
+        target.copy_(value)
+        set_version(target, number)
+
+
+def _split(stack: torch.Tensor, xs: list) -> list[torch.Tensor]:
+    """(*O, N), N counting the numbers of all ``xs`` together -> (*O, *I) for each of them."""
+    parts = stack.split([x.numel() for x in xs], -1)
+    return [p.reshape((*stack.shape[:-1], *x.shape)) for p, x in zip(parts, xs, strict=True)]

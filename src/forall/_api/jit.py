@@ -1,0 +1,151 @@
+"""`jit`: a pure function recorded once for each kind of arguments, and replayed."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+from torch.compiler import is_dynamo_compiling
+
+from forall._api import argument_checks
+from forall._core.errors import Call
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from forall._api.typing import Jitted, P, R
+    from forall._jit.cache.call_cache import Kinds
+
+
+def jit(
+    func: Callable[P, R],
+    *,
+    static_argnums: int | Sequence[int] | None = None,
+    static_argnames: str | Iterable[str] | None = None,
+    backend: Literal["python", "inductor", "cudagraphs"] = "python",
+    fastmath: bool = False,
+) -> Jitted[P, R]:
+    """``func`` without its Python: recorded once for each kind of arguments, then replayed.
+
+    The law: ``jit(f)(x)`` equals ``f(x)`` for a pure function ``f`` of trees of tensors: results,
+    derivatives taken outside, random draws, and what is written into arguments. Transforms inside
+    are recorded as what they come down to: a straight line of operators without a level or a tape.
+
+    Cost: the first call of a kind runs ``func`` as it is, and besides cleans and compiles what it
+    saw, about a millisecond for each operator. A later call runs the operators. A kind is made of
+    the tree of the arguments, the shape, strides, dtype, device and ``requires_grad`` of each
+    tensor, the class and value of each number and string, which tensors and containers are one, the
+    identity of everything else, and torch's state: grad mode, autocast, default dtype, default
+    device. The last 64 kinds are kept. Where something outside requires grad, the backward pass is
+    replayed as well; a derivative of that pass runs ``func`` again, as does the first pass that
+    starts at other results than those before.
+
+    Captured tensors are read anew with each call. What ``func`` can be seen to reach (closure,
+    globals, defaults, attributes, modules) is compared with each call by identity, and a change
+    records anew. So does the answer to a test (``if (x > 0).all():``, a check of arguments that
+    raises), a whole number (``int(batch.max())``) and the shape of what a mask picks, which the
+    program asks for as well: where one is another, ``func`` is called. What no program can stand
+    for runs as it is, with one `PerformanceWarning` that says why: answers that change all the time
+    or differ between examples, ``.item()`` of a fraction, numpy, a list or an attribute that
+    ``func`` changes. Inside another transform, and for
+    arguments of a class of their own, ``func`` runs as it is without a word.
+
+    Backends: ``"python"`` runs operator after operator, each bit as in ``f(x)``; where they are
+    many and called often, by torch's own interpreter. ``"inductor"`` and ``"cudagraphs"`` hand the
+    operators to torch's compilers when a kind is called for the second time: seconds once, and
+    results equal to rounding. Draws, views and what a compiler refuses stay Python's; of the latter
+    a `PerformanceWarning` tells. Both halves of a derivative are compiled, what a derivative of the
+    second one needs is not. ``"cudagraphs"`` copies arguments and captured tensors to where the
+    graph reads them with each call, so it is for many small operators; it is tested on a made-up
+    device alone.
+
+    With ``fastmath`` products of matrices are taken in the order that costs least, and sums with
+    them in one operator. ``(s[:, None] * v) @ w.T`` for a thousand ``s`` becomes one product of all
+    ``s`` with a matrix made of ``v`` and ``w``: half the time of ``vmap(hessian(f))`` of a small
+    perceptron at 4096 points. Results are equal to rounding; where something in between is too
+    large or too small for its dtype, infs and nans may come in, or go, as with other programs for
+    the same numbers. Shapes and layouts stay.
+
+    To look inside: ``jitted.cache_info()`` counts calls as `functools.lru_cache` does, where a miss
+    ran ``func``; ``jitted.kinds()`` lists what is kept, and ``print(*jitted.kinds())`` shows each
+    program, or why there is none; ``jitted.cache_clear()`` forgets all.
+
+    Args:
+        func: a function of trees of tensors, or a module. What it does besides (print, files,
+            Python's own random numbers, the clock) happens while it is recorded, and not again.
+        static_argnums: the places of arguments that are part of the kind as a whole, by ``hash``
+            and ``==``: an object of your own, a frozen dataclass of settings. Negative ones count
+            from the end. What lists, tuples and dicts hold need not be static.
+        static_argnames: the same, by name. An argument is static however it is passed.
+        backend: what runs the operators, see above.
+        fastmath: whether sums and products may be taken in another order, see above.
+
+    Raises:
+        TypeError: where ``func`` cannot be called, or a static argument has no hash or is a tensor.
+        ValueError: where ``func`` has no argument that is said to be static, or no such backend is.
+        RuntimeError: where this machine has not what the backend needs.
+        Exception: what ``func`` raises while it is recorded.
+
+    Source: the idea is that of Frostig, Johnson and Leary, "Compiling machine learning programs via
+    high-level tracing" (2018).
+
+    Example:
+        >>> from forall import grad, vmap
+        >>> def loss(w, x):                            # (2,), (2,) -> ()
+        ...     return (x @ w).sin()
+        >>> slopes = jit(vmap(grad(loss), in_dims=(None, 0)))
+        >>> w, xs = torch.tensor([1.0, 2.0]), torch.eye(2)
+        >>> slopes(w, xs)                              # recorded
+        tensor([[ 0.5403,  0.0000],
+                [-0.0000, -0.4161]])
+        >>> slopes(2 * w, xs)                          # replayed
+        tensor([[-0.4161, -0.0000],
+                [-0.0000, -0.6536]])
+        >>> slopes.cache_info()
+        CacheInfo(hits=1, misses=1, maxsize=64, currsize=1)
+        >>> print(*slopes.kinds())
+        loss(float32[2], float32[2, 2]): 5 operators
+            v0: argument                       float32[2]
+            v1: argument                       float32[2, 2]
+            v4: constant                       float32[2]
+            v2 = mv.default(v1, v0)            float32[2]
+            v5 = cos_.default(v2)              float32[2]
+            v6 = mul.Tensor(v4, v5)            float32[2]
+            v7 = reshape.default(v6, [2, 1])   float32[2, 1]
+            v8 = mul.Tensor(v7, v1)            float32[2, 2]
+            return v8
+    """
+    argument_checks.callable_("jit", func)
+    if is_dynamo_compiling():
+        return cast("Jitted[P, R]", func)  # whoever compiles the calls of it records it too
+    kinds = _kinds(func, static_argnums, static_argnames, backend, fastmath)
+
+    @functools.wraps(func, updated=())
+    def jitted(*args: Any, **kwargs: Any) -> Any:
+        return kinds.run(args, kwargs)
+
+    jitted.cache_info = kinds.info
+    jitted.cache_clear = kinds.clear
+    jitted.kinds = kinds.listed
+    return cast("Jitted[P, R]", jitted)
+
+
+def _kinds(func: Callable, *how: Any) -> Kinds:
+    # A tenth of `import forall`, and many never ask.
+    from forall._jit.cache.call_cache import Kinds
+    from forall._jit.static_args import Statics
+
+    static_argnums, static_argnames, backend, fastmath = how
+    statics = Statics(func, static_argnums, static_argnames)
+    anew = _kinds, (func, *how)
+    return Kinds(func, statics, anew, write=_writer(func, backend), fastmath=fastmath)
+
+
+def _writer(func: Callable, backend: str) -> Callable:
+    from forall._jit.backends.python_source import function
+
+    if backend == "python":
+        return function
+    from forall._jit.backends.torch_compile import writer
+
+    return writer(Call("jit", func, backend=backend), backend)

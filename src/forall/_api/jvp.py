@@ -1,0 +1,200 @@
+"""`jvp`: value and directional derivative, by forward mode."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+import torch
+from torch.compiler import is_dynamo_compiling
+
+from forall._api import argument_checks, dynamo_call
+from forall._api.execution.auto_replay import is_on, replay, told
+from forall._api.typing import R, Ts, X
+from forall._autodiff import jvp_level
+from forall._compat import (
+    exception_safety,
+    functorch_interop,
+    profiler,
+    pytree,
+)
+from forall._compat.dispatch_state import forward_level, functions_off
+from forall._compat.jagged_layout import Jagged, with_rows
+from forall._compat.tensor_subclass import bare, carried
+from forall._core.errors import Call
+from forall._core.escaped_values import what_is_left
+from forall._core.levels import lift, top
+from forall._core.version_counter import Count
+from forall._divergence import users
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+
+@overload
+def jvp(
+    func: Callable[[*Ts], R],
+    primals: tuple[*Ts],
+    tangents: tuple[*Ts],
+    *,
+    strict: bool = False,
+    has_aux: Literal[False] = False,
+) -> tuple[R, R]: ...
+@overload
+def jvp(
+    func: Callable[[*Ts], tuple[R, X]],
+    primals: tuple[*Ts],
+    tangents: tuple[*Ts],
+    *,
+    strict: bool = False,
+    has_aux: Literal[True],
+) -> tuple[R, R, X]: ...
+@overload
+def jvp(
+    func: Callable, primals: Any, tangents: Any, *, strict: bool = False, has_aux: bool = False
+) -> Any: ...
+@profiler.named(lambda func: str(Call("jvp", func)))
+def jvp(
+    func: Callable, primals: Any, tangents: Any, *, strict: bool = False, has_aux: bool = False
+) -> Any:
+    """The value of a function and its derivative in one direction, by forward mode.
+
+    For ``f: (*I) -> (*O)`` and the Jacobian J ``(*O, *I)``, ``jvp(f, (x,), (t,))`` is
+    ``(f(x), u)`` with
+
+        u[o] = sum over i of J[o, i] * t[i],   of shape (*O).
+
+    Cost: one pass, about two to three times that of ``f``, and no graph in memory: derivatives are
+    computed beside the values. For all directions at once see `jacfwd`; for many directions at one
+    point, `linearize`.
+
+    Trees: ``primals`` and ``tangents`` are tuples of the same tree, one entry per argument, all
+    leaves tensors; ``u`` is shaped like the output. To keep an argument fixed, close over it.
+
+    Args:
+        strict: an output that does not depend on the primals is an error, not zeros.
+        has_aux: ``func`` returns ``(output, aux)``; the result is then ``(output, u, aux)``.
+
+    Raises:
+        RuntimeError: where primals are no tuple, empty or hold anything but tensors, where
+            tangents do not fit them, and where ``func`` returns anything but tensors.
+        ValueError: for a primal or tangent that is neither floating-point nor complex.
+
+    Source: Baydin, Pearlmutter, Radul and Siskind, "Automatic differentiation in machine
+    learning: a survey" (2018), section 3.1.
+
+    Example:
+        >>> def f(x):                                  # (2,) -> (3,)
+        ...     return torch.stack([x[0] * x[1], x.sum(), x[0] ** 2])
+        >>> jvp(f, (torch.tensor([2.0, 3.0]),), (torch.tensor([1.0, 10.0]),))
+        (tensor([6., 5., 4.]), tensor([23., 11.,  4.]))
+    """
+    how = told("jvp", strict=strict, has_aux=has_aux)
+    argument_checks.callable_("jvp", func)
+    if is_dynamo_compiling() and not functorch_interop.needed():
+        return dynamo_call.call("jvp", dict(how[1:]), func, (primals, tangents), {})
+    if functorch_interop.compiler_listens():
+        with functorch_interop.eagerly():
+            return jvp(func, primals, tangents, strict=strict, has_aux=has_aux)
+    if functorch_interop.needed():
+        return functorch_interop.call(
+            "jvp", func, primals, tangents, strict=strict, has_aux=has_aux
+        )
+    eager = functools.partial(_jvp, strict, has_aux)
+    if is_on():
+        return replay(func, eager, primals, tangents, how=how)
+    return exception_safety.call(eager, func, primals, tangents)
+
+
+def _jvp(strict: bool, has_aux: bool, func: Callable, primals: Any, tangents: Any) -> Any:
+    call = Call("jvp", func)
+    argument_checks.a_tuple(call, primals)
+    return push(call, func, primals, tangents, strict=strict, has_aux=has_aux)
+
+
+def push(
+    call: Call,
+    func: Callable,
+    primals: Any,
+    tangents: Any,
+    *,
+    strict: bool,
+    has_aux: bool,
+    beside: Sequence[torch.Tensor] = (),
+    written: list[tuple[torch.Tensor, torch.Tensor]] | None = None,
+) -> Any:
+    """What `jvp` and `jacfwd` share; ``beside`` are further arguments of ``func``.
+
+    ``written`` takes the arguments that were written to with history at stake, each with what it
+    now is.
+    """
+    flat, spec = argument_checks.primals(call, primals)
+    flat_t = argument_checks.tangents(call, flat, spec, tangents)
+    outer = torch.is_grad_enabled()
+    below = top()
+    with functorch_interop.eagerly(), forward_level(), torch.enable_grad():
+        level = jvp_level.JvpLevel(below, outer)
+        level.beside = {id(t): t for t in beside}
+        duals = [carried(_dual(p, t, level), p) for p, t in zip(flat, flat_t, strict=True)]
+        counts = [Count(d) for d in duals] if written is not None else []
+        pairs, out_spec, aux = run(call, func, pytree.unflatten(duals, spec), level, has_aux)
+        primal_out, tangent_out = [], []
+        for p, t in pairs:
+            if t is None and strict:
+                raise argument_checks.independent(call, p)
+            primal_out.append(p)
+            tangent_out.append(torch.zeros_like(p) if t is None else t)
+        if outer and written is not None:
+            taken = [(level.beside[i], d) for i, d in level.stand_ins.items()]
+            taken += [(p, d) for p, d, c in zip(flat, duals, counts, strict=True) if not c.holds()]
+            written += [(t, left(d, level)[0]) for t, d in taken if d.requires_grad]
+    result = pytree.unflatten(primal_out, out_spec), pytree.unflatten(tangent_out, out_spec), aux
+    if not outer:
+        result = detached(result)
+    return result if has_aux else result[:2]
+
+
+def run(
+    call: Call, func: Callable, duals: tuple, level: jvp_level.JvpLevel, has_aux: bool
+) -> tuple[list, Any, Any]:
+    """The outputs at values of ``level``, each as primal and tangent; their tree, and the aux."""
+    with level:
+        out = users(func)(*duals)
+    aux = None
+    if has_aux:
+        out, aux = argument_checks.with_aux(call, out)
+        aux = pytree.map_tensors(lambda a: left(a, level)[0], aux)
+    leaves, spec = argument_checks.outputs(call, out)
+    return [left(y, level) for y in leaves], spec, aux
+
+
+def _dual(p: torch.Tensor, t: torch.Tensor, level: jvp_level.JvpLevel) -> torch.Tensor:
+    """A primal and its tangent as a value of the level."""
+    if type(p) is Jagged:
+        rows = _dual(p.values(), t.values(), level)
+        with level:
+            return with_rows(p, rows)
+    below = level.born_in
+    return jvp_level.make_dual(lift(bare(p), below), lift(bare(t), below), level)
+
+
+def left(y: torch.Tensor, level: jvp_level.JvpLevel) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The primal that a call leaves of a value, as what the user knows that by; and its tangent."""
+    if type(y) is Jagged:
+        with level:  # which its class does not ask about the tangents of the rows
+            rows = y.values()
+        primal, tangent = left(rows, level)
+        return with_rows(y, primal), None if tangent is None else with_rows(y, tangent)
+    primal, tangent = jvp_level.unpack(bare(level.stand_in(y)), level)
+    return carried(what_is_left(primal), y), tangent
+
+
+def detached(results: Any) -> Any:
+    """Results without history; to the user they are what they were."""
+
+    def cut(t: torch.Tensor) -> torch.Tensor:
+        with functions_off():
+            found = bare(t).detach()
+        return carried(found, t)
+
+    return pytree.map_tensors(cut, results)

@@ -1,0 +1,220 @@
+"""`linearize`: value and tangent program, with the function run once."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any, overload
+
+import torch
+from torch.compiler import is_dynamo_compiling
+
+from forall._api import argument_checks, dynamo_call
+from forall._api.execution.auto_replay import (
+    Calls,
+    is_on,
+    replay,
+    told,
+)
+from forall._api.jvp import detached, run
+from forall._api.typing import R, Ts
+from forall._autodiff import jvp_level, reverse_mode
+from forall._autodiff.linear_tape import (
+    Linear,
+    TapeLevel,
+    settle,
+    taken_out,
+    tape,
+)
+from forall._compat import (
+    exception_safety,
+    functorch_interop,
+    profiler,
+    pytree,
+)
+from forall._compat.dispatch_state import forward_level
+from forall._compat.tensor_subclass import bare, carried
+from forall._core.errors import Call, columns, short
+from forall._core.escaped_values import flatten
+from forall._core.levels import lift, top
+from forall._core.version_counter import Count
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+@overload
+def linearize(func: Callable[[*Ts], R], *primals: *Ts) -> tuple[R, Callable[[*Ts], R]]: ...
+@overload
+def linearize(func: Callable[..., R], *primals: Any) -> tuple[R, Callable[..., R]]: ...
+@profiler.named(lambda func: str(Call("linearize", func)))
+def linearize(func: Callable, *primals: Any) -> tuple[Any, Callable]:
+    """The value of a function at a point, and its derivative there as a linear function.
+
+    For ``f: (*I) -> (*O)`` and the Jacobian J ``(*O, *I)`` at ``x``, ``linearize(f, x)`` is
+    ``(f(x), push)`` with
+
+        push(t)[o] = sum over i of J[o, i] * t[i],   of shape (*O),
+
+    so that ``push(t)`` equals ``jvp(f, (x,), (t,))[1]`` for every ``t``.
+
+    Cost: ``func`` runs once. What forward mode did to the tangent is kept as a straight-line
+    program, and ``push`` runs only that: cheaper than `jvp` from the second direction on. The
+    program's constants (values at ``x``) stay in memory as long as ``push`` does. They keep their
+    own derivatives, so the result can be differentiated in ``x`` too.
+
+    Trees: all leaves of the primals are tensors; tangents are shaped like the primals, results
+    like the output.
+
+    Raises:
+        RuntimeError: where primals hold or ``func`` returns anything but tensors, where tangents
+            do not fit the primals in tree, shape, dtype or device, and where a tensor that the
+            derivative is made of has been written to since.
+        ValueError: for a primal that is neither floating-point nor complex.
+
+    Source: Radul, Paszke, Frostig, Johnson and Maclaurin, "You only linearize once: tangents
+    transpose to gradients" (2023).
+
+    Example:
+        >>> def f(x):                                  # (2,) -> (3,)
+        ...     return torch.stack([x[0] * x[1], x.sum(), x[0] ** 2])
+        >>> y, push = linearize(f, torch.tensor([2.0, 3.0]))
+        >>> push(torch.tensor([1.0, 0.0]))             # (2,) -> (3,)
+        tensor([3., 1., 4.])
+        >>> push(torch.tensor([0.0, 1.0]))
+        tensor([2., 1., 0.])
+    """
+    how = told("linearize")
+    argument_checks.callable_("linearize", func)
+    if is_dynamo_compiling() and not functorch_interop.needed():
+        return dynamo_call.call("linearize", {}, func, primals, {})
+    if functorch_interop.compiler_listens():
+        with functorch_interop.eagerly():
+            return linearize(func, *primals)
+    if functorch_interop.needed():
+        return functorch_interop.linearize(func, primals)
+    call = Call("linearize", func)
+    flat, spec = argument_checks.primals(call, primals)
+    argument_checks.not_nested(call, flat)
+    if is_on() and not torch.is_inference_mode_enabled():  # in which it makes other tensors
+        value, found = replay(func, _linearized, *primals, how=how)
+    else:
+        value, found = exception_safety.call(_linearized, func, *primals)
+    if type(found) is tuple:
+        linear, out_spec, constants = found
+        return value, _pushing(call, flat, spec, _played(call, linear.play, constants), out_spec)
+    ((own, constants),) = found.items()
+    return value, _pushing(call, flat, spec, _played(call, own.run, constants), own.out_spec)
+
+
+def _played(call: Call, play: Callable, constants: list) -> Callable:
+    """The tangent program with its constants, while these are what they were at the point."""
+    counts = [Count(c) for c in constants if isinstance(c, torch.Tensor)]
+
+    def played(seeds: list) -> list:
+        for count in counts:
+            if not count.holds():
+                raise RuntimeError(
+                    f"{call}: a tensor that the derivative is made of has been modified by an "
+                    "inplace operation since.\n"
+                    f"{columns([('the tensor', short(count.of()))])}\n"
+                    "Push before it is written to, or write into a copy (.clone())."
+                )
+        return play(constants, seeds)
+
+    return played
+
+
+class _Own:
+    """The tangent program of a kind of calls: what their results have in common.
+
+    Two are the same where they do the same. Guards need not look at what never changes.
+    """
+
+    __slots__ = ("calls", "linear", "out_spec")
+
+    def __init__(self, linear: Linear, out_spec: Any) -> None:
+        self.linear, self.out_spec, self.calls = linear, out_spec, Calls()
+
+    def run(self, constants: list, seeds: list) -> list:
+        if is_on():
+            return self.calls.run(self, None, _Own.play, (constants, seeds), {})
+        return self.linear.play(constants, seeds)
+
+    def play(self, constants: list, seeds: list) -> list:
+        return self.linear.play(constants, seeds)
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is _Own and self._told() == other._told()
+
+    def __hash__(self) -> int:
+        return hash(self.linear.ends)
+
+    def _told(self) -> tuple:
+        linear = self.linear
+        return linear.steps, linear.ends, linear.first, linear.strides, self.out_spec
+
+
+def _linearized(func: Callable, *primals: Any) -> tuple:
+    """The value, and the tangent program with its constants.
+
+    As the key of a dict the program is a part of the result's tree, which is the same for all calls
+    of a kind; one that holds on to what a single call has made is a leaf, and no call is recorded.
+    """
+    given = flatten(primals)
+    value, linear, out_spec, constants, _ = _run(Call("linearize", func), func, *given, False)
+    if linear.is_plain():
+        return value, {_Own(linear, out_spec): constants}
+    return value, (linear, out_spec, constants)
+
+
+def program(
+    call: Call, func: Callable, primals: tuple, *, has_aux: bool
+) -> tuple[Any, Callable, Any]:
+    """Value, tangent program and aux of ``func``, run once."""
+    flat, spec = argument_checks.primals(call, primals)
+    value, linear, out_spec, constants, aux = _run(call, func, flat, spec, has_aux)
+    return value, _pushing(call, flat, spec, partial(linear.play, constants), out_spec), aux
+
+
+def _run(
+    call: Call, func: Callable, flat: list, spec: Any, has_aux: bool
+) -> tuple[Any, Linear, Any, list, Any]:
+    below, outer = top(), torch.is_grad_enabled()
+    with (
+        functorch_interop.eagerly(),
+        forward_level(),
+        torch.enable_grad(),
+        reverse_mode.Run() as own,
+    ):
+        tapes = TapeLevel(below)
+        level = jvp_level.JvpLevel(below, outer)
+        level.tapes = tapes
+        tapes.count = len(flat)  # from here on: making a dual may take steps
+        here = [lift(bare(p), below) for p in flat]
+        seeds = [torch.zeros_like(p) for p in here]
+        duals = [
+            carried(jvp_level.make_dual(p, tape(seed, slot, tapes), level), given)
+            for slot, (p, seed, given) in enumerate(zip(here, seeds, flat, strict=True))
+        ]
+        try:
+            pairs, out_spec, aux = run(call, func, pytree.unflatten(duals, spec), level, has_aux)
+        finally:
+            level.tapes = None  # a ring of these by way of torch's graph would never be free
+        settle(tapes)
+    value = pytree.unflatten([p for p, _ in pairs], out_spec)
+    pairs = [(bare(p), t) for p, t in pairs]
+    linear, constants = taken_out(tapes, pairs, tuple(seed.stride() for seed in seeds))
+    found = value, aux, constants
+    value, aux, constants = reverse_mode.closed(found, own, outer) if outer else detached(found)
+    return value, linear, out_spec, constants, aux
+
+
+def _pushing(call: Call, flat: list, spec: Any, play: Callable, out_spec: Any) -> Callable:
+    @functorch_interop.left_to_python
+    def jvp_fn(*tangents: Any) -> Any:
+        """The derivative at the point, in the direction of ``tangents``."""
+        seeds = argument_checks.tangents(call, flat, spec, tangents)
+        argument_checks.alike(call, flat, seeds)
+        return pytree.unflatten(exception_safety.call(play, seeds), out_spec)
+
+    return jvp_fn

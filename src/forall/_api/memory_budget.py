@@ -1,0 +1,115 @@
+"""A limit on the memory that tensors take, and what is free of a machine's."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from forall._compat import exception_safety
+from forall._compat.dispatch_state import functions_off
+from forall._compat.exception_safety import contextmanager
+from forall._compat.lazy_bits import with_lazy_bits
+from forall._compat.private_api import DispatchMode, StorageWeakRef
+from forall._compat.storage import has_memory, storage_of
+from forall._compat.wrapper_tensor import innermost
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+class _Aside(exception_safety.Here):
+    on = False
+
+
+_aside = _Aside.made(idle=True)
+
+
+@contextmanager
+def unlimited() -> Iterator[None]:
+    """For what puts back what a run has done: the run may have ended because of the limit."""
+    was, _aside.on = _aside.on, True
+    try:
+        yield
+    finally:
+        _aside.on = was
+
+
+class Budget(DispatchMode):
+    """While it is on, tensors that are made may hold so many bytes at a time.
+
+    What goes beyond fails as an allocation does for which there is no memory. A tensor is counted
+    once it is there, so one operator may overrun the limit for a moment; what an operator takes
+    for itself while it runs is not seen.
+    """
+
+    def __init__(self, limit: int, words: str) -> None:
+        super().__init__()
+        self.limit = limit
+        self.words = words
+        self._bytes = 0  # of all that were made since the last look at which of them are left
+        self._made: dict[int, tuple[Any, int]] = {}  # storages from before the limit take nothing
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        with functions_off():
+            for given in (args, kwargs.values()):
+                self._note(given, made=False)
+        out = with_lazy_bits(func, args, kwargs)
+        with functions_off():
+            self._note((out,), made=True)
+        if self._bytes > self.limit and not _aside.on:
+            self._look()
+        return out
+
+    def _note(self, values: Any, *, made: bool) -> None:
+        for x in values:
+            if isinstance(x, (list, tuple)):
+                self._note(x, made=made)
+            elif isinstance(x, torch.Tensor):
+                x = innermost(x)  # below a level that the limit is set within
+                if has_memory(x) and storage_of(x) not in self._made:
+                    memory = x.untyped_storage()
+                    size = memory.nbytes() if made else 0
+                    self._made[storage_of(x)] = StorageWeakRef(memory), size
+                    self._bytes += size
+
+    def _look(self) -> None:
+        self._made = {k: (s, n) for k, (s, n) in self._made.items() if not s.expired()}
+        self._bytes = sum(n for _, n in self._made.values())
+        if self._bytes > self.limit:
+            raise MemoryError(
+                f"{self.words}: tensors take {_words(self._bytes)}, and may take "
+                f"{_words(self.limit)}.\n"
+                "Pass a larger memory_budget, or make less at once."
+            )
+
+
+def _words(count: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.4g} {unit}"
+        count /= 1024
+    return f"{count:.4g} GiB"
+
+
+_ROOT = Path("/sys/fs/cgroup")
+
+
+def free_memory() -> int | None:
+    """The bytes that the process may still take, as far as the system tells: Linux alone does."""
+    found = []
+    with suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        line = next(line for line in lines if line.startswith("MemAvailable:"))
+        found.append(int(line.split()[1]) * 1024)
+    with suppress(OSError, ValueError):  # the share of a container; "max" where it has no limit
+        limit = int((_ROOT / "memory.max").read_text())
+        taken = int((_ROOT / "memory.current").read_text())
+        kept = dict(line.split() for line in (_ROOT / "memory.stat").read_text().splitlines())
+        found.append(limit - taken + int(kept.get("inactive_file", 0)))
+    return min(found, default=None)

@@ -1,0 +1,64 @@
+"""Nested tensors as mapped arguments: the examples are their components, which have no stack."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from forall._compat.dispatch_state import functions_off
+from forall._compat.jagged_layout import Jagged, components, jagged_dim
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    Tensor = torch.Tensor
+
+
+class Components:
+    """The examples of a mapped nested tensor: views of it, of several shapes."""
+
+    __slots__ = ("examples", "whole")
+
+    def __init__(self, whole: Tensor, examples: Sequence[Tensor]) -> None:
+        self.whole = whole
+        self.examples = examples
+
+    @classmethod
+    def of(cls, whole: Tensor) -> Components:
+        with functions_off():
+            is_jagged = type(whole) is Jagged
+            return cls(whole, components(whole) if is_jagged else whole.unbind())
+
+    def some(self, numbers: Sequence[int]) -> Tensor | Components:
+        """These of the examples: a stack of their own where they are one, or of one shape."""
+        if not isinstance(numbers, range):
+            return torch.stack([self.examples[n] for n in numbers])
+        if len(numbers) == 1:
+            return self.examples[numbers.start].unsqueeze(0)
+        return Components(self.whole, self.examples[numbers.start : numbers.stop])
+
+    def put(self, numbers: Sequence[int], rows: Tensor) -> None:
+        """Write rows into these of the examples."""
+        for n, row in zip(numbers, rows.unbind(), strict=True):
+            self.examples[n].copy_(row)
+
+    def offsets_of(self, examples: Sequence[Tensor]) -> tuple[Tensor, int] | None:
+        """Return the offsets of the whole, if these have its lengths, and the dim that has them."""
+        whole = self.whole
+        if type(whole) is not Jagged or whole.lengths() is not None:
+            return None
+        own = jagged_dim(whole)
+        lengths = [x.shape[own] for x in self.examples]
+        for d in sorted(range(examples[0].dim()), key=lambda d: d != own):
+            if lengths == [x.shape[d] for x in examples]:
+                return whole.offsets(), d
+        return None
+
+
+def by_shape(given: Iterable[Components]) -> list[list[int]]:
+    """The numbers of the examples in groups, each of one shape in every argument."""
+    found: dict[tuple, list[int]] = {}
+    for n, row in enumerate(zip(*(x.examples for x in given), strict=True)):
+        found.setdefault(tuple(x.shape for x in row), []).append(n)
+    return [*found.values()]

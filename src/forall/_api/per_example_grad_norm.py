@@ -1,0 +1,168 @@
+"""`per_example_grad_norm`: how large each example's gradient is, without the gradients."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.compiler import is_dynamo_compiling
+
+from forall._api import argument_checks
+from forall._api.argnums import Arguments, called, places
+from forall._api.execution.auto_replay import replaying, told
+from forall._api.grad import grad_and_value
+from forall._api.typing import Chunk
+from forall._api.vmap import vmap
+from forall._autodiff import reverse_mode
+from forall._autodiff.grad_norms import ghost_norm
+from forall._compat import functorch_interop, pytree
+from forall._compat.dispatch_state import functions_off
+from forall._compat.tensor_subclass import bare
+from forall._core.recompute import may_carry_tangents
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def per_example_grad_norm(
+    func: Callable,
+    argnums: int | tuple[int, ...] = 0,
+    *,
+    argnames: str | tuple[str, ...] | None = None,
+    has_aux: bool = False,
+    return_value: bool = False,
+    in_dims: Any = 0,
+    randomness: str | torch.Tensor = "error",
+    chunk_size: Chunk = None,
+) -> Callable:
+    """The norm of each example's gradient.
+
+    ``func`` is a scalar function of one example. For ``f: (*I), (*S) -> ()`` and ``xs: (B, *S)``,
+    ``per_example_grad_norm(f)(w, xs)`` has shape ``(B,)`` and holds
+
+        per_example_grad_norm(f)(w, xs)[b] = grad(f)(w, xs[b]).norm(),
+
+    for a tree ``w`` the norm of all its gradients as one vector.
+
+    Cost: one forward and one backward pass over all examples. The gradient of a weight that is
+    used by ``linear``, ``@``, a convolution or an ``embedding`` is left as its two factors, where
+    they hold fewer numbers than the product, and is not made; wherever the same weight is used,
+    the factors are put together. All other gradients (of biases, of the weights of norms) are made.
+
+    Args:
+        argnums: one position, or several; several are one vector together.
+        argnames: the same by name, for arguments that are passed by position or by keyword.
+        has_aux: ``f`` returns ``(value, aux)``; the result is then ``(norms, auxs)``.
+        return_value: the result is ``(norms, values)``, with has_aux ``(norms, (values, auxs))``.
+        in_dims: as `vmap`'s. One int is for the arguments that are not differentiated; those that
+            are, a model's parameters, are shared between the examples.
+        randomness: as `vmap`'s.
+        chunk_size: as `vmap`'s.
+
+    Raises:
+        RuntimeError, ValueError: as `grad` and `vmap`.
+
+    Source: Goodfellow, "Efficient per-example gradient computations" (2015); for sequences Li,
+    Tramèr, Liang and Hashimoto, "Large language models can be strong differentially private
+    learners" (2022); for convolutions Rochette, Manoel and Tramel, "Efficient per-example gradient
+    computations in convolutional neural networks" (2019).
+
+    Example:
+        >>> def loss(w, x, y):                         # (2,), (2,), () -> ()
+        ...     return (x @ w - y) ** 2
+        >>> w = torch.tensor([1.0, 2.0])
+        >>> xs, ys = torch.tensor([[3.0, 4.0], [0.0, 1.0]]), torch.tensor([10.0, 5.0])
+        >>> forall.per_example_grad_norm(loss)(w, xs, ys)            # of (6, 8) and (0, -6)
+        tensor([10.,  6.])
+    """
+    how = told(
+        "per_example_grad_norm",
+        argnums=argnums,
+        argnames=argnames,
+        has_aux=has_aux,
+        return_value=return_value,
+        in_dims=in_dims,
+        randomness=randomness,
+        chunk_size=chunk_size,
+    )
+    verb = how[0]
+    argument_checks.callable_(verb, func)
+    argument_checks.randomness(verb, randomness, keys=True)
+    argument_checks.chunk_size(verb, chunk_size)
+
+    mapping = in_dims, randomness, chunk_size
+    return _norms(func, how, (argnums, argnames), mapping, has_aux, return_value)
+
+
+def _norms(
+    func: Callable, how: tuple, which: tuple, mapping: tuple, has_aux: bool, return_value: bool
+) -> Callable:
+    """What `per_example_grad_norm` returns."""
+    in_dims, randomness, chunk_size = mapping
+
+    @replaying(func, how)
+    def norms(func: Callable, /, *args: Any, **kwargs: Any) -> Any:
+        @functools.wraps(func, updated=())
+        def of_one(*args: Any, **kwargs: Any) -> tuple:
+            return _of_one(func, args, kwargs, which, has_aux)
+
+        call = called(how[0], func, *which)
+        dims = _dims(in_dims, places(call, args, kwargs, *which), len(args))
+        mapped = vmap(of_one, dims, randomness=randomness, chunk_size=chunk_size)
+        norm, value, *aux = mapped(*args, **kwargs)
+        beside = [value, *aux] if return_value else aux
+        if not beside:
+            return norm
+        return norm, beside[0] if len(beside) == 1 else tuple(beside)
+
+    return norms
+
+
+def _dims(in_dims: Any, places: Any, n: int) -> Any:
+    """What `vmap` is told; one int is for the arguments that are not differentiated."""
+    if not isinstance(in_dims, int):
+        return in_dims
+    shared = places if isinstance(places, tuple) else (places,)
+    return tuple(None if i in shared else in_dims for i in range(n))
+
+
+def _of_one(func: Callable, args: tuple, kwargs: dict, which: tuple, has_aux: bool) -> tuple:
+    """The norm of a gradient, the value, and what was returned beside it."""
+    call = called("per_example_grad_norm", func, *which)
+    if is_dynamo_compiling() or functorch_interop.needed():
+        argnums, argnames = which
+        both = grad_and_value(func, argnums, has_aux, argnames=argnames)
+        gradient, value = both(*args, **kwargs)
+        norm = _root([g.abs().square().sum() for g in pytree.leaves(gradient)])
+        return norm, *(value if has_aux else (value,))
+    outer = torch.is_grad_enabled()
+    with functorch_interop.eagerly(), reverse_mode.recording() as run:
+        given = Arguments(call, args, kwargs, *which)
+        variables = reverse_mode.variables(given.tensors)
+        out = given.call(func, reverse_mode.shown(variables, given.tensors))
+        value, *aux = argument_checks.with_aux(call, out, "value") if has_aux else (out,)
+        argument_checks.scalar(call, value)
+        scalar = bare(value)
+        with functions_off():  # a pass that is not recorded cuts tangents too
+            leads = outer and reverse_mode.leads_outside((scalar,), run)
+            recorded = leads or may_carry_tangents()
+        squares = ghost_norm.squared_norms(scalar, variables, create_graph=recorded)
+        with functions_off():
+            norm = _root(squares).to(_dtype(variables))
+    return reverse_mode.closed((norm, value, *aux), run, outer)
+
+
+def _dtype(tensors: list[torch.Tensor]) -> torch.dtype:
+    """That of the norm: the widest, and real."""
+    found = tensors[0].dtype
+    for x in tensors[1:]:
+        found = torch.promote_types(found, x.dtype)
+    return found.to_real()
+
+
+def _root(squares: list[torch.Tensor]) -> torch.Tensor:
+    """Of their sum; with derivative 0 at 0, as torch has it for a norm."""
+    total = functools.reduce(torch.add, squares)
+    zero = total == 0
+    return total.masked_fill(zero, 1).sqrt().masked_fill(zero, 0)

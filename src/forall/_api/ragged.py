@@ -1,0 +1,97 @@
+"""Results of examples that have different shapes, as nested tensors."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from forall._api.nested_components import Components
+from forall._compat import pytree
+from forall._compat.wrapper_tensor import Wrapper
+from forall._core.errors import columns
+from forall._core.levels import top
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from forall._core.errors import Call
+
+    Tensor = torch.Tensor
+
+
+class Ragged:
+    """One result of each example, on its way out; ``place`` is what out_dims says of it."""
+
+    __slots__ = ("examples", "place")
+
+    def __init__(self, examples: list[Tensor], place: int) -> None:
+        self.examples = examples
+        self.place = place
+
+
+def apiece(stack: Tensor, place: int) -> Tensor | Ragged:
+    """A stack of results, one by one; numbers stay stacked."""
+    if stack.dim() < 2:
+        return stack
+    return Ragged([*stack.unbind(place)], place)
+
+
+def together(parts: Sequence[Tensor | Ragged], order: list[int]) -> Ragged:
+    """The results of parts of the examples, in the examples' order."""
+    place = next(part.place for part in parts if isinstance(part, Ragged))
+    rows = (t for p in parts for t in (p.examples if isinstance(p, Ragged) else p.unbind()))
+    found = dict(zip(order, rows, strict=True))
+    return Ragged([found[n] for n in sorted(found)], place)
+
+
+def joined(call: Call, tree: Any, given: Sequence[Any], *, always: bool) -> Any:
+    """The results as they leave: a nested tensor for each `Ragged`.
+
+    It is jagged where its examples differ in one dim at most. One that has the lengths of a mapped
+    nested tensor, which are ``given``, has its offsets. Unless it is ``always`` to be one, results
+    of one shape are stacked.
+    """
+
+    def one(leaf: Any) -> Any:
+        if type(leaf) is not Ragged:
+            return leaf
+        examples, place = leaf.examples, leaf.place
+        shapes = [[*t.shape] for t in examples]
+        other = next((n for n, shape in enumerate(shapes) if shape != shapes[0]), None)
+        if other is None and not always:
+            return torch.stack(examples, place)
+        if place % (examples[0].dim() + 1):
+            rows = [("out_dims", str(place))]
+            if other is not None:
+                rows += [(f"example {n}", str(shapes[n])) for n in (0, other)]
+            raise ValueError(
+                f"{call}: results of several shapes leave as a nested tensor, examples first.\n"
+                f"{columns(rows)}\n"
+                "Give out_dims=0 (its default), or return the same shape for every example."
+            )
+        if top() is not None or any(isinstance(t, Wrapper) for t in examples):
+            raise NotImplementedError(
+                f"{call}: results of several shapes inside another transform.\n"
+                "Torch's nested tensors take ordinary tensors alone.\n"
+                "Pad the results to one shape, or return them from the outermost vmap."
+            )
+        if len({*map(len, shapes)}) > 1:
+            rows = [(f"example {n}", str(shapes[n])) for n in (0, other or 0)]
+            raise ValueError(
+                f"{call}: the results of the examples differ in rank.\n{columns(rows)}\n"
+                "A nested tensor has components of one rank. Return the same for every example."
+            )
+        several = sum(len({*sizes}) > 1 for sizes in zip(*shapes, strict=True))
+        if several > 1:
+            return torch.nested.as_nested_tensor(examples, layout=torch.strided)
+        for argument in given:
+            found = argument.offsets_of(examples) if type(argument) is Components else None
+            if found is not None:
+                offsets, d = found
+                values = torch.cat(examples, d)
+                return torch.nested.nested_tensor_from_jagged(values, offsets, jagged_dim=d + 1)
+        return torch.nested.as_nested_tensor(examples, layout=torch.jagged)
+
+    flat, spec = pytree.flatten(tree)
+    return pytree.unflatten([one(leaf) for leaf in flat], spec)

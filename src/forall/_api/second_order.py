@@ -1,0 +1,400 @@
+"""`hvp`, `hessian_diag`, `laplacian`: second derivatives without the whole Hessian."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+import torch
+
+from forall._api import argument_checks
+from forall._api.argnums import called
+from forall._api.chunk_size import for_torch
+from forall._api.execution.auto_replay import replaying, told
+from forall._api.execution.chunked_map import each
+from forall._api.jacobian_blocks import First
+from forall._api.jvp import push
+from forall._api.linearize import program
+from forall._api.typing import (
+    Chunk,
+    P,
+    R,
+    X,
+)
+from forall._api.vmap import vmap
+from forall._autodiff import standard_basis
+from forall._compat import functorch_interop, pytree
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+COLUMNS = 64  # of the Hessian at once, unless chunk_size says otherwise
+
+
+@overload
+def hvp(
+    func: Callable[..., Any],
+    argnums: int | tuple[int, ...] = 0,
+    *,
+    argnames: str | tuple[str, ...] | None = None,
+    has_aux: Literal[False] = False,
+    return_value: Literal[False] = False,
+) -> Callable[..., Any]: ...
+@overload
+def hvp(
+    func: Callable[..., tuple[Any, X]],
+    argnums: int | tuple[int, ...] = 0,
+    *,
+    argnames: str | tuple[str, ...] | None = None,
+    has_aux: Literal[True],
+    return_value: Literal[False] = False,
+) -> Callable[..., tuple[Any, X]]: ...
+@overload
+def hvp(
+    func: Callable[..., R],
+    argnums: int | tuple[int, ...] = 0,
+    *,
+    argnames: str | tuple[str, ...] | None = None,
+    has_aux: Literal[False] = False,
+    return_value: Literal[True],
+) -> Callable[..., tuple[Any, tuple[Any, R]]]: ...
+@overload
+def hvp(
+    func: Callable[..., tuple[R, X]],
+    argnums: int | tuple[int, ...] = 0,
+    *,
+    argnames: str | tuple[str, ...] | None = None,
+    has_aux: Literal[True],
+    return_value: Literal[True],
+) -> Callable[..., tuple[Any, tuple[Any, R, X]]]: ...
+def hvp(
+    func: Callable,
+    argnums: int | tuple[int, ...] = 0,
+    *,
+    argnames: str | tuple[str, ...] | None = None,
+    has_aux: bool = False,
+    return_value: bool = False,
+) -> Callable:
+    """The Hessian of ``func`` times a vector; the Hessian itself is not made.
+
+    The vector comes last: ``hvp(f)(x, v)``, ``hvp(f)(x, y, v)``. For ``f: (*I) -> (*O)`` and ``v``
+    of shape ``(*I)`` the result has shape ``(*O, *I)`` and holds
+
+        hvp(f)(x, v)[o, i] = sum over j of d^2 f(x)[o] / d x[i] d x[j] * v[j].
+
+    Cost: for a scalar function one gradient with its tangent, a few times the cost of ``f``. A
+    function with more outputs costs a pull-back for each.
+
+    Trees: ``v`` is shaped like the argument that is differentiated, or like the tuple of them;
+    the result is as that of `jacrev`.
+
+    Args:
+        argnums: one position, or several; several take a tuple of vectors and give a tuple. They
+            count the arguments of ``f``, to which the vector does not belong.
+        argnames: the same by name, for arguments that are passed by position or by keyword.
+        has_aux: ``f`` returns ``(y, aux)``; the result is then ``(hvp, aux)``.
+        return_value: the result is ``(hvp, (jacobian, y))``, with has_aux
+            ``(hvp, (jacobian, y, aux))``; the Jacobian of a scalar function is its gradient.
+
+    Raises:
+        RuntimeError: where the vector does not fit the argument; otherwise as `hessian`.
+
+    Source: Pearlmutter, "Fast exact multiplication by the Hessian" (1994).
+
+    Example:
+        >>> def f(x):                                  # (3,) -> ()
+        ...     return x.prod()
+        >>> x, v = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1.0, 0.0, 1.0])
+        >>> forall.hvp(f)(x, v)                        # (3,)
+        tensor([2., 4., 2.])
+    """
+    how = told(
+        "hvp", argnums=argnums, argnames=argnames, has_aux=has_aux, return_value=return_value
+    )
+    argument_checks.callable_("hvp", func)
+
+    @replaying(func, how)
+    def product(func: Callable, /, *args_and_vector: Any, **kwargs: Any) -> Any:
+        call = called("hvp", func, argnums, argnames)
+        args, vector = argument_checks.vector_last(call, args_and_vector)
+        first = First(call, func, args, kwargs, (argnums, argnames), has_aux)
+        vectors = argument_checks.vector_like(call, first.given, vector)
+        xs = tuple(first.given.tensors)
+        if functorch_interop.needed():
+            j, hv, y = functorch_interop.call("jvp", first, xs, vectors, has_aux=True)
+        else:
+            j, hv, y = push(call, first, xs, vectors, strict=False, has_aux=True)
+        return first.answer(first.tree(hv), j, y, return_value)
+
+    return product
+
+
+@overload
+def hessian_diag(
+    func: Callable[P, Any],
+    argnums: int | tuple[int, ...] = 0,
+    *,
+    argnames: str | tuple[str, ...] | None = None,
+    has_aux: Literal[False] = False,
+    return_value: Literal[False] = False,
+    chunk_size: Chunk = None,
+) -> Callable[P, Any]: ...
+@overload
+def hessian_diag(
+    func: Callable[P, tuple[Any, X]],
+    argnums: int | tuple[int, ...] = 0,
+    *,
+    argnames: str | tuple[str, ...] | None = None,
+    has_aux: Literal[True],
+    return_value: Literal[False] = False,
+    chunk_size: Chunk = None,
+) -> Callable[P, tuple[Any, X]]: ...
+@overload
+def hessian_diag(
+    func: Callable[P, R],
+    argnums: int | tuple[int, ...] = 0,
+    *,
+    argnames: str | tuple[str, ...] | None = None,
+    has_aux: Literal[False] = False,
+    return_value: Literal[True],
+    chunk_size: Chunk = None,
+) -> Callable[P, tuple[Any, tuple[Any, R]]]: ...
+@overload
+def hessian_diag(
+    func: Callable[P, tuple[R, X]],
+    argnums: int | tuple[int, ...] = 0,
+    *,
+    argnames: str | tuple[str, ...] | None = None,
+    has_aux: Literal[True],
+    return_value: Literal[True],
+    chunk_size: Chunk = None,
+) -> Callable[P, tuple[Any, tuple[Any, R, X]]]: ...
+def hessian_diag(
+    func: Callable,
+    argnums: int | tuple[int, ...] = 0,
+    *,
+    argnames: str | tuple[str, ...] | None = None,
+    has_aux: bool = False,
+    return_value: bool = False,
+    chunk_size: Chunk = None,
+) -> Callable:
+    """The diagonal of the Hessian of ``func``, which itself is not made: all d^2 f / d x[i]^2.
+
+    For ``f: (*I) -> (*O)``, ``hessian_diag(f)(x)`` has shape ``(*O, *I)`` and holds
+
+        hessian_diag(f)(x)[o, i] = d^2 f(x)[o] / d x[i]^2.
+
+    Cost: ``f`` is called once, and its Jacobian linearized (see `linearize`). Then as many
+    directions as there are numbers in ``x``, ``chunk_size`` at a time; so many columns of the
+    Hessian are in memory, and no more.
+
+    Trees: those of `jacrev`.
+
+    Args:
+        argnums: one position, or several; several give a tuple in the order asked.
+        argnames: the same by name, for arguments that are passed by position or by keyword.
+        has_aux: ``f`` returns ``(y, aux)``; the result is then ``(diagonal, aux)``.
+        return_value: the result is ``(diagonal, (jacobian, y))``, with has_aux
+            ``(diagonal, (jacobian, y, aux))``; the Jacobian of a scalar function is its gradient.
+        chunk_size: so many columns at once, 64 if it is None; or ``"auto"`` (see `vmap`). Changes
+            memory, not values.
+
+    Raises:
+        RuntimeError, ValueError: as `hessian`.
+
+    Source: forward mode over reverse mode, a column at a time: Pearlmutter, "Fast exact
+    multiplication by the Hessian" (1994).
+
+    Example:
+        >>> def f(x):                                  # (2,) -> (3,)
+        ...     return torch.stack([x[0] * x[1], x.sum(), x[0] ** 2])
+        >>> forall.hessian_diag(f)(torch.tensor([2.0, 3.0]))         # (3, 2)
+        tensor([[0., 0.],
+                [0., 0.],
+                [2., 0.]])
+    """
+    how, which = (
+        told(
+            "hessian_diag",
+            argnums=argnums,
+            argnames=argnames,
+            has_aux=has_aux,
+            return_value=return_value,
+            chunk_size=chunk_size,
+        ),
+        (argnums, argnames),
+    )
+    return _from_diagonal(how, func, which, has_aux, return_value, chunk_size, First.tree)
+
+
+@overload
+def laplacian(
+    func: Callable[P, R],
+    argnums: int | tuple[int, ...] = 0,
+    *,
+    argnames: str | tuple[str, ...] | None = None,
+    has_aux: Literal[False] = False,
+    return_value: Literal[False] = False,
+    chunk_size: Chunk = None,
+) -> Callable[P, R]: ...
+@overload
+def laplacian(
+    func: Callable[P, tuple[R, X]],
+    argnums: int | tuple[int, ...] = 0,
+    *,
+    argnames: str | tuple[str, ...] | None = None,
+    has_aux: Literal[True],
+    return_value: Literal[False] = False,
+    chunk_size: Chunk = None,
+) -> Callable[P, tuple[R, X]]: ...
+@overload
+def laplacian(
+    func: Callable[P, R],
+    argnums: int | tuple[int, ...] = 0,
+    *,
+    argnames: str | tuple[str, ...] | None = None,
+    has_aux: Literal[False] = False,
+    return_value: Literal[True],
+    chunk_size: Chunk = None,
+) -> Callable[P, tuple[R, tuple[Any, R]]]: ...
+@overload
+def laplacian(
+    func: Callable[P, tuple[R, X]],
+    argnums: int | tuple[int, ...] = 0,
+    *,
+    argnames: str | tuple[str, ...] | None = None,
+    has_aux: Literal[True],
+    return_value: Literal[True],
+    chunk_size: Chunk = None,
+) -> Callable[P, tuple[R, tuple[Any, R, X]]]: ...
+def laplacian(
+    func: Callable,
+    argnums: int | tuple[int, ...] = 0,
+    *,
+    argnames: str | tuple[str, ...] | None = None,
+    has_aux: bool = False,
+    return_value: bool = False,
+    chunk_size: Chunk = None,
+) -> Callable:
+    """The sum of all d^2 f / d x[i]^2, the trace of a Hessian that is not made.
+
+    For ``f: (*I) -> (*O)``, ``laplacian(f)(x)`` has shape ``(*O)`` and holds
+
+        laplacian(f)(x)[o] = sum over i of d^2 f(x)[o] / d x[i]^2.
+
+    Cost: that of `hessian_diag`.
+
+    Trees: the result is shaped like ``f``'s output. The sum goes over every number in the
+    argument, or in all arguments that are asked for.
+
+    Args:
+        argnums: one position, or several: ``laplacian(u, (0, 1))(x, y)`` is u_xx + u_yy.
+        argnames: the same by name, for arguments that are passed by position or by keyword.
+        has_aux: ``f`` returns ``(y, aux)``; the result is then ``(laplacian, aux)``.
+        return_value: the result is ``(laplacian, (jacobian, y))``, with has_aux
+            ``(laplacian, (jacobian, y, aux))``; the Jacobian of a scalar function is its gradient.
+        chunk_size: so many columns of the Hessian at once, 64 if it is None; or ``"auto"`` (see
+            `vmap`). Changes memory, not values.
+
+    Raises:
+        RuntimeError, ValueError: as `hessian`.
+
+    Source: see `hessian_diag`.
+
+    Example:
+        >>> def f(x):                                  # (3,) -> ()
+        ...     return x.square().sum() * x[0]
+        >>> forall.laplacian(f)(torch.tensor([1.0, 2.0, 3.0]))       # 6x + 2x + 2x at x = 1
+        tensor(10.)
+    """
+    how, which = (
+        told(
+            "laplacian",
+            argnums=argnums,
+            argnames=argnames,
+            has_aux=has_aux,
+            return_value=return_value,
+            chunk_size=chunk_size,
+        ),
+        (argnums, argnames),
+    )
+    return _from_diagonal(how, func, which, has_aux, return_value, chunk_size, _trace)
+
+
+def _from_diagonal(
+    how: tuple,  # what the transform was told
+    func: Callable,
+    which: tuple[Any, Any],  # argnums, argnames
+    has_aux: bool,
+    return_value: bool,
+    chunk_size: Chunk,
+    result: Callable[[First, list], Any],
+) -> Callable:
+    """What ``result`` makes of the diagonals of a call, and beside it what was asked for."""
+    verb = how[0]
+    argument_checks.callable_(verb, func)
+    argument_checks.chunk_size(verb, chunk_size)
+
+    @replaying(func, how)
+    def second(func: Callable, /, *args: Any, **kwargs: Any) -> Any:
+        first = First(called(verb, func, *which), func, args, kwargs, which, has_aux)
+        found, j, y = _diagonal(first, chunk_size)
+        return first.answer(result(first, found), j, y, return_value)
+
+    return second
+
+
+def _trace(first: First, diagonals: list) -> Any:
+    xs = first.given.tensors
+    sums = [sum(map(_over, row, xs)) for row in diagonals]
+    return pytree.unflatten(sums, first.spec)
+
+
+def _over(block: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """(*O, *I) -> (*O), for ``x`` of shape (*I)."""
+    return block.reshape(*block.shape[: block.dim() - x.dim()], x.numel()).sum(-1)
+
+
+def _diagonal(first: First, chunk: Chunk) -> tuple[list, list, Any]:
+    """d^2 y / d x^2 (*O, *I) for each output and input, then what ``first`` gives."""
+    xs = tuple(first.given.tensors)
+    if functorch_interop.needed():
+        chunk = for_torch(chunk)
+        j, y = first(*xs)
+
+        def along(*directions: torch.Tensor) -> Any:
+            return functorch_interop.call("jvp", lambda *new: first(*new)[0], xs, directions)[1]
+
+        columns = functorch_interop.call("vmap", along)
+    else:
+        j, along, y = program(first.call, first, xs, has_aux=True)
+        columns = vmap(along)
+    parts: list[list[list]] = [[[] for _ in row] for row in j]
+
+    def some(numbers: range) -> list:
+        found = columns(*standard_basis.rows(xs, numbers.start, numbers.stop))
+        # A copy, for a view would keep all the columns that it is of.
+        return [(at, d.clone()) for at, d in _on_diagonal(found, xs, numbers)]
+
+    for found in each(some, sum(x.numel() for x in xs), chunk or COLUMNS, xs, "column"):
+        for (o, i), entries in found:
+            parts[o][i].append(entries)
+    whole = [
+        [torch.cat(p, -1).reshape(b.shape) if p else b for p, b in zip(*rows, strict=True)]
+        for rows in zip(parts, j, strict=True)
+    ]
+    return whole, j, y
+
+
+def _on_diagonal(found: list, xs: tuple, numbers: range) -> Any:
+    """Of columns ``numbers`` (C, *O, *I) the entries on the diagonal, (*O, some of I)."""
+    first = 0
+    for i, x in enumerate(xs):
+        n = x.numel()
+        low, high = max(numbers.start, first), min(numbers.stop, first + n)
+        if low < high:
+            rows = slice(low - numbers.start, high - numbers.start)
+            for o, row in enumerate(found):
+                block = row[i].reshape(*row[i].shape[: row[i].dim() - x.dim()], n)
+                square = block[rows, ..., low - first : high - first]
+                yield (o, i), square.diagonal(dim1=0, dim2=-1)
+        first += n

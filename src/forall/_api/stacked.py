@@ -1,0 +1,73 @@
+"""`stacked`: all examples of a tensor, as one tensor."""
+
+from __future__ import annotations
+
+import torch
+
+from forall._compat.tensor_subclass import (
+    bare,
+    is_dressed,
+    kind_of,
+    worn,
+)
+from forall._compat.wrapper_tensor import Wrapper
+from forall._core.errors import kind
+from forall._core.levels import outside
+from forall._vmap import boundary
+from forall._vmap.batched_tensor import Batched
+
+
+def stacked(tensor: torch.Tensor) -> torch.Tensor:
+    """All examples of ``tensor``, a value from inside a `vmap`, as one tensor.
+
+    For an example of shape ``(*S)`` it has shape ``(B, *S)``, and
+
+        stacked(t)[i] = what t was for example i.
+
+    Its history is kept, so it can be differentiated. Also for values that the function left
+    behind, once the call is over: what a forward hook collected, what was put in a cache.
+    Then it goes through every `vmap` that has ended, the outermost first: ``(B1, B2, *S)``.
+    During the call it takes the innermost one off, and the result is the same for all examples.
+
+    Outside every transform ``tensor`` is its own stack; what the function made without its
+    arguments is repeated for each example.
+
+    Cost: none, or one copy where the tensor is an argument's memory or the same for all examples.
+
+    Raises:
+        TypeError: for what is no tensor.
+        NotImplementedError: for a value of a `jvp` that is running.
+
+    Source: what `torch.nn.Module.register_forward_hook` collects is the batch, when PyTorch is
+    used without transforms; this gives back that batch.
+
+    Example:
+        >>> layer = torch.nn.Linear(3, 4)
+        >>> seen = []
+        >>> hook = layer.register_forward_hook(lambda layer, args, out: seen.append(out))
+        >>> out = forall.vmap(layer)(torch.ones(5, 3))
+        >>> forall.stacked(seen[0]).shape              # (4,) of one example -> (5, 4)
+        torch.Size([5, 4])
+    """
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(
+            f"stacked: the argument is no tensor.\n    given   {kind(tensor)}\n"
+            "Give it one tensor at a time."
+        )
+    known, tensor = tensor, bare(tensor)
+    first = True
+    while isinstance(tensor, Wrapper) and (first or not tensor.level.active):
+        level, first = tensor.level, False
+        if isinstance(tensor, Batched):
+            with outside(level):
+                tensor = boundary.leave(tensor, 0, level)  # pyright: ignore[reportArgumentType]
+        elif level.active:
+            raise NotImplementedError(
+                "stacked: a value of a jvp that is running has a tangent, which would be lost.\n"
+                "Take the stack outside the jvp, or of x.detach()."
+            )
+        else:
+            tensor = level.afterwards(tensor)
+    return (
+        tensor if tensor is bare(known) or not is_dressed(known) else worn(tensor, kind_of(known))
+    )

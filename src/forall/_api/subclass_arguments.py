@@ -1,0 +1,140 @@
+"""Arguments and results of `vmap` that are of a class of the user's, as the loop has them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from forall._compat.dispatch_state import functions_off
+from forall._compat.tensor_subclass import (
+    attributes,
+    bare,
+    has_own_meaning,
+    is_dressed,
+    is_worn,
+    kind_of,
+    only_keeps_class,
+    worn,
+)
+from forall._compat.wrapper_tensor import Wrapper
+from forall._core.errors import columns, short
+from forall._vmap import boundary
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from forall._core.errors import Call
+
+
+class Looks(NamedTuple):
+    """What an example of an argument is to the user besides its numbers."""
+
+    kind: type
+    shared: dict[str, Any]  # attributes that are the same for all examples
+    apiece: dict[str, torch.Tensor]  # tensors that each example has its own of, stacked along 0
+
+    def of_some(self, pick: Callable[[torch.Tensor], torch.Tensor]) -> Looks:
+        """The same for some of the examples, which are picked from stacks along 0."""
+        return self._replace(apiece={k: pick(t) for k, t in self.apiece.items()})
+
+    def given_to(self, example: Any, level: Any) -> Any:
+        """A fresh example with these looks."""
+        if is_worn(self.kind):
+            example = worn(example, self.kind)
+        own = {k: boundary.enter(t, 0, level) for k, t in self.apiece.items()}
+        if self.shared or own:
+            example.__dict__.update(self.shared | own)
+        return example
+
+
+def looks(call: Call, leaf: Any, dim: int, size: int) -> Looks:
+    """What the examples look like that the loop takes from an argument by ``select``."""
+    if not size:
+        return Looks(kind_of(leaf), {}, {})
+    first = leaf.select(dim, 0)
+    kind, own = kind_of(first), dict(attributes(first))
+    if not has_own_meaning(kind) or only_keeps_class(kind):
+        return Looks(kind, own, {})
+    others = range(1, size) if own else range(size - 1, size)
+    found_by_name = {k: [v] for k, v in own.items()}
+    for i in others:
+        other = leaf.select(dim, i)
+        found = attributes(other)
+        if kind_of(other) is not kind or found.keys() != own.keys():
+            raise _differ(call, leaf, [(0, kind, own), (i, kind_of(other), found)])
+        for k, v in found.items():
+            found_by_name[k].append(v)
+    apiece = {}
+    for k, column in found_by_name.items():
+        number = next((i for i, v in enumerate(column) if not _is_same(v, column[0])), None)
+        if number is None:
+            continue
+        if not _can_be_stacked(column):
+            values = [(i, kind, {k: column[i]}) for i in (0, number)]
+            raise _differ(call, leaf, values)
+        apiece[k] = torch.stack(column)
+        del own[k]
+    return Looks(kind, own, apiece)
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    if a is b:
+        return True
+    if isinstance(a, torch.Tensor) or type(a) is not type(b):
+        return False
+    try:
+        return bool(a == b)
+    except Exception:  # noqa: BLE001 - an object may answer with anything, and then is not equal
+        return False
+
+
+def _can_be_stacked(column: list) -> bool:
+    first = column[0]
+    return all(
+        isinstance(v, torch.Tensor)
+        and not is_dressed(v)
+        and (v.shape, v.dtype, v.device) == (first.shape, first.dtype, first.device)
+        for v in column
+    )
+
+
+def _differ(call: Call, leaf: Any, seen: list[tuple[int, type, dict]]) -> ValueError:
+    rows = [
+        (f"example {i}", kind.__name__, ", ".join(f".{k} = {short(v)}" for k, v in own.items()))
+        for i, kind, own in seen
+    ]
+    return ValueError(
+        f"{call}: the examples of a tensor of class {kind_of(leaf).__name__} differ in what "
+        f"x.select(dim, i) hands on.\n{columns(rows)}\n"
+        "Hand on a tensor for each example, or pass what differs as an argument of its own."
+    )
+
+
+def stacked_by_class(known: Any, stack: torch.Tensor, place: int, level: Any) -> Any:
+    """The stack of a result as what the loop's ``torch.stack`` of such examples would be.
+
+    A class with a ``__torch_function__`` of its own is asked, with an entry for each example.
+    """
+    kind = kind_of(known)
+    if not is_worn(kind) or not has_own_meaning(kind):
+        return stack
+    if only_keeps_class(kind) or not level.size:
+        return worn(stack, kind)
+    own = {k: _by_example(v, level) for k, v in attributes(known).items()}
+    rows = []
+    for i in range(level.size):
+        with functions_off():
+            row = worn(stack.select(place, i), kind)
+        row.__dict__.update({k: value(i) for k, value in own.items()})
+        rows.append(row)
+    return torch.stack(rows, place)
+
+
+def _by_example(value: Any, level: Any) -> Callable[[int], Any]:
+    """An attribute's value for each example."""
+    of = bare(value)
+    if isinstance(of, Wrapper) and of.level.root is level:
+        stack = stacked_by_class(value, boundary.leave(of, 0, level), 0, level)
+        return lambda i: stack.select(0, i)
+    return lambda i: value

@@ -1,0 +1,56 @@
+"""Type variables of the public verbs: they keep the parameters of a function, and its result."""
+
+from __future__ import annotations
+
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Concatenate,
+    Literal,
+    ParamSpec,
+    Protocol,
+    Self,
+    TypeAlias,
+    TypeVar,
+    TypeVarTuple,
+    overload,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from forall._api.chunk_size import Chunks
+    from forall._jit.cache.cache_info import CacheInfo, Kind
+
+P = ParamSpec("P")
+R = TypeVar("R")  # what the function returns
+# The argument that is differentiated. Without a bound every operator in a lambda is an error.
+A = TypeVar("A", bound=Any)
+X = TypeVar("X")  # the aux
+Ts = TypeVarTuple("Ts")  # primals
+
+# How many at once: so many, as many as memory takes, or all.
+Chunk: TypeAlias = "int | Literal['auto'] | Chunks | None"
+
+Q = ParamSpec("Q")  # the parameters of a method, without its object
+Out_co = TypeVar("Out_co", covariant=True)
+
+
+class Jitted(Protocol[P, Out_co]):
+    """What `jit` returns: a function, which is a method in a class, and what is kept of it."""
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Out_co: ...
+
+    @overload
+    def __get__(self, instance: None, owner: type, /) -> Self: ...
+
+    @overload
+    def __get__(
+        self: Jitted[Concatenate[Any, Q], Out_co], instance: object, owner: type, /
+    ) -> Callable[Q, Out_co]: ...
+
+    def cache_info(self) -> CacheInfo: ...
+
+    def cache_clear(self) -> None: ...
+
+    def kinds(self) -> list[Kind]: ...

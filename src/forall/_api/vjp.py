@@ -1,0 +1,243 @@
+"""`vjp`: value and pull-back, by reverse mode."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+import torch
+from torch.compiler import is_dynamo_compiling
+
+from forall._api import argument_checks, dynamo_call
+from forall._api.argnums import Moved
+from forall._api.execution.auto_replay import replayed
+from forall._api.typing import R, Ts, X
+from forall._autodiff import jvp_level, reverse_mode
+from forall._compat import (
+    exception_safety,
+    functorch_interop,
+    profiler,
+    pytree,
+)
+from forall._compat.autograd_graph import nodes
+from forall._compat.dispatch_state import functions_off, torch_funcs
+from forall._compat.inference_mode import ordinary
+from forall._compat.lazy_bits import lazy_zeros_pass
+from forall._compat.tensor_subclass import bare
+from forall._compat.wrapper_tensor import has_history
+from forall._core.errors import Call
+from forall._core.levels import Level, lift, outside, top
+from forall._divergence import users
+from forall._vmap import boundary
+from forall._vmap.batched_tensor import wrap
+from forall._vmap.outer_graph import sum_what_leaves
+from forall._vmap.vmap_level import VmapLevel, running
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+
+@overload
+def vjp(
+    func: Callable[[*Ts], R], *primals: *Ts, has_aux: Literal[False] = False
+) -> tuple[R, Callable[..., tuple[*Ts]]]: ...
+@overload
+def vjp(
+    func: Callable[[*Ts], tuple[R, X]], *primals: *Ts, has_aux: Literal[True]
+) -> tuple[R, Callable[..., tuple[*Ts]], X]: ...
+@overload
+def vjp(func: Callable, *primals: Any, has_aux: bool = False) -> Any: ...
+@profiler.named(lambda func: str(Call("vjp", func)))
+def vjp(func: Callable, *primals: Any, has_aux: bool = False) -> Any:
+    """The value of a function and its pull-back, by reverse mode.
+
+    For ``f: (*I) -> (*O)``, ``vjp(f, x)`` is ``(f(x), pull)`` where ``pull(c)`` holds one result
+    for each primal; with ``c`` of shape ``(*O)`` and J the Jacobian ``(*O, *I)``,
+
+        pull(c)[0][i] = sum over o of c[o] * J[o, i],   of shape (*I).
+
+    Cost: one forward pass now, one backward pass per ``pull``. What the backward pass needs stays
+    in memory as long as ``pull`` does.
+
+    Trees: cotangents are shaped like the output, results like the primals; a leaf that is no
+    floating-point or complex tensor gets None. ``pull`` may be called any number of times, also
+    under `vmap` and `jvp`.
+
+    Args:
+        has_aux: ``func`` returns ``(output, aux)``; the result is then ``(output, pull, aux)``.
+
+    Raises:
+        RuntimeError: for an integer primal, for an output that is not a floating-point or complex
+            tensor, and where cotangents and outputs do not fit.
+        ValueError: where there are primals and none is a tensor.
+        TypeError: for a cotangent that is no tensor.
+
+    Source: Baydin, Pearlmutter, Radul and Siskind, "Automatic differentiation in machine
+    learning: a survey" (2018), section 3.2.
+
+    Example:
+        >>> def f(x):                                  # (2,) -> (3,)
+        ...     return torch.stack([x[0] * x[1], x.sum(), x[0] ** 2])
+        >>> y, pull = vjp(f, torch.tensor([2.0, 3.0]))
+        >>> y
+        tensor([6., 5., 4.])
+        >>> pull(torch.tensor([1.0, 0.0, 10.0]))       # (3,) -> (2,)
+        (tensor([43.,  2.]),)
+    """
+    argument_checks.callable_("vjp", func)
+    if is_dynamo_compiling() and not functorch_interop.needed():
+        return dynamo_call.call("vjp", {"has_aux": has_aux}, func, primals, {})
+    if functorch_interop.compiler_listens():
+        with functorch_interop.eagerly():
+            return vjp(func, *primals, has_aux=has_aux)
+    if functorch_interop.needed():
+        return functorch_interop.call("vjp", func, *primals, has_aux=has_aux)
+    call = Call("vjp", func)
+    pull, value, aux = exception_safety.call(pullback, call, replayed(func), primals, has_aux)
+
+    @functorch_interop.left_to_python
+    def vjp_fn(
+        cotangents: Any, retain_graph: bool = True, create_graph: bool | None = None
+    ) -> tuple:
+        """Pull cotangents, shaped like the output, back to the primals."""
+        del create_graph  # decided by what the result can reach
+        cots = argument_checks.cotangents(call, pull.outputs, pull.out_spec, cotangents)
+        found = exception_safety.call(pull.at, top(), cots, retain_graph=retain_graph)
+        return pull.moved.shaped(found)
+
+    return (value, vjp_fn, aux) if has_aux else (value, vjp_fn)
+
+
+def pullback(
+    call: Call, func: Callable, primals: tuple, has_aux: bool
+) -> tuple[Pullback, Any, Any]:
+    """Run ``func`` on fresh variables; what `vjp` and `jacrev` share."""
+    outer = torch.is_grad_enabled()
+    with functorch_interop.eagerly(), reverse_mode.recording() as run:
+        moved = Moved(call, primals, primals)
+        own = reverse_mode.variables(moved.tensors)
+        out = users(func)(*moved.put(reverse_mode.shown(own, moved.tensors)))
+        aux = None
+        if has_aux:
+            out, aux = argument_checks.with_aux(call, out)
+        outputs, out_spec = argument_checks.outputs(call, out)
+        argument_checks.floating(call, outputs)
+    pull = Pullback(run, own, moved, [*map(bare, outputs)], out_spec)
+    value = pytree.unflatten(outputs, out_spec)
+    value, aux = reverse_mode.closed((value, aux), run, outer)
+    return pull, value, aux
+
+
+class Pullback:
+    """The graph from fresh variables to outputs, at the level it was recorded in."""
+
+    _nodes: set | None = None
+
+    def __init__(
+        self, run: reverse_mode.Run, own: list, moved: Moved, outputs: list, out_spec: Any
+    ) -> None:
+        self.run = run
+        self.own = own
+        self.moved = moved
+        self.outputs = outputs
+        self.out_spec = out_spec
+        self.level = top()
+
+    def at(self, level: Level | None, cots: list, *, retain_graph: bool = True) -> list:
+        """Pull back cotangents of ``level``, which may lie inside the graph's own.
+
+        The graph's values are constant in every level entered since, and the pull-back is linear:
+        examples leave their level as one more axis, a tangent is pulled back like its primal.
+        """
+        if level is self.level or not self._is_inside(level):
+            return self._run(cots, retain_graph)
+        if any(torch_funcs(c) for c in cots):
+            raise NotImplementedError(
+                "vjp: its function is called inside a transform of torch.func that is itself "
+                "inside one of forall.\n"
+                "Such a value cannot be pulled back through a graph from outside both.\n"
+                "Use forall's transform in the place of torch.func's."
+            )
+        cots = [lift(c, level) for c in cots]
+        with outside(level):
+            if isinstance(level, jvp_level.JvpLevel):
+                return _each(lambda parts: self.at(level.parent, parts), cots, level)
+            stacks = [boundary.leave(c, 0, level) for c in cots]
+            pulled = self.stacked(stacks, level.parent)
+            return [boundary.enter(g, 0, level) for g in pulled]
+
+    def _is_inside(self, level: Level | None) -> bool:
+        while level is not None and level is not self.level:
+            level = level.parent
+        return level is self.level
+
+    def stacked(self, stacks: list, level: Level | None) -> list:
+        """Pull back stacks (N, *O) of cotangents that lie at ``level``, all N at once."""
+        if level is not self.level and self._is_inside(level):
+            n = stacks[0].shape[0]
+            stacks = [lift(s, level) for s in stacks]
+            with outside(level):
+                if isinstance(level, jvp_level.JvpLevel):
+                    return _each(lambda parts: self.stacked(parts, level.parent), stacks, level)
+                folded = [boundary.leave(s, 0, level).flatten(0, 1) for s in stacks]
+                pulled = self.stacked(folded, level.parent)
+                return [boundary.enter(g.unflatten(0, (-1, n)), 0, level) for g in pulled]
+        return self._run_stacked(stacks)
+
+    def _run(self, cots: list, retain_graph: bool) -> list:
+        outer = torch.is_grad_enabled()
+        with reverse_mode.recording() as run, reverse_mode.tangents_pass():
+            run.include(self.run)
+            found = reverse_mode.gradients(
+                tuple(self.outputs),
+                tuple(map(ordinary, cots)),
+                self.own,
+                retain_graph=retain_graph,
+                closes=None if any(map(has_history, cots)) else run,
+            )
+        return reverse_mode.closed(found, run, outer)
+
+    def _run_stacked(self, stacks: list) -> list:
+        outer = torch.is_grad_enabled()
+        with reverse_mode.recording() as run, reverse_mode.tangents_pass():
+            run.include(self.run)
+            stacks = [*map(ordinary, stacks)]
+            found = self._pulled(
+                lambda ys, cots: reverse_mode.gradients(ys, cots, self.own), stacks
+            )
+        return reverse_mode.closed(found, run, outer)
+
+    def _pulled(self, pull: Callable[[tuple, tuple], Iterable], stacks: list) -> list:
+        """What ``pull`` finds for N cotangents of each output at once: (N, *I), or None."""
+        if stacks[0].shape[0] == 1:  # by the pass itself, which no level has to follow
+            found = pull(tuple(self.outputs), tuple(s.squeeze(0) for s in stacks))
+            return [None if g is None else g.unsqueeze(0) for g in found]
+        level = VmapLevel(stacks[0].shape[0], "same", top(), records_values=True)
+        with running(level), lazy_zeros_pass():
+            found = pull(tuple(self.outputs), tuple(wrap(s, 0, level) for s in stacks))
+        found = [None if g is None else self._unstacked(g, level) for g in found]
+        if level.crosses:
+            with functions_off():
+                sum_what_leaves(level, [g for g in found if g is not None], self._older())
+        return found
+
+    def _older(self) -> set:
+        """The nodes that were there before a pass."""
+        if self._nodes is None:
+            self._nodes = {*nodes(self.outputs)}
+        return self._nodes
+
+    @staticmethod
+    def _unstacked(g: torch.Tensor, level: VmapLevel) -> torch.Tensor:
+        """(N, *I) of a gradient, with the history it has outside."""
+        value, axis = (g.value, g.axis) if getattr(g, "level", None) is level else (g, None)
+        if axis is None:
+            return value.unsqueeze(0).expand(level.size, *value.shape)
+        return value if axis == 0 else value.movedim(axis, 0)
+
+
+def _each(pull: Callable[[list], list], duals: list, level: jvp_level.JvpLevel) -> list:
+    """A linear ``pull`` of values of a jvp level: of the primals, and of the tangents alike."""
+    pairs = [jvp_level.unpack(d, level) for d in duals]
+    primals = pull([p for p, _ in pairs])
+    tangents = pull([torch.zeros_like(p) if t is None else t for p, t in pairs])
+    return [jvp_level.make_dual(p, t, level) for p, t in zip(primals, tangents, strict=True)]

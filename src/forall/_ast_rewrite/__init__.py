@@ -1,0 +1,6 @@
+"""The source of a user's function, rewritten so that its examples can part and meet again."""
+
+from forall._ast_rewrite.convert import Template as Template
+from forall._ast_rewrite.convert import runs_with as runs_with
+from forall._ast_rewrite.convert import template as template
+from forall._ast_rewrite.unsupported import Refused as Refused

@@ -1,0 +1,297 @@
+"""Rewriting of expressions: operators that choose, calls, items, comprehensions."""
+
+from __future__ import annotations
+
+import ast
+import copy
+from typing import Any
+
+from forall._ast_rewrite.fuse_expressions import Arithmetic
+from forall._ast_rewrite.liveness import COMPREHENSIONS, walrus
+from forall._ast_rewrite.quasiquote import (
+    FRAME,
+    ITERABLE,
+    constant,
+    delayed,
+    expr,
+    function,
+    stmts,
+)
+from forall._ast_rewrite.unsupported import CannotConvert
+
+# Called from another frame they would mean another frame
+_OF_THE_FRAME = frozenset(
+    ["super", "locals", "globals", "vars", "dir", "eval", "exec", "breakpoint", "__import__"]
+)
+# Builtins that use up a generator at once
+_CONSUME = frozenset(
+    ["sum", "list", "tuple", "set", "frozenset", "dict", "min", "max", "sorted", "any", "all"]
+)
+# Operators that a frame answers itself for tensors (`forall._vmap.fast_path.operators`)
+_OPERATORS = {
+    ast.Sub: "sub", ast.Mult: "mul", ast.Div: "truediv", ast.FloorDiv: "floordiv",
+    ast.Mod: "mod", ast.Pow: "pow", ast.MatMult: "matmul",
+}  # fmt: skip
+_COMPARED = {
+    ast.Lt: "lt", ast.LtE: "le", ast.Gt: "gt", ast.GtE: "ge", ast.Eq: "eq", ast.NotEq: "ne",
+    ast.Is: "is_", ast.IsNot: "is_not", ast.In: "in_", ast.NotIn: "not_in",
+}  # fmt: skip
+
+
+class Expressions(ast.NodeTransformer):
+    """Rewrites what a frame evaluates. Functions written inside stay as they are."""
+
+    def __init__(self, scope: Any) -> None:
+        self.scope = scope  # the function: its names, its class, how to convert one inside it
+        self.hoisted: list[ast.stmt] = []  # functions to be defined before the statement
+        self.whole = True  # whether arithmetic is asked of the frame at once
+
+    def test(self, node: ast.expr) -> ast.expr:
+        """An expression of which only the truth matters."""
+        match node:
+            case ast.BoolOp():
+                return self._lazy(node, "both_test", "either_test", self.test)
+            case ast.UnaryOp(op=ast.Not()):
+                return expr("F.negated_test(A)", node, A=self.test(node.operand))
+            case _:
+                return self.visit(node)
+
+    def visit_BoolOp(self, node: ast.BoolOp) -> ast.expr:
+        return self._lazy(node, "both", "either", self.visit)
+
+    def _lazy(self, node: ast.BoolOp, both: str, either: str, inner: Any) -> ast.expr:
+        name = both if isinstance(node.op, ast.And) else either
+        found = self._delay(node.values[-1], inner) if len(node.values) > 1 else None
+        for value in reversed(node.values[1:-1]):
+            step = expr(f"F.{name}(A, B)", node, A=inner(value), B=found)
+            found = self._wrapped(step, walrus(node))
+        return expr(f"F.{name}(A, B)", node, A=inner(node.values[0]), B=found)
+
+    def _delay(self, node: ast.expr, inner: Any) -> ast.expr:
+        return self._wrapped(inner(node), walrus(node))
+
+    def _wrapped(self, value: ast.expr, assigned: set[str]) -> ast.expr:
+        """A function of no arguments that gives the value, when it is wanted."""
+        if not assigned:
+            return delayed(value)
+        name = self.scope.fresh("operand")
+        made = stmts("def NAME():\n    DECLARE\n    return VALUE", value, VALUE=value, DECLARE=[
+            ast.copy_location(ast.Nonlocal(sorted(assigned)), value)
+        ])  # fmt: skip
+        made[0].name = name  # type: ignore[attr-defined]
+        self.scope.borrow(assigned)
+        self.hoisted += made
+        return ast.copy_location(ast.Name(name, ast.Load()), value)
+
+    def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.expr:
+        if isinstance(node.op, ast.Not):
+            return expr("F.negated(A)", node, A=self.test(node.operand))
+        if (whole := self._fused(node)) is not None:
+            return whole
+        self.generic_visit(node)
+        if isinstance(node.op, ast.USub) and not isinstance(node.operand, ast.Constant):
+            return expr("F.neg(A)", node, A=node.operand)
+        return node
+
+    def _fused(self, node: ast.expr) -> ast.expr | None:
+        """Several operators as one function of their operands; None where it is no such thing."""
+        if not self.whole:
+            return None
+        found = Arithmetic()
+        body = found.of(node)
+        if body is None or found.count < 2:
+            return None
+        self.whole = False
+        slow = self.visit(copy.deepcopy(body))
+        self.whole = True
+        names = [f"__{n}__" for n in range(len(found.operands))]
+        made = expr(
+            "F.fused(A, B)", node, A=function(names, body), B=function([FRAME, *names], slow)
+        )
+        made.args += [self.visit(operand) for operand in found.operands]
+        return made
+
+    def visit_BinOp(self, node: ast.BinOp) -> ast.expr:
+        """Lists may be added too. Which they cannot be to a number."""
+        if (whole := self._fused(node)) is not None:
+            return whole
+        self.generic_visit(node)
+        constants = [isinstance(s, ast.Constant) for s in (node.left, node.right)]
+        name = _OPERATORS.get(type(node.op))
+        if isinstance(node.op, ast.Add):
+            name = "add" if any(constants) else "added"
+        if name is None or all(constants):
+            return node
+        return expr(f"F.{name}(A, B)", node, A=node.left, B=node.right)
+
+    def visit_IfExp(self, node: ast.IfExp) -> ast.expr:
+        test = self.test(node.test)
+        a, b = self._delay(node.body, self.visit), self._delay(node.orelse, self.visit)
+        return expr("F.chosen(TEST, A, B)", node, TEST=test, A=a, B=b)
+
+    def visit_Compare(self, node: ast.Compare) -> ast.expr:
+        if (whole := self._fused(node)) is not None:
+            return whole
+        names = tuple(_COMPARED[type(op)] for op in node.ops)
+        left, right = self.visit(node.left), self.visit(node.comparators[0])
+        if len(names) == 1:
+            if names[0] in ("is_", "is_not"):
+                wanted = constant(names[0] == "is_", node)
+                return expr("F.same(A, B, C)", node, A=left, B=right, C=wanted)
+            if names[0] in ("in_", "not_in"):
+                wanted = constant(names[0] == "in_", node)
+                return expr("F.contains(A, B, C)", node, A=left, B=right, C=wanted)
+            return expr(f"F.{names[0]}(A, B)", node, A=left, B=right)
+        rest = [self._delay(c, self.visit) for c in node.comparators[1:]]
+        made = expr("F.chain(N, A, B)", node, N=constant(names, node), A=left, B=right)
+        made.args += rest
+        return made
+
+    def visit_Call(self, node: ast.Call) -> ast.expr:
+        if isinstance(node.func, ast.Attribute) and getattr(node.func.value, "id", "") == FRAME:
+            return self.generic_visit(node)  # type: ignore[return-value]  # our own
+        if (whole := self._fused(node)) is not None:
+            return whole
+        name = getattr(node.func, "id", None)
+        if name in _OF_THE_FRAME and name not in self.scope.names.local:
+            return self.generic_visit(node)  # type: ignore[return-value]
+        args = [self._argument(node, a) for a in node.args]
+        keywords = [
+            ast.copy_location(ast.keyword(k.arg, self.visit(k.value)), k) for k in node.keywords
+        ]
+        function = self.visit(node.func)
+        made = expr("F.call(FUNCTION)", node, FUNCTION=function)
+        made.args += args
+        made.keywords = keywords
+        return made
+
+    def _argument(self, call: ast.Call, node: ast.expr) -> ast.expr:
+        """An argument. A generator that is used up at once becomes a list, or a search."""
+        if not isinstance(node, ast.GeneratorExp):
+            return self.visit(node)
+        match call.func:
+            case ast.Name(id=name) if name in _CONSUME and name not in self.scope.names.local:
+                pass
+            case ast.Attribute(attr="join"):
+                name = "join"
+            case _:
+                name = ""
+        if len(call.args) > 1 + (name == "sum") or not name:
+            raise CannotConvert("a generator expression", node)
+        if name not in ("any", "all"):
+            return self._loop(node, "list")
+        return expr("[FOUND]", node, FOUND=self._loop(node, name))
+
+    def visit_Starred(self, node: ast.Starred) -> ast.expr:
+        if isinstance(node.ctx, ast.Load):
+            node.value = expr("F.starred(A)", node, A=self.visit(node.value))
+        return node
+
+    def visit_Subscript(self, node: ast.Subscript) -> ast.expr:
+        if not isinstance(node.ctx, ast.Load):
+            return node
+        key = self.key(node.slice)
+        return expr("F.item(A, K)", node, A=self.visit(node.value), K=key)
+
+    def key(self, node: ast.expr) -> ast.expr:
+        """What stands in brackets, as an ordinary expression."""
+        if isinstance(node, ast.Slice):
+            ends = [node.lower, node.upper, node.step]
+            a, b, c = (constant(None, node) if e is None else self.visit(e) for e in ends)
+            return expr("F.slice(A, B, C)", node, A=a, B=b, C=c)
+        if isinstance(node, ast.Tuple):
+            made = ast.Tuple([self.key(e) for e in node.elts], ast.Load())
+            return ast.copy_location(made, node)
+        return self.visit(node)
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        if node.id in self.scope.may_be_unbound and isinstance(node.ctx, ast.Load):
+            return expr("F.bound(A)", node, A=node)
+        return node
+
+    def visit_NamedExpr(self, node: ast.NamedExpr) -> ast.expr:
+        node.value = self.visit(node.value)
+        if node.target.id in self.scope.names.noted:
+            reader = delayed(ast.copy_location(ast.Name(node.target.id, ast.Load()), node))
+            node.value = expr("F.noting(READER, V)", node, READER=reader, V=node.value)
+        return node
+
+    def visit_JoinedStr(self, node: ast.JoinedStr) -> ast.expr:
+        """A text of constants, and of values as ``(value, conversion, format)``."""
+        made = expr("F.text()", node)
+        made.args = [self._piece(piece) for piece in node.values]
+        return made
+
+    def _piece(self, piece: ast.expr) -> ast.expr:
+        if not isinstance(piece, ast.FormattedValue):
+            return piece
+        spec = constant("", piece) if piece.format_spec is None else self.visit(piece.format_spec)
+        how = constant(piece.conversion, piece)
+        return expr("(A, B, C)", piece, A=self.visit(piece.value), B=how, C=spec)
+
+    # --- comprehensions become functions with loops
+
+    def visit_ListComp(self, node: ast.ListComp) -> ast.expr:
+        return self._loop(node, "list")
+
+    def visit_SetComp(self, node: ast.SetComp) -> ast.expr:
+        return self._loop(node, "set")
+
+    def visit_DictComp(self, node: ast.DictComp) -> ast.expr:
+        return self._loop(node, "dict")
+
+    def visit_GeneratorExp(self, node: ast.GeneratorExp) -> ast.expr:
+        raise CannotConvert("a generator expression", node)
+
+    def _loop(self, node: Any, kind: str) -> ast.expr:
+        if any(g.is_async for g in node.generators):
+            raise CannotConvert("an async comprehension", node)
+        out = "__out__"
+        empty = {"list": "OUT = []", "dict": "OUT = {}", "set": "OUT = F.new_set()"}
+        step = {
+            "list": "F.grow(OUT, E)", "set": "OUT.add(E)", "dict": "OUT[K] = E",
+            "any": "if E: return True", "all": "if not E: return False",
+        }  # fmt: skip
+        last = {"any": "return False", "all": "return True"}.get(kind, "return OUT")
+        parts: dict[str, Any] = {"OUT": out}
+        if kind == "dict":
+            parts["K"], parts["E"] = node.key, node.value
+        else:
+            parts["E"] = node.elt
+        body = stmts(step[kind], node, **parts)
+        for n, g in reversed(list(enumerate(node.generators))):
+            for test in reversed(g.ifs):
+                body = [ast.copy_location(ast.If(test, body, []), test)]
+            source = g.iter if n else ast.copy_location(ast.Name(ITERABLE, ast.Load()), node)
+            body = [ast.copy_location(ast.For(g.target, source, body, []), node)]
+        body = [*stmts(empty.get(kind, "pass"), node, **parts), *body, *stmts(last, node, **parts)]
+        name = self.scope.fresh("comprehension")
+        return self._function(node, name, body)
+
+    def _function(self, node: Any, name: str, body: list[ast.stmt]) -> ast.expr:
+        first = self.visit(node.generators[0].iter)
+        (made,) = stmts(f"def NAME({ITERABLE}):\n    BODY", node, BODY=body)
+        made.name = name  # type: ignore[attr-defined]
+        assigned = walrus(node)
+        if assigned:
+            made.body.insert(0, ast.copy_location(ast.Nonlocal(sorted(assigned)), node))
+            self.scope.borrow(assigned)
+        self.hoisted.append(self.scope.inner(made))
+        function = ast.copy_location(ast.Name(name, ast.Load()), node)
+        return expr("F.run(FUNCTION, IT)", node, FUNCTION=function, IT=first)
+
+    # --- what stays
+
+    def visit_Lambda(self, node: ast.Lambda) -> ast.expr:
+        return node
+
+    def visit_Yield(self, node: ast.AST) -> ast.expr:
+        raise CannotConvert("a generator", node)
+
+    visit_YieldFrom = visit_Yield  # noqa: N815 - ast's name
+
+    def visit_Await(self, node: ast.AST) -> ast.expr:
+        raise CannotConvert("a coroutine", node)
+
+
+__all__ = ["COMPREHENSIONS", "FRAME", "Expressions"]

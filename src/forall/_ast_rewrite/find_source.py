@@ -1,0 +1,111 @@
+"""The syntax tree of a function: its file is parsed, and searched for what stands at its line."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import linecache
+import types
+from typing import Any, NamedTuple
+
+from forall._ast_rewrite.liveness import arguments
+from forall._ast_rewrite.unsupported import CannotConvert
+
+Def = ast.FunctionDef | ast.Lambda
+
+
+class Found(NamedTuple):
+    """A function's node, and the class that its private names belong to."""
+
+    node: Def
+    inside: str | None
+
+
+@functools.lru_cache(maxsize=64)
+def _places(text: str, filename: str) -> dict[int, list[Found]]:
+    """All functions of a file, by their first line (a decorator's, if there are any)."""
+    places: dict[int, list[Found]] = {}
+
+    def visit(node: ast.AST, inside: str | None) -> None:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            decorators = getattr(node, "decorator_list", [])
+            line = min([node.lineno, *(d.lineno for d in decorators)])
+            places.setdefault(line, []).append(Found(node, inside))
+        elif isinstance(node, ast.ClassDef):
+            inside = node.name
+        for child in ast.iter_child_nodes(node):
+            visit(child, inside)
+
+    visit(ast.parse(text, filename), None)
+    return places
+
+
+def find(f: types.FunctionType) -> Found:
+    """The node of this function, from the text that its tracebacks show."""
+    code = f.__code__
+    lines = linecache.getlines(code.co_filename, f.__globals__)
+    if not lines:
+        raise CannotConvert("its source is not to be had")
+    try:
+        places = _places("".join(lines), code.co_filename)
+    except SyntaxError:
+        raise CannotConvert("its file is no longer Python") from None
+    found = [p for p in places.get(code.co_firstlineno, []) if _is(p.node, code)]
+    if len(found) > 1:
+        found = _innermost(found, code)
+    if len(found) != 1:
+        raise CannotConvert("its source has changed, or cannot be told from its neighbour's")
+    return found[0]
+
+
+def _is(node: Def, code: types.CodeType) -> bool:
+    """Whether a node has the name and the arguments of some code."""
+    name = "<lambda>" if isinstance(node, ast.Lambda) else node.name
+    names = arguments(node.args)
+    theirs = code.co_varnames[: len(names)]
+    mangled = all(
+        m == n or (n.startswith("__") and m.endswith(n))
+        for n, m in zip(names, theirs, strict=False)
+    )
+    return name == code.co_name and len(theirs) == len(names) and mangled
+
+
+def _innermost(lambdas: list[Found], code: types.CodeType) -> list[Found]:
+    """Of the lambdas of one line the innermost whose value holds all instructions of the code."""
+    at = [
+        ((line, column), end)
+        for line, end_line, column, end_column in code.co_positions()
+        if line is not None and (line, column) < (end := (end_line, end_column))
+    ]
+    around = [
+        p
+        for p in lambdas
+        for first, last in [_span(p.node)]
+        if at and all(first <= start and end <= last for start, end in at)
+    ]  # Python 3.12 says of ``lambda: 1`` no more than its line
+    return sorted(around, key=lambda p: _span(p.node)[0])[-1:]
+
+
+def _span(node: Def) -> tuple[tuple[int, int], tuple[int, int]]:
+    """From where to where a lambda's value is written."""
+    body: Any = node.body
+    return (body.lineno, body.col_offset), (body.end_lineno, body.end_col_offset)
+
+
+def whole(node: Def) -> ast.FunctionDef:
+    """The function as a definition of its own: no decorators, no defaults, no annotations."""
+    import copy
+
+    node = copy.deepcopy(node)
+    if isinstance(node, ast.Lambda):
+        value = ast.copy_location(ast.Return(node.body), node.body)
+        made = ast.FunctionDef("<lambda>", node.args, [value], [], None)
+        node = ast.copy_location(made, node)
+    node.decorator_list, node.returns = [], None
+    node.type_params = []  # Python 3.12's `def f[T]`: T comes by its cell
+    arguments = node.args
+    arguments.defaults, arguments.kw_defaults = [], [None] * len(arguments.kwonlyargs)
+    for a in ast.walk(arguments):
+        if isinstance(a, ast.arg):
+            a.annotation = None
+    return node

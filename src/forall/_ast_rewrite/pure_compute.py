@@ -1,0 +1,202 @@
+"""Functions that do nothing but compute: the same source, for stacks without their wrappers.
+
+Such a function binds names of its own and nothing else, so it may be left in the middle and called
+again otherwise. What it takes from elsewhere, and each call, is asked of the runtime (`known`,
+`does`), which leaves it where that is no number, no stack and no function that only computes.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+from typing import NamedTuple
+
+from forall._ast_rewrite.liveness import (
+    COMPREHENSIONS,
+    Names,
+    arguments,
+    bound,
+)
+from forall._ast_rewrite.quasiquote import RUNTIME, constant, expr
+from forall._ast_rewrite.unsupported import CannotConvert
+
+_OPERATORS = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod, ast.Pow, ast.MatMult)
+_COMPARED = (ast.Lt, ast.LtE, ast.Gt, ast.GtE, ast.Eq, ast.NotEq)
+_AS_THEY_ARE = (
+    ast.Constant, ast.BoolOp, ast.boolop, ast.UnaryOp, ast.unaryop, ast.IfExp, ast.Tuple, ast.List,
+    ast.Slice, ast.expr_context, ast.keyword, ast.operator, ast.cmpop, ast.comprehension,
+    ast.Pass, ast.Expr, ast.Return, ast.If, ast.Break, ast.Continue,
+)  # fmt: skip
+
+
+def straight(f: ast.FunctionDef) -> ast.FunctionDef | None:
+    """The function on bare stacks; None for one that does more than compute."""
+    if f.args.kwarg is not None:
+        return None
+    try:
+        rewriter = _Straight(bound(f.body) | {*arguments(f.args)})
+        f.body = [rewriter.visit(s) for s in f.body]
+    except CannotConvert:
+        return None
+    return f
+
+
+class _Straight(ast.NodeTransformer):
+    """Refuses all that might be seen to act, or act later."""
+
+    def __init__(self, own: set[str]) -> None:
+        self.own = own  # the names of the function's
+
+    def generic_visit(self, node: ast.AST) -> ast.AST:
+        if not isinstance(node, _AS_THEY_ARE):
+            raise CannotConvert(f"a {type(node).__name__}", node)
+        return super().generic_visit(node)
+
+    # --- names
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        if node.id in self.own or not isinstance(node.ctx, ast.Load):
+            return node
+        return expr("R.known(A)", node, R=RUNTIME, A=node)
+
+    def _owner(self, node: ast.expr) -> ast.expr:
+        """What stands before a dot, perhaps a module."""
+        if isinstance(node, ast.Name):
+            return node
+        return self._part(node) if isinstance(node, ast.Attribute) else self.visit(node)
+
+    def _part(self, node: ast.Attribute) -> ast.expr:
+        if isinstance(node.value, ast.Name) and node.value.id in self.own:
+            raise CannotConvert("what belongs to an object", node)
+        name = constant(node.attr, node)
+        return expr("R.part(A, N)", node, R=RUNTIME, A=self._owner(node.value), N=name)
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        return expr("R.known(A)", node, R=RUNTIME, A=self._part(node))
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        f = node.func
+        if isinstance(f, ast.Attribute):
+            name = constant(f.attr, f)
+            made = expr("R.method(A, N)()", node, R=RUNTIME, A=self._owner(f.value), N=name)
+        elif isinstance(f, ast.Name):
+            made = expr("R.does(A)()", node, R=RUNTIME, A=f)
+        else:
+            raise CannotConvert("a call of what was computed", node)
+        if any(k.arg is None for k in node.keywords):
+            raise CannotConvert("**", node)
+        made.args = [self.visit(a) for a in node.args]
+        made.keywords = [self.visit(k) for k in node.keywords]
+        return made
+
+    # --- operators
+
+    def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
+        if not isinstance(node.op, (*_OPERATORS, ast.BitAnd, ast.BitOr, ast.BitXor)):
+            raise CannotConvert("an operator", node)
+        return super().generic_visit(node)
+
+    def visit_Compare(self, node: ast.Compare) -> ast.AST:
+        none = all(isinstance(c, ast.Constant) and c.value is None for c in node.comparators)
+        asks = (ast.Is, ast.IsNot) if none else _COMPARED
+        if not all(isinstance(op, asks) for op in node.ops):
+            raise CannotConvert("a comparison", node)
+        return super().generic_visit(node)
+
+    def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
+        if not isinstance(node.ctx, ast.Load):
+            raise CannotConvert("a write", node)
+        return super().generic_visit(node)
+
+    # --- what binds names
+
+    def visit_Assign(self, node: ast.Assign) -> ast.AST:
+        for target in node.targets:
+            self._bare(target)
+        return super().generic_visit(node)
+
+    def visit_AugAssign(self, node: ast.AugAssign) -> ast.AST:
+        self._bare(node.target)
+        return super().generic_visit(node)
+
+    def visit_For(self, node: ast.For) -> ast.AST:
+        self._bare(node.target)
+        return super().generic_visit(node)
+
+    def _bare(self, target: ast.AST) -> None:
+        """Names alone may be bound, nothing written."""
+        if not all(
+            isinstance(n, (ast.Name, ast.Tuple, ast.List, ast.expr_context))
+            for n in ast.walk(target)
+        ):
+            raise CannotConvert("a write", target)
+
+    def _loop(self, node: ast.AST) -> ast.AST:
+        assert isinstance(node, COMPREHENSIONS)  # noqa: S101 - by their visitors
+        first = node.generators[0]
+        source = self.visit(first.iter)  # outside of the scope that follows
+        first.iter = ast.copy_location(ast.Constant(None), source)
+        outer = self.own
+        for g in node.generators:
+            if g.is_async:
+                raise CannotConvert("an async comprehension", node)
+            self._bare(g.target)
+            self.own = self.own | bound([g.target])
+        node = super().generic_visit(node)  # type: ignore[assignment]
+        self.own, first.iter = outer, source
+        return node
+
+    visit_ListComp = visit_GeneratorExp = _loop  # noqa: N815 - ast's names
+
+
+class Side(NamedTuple):
+    """One side of an ``if`` that binds names and does nothing else."""
+
+    body: list[ast.stmt]
+    reads: list[str]  # names of the function's
+    binds: list[str]  # of those that are read afterwards
+
+
+def sides(node: ast.If, joins: list[str], names: Names) -> tuple[ast.expr, list[str], list] | None:
+    """The test of an ``if`` on bare stacks, what it reads, and both sides; None for any other."""
+    if not joins or any(isinstance(n, _CHOOSES) for n in ast.walk(node.test)):
+        return None
+    node = copy.deepcopy(node)
+    try:
+        rewriter = _Straight(names.local)
+        test, *both = (
+            ([node.test], []),
+            (node.body, bound(node.body)),
+            (node.orelse, bound(node.orelse)),
+        )
+        if not all(_binds_only(body, names) for body, _ in both):
+            return None
+        found = [
+            Side(
+                [rewriter.visit(s) for s in body],
+                sorted(_read(body) & names.local),
+                [j for j in joins if j in binds],
+            )
+            for body, binds in (test, *both)
+        ]
+    except CannotConvert:
+        return None
+    return found[0].body[0], found[0].reads, found[1:]  # type: ignore[return-value]
+
+
+_CHOOSES = (ast.BoolOp, ast.Not, ast.IfExp, ast.comprehension)
+
+
+def _binds_only(body: list[ast.stmt], names: Names) -> bool:
+    return all(isinstance(s, (ast.Assign, ast.Pass)) for s in body) and not bound(body) & (
+        names.noted | names.globals
+    )
+
+
+def _read(body: list) -> set[str]:
+    return {
+        n.id
+        for node in body
+        for n in ast.walk(node)
+        if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)
+    }

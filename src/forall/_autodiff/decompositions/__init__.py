@@ -1,0 +1,1 @@
+"""Kernels of torch in operators whose derivatives hold at any order."""

@@ -1,0 +1,133 @@
+"""Operators that are computed in small steps, where a derivative is asked for that torch lacks.
+
+Forward mode through an operator takes `FORWARD`; through its backward, `pullbacks.BACKWARD`. A
+second reverse pass through the node of its backward takes `nodes.NODES`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from forall._autodiff import sparse_errors
+from forall._autodiff.decompositions import kernels, losses
+from forall._autodiff.decompositions.losses import largest
+from forall._core import rnn_decompositions
+from forall._core.sparse_operands import PLACING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+aten = torch.ops.aten
+
+
+def _efficient(q, k, v, bias, compute_log_sumexp, dropout_p=0.0, is_causal=False, *, scale=None):
+    return kernels.attention(q, k, v, dropout_p, is_causal, bias, scale)
+
+
+def _cudnn(q, k, v, bias, compute_log_sumexp, dropout_p=0.0, is_causal=False, debug=False, **kw):
+    return kernels.attention(q, k, v, dropout_p, is_causal, bias, **kw)
+
+
+def _flash(q, k, v, dropout_p=0.0, is_causal=False, debug=False, *, scale=None):
+    return kernels.attention(q, k, v, dropout_p, is_causal, None, scale)
+
+
+def _for_cpu(q, k, v, dropout_p=0.0, is_causal=False, *, attn_mask=None, scale=None):
+    return kernels.attention(q, k, v, dropout_p, is_causal, attn_mask, scale)
+
+
+def _batch_norm_with_update(x, weight, bias, mean, var, momentum, eps):
+    return kernels.batch_norm(x, weight, bias, mean, var, True, momentum, eps)
+
+
+def _batch_norm_no_stats(x, weight, bias, training, momentum, eps):
+    return kernels.batch_norm(x, weight, bias, None, None, training, momentum, eps)
+
+
+def _embedding_bag(
+    kernel,
+    weight,
+    indices,
+    offsets,
+    scaled=False,
+    mode=0,
+    sparse=False,
+    own=None,
+    last=False,
+    padding=-1,
+):
+    out, _, size, rows = kernel
+    rows = largest(size, rows) if mode == losses.MAX else None
+    return losses.bags(weight, own, indices, offsets, mode, padding, len(out), rows)
+
+
+def _in_chunks(x, w, target, bias, weight, reduction, ignore_index, label_smoothing, *_):
+    return losses.linear_cross_entropy(
+        x, w, target, bias, weight, reduction, ignore_index, label_smoothing
+    )
+
+
+def _in_chunks_for_each(x, w, target, bias, weight, ignore_index, *_):
+    return losses.linear_cross_entropy(x, w, target, bias, weight, "none", ignore_index)
+
+
+# These read what the kernel found.
+READ = frozenset({aten._embedding_bag.default, aten._embedding_bag_forward_only.default})
+
+# The first result, or several; what an operator returns beside it comes from its kernel.
+FORWARD: dict[Any, Callable] = {
+    aten._scaled_dot_product_flash_attention_for_cpu.default: _for_cpu,
+    aten._scaled_dot_product_flash_attention.default: _flash,
+    aten._scaled_dot_product_efficient_attention.default: _efficient,
+    aten._scaled_dot_product_cudnn_attention.default: _cudnn,
+    aten.hardsigmoid.default: kernels.hardsigmoid,
+    aten.glu.default: kernels.glu,
+    aten.mse_loss.default: kernels.mse_loss,
+    aten.huber_loss.default: kernels.huber_loss,
+    aten.soft_margin_loss.default: kernels.soft_margin_loss,
+    aten.polar.default: kernels.polar,
+    aten.aminmax.default: kernels.aminmax,
+    aten.logcumsumexp.default: kernels.logcumsumexp,
+    aten.linalg_vector_norm.default: kernels.vector_norm,
+    aten.dist.default: kernels.dist,
+    aten.renorm.default: kernels.renorm,
+    aten.std.correction: kernels.std,
+    aten.std_mean.correction: kernels.std_mean,
+    aten.norm.Scalar: kernels.norm,
+    aten.norm.ScalarOpt_dtype: kernels.norm,
+    aten.norm.ScalarOpt_dim: kernels.norm,
+    aten.norm.ScalarOpt_dim_dtype: kernels.norm,
+    aten.cholesky_inverse.default: kernels.cholesky_inverse,
+    aten._cdist_forward.default: kernels.cdist,
+    aten._pdist_forward.default: kernels.pdist,
+    aten.multi_margin_loss.default: losses.multi_margin_loss,
+    aten.multilabel_margin_loss_forward.default: losses.multilabel_margin_loss,
+    aten._ctc_loss.default: losses.ctc_loss,
+    aten._ctc_loss.Tensor: losses.ctc_loss,
+    aten.segment_reduce.default: losses.segment_reduce,
+    **dict.fromkeys(READ, _embedding_bag),
+    **dict.fromkeys(PLACING, sparse_errors.placed),
+    aten.native_layer_norm.default: kernels.layer_norm,
+    aten._weight_norm_interface.default: kernels.weight_norm,
+    aten.native_batch_norm.default: kernels.batch_norm,
+    aten._native_batch_norm_legit.default: kernels.batch_norm,
+    aten._native_batch_norm_legit.no_stats: _batch_norm_no_stats,
+    aten._batch_norm_with_update.default: _batch_norm_with_update,
+    aten.cudnn_batch_norm.default: kernels.batch_norm,
+    aten.miopen_batch_norm.default: kernels.batch_norm,
+    aten._cudnn_rnn.default: rnn_decompositions.cudnn,
+    aten._thnn_fused_lstm_cell.default: rnn_decompositions.lstm_cell,
+    aten._thnn_fused_gru_cell.default: rnn_decompositions.gru_cell,
+}
+# Torch registers these when it first calls them.
+_LATE: dict[str, Callable] = {
+    "torch_nn::_linear_cross_entropy_batch_chunked": _in_chunks,
+    "torch_nn::_linear_cross_entropy_batch_chunked_no_reduction": _in_chunks_for_each,
+}
+
+
+def steps(func: Any) -> Callable | None:
+    """What `FORWARD` has for an operator."""
+    return FORWARD.get(func) or _LATE.get(func._schema.name)

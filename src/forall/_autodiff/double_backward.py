@@ -1,0 +1,112 @@
+"""Hooks of a pass: a second one through a backward that torch does not differentiate rightly.
+
+The numbers stay the kernel's. The history that torch puts on them says that there is no derivative;
+a hook on the node puts another in its place, the pull-back in small steps, computed if it is asked.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from forall._autodiff import reverse_mode
+from forall._autodiff.decompositions.graph_nodes import NODES
+from forall._autodiff.once_differentiable import Refusing, is_once_node
+from forall._autodiff.phase_errors import PHASES, Asking, may_have_phases
+from forall._compat.autograd_graph import nodes
+from forall._compat.dispatch_state import apply_function, functions_off, users_tangents
+from forall._core.levels import graph_free, moves
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+
+class hooked:
+    """While a pass runs, nodes of its graph have the hooks that torch's backwards lack.
+
+    In one that is to be differentiated, nodes in `NODES` can be, and those that are marked not to
+    be say so. In any, decompositions ask whether a loss depends on the phase of vectors.
+    """
+
+    __slots__ = ("handles",)
+
+    def __init__(self, outputs: Iterable[torch.Tensor], create_graph: bool) -> None:
+        self.handles = []
+        asks = may_have_phases()
+        if not create_graph and not asks:
+            return
+        for node in nodes(outputs):
+            name = type(node).__name__
+            if asks and name in PHASES:
+                self.handles.append(node.register_prehook(Asking(node)))
+            if not create_graph:
+                continue
+            if name in NODES:
+                self.handles.append(node.register_hook(_Hook(node)))
+            elif is_once_node(node):
+                self.handles.append(node.register_hook(Refusing(node)))
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+
+class _Hook:
+    __slots__ = ("node",)
+
+    def __init__(self, node: Any) -> None:
+        self.node = node
+
+    def __call__(self, found: tuple, cotangents: tuple) -> tuple | None:
+        there = [t for t in found if t is not None]
+        formula = NODES[type(self.node).__name__]
+        whole = formula.lacks_tangents and (users_tangents() or any(map(moves, there)))
+        if not whole and not (formula.lacks_history and any(t.requires_grad for t in there)):
+            return None
+        pull, tensors = formula.steps(self.node)
+        wanted = [i for i, t in enumerate(found) if t is not None]
+        cotangents = cotangents[: formula.cotangents]
+        if whole:
+            with torch.enable_grad(), functions_off():
+                pulled = pull(*cotangents, *tensors)
+            new = tuple(pulled[i] for i in wanted)
+        else:
+            numbers = [graph_free(t) for t in there]
+            new = apply_function(_Twice, pull, wanted, *numbers, *cotangents, *tensors)
+        out = list(found)
+        for i, t in zip(wanted, new, strict=True):
+            out[i] = t
+        return tuple(out)
+
+
+class _Twice(torch.autograd.Function):
+    """Gradients that a kernel found, with the history of ``pull`` at the cotangent and tensors."""
+
+    @staticmethod
+    def forward(ctx, pull: Callable, wanted: list[int], *rest):
+        ctx.pull, ctx.wanted = pull, wanted
+        ctx.save_for_backward(*rest[len(wanted) :])
+        return tuple(map(graph_free, rest[: len(wanted)]))
+
+    @staticmethod
+    def backward(ctx, *cotangents):
+        k = len(ctx.wanted)
+        asked = [i for i, need in enumerate(ctx.needs_input_grad[2 + k :]) if need]
+        again = torch.is_grad_enabled()
+        with torch.enable_grad(), functions_off():
+            given = list(ctx.saved_tensors)
+            own = [reverse_mode.variable(given[i]) for i in asked]
+            for i, x in zip(asked, own, strict=True):
+                given[i] = x
+            pulled = ctx.pull(*given)
+            found = reverse_mode.gradients(
+                tuple(pulled[i] for i in ctx.wanted), cotangents, own, create_graph=again
+            )
+        out: list[Any] = [None] * (len(ctx.needs_input_grad))
+        for i, g in zip(asked, found, strict=True):
+            out[2 + k + i] = g
+        return tuple(out)

@@ -1,0 +1,210 @@
+"""`Dual`, a value of a jvp level, and the autograd nodes through which values cross its border."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from forall._compat.dispatch_state import (
+    autograd_below,
+    forward_on,
+    functions_off,
+    no_dispatch,
+)
+from forall._compat.jagged_layout import Jagged
+from forall._compat.private_api import split_tangent, subclass_functions_off
+from forall._compat.tensor_subclass import (
+    called_by_class,
+    has_own_meaning,
+    has_posed_class,
+    posing,
+    taken_out,
+)
+from forall._compat.value_errors import has_unknown_class
+from forall._compat.wrapper_tensor import (
+    READS,
+    Wrapper,
+    innermost,
+    look_like,
+    shell,
+)
+from forall._core import nested_tensor
+from forall._core.errors import marks, short, shown
+from forall._core.escaped_values import (
+    called,
+    dispatched,
+    is_over,
+    left,
+    meets_ended,
+    what_is_left,
+)
+from forall._core.host_reads import numbers_told
+from forall._core.levels import complete, graph_free, outside, outside_all, second_name
+
+if TYPE_CHECKING:
+    from forall._autodiff.jvp_level import JvpLevel
+
+
+class Dual(Wrapper):
+    """A primal and its tangent under one jvp level; ``value`` carries both."""
+
+    value: torch.Tensor
+
+    def graph_free(self) -> Dual:
+        return wrap(self.value, self.level)
+
+    def describe(self) -> str:
+        return f"Dual({short(self)}, with a tangent{marks(self)}:\n{shown(self.value)})"
+
+    def memory(self, name: str, args: tuple, kwargs: dict) -> Any:
+        rest = what_is_left(self)
+        if rest is not self:
+            return getattr(rest, name)(*args, **kwargs)
+        if name not in READS:
+            raise RuntimeError(
+                f"jvp: x.{name}() asks for the memory of a tensor that has a tangent.\n"
+                "Use torch's operators on it, or do this outside jvp."
+            )
+        self.refuse_history(name)
+        numbers_told()
+        with outside(self.level), functions_off():
+            return getattr(graph_free(self.level.afterwards(self)), name)(*args, **kwargs)
+
+    def loses(self, name: str) -> None:
+        super().loses(name)
+        with outside(self.level), functions_off():
+            if unpack(self, self.level)[1] is not None:
+                raise RuntimeError(
+                    f"jvp: x.{name}() would lose the tangent that x has.\n"
+                    f"Use x.detach().{name}() if that is meant, or operators of torch."
+                )
+
+    def alone(self, gaps: bool = False) -> bool:
+        if not isinstance(self.value, Wrapper):
+            return False
+        with outside(self.level), functions_off():
+            moved = self.value.alone(gaps)
+            tangent = self.level._unpacked(self)[1] if moved else None
+            # Torch laid the tangent out as the primal was, with gaps if that had some.
+            if isinstance(tangent, Wrapper) and not tangent.alone(gaps=True):
+                raise NotImplementedError(
+                    "jvp: a view by strides of a tensor whose tangent is laid out otherwise.\n"
+                    "Use reshape or an index, or vmap with the examples in front (in_dims=0)."
+                )
+        self.look_like_value()
+        return moved
+
+    def detach_(self) -> Dual:
+        """Autograd's own kernel knows of the wrapper alone; the tangent hangs on the value."""
+        if is_over(self.level):
+            return left(self).detach_()  # pyright: ignore[reportReturnType]
+        self.value = torch.Tensor.detach(self).value
+        torch.Tensor.detach_(self)
+        return self
+
+    @property
+    def data(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Autograd's own leaves what lies below as it is, with the tangent."""
+        with outside(self.level), functions_off():
+            return wrap(self.value.data, self.level)
+
+    @data.setter
+    def data(self, new: torch.Tensor) -> None:
+        """Another name for new's memory; tangent and history stay what they were."""
+        level = self.level
+        with outside(level), autograd_below(grad=True, forward=True):
+            value = self.value.view_as(self.value)
+            value.data = unpack(new, level)[0].detach()
+        look_like(self, wrap(value, level))
+        self.value = value
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if len(types) > 1:
+            for t in types:
+                if not issubclass(t, torch.Tensor):
+                    return NotImplemented
+                if has_own_meaning(t):
+                    return called_by_class(func, types, args, kwargs or {})
+        if meets_ended(args, kwargs):
+            return called(func, args, kwargs or {})
+        if func is _ONE_HOT:
+            _check_classes(*args, **(kwargs or {}))
+        with subclass_functions_off():
+            return func(*args, **kwargs) if kwargs else func(*args)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if Jagged in types:
+            return nested_tensor.answer(func, args)
+        if posing.used and has_posed_class(types):
+            return taken_out(None, func, args, kwargs or {})
+        return dispatched(func, args, kwargs or {})
+
+
+_ONE_HOT = torch.nn.functional.one_hot
+
+
+def _check_classes(tensor: Any, num_classes: Any = -1) -> None:
+    """Raise torch's error of a class that does not exist, which it leaves out for wrappers."""
+    tensor = innermost(tensor)
+    if isinstance(num_classes, torch.Tensor) or not tensor.numel():
+        return
+    with outside_all():  # a program that is being recorded makes the test too
+        fails = has_unknown_class(tensor, num_classes)
+    if fails:
+        with functions_off(), no_dispatch():
+            _ONE_HOT(tensor.detach(), num_classes)
+
+
+def wrap(value: torch.Tensor, level: JvpLevel) -> Dual:
+    d = shell(Dual, value)
+    own = d.__dict__
+    own["value"], own["level"] = value, level
+    return d
+
+
+class Share(torch.autograd.Function):
+    """A tensor from outside that requires grad, at a jvp level: itself, without a tangent."""
+
+    @staticmethod
+    def forward(tensor, level):
+        return wrap(level.within(tensor), level)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, g):
+        return g, None
+
+
+class Keep(torch.autograd.Function):
+    """A value kept after the call, which is its primal: what comes back goes on to the value."""
+
+    @staticmethod
+    def forward(dual, primal):
+        return second_name(primal)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, g):
+        return g, None
+
+    @staticmethod
+    def jvp(ctx, t, _):
+        return t
+
+
+def unpack(y: torch.Tensor, level: JvpLevel) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The primal and the tangent (None where it is zero), as tensors from just outside."""
+    if not isinstance(y, Dual) or y.level is not level:
+        return y, None
+    with functions_off(), forward_on():
+        primal, tangent = split_tangent(y.value, level=0)
+    return primal, complete(tangent)

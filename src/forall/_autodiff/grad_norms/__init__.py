@@ -1,0 +1,1 @@
+"""Norms of per-example gradients without the gradients."""

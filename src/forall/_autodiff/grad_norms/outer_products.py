@@ -1,0 +1,196 @@
+"""Gradients that are products of two factors, and the norm of a sum of them.
+
+The gradient of a weight matrix adds up one outer product for each place where the weight was used:
+``left @ right``, with S places between. Where S is small the factors hold fewer numbers than the
+product, and an inner product of two such matrices needs the factors alone,
+
+    <A @ B, C @ D> = sum of (A.T @ C) * (B @ D.T).
+
+Source: Goodfellow, "Efficient per-example gradient computations" (2015), for S = 1; Li, Tramèr,
+Liang and Hashimoto, "Large language models can be strong differentially private learners" (2022),
+for sequences.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from forall._core.version_counter import Count
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+
+class Term:
+    """What an operator of a backward pass would give, kept as its arguments.
+
+    ``frame`` is the product's shape (*N, V, D), ``size`` how many numbers the factors hold.
+    """
+
+    __slots__ = ("args", "counts", "frame", "func", "size")
+
+    def __init__(self, func: Any, args: tuple, frame: tuple[int, ...], size: int) -> None:
+        self.func, self.args, self.frame, self.size = func, args, frame, size
+        self.counts = [Count(a) for a in args if isinstance(a, torch.Tensor)]
+
+    def given(self) -> tuple:
+        """The arguments, if they are still what they were."""
+        if not all(count.holds() for count in self.counts):
+            raise RuntimeError(
+                f"{self.func}: a factor of a gradient has been modified by an inplace operation.\n"
+                "Write into a clone of it."
+            )
+        return self.args
+
+    def value(self) -> Tensor:
+        return self.func(*self.given())
+
+
+class Product(Term):
+    """``left @ right``: (*N, V, S), (*N, S, D) -> (*N, V, D), or the transpose of that."""
+
+    __slots__ = ("turned",)
+
+    def value(self) -> Tensor:
+        return super().value().mT if self.turned else super().value()
+
+    def factors(self) -> tuple[Tensor, Tensor]:
+        left, right = self.given()
+        right = right.unsqueeze(0) if right.dim() == 1 else right
+        return (right.mT, left.mT) if self.turned else (left, right)
+
+    def transposed(self) -> Product:
+        other = Product(self.func, self.args, (*self.frame[:-2], *self.frame[:-3:-1]), self.size)
+        other.turned, other.counts = not self.turned, self.counts
+        return other
+
+
+def product(func: Any, args: tuple) -> Product:
+    left, right = args
+    frame = (*left.shape[:-1], right.shape[-1])
+    found = Product(func, args, frame, left.numel() + right.numel())
+    found.turned = False
+    return found
+
+
+def outer(func: Any, args: tuple) -> Product | None:
+    """A column times a row, which torch multiplies entry by entry."""
+    left, right = args
+    if not isinstance(right, torch.Tensor) or left.dim() != 2 or right.dim() not in (1, 2):
+        return None
+    if left.shape[1] != 1 or right.numel() != right.shape[-1]:
+        return None
+    return product(func, args)
+
+
+class Rows(Term):
+    """Rows (S, D) added up at places of an embedding's (V, D)."""
+
+    __slots__ = ()
+
+    def rows(self) -> tuple[Tensor, Tensor]:
+        g, index, _, padding, _ = self.given()
+        index, g = index.reshape(-1), g.reshape(-1, g.shape[-1])
+        if padding >= 0:
+            g = g.masked_fill((index == padding).unsqueeze(-1), 0)
+        return index, g
+
+
+class Windows(Term):
+    """A convolution's weight: (G, V, S), (G, S, D) -> (G, V, D), one product for each of G groups.
+
+    ``right`` holds the windows of the input that the weight saw: Rochette, Manoel and Tramel,
+    "Efficient per-example gradient computations in convolutional neural networks" (2019).
+    """
+
+    __slots__ = ()
+
+    def value(self) -> Tensor:
+        return super().value()[1]
+
+    def factors(self) -> tuple[Tensor, Tensor]:
+        g, x, weight, _, stride, padding, dilation, transposed, _, groups, _ = self.given()
+        if transposed:  # input and output change their roles
+            g, x = x, g
+        n = weight.dim() - 2
+        x = torch.nn.functional.pad(x, [p for p in _each(padding, n)[::-1] for _ in range(2)])
+        step, gap = _each(stride, n), _each(dilation, n)
+        return _left(g, groups), _windows(x, g.shape[2:], weight.shape[2:], step, gap, groups)
+
+
+def rows(func: Any, args: tuple) -> Rows | None:
+    g, index, n, _, by_frequency = args
+    if by_frequency:
+        return None
+    return Rows(func, args, (n, g.shape[-1]), g.numel() + index.numel())
+
+
+def windows(func: Any, args: tuple) -> Windows:
+    g, x, weight, *_, transposed, _, groups, _ = args
+    if transposed:
+        g, x = x, g
+    D = weight[0].numel()
+    S = g.numel() // max(g.shape[1], 1)
+    frame = (groups, weight.shape[0] // groups, D)
+    return Windows(func, (*args[:10], [False, True, False]), frame, g.numel() + groups * S * D)
+
+
+def _each(option: Sequence[int], n: int) -> list[int]:
+    return [*option] * n if len(option) == 1 else [*option]
+
+
+def _left(g: Tensor, groups: int) -> Tensor:
+    """(N, O, *out) -> (G, O / G, N * out)."""
+    return g.unflatten(1, (groups, -1)).flatten(3).permute(1, 2, 0, 3).flatten(2)
+
+
+def _windows(
+    x: Tensor, out: Sequence[int], kernel: Sequence[int], step: list, gap: list, groups: int
+) -> Tensor:
+    """(N, C, *in) -> (G, N * out, C / G * kernel)."""
+    n = len(out)
+    for i, k in enumerate(kernel):
+        x = x.unfold(2 + i, gap[i] * (k - 1) + 1, step[i])
+        x = x.narrow(2 + i, 0, out[i])[..., :: gap[i]]
+    x = x.unflatten(1, (groups, -1))  # (N, G, C / G, *out, *kernel)
+    x = x.permute(1, 0, *range(3, 3 + n), 2, *range(3 + n, 3 + 2 * n))
+    return x.flatten(2 + n).flatten(1, 1 + n)
+
+
+# --- the norm of a sum -------------------------------------------------------------------------
+
+
+def squared(terms: Sequence[Any]) -> Tensor:
+    """The sum of the squares of what the terms add up to, a number."""
+    sparse = [t.rows() for t in terms if isinstance(t, Rows)]
+    dense = [t.factors() for t in terms if not isinstance(t, Rows)]
+    left, right = _together(dense, -1, -2)
+    index, values = _together(sparse, 0, 0)
+    if not sparse and left.shape[-1] == 1:
+        return (wide(left).square().sum((-1, -2)) * wide(right).square().sum((-1, -2))).sum()
+    # Of a sum that cancels, its square's rounding errors must not be all that is left.
+    left, right, values = left.double(), right.double(), values.double()
+    found = left.new_zeros(()) if dense else values.new_zeros(())
+    if dense:
+        found = found + ((left.mT @ left) * (right @ right.mT)).sum()
+    if sparse:
+        same = index.unsqueeze(1) == index
+        found = found + (values @ values.mT).masked_fill(~same, 0).sum()
+    if dense and sparse:
+        found = found + 2 * (left.index_select(0, index) * (values @ right.mT)).sum()
+    return found.clamp(min=0)
+
+
+def _together(pairs: list, first: int, second: int) -> tuple[Tensor, Tensor]:
+    if not pairs:
+        return torch.zeros(0), torch.zeros(0)
+    return torch.cat([p for p, _ in pairs], first), torch.cat([p for _, p in pairs], second)
+
+
+def wide(x: Tensor) -> Tensor:
+    """Squares of 16 bits overflow."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x

@@ -1,0 +1,378 @@
+"""Forward mode out of reverse mode, where there is no forward formula: the transpose, twice.
+
+The pull-back u -> J^T u is linear in u, so its own pull-back is the push-forward t -> J t. That is
+how a custom autograd.Function, whose author wrote a backward alone, gets its tangent: from that
+backward, never from the operators of its forward.
+
+Source: Townsend, "A new trick for calculating Jacobian vector products" (2017).
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from forall._autodiff import jvp_level
+from forall._autodiff.decompositions.backwards import BACKWARD
+from forall._autodiff.decompositions.table import READ, steps
+from forall._autodiff.reverse_mode import (
+    Run,
+    closed,
+    gradients,
+    inward,
+    leaf,
+    reaching,
+    variable,
+)
+from forall._compat import pytree, rng_state
+from forall._compat.dispatch_state import (
+    autograd_below,
+    forward_level,
+    forward_on,
+    functions_off,
+    no_dispatch,
+)
+from forall._compat.exception_safety import contextmanager
+from forall._compat.lazy_bits import attach_tangent
+from forall._compat.private_api import split_tangent
+from forall._compat.trace_modes import is_traced
+from forall._compat.versions import apply_users
+from forall._compat.wrapper_tensor import innermost
+from forall._core.levels import at, deepest, graph_free, lift, made_of, outside, stack, top
+from forall._random.key_scope import resuming
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    Function = Callable[..., tuple[torch.Tensor, ...]]
+
+
+def lowered(h: Function, args: tuple, level: jvp_level.JvpLevel) -> tuple:
+    """``h``, a function of tensors just outside ``level``, on values of ``level``."""
+    args = tuple(lift(a, level) for a in args)
+    if torch.is_grad_enabled() and any(a.requires_grad for a in args):
+        return apply_users(_Lowered, h, level, *args)
+    return _derived(h, args, level)[0]
+
+
+def handed_on(h: Function, args: tuple, level: jvp_level.JvpLevel) -> tuple:
+    """`lowered`, for ``h`` of any level: those further out take it apart likewise."""
+
+    def further_out(h: Function) -> Function:
+        def run_there(*values: torch.Tensor) -> tuple:
+            return at(level.parent, h, values)
+
+        vars(run_there).update(vars(h))
+        return run_there
+
+    return lowered(made_of(h, further_out), args, level)
+
+
+def push_by_rule(h: Function, moving: Sequence[int], counts: list[int]) -> Function:
+    """``h`` of its arguments and of the tangents of those that move, in torch's forward mode.
+
+    It gives the results of ``h``, whose number it puts into ``counts``, and then the tangents of
+    those that can have one. A Function's own ``jvp`` is called on the way.
+    """
+
+    def push(*both: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        given = list(both[: len(both) - len(moving)])
+        with forward_on():
+            for i, t in zip(moving, both[len(given) :], strict=True):
+                given[i] = attach_tangent(given[i], t)
+            halves = [split_tangent(y, level=0) for y in h(*given)]
+        counts[:] = [len(halves)]
+        tangents = (torch.zeros_like(y) if t is None else t for y, t in halves if _moves(y))
+        return (*(y for y, _ in halves), *tangents)
+
+    return push
+
+
+def _derived(
+    h: Function, args: tuple, level: jvp_level.JvpLevel, asked: Sequence[int] = ()
+) -> tuple[tuple, list]:
+    """Values and tangents of ``h``, also where the tangents are written down."""
+    if level.tapes is not None and level.outer_grad and getattr(h, "enters", False):
+        return _noted(_drawing_again(h, args), args, level, asked)
+    return _pushed(h, args, level, asked)
+
+
+def _noted(
+    h: Function, args: tuple, level: jvp_level.JvpLevel, asked: Sequence[int]
+) -> tuple[tuple, list]:
+    """``h`` as one step of a tangent program, which derives it anew with each push.
+
+    What `_pushed` does to a tape is without history, where ``h`` takes its values to a level of its
+    own: there history hangs on wrappers, and the tape is further in.
+    """
+    with outside(level), autograd_below(grad=True, forward=False):
+        pairs = [jvp_level.unpack(a, level) for a in args]
+        n = len(pairs)
+        moving = [i for i, (_, t) in enumerate(pairs) if t is not None]
+        values: list[tuple[torch.Tensor | None, bool]] = []  # and whether each is constant
+
+        def step(*both: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            given = list(both[:n])
+            with forward_level(), torch.enable_grad():
+                here = jvp_level.JvpLevel(top(), outer_grad=True)
+                for i, t in zip(moving, both[n:], strict=True):
+                    given[i] = jvp_level.make_dual(given[i], t, here)
+                outs, constant = _pushed(h, tuple(given), here, asked)
+                halves = [(y, None) if y is None else jvp_level.unpack(y, here) for y in outs]
+            still = set(map(id, constant))
+            values[:] = [(y, id(o) in still) for o, (y, _) in zip(outs, halves, strict=True)]
+            return tuple(torch.zeros_like(y) if t is None else t for y, t in halves if _moves(y))
+
+        tangents = (t for _, t in pairs if t is not None)
+        noted = iter(level.tapes.noted(step, (*(x for x, _ in pairs), *tangents)))
+        out, constant = [], []
+        for y, is_constant in values:
+            if y is not None:
+                y = (
+                    jvp_level.make_dual(y, next(noted), level)
+                    if _moves(y)
+                    else jvp_level.wrap(y, level)
+                )
+            out.append(y)
+            if is_constant:
+                constant.append(y)
+    return tuple(out), constant
+
+
+def _moves(y: torch.Tensor | None) -> bool:
+    return y is not None and (y.is_floating_point() or y.is_complex())
+
+
+def transposed(func: Any, args: tuple, kwargs: dict, level: jvp_level.JvpLevel) -> Any:
+    """An operator on values of ``level``, its tangents from the backward that torch has."""
+    flat, spec = pytree.flatten((args, kwargs))
+    places = [i for i, a in enumerate(flat) if type(a) is jvp_level.Dual]
+    shape: list[Any] = []
+
+    def h(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        filled = list(flat)
+        for i, t in zip(places, tensors, strict=True):
+            filled[i] = t
+        a, k = pytree.unflatten(filled, spec)
+        outs, out_spec = pytree.flatten(func(*a, **k))
+        shape[:] = [out_spec]
+        return tuple(outs)
+
+    outs = lowered(h, tuple(graph_free(flat[i]) for i in places), level)
+    return pytree.unflatten(list(outs), shape[0])
+
+
+def without_formula(func: Any, args: tuple, kwargs: dict, level: jvp_level.JvpLevel) -> Any:
+    """An operator on values of ``level`` where no formula of torch's holds.
+
+    In small steps if there are any, or `transposed`.
+    """
+    with functions_off():
+        if (small := steps(func)) is not None:
+            return _in_steps(func, small, args, kwargs, level)
+        if func not in BACKWARD:
+            return transposed(func, args, kwargs, level)
+        with _as_innermost(level), autograd_below(grad=True, forward=True):
+            found = BACKWARD[func](*args, **kwargs)
+        return pytree.map_tensors(graph_free, found)
+
+
+@contextmanager
+def _as_innermost(level: jvp_level.JvpLevel) -> Iterator[None]:
+    """Variables made here are of this level: one further in has handed its operator on."""
+    was = stack.top
+    if level.active:
+        stack.top = level
+    try:
+        yield
+    finally:
+        stack.top = was
+
+
+def _in_steps(
+    func: Any, small: Callable, args: tuple, kwargs: dict, level: jvp_level.JvpLevel
+) -> Any:
+    """The results that move in small steps; the kernel for the others, and for what it writes.
+
+    Steps of what does not move are run at this level too: autograd is off here, and on further out.
+    """
+    args, kwargs = pytree.map_tensors(lambda a: _at_level(a, level), (args, kwargs))
+    if len(func._schema.returns) == 1:
+        return small(*args, **kwargs)
+    with outside(level), autograd_below(grad=False, forward=False):
+        primals, named = pytree.map_tensors(lambda a: jvp_level.unpack(a, level)[0], (args, kwargs))
+        found = func(*primals, **named)
+    kernel = pytree.map_tensors(lambda t: jvp_level.wrap(t, level), found)
+    given = (kernel, *args) if func in READ else args
+    moving = small(*given, **kwargs)
+    moving = moving if isinstance(moving, tuple) else (moving,)
+    return (*moving, *kernel[len(moving) :])
+
+
+def _at_level(a: torch.Tensor, level: jvp_level.JvpLevel) -> torch.Tensor:
+    """A tensor that may have a derivative further out as a value of the level."""
+    if (type(a) is jvp_level.Dual and a.level is level) or not _moves(a):
+        return a
+    return jvp_level.wrap(a, level)
+
+
+class _Lowered(torch.autograd.Function):
+    """The node at a jvp level; its backward is the pull-back of ``h``, lowered likewise."""
+
+    @staticmethod
+    def forward(ctx, h, level, *args):
+        # Zeros for an output that nobody used would be made where examples are out of sight.
+        ctx.set_materialize_grads(False)
+        ctx.h, ctx.level = _drawing_again(h, args), level
+        ctx.save_for_backward(*args)
+        asked = [i for i in range(len(args)) if ctx.needs_input_grad[i + 2]]
+        with torch.enable_grad():
+            outs, constant = _derived(h, args, level, asked)
+        ctx.mark_non_differentiable(*constant)
+        return outs
+
+    @staticmethod
+    def backward(ctx, *cotangents):
+        args = ctx.saved_tensors
+        n = len(args)
+        asked = [i for i in range(n) if ctx.needs_input_grad[i + 2]]
+        given = [i for i, c in enumerate(cotangents) if c is not None]
+
+        def pull(*both: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            with Run() as run:
+                xs = [variable(x) if i in asked else x for i, x in enumerate(both[:n])]
+                ys = ctx.h(*xs)
+                own = [xs[i] for i in asked]
+                found = gradients(tuple(ys[i] for i in given), both[n:], own)
+            return tuple(closed(found, run, torch.is_grad_enabled()))
+
+        both = (*args, *(cotangents[i] for i in given))
+        found = iter(at(deepest(both), pull, both))
+        return None, None, *[next(found) if i in asked else None for i in range(n)]
+
+
+def _drawing_again(h: Function, args: tuple) -> Function:
+    """``h``, drawing at any later time the random numbers that it would draw now."""
+    again, states = resuming(operator.call), rng_state.states(args)
+
+    def drawing_again(h: Function) -> Function:
+        def drawn(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            now = rng_state.states(tensors)
+            rng_state.restore(states)
+            try:
+                return again(h, *tensors)
+            finally:
+                rng_state.restore(now)
+
+        return drawn
+
+    return made_of(h, drawing_again)
+
+
+def _pushed(
+    h: Function, args: tuple, level: jvp_level.JvpLevel, asked: Sequence[int] = ()
+) -> tuple[tuple, list]:
+    """Values and tangents of ``h`` by transposing its pull-back.
+
+    Beside them the values that depend neither on what moves nor on the arguments ``asked`` about.
+    """
+    with outside(level), autograd_below(grad=True, forward=False), Run() as run:
+        pairs = [jvp_level.unpack(a, level) for a in args]
+        moving = [i for i, (_, t) in enumerate(pairs) if t is not None]
+        xs = [p for p, _ in pairs]
+        own = {i: variable(xs[i]) for i in {*moving, *asked}}
+        given = [own.get(i, x) for i, x in enumerate(xs)]
+        ts = [t for _, t in pairs if t is not None]
+        by = _by_rule if moving and hasattr(h, "rule") else _by_transposing
+        ys, found = by(h, given, moving, ts)
+        varying = [y for y in ys if y is not None and y.requires_grad]
+        # Not by an argument alone: a backward may read what it was not given.
+        tangents = [t for t in found if t is not None and t.requires_grad]
+        both = [*varying, *tangents]
+        free = {*map(id, inward(both, run) if level.outer_grad else both)}
+        pushed = iter(found)
+        out, constant = [], []
+        for y in ys:
+            if y is None:  # a gradient that a backward operator was not asked for
+                out.append(None)
+                continue
+            varies = y.requires_grad
+            tangent = next(pushed) if moving and varies else None
+            y = graph_free(y) if id(y) in free else y
+            tangent = graph_free(tangent) if id(tangent) in free else tangent
+            out.append(
+                jvp_level.wrap(y, level)
+                if tangent is None
+                else jvp_level.make_dual(y, tangent, level)
+            )
+            if not varies:
+                constant.append(out[-1])
+        return tuple(out), constant
+
+
+def _by_rule(h: Any, args: list, moving: list[int], ts: list) -> tuple[Sequence, list]:
+    """Results, and the tangents of those that vary, by the rule that ``h`` has."""
+    counts: list[int] = []
+    both = h.rule(moving, counts)(*args, *ts)
+    ys, tangents = both[: counts[0]], iter(both[counts[0] :])
+    pairs = [(y, next(tangents) if _moves(y) else None) for y in ys]
+    return ys, [t for y, t in pairs if y.requires_grad]
+
+
+def _by_transposing(h: Function, args: list, moving: list[int], ts: list) -> tuple[Sequence, list]:
+    """The same, by transposing the pull-back of ``h``."""
+    ys = h(*args)
+    live = [y for y in ys if y is not None and y.requires_grad] if moving else []
+    us = [leaf(torch.zeros_like(y)) for y in live]
+    return ys, _transposed(live, us, [args[i] for i in moving], ts)
+
+
+def _transposed(ys: list, us: list, xs: list, ts: list) -> list:
+    """J t for outputs ``ys`` of variables ``xs``, by a variable u like each; None for zeros."""
+    if not ys:
+        return []
+    pulled = _pulled_apart(ys, us, xs)
+    _refuse_unrecorded(pulled, ys, xs)
+    live = [(p, t) for p, t in zip(pulled, ts, strict=True) if p is not None]
+    return reaching(tuple(p for p, _ in live), tuple(t for _, t in live), us)
+
+
+def _pulled_apart(ys: list, us: list, xs: list) -> list:
+    """The cotangents ``us`` pulled back, real outputs and complex ones each by themselves.
+
+    Torch's backward of a decomposition scatters a real cotangent into what it makes of a complex
+    one, and the derivative of that would be complex.
+    """
+    found: list = [None] * len(xs)
+    for kind in {y.is_complex() for y in ys}:
+        mine = [(y, u) for y, u in zip(ys, us, strict=True) if y.is_complex() is kind]
+        pulled = reaching(*map(tuple, zip(*mine, strict=True)), xs)
+        pairs = zip(found, pulled, strict=True)
+        found = [a if b is None else b if a is None else a + b for a, b in pairs]
+    return found
+
+
+def _refuse_unrecorded(pulled: list, ys: list, xs: list) -> None:
+    """A gradient without history is none, or the backward has hidden how it comes about."""
+    hidden = [x for p, x in zip(pulled, xs, strict=True) if p is not None and not p.requires_grad]
+    if not hidden:
+        return
+    some = tuple(torch.ones_like(y).flatten().cumsum(0).view_as(y) for y in ys)
+    found = reaching(tuple(ys), some, hidden, create_graph=False)
+    if any(g is not None and _is_something(g) for g in found):
+        raise RuntimeError(
+            "jvp: the backward of a custom Function or operator computes what autograd does not "
+            "record: on detached tensors, in numpy or in an extension.\n"
+            "Forward mode differentiates that backward, and would take its gradient for zero.\n"
+            "Write the backward in operators of torch, or as a Function that has a backward too."
+        )
+
+
+def _is_something(t: torch.Tensor) -> bool:
+    """Whether any number of any example is not zero, or may be, where a tensor has no numbers."""
+    if is_traced(innermost(t)):
+        return True
+    with no_dispatch(), functions_off():
+        return bool(innermost(t).any())

@@ -1,0 +1,316 @@
+"""The tangent program of a function: what forward mode did to a tangent, kept to be done again.
+
+`linearize` runs its function once with a `Tape` for a tangent. PyTorch's forward formulas meet it
+as they would a tensor; every operator they call on it is written down. The list is a linear
+program in the tangent whose constants are the primal values with their autograd history, so what
+it computes is differentiable in the point of linearisation too.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from forall._compat.dispatch_state import functions_off
+from forall._compat.op_schema import facts, in_arguments, tensors_in
+from forall._compat.private_api import OpOverload, functions_pass, split_tangent
+from forall._compat.storage import has_memory, storage_of
+from forall._compat.symbolic_zeros import LINEAR, simpler
+from forall._compat.wrapper_tensor import Wrapper, innermost, shell
+from forall._core.errors import shown
+from forall._core.levels import Level, at, deepest
+from forall._core.sparse_operands import is_sparse
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+aten = torch.ops.aten
+
+
+class TapeLevel(Level):
+    """Never on the stack of levels, so inside all of them: a tape acts before any of its values."""
+
+    ends = False
+
+    def __init__(self, parent: Level | None) -> None:
+        super().__init__(parent)
+        self.steps: list[tuple[Any, tuple, dict, int]] = []
+        self.count = 0
+        self._by_room: dict[int | None, list[int]] = {}  # steps, by the memory of their constants
+        self._looked_at = 0
+
+    def run(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        """Run one step on the values and write it down."""
+        if func in _QUESTIONS:
+            return _QUESTIONS[func](*args)
+        if func is aten._reshape_alias.default:  # as reshape calls a view where nobody records it
+            func, args = aten.view.default, args[:2]
+        if func in LINEAR:
+            # A formula's zeros are ordinary tensors, and no fake tensor can be added to one.
+            with functions_off():
+                known = simpler(func, args, kwargs)
+            if isinstance(known, torch.Tensor):
+                return known
+            func, args, kwargs = known or (func, args, kwargs)
+        values, named = in_arguments(_value, args, kwargs)
+        out = func(*values, **named)
+        self.steps.append((func, *in_arguments(_slot, args, kwargs), self.count))
+        fact = facts(func) if isinstance(func, OpOverload) else None
+        if fact is not None and fact.mutates:
+            target = args[fact.mutates[0]] if isinstance(fact.mutates[0], int) else None
+            if not isinstance(target, Tape):
+                raise NotImplementedError(
+                    f"linearize: {func} writes a tangent into a tensor that has none.\n"
+                    "Use the form that returns a new tensor."
+                )
+            self.count += 1
+            target.look_like_value()
+            return target
+        return self._recorded(out)
+
+    def push(self, h: Any, args: tuple) -> tuple:
+        """``h`` as one step of the program, linear in the tapes that it is given."""
+
+        def step(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return tuple(at(deepest(given), h, given))
+
+        return self.noted(step, args)
+
+    def noted(self, step: Callable[..., tuple], args: tuple) -> tuple:
+        """What ``step`` gives for the values, as one step of the program."""
+        out = step(*in_arguments(_value, args, {})[0])
+        self.steps.append((step, *in_arguments(_slot, args, {}), self.count))
+        return self._recorded(out)
+
+    def keep(self, written: list[torch.Tensor]) -> None:
+        """Copy the constants that lie where the function is about to write."""
+        for i, (_, args, kwargs, _) in enumerate(self.steps[self._looked_at :], self._looked_at):
+            for room in {_room(t) for t in tensors_in((*args, *kwargs.values()))}:
+                self._by_room.setdefault(room, []).append(i)
+        self._looked_at = len(self.steps)
+        rooms, copies = {_room(t) for t in written}, {}
+
+        def kept(a: Any) -> Any:
+            if not isinstance(a, torch.Tensor) or _room(a) not in rooms:
+                return a
+            if id(a) not in copies:
+                copies[id(a)] = _primal(a).clone()
+            return copies[id(a)]
+
+        for i in {i for room in rooms for i in self._by_room.pop(room, ())}:
+            func, args, kwargs, slot = self.steps[i]
+            self.steps[i] = (func, *in_arguments(kept, args, kwargs), slot)
+
+    def share(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor  # a constant of the program
+
+    def under(self, tensors: list, f: Any) -> Any:
+        """``f``, linear in the tapes, as one step."""
+        out = f(*map(_value, tensors))
+        self.steps.append((f, tuple(map(_slot, tensors)), {}, self.count))
+        return self._recorded(out)
+
+    def _recorded(self, out: Any) -> Any:
+        if isinstance(out, torch.Tensor):
+            self.count += 1
+            return tape(out, self.count - 1, self)
+        if isinstance(out, (list, tuple)):
+            return type(out)(self._recorded(o) for o in out)
+        self.count += 1
+        return out
+
+
+class Tape(Wrapper):
+    """A tangent that writes down what is done to it; ``slot`` is its place in the program."""
+
+    value: torch.Tensor
+    slot: int
+
+    def graph_free(self) -> Tape:
+        return self
+
+    def alone(self, gaps: bool = False) -> bool:
+        self.level.run(_laid_out, (self,), {"gaps": gaps})
+        self.look_like_value()
+        return True
+
+    def describe(self) -> str:
+        return f"Tape({self.slot}, {shown(self.value)})"
+
+    __torch_function__ = functions_pass  # pyright: ignore[reportAssignmentType]
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        for a in (*args, *(kwargs or {}).values()):
+            for b in a if isinstance(a, (list, tuple)) else (a,):
+                if isinstance(b, Tape):
+                    return b.level.run(func, args, kwargs or {})
+        raise AssertionError("a tape was dispatched to and is not among the arguments")
+
+
+def tape(value: torch.Tensor, slot: int, level: TapeLevel) -> Tape:
+    t = shell(Tape, value)
+    t.__dict__.update(value=value, slot=slot, level=level)
+    return t
+
+
+_QUESTIONS = {
+    aten.is_same_size.default: lambda a, b: a.shape == b.shape,
+    aten._has_same_storage_numel.default: lambda a, b: True,
+}
+
+
+class Slot(int):
+    """A place in the program, where a step's argument was a tape."""
+
+
+def _room(t: torch.Tensor) -> int | None:
+    """The memory of a tensor's numbers; None where that cannot be told, as of sparse ones."""
+    t = innermost(t)
+    return storage_of(t) if has_memory(t) else None
+
+
+def _slot(a: Any) -> Any:
+    return Slot(a.slot) if isinstance(a, Tape) else a
+
+
+def _value(a: Any) -> Any:
+    return a.value if isinstance(a, Tape) else a
+
+
+def settle(level: TapeLevel) -> None:
+    """Take the tangents off the program's constants; call it while forward mode is still on.
+
+    A formula may use its operator's result, which gets a tangent, one of our tapes, right after.
+    Played inside another jvp such a constant would start to record again.
+    """
+    level.steps = [
+        (func, *in_arguments(_primal, args, kwargs), slot)
+        for func, args, kwargs, slot in level.steps
+    ]
+
+
+def _primal(a: Any) -> Any:
+    if not isinstance(a, torch.Tensor) or is_sparse(a):  # which has none
+        return a
+    primal, tangent = split_tangent(a, level=0)
+    return a if tangent is None else primal
+
+
+def prune(level: TapeLevel, ends: list[int | None]) -> None:
+    """Leave out the steps that no end needs; call it before the program is taken out.
+
+    Formulas ask for shapes, torch's zeros without memory even on another device. A write in place
+    stays: whose memory it shares is not written down.
+    """
+    live = {end for end in ends if end is not None}
+    kept = []
+    after = level.count
+    for step in reversed(level.steps):
+        func, args, kwargs, slot = step
+        if _writes(func) or not live.isdisjoint(range(slot, after)):
+            live.update(_used(args))
+            live.update(_used(kwargs.values()))
+            kept.append(step)
+        after = slot
+    level.steps = kept[::-1]
+
+
+def _laid_out(tangent: torch.Tensor, gaps: bool) -> torch.Tensor:
+    """A step in place: the tangent lies as it would alone, and so do the views of it."""
+    if isinstance(tangent, Wrapper):
+        tangent.alone(gaps)
+    return tangent
+
+
+def _writes(func: Any) -> bool:
+    return func is _laid_out or (isinstance(func, OpOverload) and bool(facts(func).mutates))
+
+
+def _used(args: Any) -> list[int]:
+    found: list[int] = []
+    for a in args:
+        if type(a) is Slot:
+            found.append(a)
+        elif isinstance(a, (list, tuple)):
+            found += _used(a)
+    return found
+
+
+class Linear:
+    """A tangent program apart from its constants, which have the places behind its own.
+
+    Results are at ``ends``. One that does not depend on the tangents is zeros like a constant.
+    Tangents are laid out by ``strides`` first, with no conjugation yet to be done, and copied where
+    a step writes: into one that the user gave it would write for good, and there may be numbers
+    that lie in one place.
+    """
+
+    def __init__(self, steps: tuple, ends: tuple, first: int, strides: tuple) -> None:
+        self.steps, self.ends, self.first, self.strides = steps, ends, first, strides
+        self.writes = any(_writes(func) for func, *_ in steps)
+
+    def is_plain(self) -> bool:
+        """Whether operators alone are in it, and nothing that a call has made."""
+        return all(isinstance(func, OpOverload) for func, *_ in self.steps)
+
+    def play(self, constants: list[torch.Tensor], seeds: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The program again, on other tangents."""
+        slots: dict[int, Any] = dict(enumerate(map(self._laid_out, seeds, self.strides)))
+        slots.update(enumerate(constants, self.first))
+        for func, args, kwargs, slot in self.steps:
+            filled = [_filled(a, slots) for a in args]
+            out = func(*filled, **{k: _filled(a, slots) for k, a in kwargs})
+            slots.update(enumerate(out if isinstance(out, (list, tuple)) else (out,), slot))
+        return [torch.zeros_like(slots[n]) if n >= self.first else slots[n] for n in self.ends]
+
+    def _laid_out(self, seed: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+        seed = seed.resolve_conj().resolve_neg()
+        if seed.stride() == strides and not self.writes:
+            return seed
+        return seed.new_empty_strided(seed.shape, strides).copy_(seed)
+
+
+def _filled(a: Any, slots: dict[int, Any]) -> Any:
+    """A step's argument, with what is in its slots."""
+    # Not by `in_lists`, which would take an eighth more time; nor by a function in `play`: see
+    # NOTE [functions that call themselves].
+    if type(a) is Slot:
+        return slots[a]
+    return [_filled(b, slots) for b in a] if type(a) is tuple else a
+
+
+class _Constants:
+    """The constants of a program, and the places that they get behind its own."""
+
+    def __init__(self, level: TapeLevel) -> None:
+        self.level = level
+        self.tensors: list[torch.Tensor] = []
+        self._places: dict[int, Slot] = {}
+
+    def placed(self, a: Any) -> Any:
+        if isinstance(a, (list, tuple)):
+            return tuple(map(self.placed, a))
+        if not isinstance(a, torch.Tensor):
+            return a
+        if isinstance(a, Tape) and a.level is self.level:
+            raise AssertionError("a tangent is among the constants: what was done to it is lost")
+        if id(a) not in self._places:
+            self._places[id(a)] = Slot(self.level.count + len(self.tensors))
+            self.tensors.append(a)
+        return self._places[id(a)]
+
+
+def taken_out(level: TapeLevel, pairs: list, strides: tuple) -> tuple[Linear, list[torch.Tensor]]:
+    """The program that leads to the tangents of these primals, and its constants."""
+    ends = [t.slot if isinstance(t, Tape) else None for _, t in pairs]
+    prune(level, ends)
+    constants = _Constants(level)
+    placed = constants.placed
+    steps = tuple(
+        (func, placed(args), tuple((k, placed(a)) for k, a in kwargs.items()), slot)
+        for func, args, kwargs, slot in level.steps
+    )
+    at_ends = tuple(placed(p) if n is None else n for n, (p, _) in zip(ends, pairs, strict=True))
+    return Linear(steps, at_ends, level.count, strides), constants.tensors

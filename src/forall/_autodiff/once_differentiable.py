@@ -1,0 +1,100 @@
+"""Functions whose backward is marked @once_differentiable: what differentiates it is refused.
+
+Torch refuses only where a pass comes by its error node, and that node leads nowhere: a pass for
+some inputs alone, as every pass of ours is, takes another way, and a term is missing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd.function import BackwardCFunction, once_differentiable
+
+from forall._compat.dispatch_state import apply_function, functions_off
+from forall._core.levels import deepest, graph_free, lift
+
+# Torch's own, whose gradients are found with the value and so have no history.
+_ON_THE_WAY = "GeneratedBackwardFor_torch_nn__linear_cross_entropy"
+_CODE = once_differentiable(lambda: None).__code__  # of each function that it has marked
+
+
+def is_once(function: type) -> bool:
+    """Whether this Function has a backward that cannot be differentiated."""
+    marked = getattr(getattr(function, "backward", None), "__code__", None) is _CODE
+    return marked or function.__name__.startswith(_ON_THE_WAY)
+
+
+def is_once_node(node: Any) -> bool:
+    return isinstance(node, BackwardCFunction) and is_once(node._forward_cls)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def remember(args: tuple, out: Any) -> None:
+    """Let the node behind ``out`` know what it came from, without keeping any numbers."""
+    with functions_off():
+        given = [a for a in args if isinstance(a, torch.Tensor) and a.requires_grad]
+        outs = out if isinstance(out, tuple) else (out,)
+        node = next((o.grad_fn for o in outs if isinstance(o, torch.Tensor) and o.grad_fn), None)
+        if given and is_once_node(node):
+            node.came_from = apply_function(_Way, *given)  # pyright: ignore[reportOptionalMemberAccess]
+
+
+class Refusing:
+    """A hook on such a node: its gradients say what they were computed from."""
+
+    __slots__ = ("node",)
+
+    def __init__(self, node: Any) -> None:
+        self.node = node
+
+    def __call__(self, found: tuple, cotangents: tuple) -> tuple | None:
+        if not torch.is_grad_enabled():
+            return None
+        ways = [c for c in cotangents if c is not None]
+        if (way := getattr(self.node, "came_from", None)) is not None:
+            ways.append(way)
+        level = deepest(tuple(ways))  # whose numbers these are, though numpy has made them
+        numbers = [lift(graph_free(t), level) for t in found if t is not None]
+        new = iter(apply_function(_Refused, self.node.name(), len(numbers), *numbers, *ways))
+        return tuple(None if t is None else next(new) for t in found)
+
+
+def _refuse(name: str) -> Any:
+    if name.startswith(_ON_THE_WAY):
+        raise RuntimeError(
+            "linear_cross_entropy(.., options=..): trying to differentiate twice a loss whose "
+            "gradients are found with its value, in chunks.\n"
+            "Leave out options, for all at once."
+        )
+    raise RuntimeError(
+        f"{name}: trying to differentiate twice a function that was marked with "
+        "@once_differentiable.\n"
+        "Forward mode (jvp, jacfwd, hessian) differentiates the backward of a Function as well.\n"
+        "Take the mark off where the backward is made of operators of torch, or write it as a "
+        "Function that has a backward too."
+    )
+
+
+class _Way(torch.autograd.Function):
+    """No numbers, with a way to each argument."""
+
+    @staticmethod
+    def forward(ctx, *args):
+        return args[0].new_empty(0)
+
+    @staticmethod
+    def backward(ctx, g):
+        return _refuse("backward")
+
+
+class _Refused(torch.autograd.Function):
+    """Gradients, with a way to what they were computed from."""
+
+    @staticmethod
+    def forward(ctx, name, n, *rest):
+        ctx.name = name
+        return tuple(map(graph_free, rest[:n]))
+
+    @staticmethod
+    def backward(ctx, *_):
+        return _refuse(ctx.name)

@@ -1,0 +1,54 @@
+"""Losses that depend on the phase of complex eigenvectors are errors.
+
+Such vectors are defined up to a factor e^{i phi}, so such a loss has no derivative. Torch's
+backwards ask that of plain tensors, and of nothing else: under a level, and while a call is
+recorded, the same is asked here, of each example. An operator asks, so recorded calls ask as well.
+(That of singular vectors asks whatever it is given.)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from forall._compat.dispatch_state import dispatch_modes, functions_off
+from forall._compat.op_schema import met
+from forall._compat.wrapper_tensor import Wrapper
+
+aten = torch.ops.aten
+
+_DECOMPOSITIONS = frozenset({aten.linalg_eig.default, aten._linalg_eigh.default})
+_DEPENDS = (
+    "The eigenvectors in the complex case are specified up to multiplication by e^{i phi}. The "
+    "specified loss function depends on this quantity, so it is ill-defined."
+)
+
+
+def may_have_phases() -> bool:
+    """Whether any level or recorder has met a decomposition yet: else no graph need be walked."""
+    return not _DECOMPOSITIONS.isdisjoint(met)
+
+
+PHASES = {
+    "LinalgEigBackward0": "linalg_eig_backward",
+    "LinalgEighBackward0": "linalg_eigh_backward",
+}
+
+
+class Asking:
+    """A hook before a node of `PHASES`."""
+
+    __slots__ = ("node",)
+
+    def __init__(self, node: Any) -> None:
+        self.node = node
+
+    def __call__(self, cotangents: tuple) -> None:
+        g = cotangents[1]
+        if g is None or not g.is_complex() or not (dispatch_modes() or isinstance(g, Wrapper)):
+            return  # of plain tensors torch asks for itself
+        with torch.no_grad(), functions_off():
+            phases = (self.node._saved_eigenvectors.conj() * g).sum(-2).imag
+            holds = (phases.abs() <= 0.01).all()  # torch's tolerance
+            aten._assert_async.msg(holds, f"{PHASES[type(self.node).__name__]}: {_DEPENDS}")

@@ -1,0 +1,353 @@
+"""Reverse mode: a fresh variable, a pull-back, and results that stay closed to the outside."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Self
+from weakref import ref
+
+import torch
+from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
+
+from forall._compat import inference_mode, pytree
+from forall._compat.autograd_graph import WRITTEN, nodes
+from forall._compat.dispatch_state import (
+    ACCUMULATE,
+    MIRRORED,
+    functions_off,
+    in_torch_func,
+    is_forward_enabled,
+    run_backward,
+    set_forward_enabled,
+    set_grad_enabled,
+    users_tangent,
+    users_tangents,
+)
+from forall._compat.private_api import SET_HOOKS, pop_functions, push_functions
+from forall._compat.tensor_subclass import (
+    bare,
+    carried,
+    is_worn,
+    posing,
+    worn,
+)
+from forall._compat.wrapper_tensor import Wrapper
+from forall._core.levels import complete, graph_free, lift, stack, top
+from forall._core.recompute import may_carry_tangents
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+class Run:
+    """A time in which variables are made, and after which nobody asks for a derivative in them.
+
+    A graph that leads to nothing but these is of no use to anybody when the time is over.
+    """
+
+    __slots__ = ("around", "made")
+
+    def __enter__(self) -> Self:
+        self.made: dict[int, ref[torch.Tensor]] = {}
+        self.around: Run | None = stack.run
+        stack.run = self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        around, self.around = self.around, None
+        stack.run = around
+        if around is not None:
+            around.include(self)
+
+    def include(self, other: Run) -> None:
+        """Count the variables of another run, which has ended, among those of this one."""
+        self.made.update(other.made)
+
+    def has(self, leaf: torch.Tensor) -> bool:
+        """Whether a leaf is a variable of this run, or of one within it."""
+        known = self.made.get(id(leaf))
+        return known is not None and known() is leaf
+
+
+class recording(Run):
+    """`torch.enable_grad` of our own: no function mode is asked about it.
+
+    In inference mode nothing is recorded, whatever grad mode says, so it is left.
+    """
+
+    __slots__ = ("left", "was")
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        stack.reversing += 1
+        self.left = inference_mode.left()
+        self.was = torch.is_grad_enabled()
+        if not self.was:
+            self._set(True)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        stack.reversing -= 1
+        if torch.is_grad_enabled() is not self.was:
+            self._set(self.was)
+        inference_mode.back(self.left)
+        super().__exit__()
+
+    def _set(self, on: bool) -> None:
+        with functions_off():
+            set_grad_enabled(on)
+
+
+def variable(x: torch.Tensor) -> torch.Tensor:
+    """A fresh differentiable alias of ``x``, made at the innermost level.
+
+    Made further out, a level in between would take it for a captured tensor and sum its
+    derivative over the examples.
+    """
+    with functions_off():
+        x = inference_mode.ordinary(lift(bare(x) if posing.used else x, top()))
+        kind = type(x)
+        keeps_class = kind is not torch.Tensor and is_worn(kind)
+        if x.requires_grad:
+            return worn(x.view_as(x), kind) if keeps_class else x.view_as(x)
+        return leaf(worn(_alias(x), kind) if keeps_class else _alias(x))
+
+
+def leaf(x: torch.Tensor) -> torch.Tensor:
+    """A tensor without history as a variable of the run that goes on."""
+    x.requires_grad_()
+    if stack.run is not None:
+        stack.run.made[id(x)] = ref(x)
+    return x
+
+
+def shown(variables: list, given: list) -> list:
+    """Fresh variables as what the function knows these tensors by: classes and attributes."""
+    for x in given:
+        if type(x) is not torch.Tensor or x.__dict__:
+            return [carried(v, x) for v, x in zip(variables, given, strict=True)]
+    return variables
+
+
+def _alias(x: torch.Tensor) -> torch.Tensor:
+    """A second name without history, but with the tangent of the user's own forward mode."""
+    fresh = graph_free(x)
+    tangent = users_tangent(x)
+    if fresh is x:
+        fresh = x.detach()
+    elif not isinstance(x, Wrapper):
+        return fresh
+    return fresh if tangent is None else forward_ad.make_dual(fresh, tangent)
+
+
+def leads_outside(tensors: Iterable[torch.Tensor], run: Run) -> bool:
+    """Whether the graphs of ``tensors`` reach a leaf other than a variable of ``run``."""
+    for t in tensors:
+        if t.requires_grad and t.grad_fn is None and not run.has(t):
+            return True
+    return any(_is_outside(n, run) for n in nodes(tensors))
+
+
+def _is_outside(node: Any, run: Run) -> bool:
+    """Return True for a leaf of a graph that is no variable of ``run``."""
+    if type(node) is ACCUMULATE:
+        return not run.has(node.variable)
+    return type(node) is MIRRORED
+
+
+def inward(tensors: list[torch.Tensor], run: Run) -> list[torch.Tensor]:
+    """Those of ``tensors``, all of which require grad, that do not lead outside."""
+    if len(tensors) == 1:
+        return [] if leads_outside(tensors, run) else tensors
+    before: dict[Any, list] = {}  # the nodes that each node is asked by
+    outside = []
+    for n in nodes(tensors):
+        if _is_outside(n, run):
+            outside.append(n)
+        for following, _ in n.next_functions:
+            if following is not None:
+                before.setdefault(following, []).append(n)
+    reaching = {*outside}
+    while outside:
+        for n in before.get(outside.pop(), ()):
+            if n not in reaching:
+                reaching.add(n)
+                outside.append(n)
+    return [t for t in tensors if (run.has(t) if t.grad_fn is None else t.grad_fn not in reaching)]
+
+
+def is_closed(outputs: tuple[torch.Tensor, ...], run: Run) -> bool:
+    """Whether nobody can ask for the derivative of a backward pass, so that it need not record.
+
+    A tangent would be lost in a pass that does not, and a Function's own backward may be told.
+    """
+    if in_torch_func() or may_carry_tangents():
+        return False
+    with functions_off():
+        for n in nodes(outputs):
+            if isinstance(n, WRITTEN):
+                if not getattr(n._forward_cls, "does_the_same", False):
+                    return False
+            elif _is_outside(n, run):
+                return False
+        return True
+
+
+def variables(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Fresh variables for floating-point and complex tensors."""
+    with functions_off():
+        return [variable(x) for x in tensors]
+
+
+def gradients(
+    outputs: tuple[torch.Tensor, ...],
+    cotangents: tuple[Any, ...] | None,
+    inputs: list[torch.Tensor],
+    *,
+    retain_graph: bool = True,
+    create_graph: bool = True,
+    closes: Run | None = None,
+) -> list[torch.Tensor]:
+    """Cotangents pulled back to the inputs, zeros where nothing depends on one.
+
+    ``closes`` is the run of the call that the pass belongs to, where its results will be `closed`.
+    """
+    if cotangents is None:
+        cotangents = tuple(ones(y) for y in outputs)
+    if closes is not None and create_graph and retain_graph and is_closed(outputs, closes):
+        try:
+            with _Heard(closes):
+                found = reaching(outputs, cotangents, inputs, create_graph=False)
+        except _Lost:
+            found = reaching(outputs, cotangents, inputs)
+    else:
+        how = {"retain_graph": retain_graph, "create_graph": create_graph}
+        found = reaching(outputs, cotangents, inputs, **how)
+    return [torch.zeros_like(x) if g is None else g for g, x in zip(found, inputs, strict=True)]
+
+
+class _Lost(BaseException):
+    """A pass that does not record meets what somebody can ask the derivative of."""
+
+
+class _Heard(TorchFunctionMode):
+    """Listens to the hooks in a pass that does not record: no graph tells what they capture."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+    def __enter__(self) -> None:
+        push_functions(self)
+
+    def __exit__(self, *_: object) -> None:
+        pop_functions()
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if not torch.is_grad_enabled() and func not in _NO_HISTORY:
+            with functions_off():
+                given = [t for t in pytree.leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+                if leads_outside([t for t in given if t.requires_grad], self.run):
+                    raise _Lost
+        return func(*args, **(kwargs or {}))
+
+
+# What answers without history, whatever it is asked of. The last is no call of a hook's: torch sets
+# it while it makes the history of a view anew, and holds the view's lock, so that whoever asks for
+# that history waits for good.
+_NO_HISTORY = frozenset(
+    getattr(torch.Tensor, name).__get__
+    for name in ("requires_grad", "grad_fn", "shape", "grad", "is_leaf", "dtype", "device", "ndim")
+) | {torch.Tensor.detach, torch.Tensor.size, torch.Tensor.dim, SET_HOOKS}
+
+
+def ones(y: torch.Tensor) -> torch.Tensor:
+    """``ones_like``, by the shortest way: it asks nothing of ``y`` but its looks."""
+    if isinstance(y, Wrapper) and y.level is top():
+        with functions_off():
+            return y.level.under([y], torch.ones_like)
+    return torch.ones_like(y)
+
+
+def reaching(
+    outputs: tuple[torch.Tensor, ...],
+    cotangents: tuple[Any, ...],
+    inputs: list[torch.Tensor],
+    *,
+    retain_graph: bool = True,
+    create_graph: bool = True,
+) -> list[torch.Tensor | None]:
+    """Cotangents pulled back to the inputs, None where nothing depends on one."""
+    found = pulled(
+        outputs, cotangents, inputs, retain_graph=retain_graph, create_graph=create_graph
+    )
+    return [complete(g) for g in found]
+
+
+def pulled(
+    outputs: tuple[torch.Tensor, ...],
+    cotangents: tuple[Any, ...],
+    inputs: list[torch.Tensor],
+    *,
+    retain_graph: bool,
+    create_graph: bool,
+) -> tuple[torch.Tensor | None, ...]:
+    """The same, each as the pass left it: where examples have parted, perhaps of some of them."""
+    from forall._autodiff.double_backward import hooked
+
+    with functions_off():
+        live = [(y, c) for y, c in zip(outputs, cotangents, strict=True) if y.requires_grad]
+        if not live or not inputs:
+            return (None,) * len(inputs)
+        ys = tuple(y for y, _ in live)
+        hooks = hooked(ys, create_graph)
+    with hooks:
+        return run_backward(
+            ys,
+            tuple(c for _, c in live),
+            tuple(inputs),
+            retain_graph=retain_graph,
+            create_graph=create_graph,
+        )
+
+
+class tangents_pass:
+    """Within it no operator sees tangents that a jvp which has ended left on what was saved.
+
+    Those of a jvp that runs are one level further down, and the user's own stay.
+    """
+
+    __slots__ = ("was",)
+
+    def __enter__(self) -> None:
+        self.was = is_forward_enabled()
+        if not users_tangents():
+            set_forward_enabled(False)
+
+    def __exit__(self, *_: object) -> None:
+        set_forward_enabled(self.was)
+
+
+def closed(results: Any, run: Run, outer_grad: bool) -> Any:
+    """Results that require grad only if something outside does; the rest drop their graph."""
+    if not outer_grad:
+        cut = _alias if users_tangents() else torch.Tensor.detach
+        return pytree.map_tensors(lambda t: carried(_without_functions(cut, t), t), results)
+    if not run.made:  # each variable is a view of one from outside
+        return results
+    with functions_off():
+        found = [t for t in pytree.leaves(results) if isinstance(t, torch.Tensor)]
+        bares = [*map(bare, found)] if posing.used else found
+        recorded = [b for b in bares if b.requires_grad]
+        if not recorded:
+            return results
+        freed = {*map(id, inward(recorded, run))}
+        if posing.used:
+            freed = {id(t) for t, b in zip(found, bares, strict=True) if id(b) in freed}
+        return pytree.map_tensors(
+            lambda t: carried(_alias(bare(t)), t) if id(t) in freed else t, results
+        )
+
+
+def _without_functions(cut: Any, t: torch.Tensor) -> torch.Tensor:
+    with functions_off():
+        return cut(bare(t))

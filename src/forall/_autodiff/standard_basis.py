@@ -1,0 +1,34 @@
+"""Standard bases: the directions whose images are the columns or rows of a Jacobian."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from forall._compat.symbolic_eye import identity
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def rows(tensors: Sequence[torch.Tensor], start: int, stop: int) -> list[torch.Tensor]:
+    """Directions ``start`` to ``stop`` of the space of all ``tensors`` together.
+
+    One (stop - start, *S) per tensor; direction k is 1 at entry k of the concatenation, else 0.
+    """
+    if len(tensors) == 1 and tensors[0].dim() == 1 and (start, stop) == (0, tensors[0].numel()):
+        return [identity(stop, tensors[0].dtype, tensors[0].device)]
+    out = []
+    first = 0
+    for t in tensors:
+        n = t.numel()
+        block = torch.zeros(stop - start, n, dtype=t.dtype, device=t.device)
+        low, high = max(start, first), min(stop, first + n)
+        if low < high:
+            # Not by an index: the number would be copied to the device, which waits for it.
+            square = block[low - start : high - start, low - first : high - first]
+            square.diagonal().fill_(1)
+        out.append(block.view(stop - start, *t.shape))
+        first += n
+    return out

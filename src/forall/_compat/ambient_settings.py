@@ -1,0 +1,186 @@
+"""What the user sets of torch by the thread or the process, and code that runs later must find."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from forall._compat.devices import default_device, under_default_device
+from forall._compat.dispatch_state import autocast_state
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
+
+
+class Setting(NamedTuple):
+    """``get()`` tells its value, which may be set to another for the time of ``under(value)``."""
+
+    name: str
+    get: Callable[[], Any]
+    under: Callable[[Any], AbstractContextManager]
+
+
+@contextmanager
+def _set_for_now(get: Callable[[], Any], put: Callable[[Any], None], value: Any) -> Iterator[None]:
+    before = get()
+    put(value)
+    try:
+        yield
+    finally:
+        put(before)
+
+
+def _in_process(name: str, get: Callable[[], Any], put: Callable[[Any], Any]) -> Setting:
+    return Setting(name, get, partial(_set_for_now, get, put))
+
+
+def _in_c(name: str, setter: str | None = None, *, several: bool = False) -> Setting | None:
+    """A flag of torch's C++, if this torch has it; one that is ``several`` is set as it is told."""
+    get = getattr(torch._C, f"_get_{name}", None)
+    put = getattr(torch._C, setter or f"_set_{name}", None)
+    if get is None or put is None:
+        return None
+    return _in_process(name, get, (lambda value: put(*value)) if several else put)
+
+
+@contextmanager
+def under_autocast(wanted: tuple) -> Iterator[None]:
+    """Within it autocast acts as `autocast_state` told."""
+    now, then = dict(autocast_state()), dict(wanted)
+    with ExitStack() as contexts:
+        for device in now.keys() | then.keys():
+            to = then.get(device)
+            contexts.enter_context(torch.autocast(device, dtype=to, enabled=to is not None))
+        yield
+
+
+def _determinism() -> tuple[bool, bool]:
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+
+
+def _set_determinism(value: tuple[bool, bool]) -> None:
+    torch.use_deterministic_algorithms(value[0], warn_only=value[1])
+
+
+# Of what the precision of float32 is told: a name that says "none" goes by the one before it.
+_OF_PRECISION = [
+    (backend, operators)
+    for backend, several in {
+        "generic": ["all"],
+        "cuda": ["all", "matmul", "conv", "rnn"],
+        "mkldnn": ["all", "matmul", "conv", "rnn"],
+    }.items()
+    for operators in several
+]
+
+
+_OF_CUDA = 5  # the first of these
+
+
+def _precision() -> tuple[str | None, ...]:
+    """By torch's older name, which sets some of the others and is set by none, and by each."""
+    try:
+        older = torch.get_float32_matmul_precision()
+    except RuntimeError:  # it contradicts one of the others
+        older = None
+    return (older, *(torch._C._get_fp32_precision_getter(*of) for of in _OF_PRECISION))
+
+
+def _set_precision(value: tuple[str | None, ...]) -> None:
+    older = _precision()[0]
+    if older is not None and value[0] is not None and older != value[0]:
+        torch.set_float32_matmul_precision(value[0])
+    for of, wanted in zip(_OF_PRECISION, value[1:], strict=True):
+        if torch._C._get_fp32_precision_getter(*of) != wanted:
+            torch._C._set_fp32_precision_setter(*of, wanted)
+
+
+_FASTPATH = _in_process(
+    "attention in one kernel",
+    torch.backends.mha.get_fastpath_enabled,
+    torch.backends.mha.set_fastpath_enabled,
+)
+# Which kernels attention and recurrent layers may take: one is taken where a function is recorded.
+_OF_KERNELS: list[Setting] = [
+    s
+    for s in (
+        _in_c("flash_sdp_enabled", "_set_sdp_use_flash"),
+        _in_c("mem_efficient_sdp_enabled", "_set_sdp_use_mem_efficient"),
+        _in_c("math_sdp_enabled", "_set_sdp_use_math"),
+        _in_c("cudnn_sdp_enabled", "_set_sdp_use_cudnn"),
+        _in_c("overrideable_sdp_enabled", "_set_sdp_use_overrideable"),
+        _in_c("fa3_sdp_enabled", "_set_sdp_use_fa3"),
+        _in_c("sdp_priority_order"),
+        _in_c("math_sdp_allow_fp16_bf16_reduction"),
+        _FASTPATH,
+        _in_c("cudnn_enabled"),
+        _in_c("mkldnn_enabled"),
+        _in_c("nnpack_enabled"),
+    )
+    if s is not None
+]
+_OF_NUMBERS: list[Setting] = [
+    s
+    for s in (
+        _in_process("precision of float32", _precision, _set_precision),
+        _in_c("cublas_allow_fp16_reduced_precision_reduction", several=True),
+        _in_c("cublas_allow_bf16_reduced_precision_reduction", several=True),
+        _in_c("cublas_allow_fp16_accumulation"),
+        _in_c("cpu_allow_fp16_reduced_precision_reduction"),
+        _in_c("cudnn_benchmark"),
+        _in_c("cudnn_deterministic"),
+        _in_c("mkldnn_deterministic"),
+        _in_c("deterministic_fill_uninitialized_memory"),
+    )
+    if s is not None
+]
+SETTINGS: list[Setting] = [
+    Setting("grad mode", torch.is_grad_enabled, torch.set_grad_enabled),
+    Setting("autocast", autocast_state, under_autocast),
+    _in_process("default dtype", torch.get_default_dtype, torch.set_default_dtype),
+    Setting("default device", default_device, under_default_device),
+    _in_process("determinism", _determinism, _set_determinism),
+    *_OF_KERNELS,
+    *_OF_NUMBERS,
+]
+_ASKED_OF_KERNELS = [s.get for s in _OF_KERNELS]
+_ASKED_OF_NUMBERS = [
+    *(partial(torch._C._get_fp32_precision_getter, *of) for of in _OF_PRECISION[:_OF_CUDA]),
+    *(s.get for s in _OF_NUMBERS[1:]),
+    torch.are_deterministic_algorithms_enabled,
+]
+
+
+def kernels_allowed() -> tuple:
+    """Which kernels attention and recurrent layers may take, and which before which."""
+    return tuple([ask() for ask in _ASKED_OF_KERNELS])
+
+
+def precision_allowed() -> tuple:
+    """Return what kernels of CUDA are chosen by: precision, benchmarks and determinism.
+
+    An operator asks for it when it runs, compiled code and graphs when they are made.
+    """
+    return tuple([ask() for ask in _ASKED_OF_NUMBERS])
+
+
+def settings_now() -> tuple:
+    """The value of each setting."""
+    return tuple([s.get() for s in SETTINGS])
+
+
+@contextmanager
+def under_settings(values: tuple) -> Iterator[None]:
+    """Within it the settings are what `settings_now` told; what is as it was is not touched."""
+    with ExitStack() as contexts:
+        for setting, value in zip(SETTINGS, values, strict=True):
+            if setting.get() != value:
+                contexts.enter_context(setting.under(value))
+        yield

@@ -1,0 +1,436 @@
+"""Torch's thread-local dispatch state, and its one forward-mode level per process."""
+
+from __future__ import annotations
+
+import functools
+import operator
+import os
+import sys
+import threading
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.func
+from torch._C import DispatchKey
+from torch.autograd import forward_ad
+
+from forall._compat import exception_safety, inference_mode
+from forall._compat.device_threads import one_thread
+from forall._compat.exception_safety import contextmanager
+from forall._compat.trace_modes import beneath_ours, unseen
+from forall._compat.versions import apply_own
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
+set_excluded = torch._C._dispatch_tls_set_dispatch_key_excluded
+is_forward_enabled = torch._C._is_fwd_grad_enabled
+set_forward_enabled = torch._C._set_fwd_grad_enabled
+set_grad_enabled = torch._C._set_grad_enabled
+ACCUMULATE = torch._C._functions.AccumulateGrad  # the node that leaves a gradient on a leaf
+# The node of a tensor that AOTAutograd wraps: it stands for the history of what is wrapped.
+MIRRORED = torch._C._functions.Error
+
+AUTOGRAD = DispatchKey.AutogradFunctionality
+CONJUGATE = DispatchKey.Conjugate
+NEGATIVE = DispatchKey.Negative
+ZEROS = DispatchKey.ZeroTensor
+VIEWS = DispatchKey.ADInplaceOrView
+PYTHON = DispatchKey.Python
+SNAPSHOT = DispatchKey.PythonTLSSnapshot  # what one level hands to the next
+# What the dispatcher switches off on its way into a Python handler and autograd's kernels need.
+_ABOVE_PYTHON = (
+    AUTOGRAD,
+    VIEWS,
+    CONJUGATE,
+    NEGATIVE,
+    ZEROS,
+)
+
+
+class autograd_below:
+    """Inside a Python handler, let autograd (and forward mode) act on the values one level down.
+
+    A handler is entered with autograd switched off in thread-local state. A level whose values
+    carry derivatives of their own switches it on for the operators it runs on them, in the grad
+    mode given, and puts everything back as it was.
+    """
+
+    __slots__ = ("forward", "grad", "was_excluded", "was_forward", "was_grad")
+
+    def __init__(self, grad: bool, forward: bool) -> None:
+        self.grad = grad
+        self.forward = forward
+
+    def __enter__(self) -> None:
+        self.was_excluded = [key for key in _ABOVE_PYTHON if is_excluded(key)]
+        self.was_grad = torch.is_grad_enabled()
+        self.was_forward = is_forward_enabled()
+        for key in self.was_excluded:
+            set_excluded(key, False)
+        torch._C._set_grad_enabled(self.grad)
+        set_forward_enabled(self.forward)
+
+    def __exit__(self, *_: object) -> None:
+        for key in self.was_excluded:
+            set_excluded(key, True)
+        torch._C._set_grad_enabled(self.was_grad)
+        set_forward_enabled(self.was_forward)
+
+
+class forward_on:
+    """Let operators see tangents, whatever the grad mode says of them."""
+
+    __slots__ = ("was",)
+
+    def __enter__(self) -> None:
+        self.was = is_forward_enabled()
+        set_forward_enabled(True)
+
+    def __exit__(self, *_: object) -> None:
+        set_forward_enabled(self.was)
+
+
+class _Held(exception_safety.Here):
+    """What this thread does with the forward-mode level."""
+
+    ours = 0  # jvps that are running
+    users = 0  # the user's own level inside them
+
+
+class _ForwardLevel:
+    """PyTorch has one forward-mode level per process: entered by the first jvp, left by the last.
+
+    The user's own ``dual_level`` (also that of torch.func.jvp) inside a jvp of ours shares it: ours
+    keeps its tangents one level further down, where operators on the user's do not look.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.threads: set[int] = set()  # in which jvps run
+        self.held = _Held.made(idle=True)
+        self.torchs_enter = forward_ad.enter_dual_level
+        self.torchs_exit = forward_ad.exit_dual_level
+
+    def enter(self) -> None:
+        with self.lock:
+            if self.held.users or (not self.threads and forward_ad._current_level >= 0):
+                raise NotImplementedError(
+                    "jvp: called inside torch.autograd.forward_ad.dual_level().\n"
+                    "PyTorch has one forward-mode level in a process, and it is taken.\n"
+                    "Use forall.jvp for the outer derivative too."
+                )
+            self.held.ours += 1
+            if not self.threads:
+                self.torchs_enter()
+            self.threads.add(threading.get_ident())
+
+    def exit(self) -> None:
+        if self.held.ours == 1:
+            with self.lock:
+                self.threads.discard(threading.get_ident())
+                if not self.threads:
+                    self.torchs_exit()
+        self.held.ours -= 1
+
+    def put_back(self, _: list, level: int) -> None:
+        """Leave what an exception between two instructions has left entered."""
+        if not self.held.ours:
+            return
+        with suppress(RuntimeError):  # that this thread does not hold it
+            self.lock.release()
+        with self.lock:
+            self.threads.discard(threading.get_ident())
+            if not self.threads and level < 0:  # torch has this one level, and counts it apart
+                with suppress(RuntimeError):  # that it was not entered
+                    torch._C._exit_dual_level(level=0)
+                forward_ad._current_level = level
+
+    def enter_users(self) -> int:
+        """torch.autograd.forward_ad.enter_dual_level, which see."""
+        _refuse_linearize()
+        if not self.held.ours or self.held.users:
+            return self.torchs_enter()
+        self.held.users += 1
+        return forward_ad._current_level
+
+    def exit_users(self, *, level: int | None = None) -> None:
+        """torch.autograd.forward_ad.exit_dual_level, which see."""
+        if not self.held.users:
+            self.torchs_exit(level=level)
+        else:
+            self.held.users -= 1
+
+
+_forward_level = _ForwardLevel()
+exception_safety.PUT_BACK.append(_forward_level.put_back)
+
+
+def install_forward_level() -> None:
+    """Let the user's own forward-mode level know of ours, once."""
+    if forward_ad.enter_dual_level is not _enter_dual_level:
+        forward_ad.enter_dual_level = _enter_dual_level
+        forward_ad.exit_dual_level = _exit_dual_level
+
+
+@functools.wraps(forward_ad.enter_dual_level)
+def _enter_dual_level() -> int:
+    return _forward_level.enter_users()
+
+
+@functools.wraps(forward_ad.exit_dual_level)
+def _exit_dual_level(*, level: int | None = None) -> None:
+    _forward_level.exit_users(level=level)
+
+
+@contextmanager
+def forward_level() -> Iterator[None]:
+    """Hold the process's forward-mode level while a jvp runs."""
+    off = inference_mode.left()
+    _forward_level.enter()
+    try:
+        yield
+    finally:
+        _forward_level.exit()
+        inference_mode.back(off)
+
+
+def forward_mode_runs() -> bool:
+    """Whether tensors may carry tangents at all."""
+    return forward_ad._current_level >= 0
+
+
+def users_tangents() -> bool:
+    """Whether tensors may carry tangents that torch.autograd.forward_ad gave them, not we."""
+    return forward_ad._current_level >= 0 and (
+        not _forward_level.threads or _forward_level.held.users > 0
+    )
+
+
+def has_tangent(tensor: torch.Tensor) -> bool:
+    """Whether PyTorch's own forward mode gave this tensor a tangent."""
+    if torch_funcs(tensor):
+        return False
+    if in_torch_func():
+        with outside_torch_func():
+            return has_tangent(tensor)
+    with torch._C.DisableTorchFunction():
+        return forward_ad.unpack_dual(tensor).tangent is not None
+
+
+def users_tangent(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The tangent that the user's own forward mode gave this tensor, if it did."""
+    if not users_tangents() or not has_tangent(tensor):
+        return None
+    with torch._C.DisableTorchFunction():
+        return forward_ad.unpack_dual(tensor).tangent
+
+
+_LINEARIZE = torch.func.linearize.__code__
+_API = f"{Path(__file__).parents[1] / '_api'}{os.sep}"
+
+
+def _is_tracing_linearize(frame: Any) -> bool:
+    code = frame.f_code
+    return code is _LINEARIZE or (
+        code.co_filename == _LINEARIZE.co_filename
+        and code.co_qualname.startswith("linearize.<locals>")
+    )
+
+
+def refuse_inside_linearize() -> None:
+    """torch.func.linearize traces its function: it would keep our levels' values as constants."""
+    if users_tangents() and _called_by(_is_tracing_linearize):
+        raise NotImplementedError(
+            "torch.func.linearize: its function calls a transform of forall.\n"
+            "It traces the function and takes what the transform computes for constant.\n"
+            "Use forall.linearize instead."
+        )
+
+
+def _refuse_linearize() -> None:
+    if _called_by(_is_tracing_linearize) and _called_by(
+        lambda frame: frame.f_code.co_filename.startswith(_API)
+    ):
+        raise NotImplementedError(
+            "torch.func.linearize: called inside a transform of forall.\n"
+            "Its program is constant in the point, so outer derivatives would be wrong.\n"
+            "Use forall.linearize instead."
+        )
+
+
+def _called_by(wanted: Callable[[Any], bool]) -> bool:
+    frame = sys._getframe(1)
+    while frame is not None:
+        if wanted(frame):
+            return True
+        frame = frame.f_back
+    return False
+
+
+dispatch_modes = torch._C._len_torch_dispatch_stack
+
+
+def is_mode_on(mode: object) -> bool:
+    return any(torch._C._get_dispatch_stack_at(i) is mode for i in range(dispatch_modes()))
+
+
+# As in a handler: autograd neither records nor counts versions.
+below_autograd = torch._C._AutoDispatchBelowADInplaceOrView
+# Nothing is recorded, but writes are counted and views know their base: for what users receive.
+without_history = torch._C._AutoDispatchBelowAutograd
+no_dispatch = torch._C._DisableTorchDispatch
+# Our own code is not the user's: no function mode is to see what it asks of tensors.
+functions_off = torch._C.DisableTorchFunction
+functions_on = torch._C._EnableTorchFunction
+functions_are_off = torch._C._is_torch_function_all_disabled
+graph_task = torch._C._current_graph_task_id
+is_autocast = torch._C._is_any_autocast_enabled
+
+
+_Keys = torch._C.DispatchKeySet
+# A key for each kind of device that autocast knows, and the names of these kinds.
+CAST_KEYS = tuple(name for name in vars(torch._C.DispatchKey) if name.startswith("Autocast"))
+_CASTS = functools.reduce(
+    operator.or_, (_Keys(getattr(torch._C.DispatchKey, name)) for name in CAST_KEYS)
+)
+_CAST_DEVICES = ("cpu", "cuda", "mtia", "maia", "xpu", "ipu", "hpu", "xla", "mps")
+
+
+def without_autocast() -> Any:
+    """A context for operators that have been cast already."""
+    return torch._C._ExcludeDispatchKeyGuard(_CASTS)
+
+
+def autocast_state() -> tuple:
+    """What autocast does now, for each kind of device that it can be on for."""
+    own = torch._C._get_privateuse1_backend_name()  # of a backend that is no part of torch
+    return tuple(
+        (d, torch.get_autocast_dtype(d))
+        for d in (*_CAST_DEVICES, own)
+        if torch.is_autocast_enabled(d)
+    )
+
+
+def run_backward(
+    outputs: tuple[torch.Tensor, ...],
+    cotangents: tuple[Any, ...],
+    inputs: tuple[torch.Tensor, ...],
+    *,
+    retain_graph: bool,
+    create_graph: bool,
+) -> tuple[torch.Tensor | None, ...]:
+    """torch.autograd.grad without its argument checks and its trip through function modes."""
+    with one_thread():
+        return torch.autograd.Variable._execution_engine.run_backward(
+            outputs,
+            cotangents,
+            retain_graph,
+            create_graph,
+            inputs,
+            allow_unreachable=True,
+            accumulate_grad=False,
+        )
+
+
+def in_backward() -> bool:
+    """Whether autograd is running a backward pass in this thread."""
+    return graph_task() != -1
+
+
+# What autograd does with the gradient that it leaves on a leaf.
+ACCUMULATION = frozenset(
+    {
+        torch.ops.aten.add.Tensor,
+        torch.ops.aten.add_.Tensor,
+        torch.ops.aten.clone.default,
+        torch.ops.aten.copy_.default,
+        torch.ops.aten.detach.default,
+        torch.ops.aten.new_empty_strided.default,
+    }
+)
+
+
+def is_accumulating() -> bool:
+    """Whether autograd is leaving a gradient on a leaf right now."""
+    return isinstance(torch._C._current_autograd_node(), torch._C._functions.AccumulateGrad)
+
+
+def accumulating_on() -> torch.Tensor | None:
+    """The leaf on which autograd is leaving a gradient right now."""
+    return torch._C._current_autograd_node().variable if is_accumulating() else None
+
+
+# Whether a transform of torch.func is running around us.
+in_torch_func = torch._C._are_functorch_transforms_active
+
+
+_is_legacy = torch._C._functorch.is_legacy_batchedtensor
+_is_functorchs = torch._C._functorch.is_functorch_wrapped_tensor
+
+
+def torch_funcs(tensor: torch.Tensor) -> bool:
+    """Whether a transform of torch made this tensor, one of torch.func or autograd's own vmap."""
+    return _is_functorchs(tensor) or _is_legacy(tensor)
+
+
+class outside_torch_func:
+    """Act as code outside every transform of torch.func that is running does."""
+
+    __slots__ = ("layers",)
+
+    def __enter__(self) -> None:
+        self.layers = []
+        while torch._C._functorch.peek_interpreter_stack() is not None:
+            self.layers.append(torch._C._functorch.pop_dynamic_layer_stack())
+
+    def __exit__(self, *_: object) -> None:
+        while self.layers:
+            torch._C._functorch.push_dynamic_layer_stack(self.layers.pop())
+
+
+def dynamo_loaded() -> bool:
+    """Whether torch.compile can have been used at all; importing it to ask would cost seconds."""
+    # Another thread may be in the middle of importing it: this part is there when it can be used.
+    return hasattr(sys.modules.get("torch._dynamo"), "eval_frame")
+
+
+_NO_DISPATCH = torch.Tensor.__torch_dispatch__
+
+
+def has_own_dispatch(kind: type[torch.Tensor]) -> bool:
+    """True if a class of tensors says by __torch_dispatch__ what operators mean on it."""
+    return kind.__torch_dispatch__ is not _NO_DISPATCH
+
+
+def plain_alias(tensor: torch.Tensor, *, moves: bool = True) -> torch.Tensor:
+    """An ordinary tensor under a second name without history; a user's own tangent stays.
+
+    Unless it ``moves`` under that name, the tangent goes as well. A tensor whose class dispatches
+    for itself (DTensor) has its class do it: the kernel knows nothing of what such a tensor holds,
+    and would answer with a tensor that has no memory.
+    """
+    hidden = beneath_ours() if has_own_dispatch(type(tensor)) else unseen()
+    with functions_off(), hidden:
+        alias = tensor.detach()
+        if moves and users_tangents():
+            tangent = forward_ad.unpack_dual(tensor).tangent
+            if tangent is not None:
+                alias = forward_ad.make_dual(alias, tangent)
+        return alias
+
+
+class _Aside(exception_safety.Here):
+    told: tuple[Callable, ...] = ()  # who is told of what no mode sees being made
+
+
+aside = _Aside.made()
+
+
+def apply_function(function: type, *args: Any) -> Any:
+    """torch.autograd.Function.apply of one of ours, without the sharing that we add to it."""
+    with torch._C.DisableTorchFunction():
+        return apply_own(function, *args)

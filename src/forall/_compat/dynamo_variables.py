@@ -1,0 +1,177 @@
+"""What Dynamo holds for a transform, and for a function that one returned, while it traces.
+
+See NOTE [transforms in a compiled function]. Only Dynamo loads this module.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import OrderedDict
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch._dynamo import config
+from torch._dynamo.exc import unimplemented
+from torch._dynamo.utils import get_fake_value
+from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.builder import wrap_fx_proxy
+from torch._dynamo.variables.higher_order_ops import (
+    TorchHigherOrderOperatorVariable,
+    make_attr,
+    speculate_subgraph,
+)
+from torch._ops import HigherOrderOperator
+from torch.utils import _pytree
+
+from forall._compat.dynamo_operator import call_in_graph, one_example
+
+
+class TransformVariable(TorchHigherOrderOperatorVariable):
+    """The operator `TransformInGraph`."""
+
+    _HOP_NAME = "forall_transform"
+    _ALLOW_FALLBACK_TO_EAGER = True
+
+    def _call_function(self, tx: Any, args: Any, kwargs: Any) -> VariableTracker:
+        """Trace the function for one example, and put the call into the graph."""
+        _, verb, options, _, _, body, operands, tensors = args
+        verb, options = verb.as_python_constant(), options.as_proxy()
+        operands = operands.as_proxy()
+        whole = tensors.items
+        fakes = _pytree.tree_map_only(torch.fx.Proxy, _example, operands)
+        try:
+            dims = self.value.example_dims(verb, options, *fakes) or [None] * len(whole)
+        except Exception as error:  # noqa: BLE001 - the call raises it where it runs as it is
+            unimplemented(
+                gb_type="A transform of forall refuses its arguments",
+                context=verb,
+                explanation=str(error),
+                hints=[],
+            )
+        examples = [_example_of(tx, x, d) for x, d in zip(whole, dims, strict=True)]
+        with _autograd_is_traced():
+            _, graph, captured = speculate_subgraph(
+                tx,
+                body,
+                examples,
+                {},
+                verb,
+                source_target=self.value,
+                enable_grad=None if verb == "vmap" else True,
+                set_subgraph_inputs="flatten_manual",  # so none of them is taken for a captured one
+                supports_input_mutation=True,
+                supports_aliasing=True,
+            )
+        _refuse_operators(verb, graph, self.value)
+        for x in examples:  # the graph runs on what is given
+            example = x.as_proxy().node
+            example.graph.erase_node(example)
+        module = torch.fx.GraphModule(tx.output.nn_modules, graph)
+        node = make_attr(tx, tx.output.install_subgraph(f"{verb}_body", module))
+        return _emit(tx, self.value, (node, verb, options, *operands, *captured))
+
+
+def _refuse_operators(verb: str, graph: torch.fx.Graph, ours: HigherOrderOperator) -> None:
+    """Break the graph where a function calls another operator that takes functions.
+
+    Of a custom Function Dynamo keeps a derivative of first order alone; a checkpoint's knows none
+    of our levels.
+    """
+    for node in graph.nodes:
+        if isinstance(node.target, HigherOrderOperator) and node.target is not ours:
+            unimplemented(
+                gb_type="A function that forall transforms calls a higher-order operator",
+                context=f"{verb}: {node.target}",
+                explanation="A custom autograd.Function, a checkpoint or torch.cond in a function "
+                "that forall transforms is not captured in a graph.",
+                hints=["Leave fullgraph=True out: the call then runs as it does uncompiled."],
+            )
+
+
+def _autograd_is_traced() -> Any:
+    """A context in which the graph may have torch.autograd.grad in it: we run it as it is."""
+    if hasattr(config, "trace_autograd_ops"):
+        return config.patch(trace_autograd_ops=True)
+    return nullcontext()
+
+
+class FunctionVariable(VariableTracker):
+    """A function that a transform has returned, as an object in the graph."""
+
+    def __init__(self, proxy: torch.fx.Proxy, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.proxy = proxy
+
+    def as_proxy(self) -> torch.fx.Proxy:
+        return self.proxy
+
+    def python_type(self) -> type:
+        return type(_example(self.proxy))
+
+    def call_function(self, tx: Any, args: Any, kwargs: Any) -> VariableTracker:
+        given = tuple(x.as_proxy() for x in args)
+        by_name = {name: x.as_proxy() for name, x in kwargs.items()}
+        return _emit(tx, call_in_graph, (self.proxy, given, by_name))
+
+
+def _example(proxy: torch.fx.Proxy) -> Any:
+    return proxy.node.meta["example_value"]
+
+
+def _example_of(tx: Any, x: VariableTracker, dim: int | None) -> VariableTracker:
+    proxy = tx.output.create_proxy("call_function", one_example, (x.as_proxy(), dim), {})
+    return wrap_fx_proxy(tx, proxy)
+
+
+def _emit(tx: Any, target: Any, args: tuple) -> VariableTracker:
+    """A node of the graph, and what it returns as variables of Dynamo's."""
+    proxy = tx.output.create_proxy("call_function", target, args, {})
+    return _variable(tx, get_fake_value(proxy.node, tx), proxy)
+
+
+def _variable(tx: Any, value: Any, proxy: torch.fx.Proxy) -> VariableTracker:
+    """``value``, which is what ``proxy`` gives for an example."""
+    if isinstance(value, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return wrap_fx_proxy(tx, proxy, example_value=value)
+    proxy.node.meta["example_value"] = value
+    if isinstance(value, (tuple, list, dict)):
+        pairs = [*value.items()] if isinstance(value, dict) else [*enumerate(value)]
+        items = [_variable(tx, x, _item(tx, proxy, key)) for key, x in pairs]
+        if isinstance(value, dict):
+            items.insert(0, VariableTracker.build(tx, tuple(value)))
+        kinds = {tuple: _tuple, list: _list, dict: _dict, OrderedDict: _ordered}
+        make = kinds.get(type(value), type(value))
+        return VariableTracker.build(tx, make).call_function(tx, items, {})
+    if callable(value):
+        function = VariableTracker.build(tx, _function)
+        return function.call_function(tx, [FunctionVariable(proxy)], {})
+    return VariableTracker.build(tx, value)
+
+
+def _item(tx: Any, proxy: torch.fx.Proxy, key: Any) -> torch.fx.Proxy:
+    return tx.output.create_proxy("call_function", operator.getitem, (proxy, key), {})
+
+
+# --- run by Dynamo -------------------------------------------------------------------------------
+
+
+def _function(variable: Any) -> Any:
+    """A function of Python's, of which Dynamo knows more than of a class of ours."""
+    return lambda *args, **kwargs: variable(*args, **kwargs)  # noqa: PLW0108
+
+
+def _tuple(*items: Any) -> tuple:
+    return items
+
+
+def _list(*items: Any) -> list:
+    return list(items)
+
+
+def _dict(keys: tuple, *items: Any) -> dict:
+    return dict(zip(keys, items, strict=True))
+
+
+def _ordered(keys: tuple, *items: Any) -> OrderedDict:
+    return OrderedDict(zip(keys, items, strict=True))

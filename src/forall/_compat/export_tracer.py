@@ -1,0 +1,116 @@
+"""The tracer of torch.export, which is on before autograd, records our calls after autograd.
+
+NOTE [tracing before autograd]
+    Dispatch goes to such a tracer at a key of its own. No wrapper of ours gets past it, and the
+    operators of a backward pass are not shown to it. While a call of ours runs, the tracer lies
+    where make_fx otherwise has it, after autograd. It records what the call comes down to: plain
+    operators on stacks.
+
+    The derivative of these operators need not be that of the call: a custom Function, or a
+    statistic that a kernel saves for its backward pass, would be lost without a word. So results
+    are recorded as detached, with one warning where a derivative could have been asked for.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils import _python_dispatch
+
+from forall._compat import pytree, trace_modes
+from forall._compat.dispatch_state import functions_off
+from forall._compat.private_api import (
+    pop_functions,
+    pop_mode,
+    push_functions,
+    push_mode,
+)
+from forall._compat.symbolic_zeros import LINEAR, plain_zeros, simpler
+from forall._compat.wrapper_tensor import Wrapper
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+aten = torch.ops.aten
+_BEFORE = torch._C.DispatchKey.PreDispatch
+_count_functions = torch._C._len_torch_function_stack
+
+
+def call(func: Callable, /, *args: Any, **kwargs: Any) -> Any:
+    """``func(*args, **kwargs)``, recorded after autograd, with results that are detached."""
+    with _after_autograd():
+        result = func(*args, **kwargs)
+        with functions_off():
+            if any(isinstance(x, torch.Tensor) and x.requires_grad for x in pytree.leaves(result)):
+                _warn()
+            return pytree.map_tensors(torch.Tensor.detach, result)
+
+
+def _warn() -> None:
+    warnings.warn(
+        "torch.export records a transform of forall as the operators that compute its values. "
+        "Derivatives of the exported program do not go through it: there its results are "
+        "detached.\nExport under torch.no_grad() if no derivative is to be taken.",
+        UserWarning,
+        stacklevel=2,
+    )
+
+
+class Recorded(_python_dispatch.TorchDispatchMode):
+    """What our calls come down to, as a tracer of functional tensors is to see it."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(issubclass(kind, Wrapper) for kind in types):
+            return NotImplemented  # its level says what it comes down to
+        kwargs = kwargs or {}
+        if func is aten._has_same_storage_numel.default:
+            return True  # forward mode asks, and views of the caller's would be told by their bases
+        if func is aten.is_same_size.default:
+            return args[0].shape == args[1].shape
+        if func is aten._efficientzerotensor.default:  # whose kernels know no open sizes
+            return plain_zeros(*args, **kwargs)
+        if func in LINEAR:
+            known = simpler(func, args, kwargs)
+            if isinstance(known, torch.Tensor):
+                return known
+            func, args, kwargs = known or (func, args, kwargs)
+        return func(*args, **kwargs)
+
+
+class _after_autograd:
+    """The tracer sees what is done within after autograd; see NOTE [tracing before autograd].
+
+    Its function mode, which records how grad mode is set, is off.
+    """
+
+    __slots__ = ("functions", "modes")
+
+    def __enter__(self) -> None:
+        from torch.fx.experimental.proxy_tensor import PreDispatchTorchFunctionMode
+
+        self.modes = []
+        while trace_modes.trace_before_autograd():
+            self.modes.append(_python_dispatch._pop_mode(_BEFORE))
+        for mode in reversed(self.modes):
+            mode.pre_dispatch, mode._dispatch_key = False, None
+            push_mode(mode)
+        push_mode(Recorded())
+        self.functions = [pop_functions() for _ in range(_count_functions())]
+        for mode in reversed(self.functions):
+            if not isinstance(mode, PreDispatchTorchFunctionMode):
+                push_functions(mode)
+
+    def __exit__(self, *_: object) -> None:
+        for _function in range(_count_functions()):
+            pop_functions()
+        while self.functions:
+            push_functions(self.functions.pop())
+        pop_mode(None)
+        for _mode in self.modes:
+            pop_mode(None)
+        while self.modes:
+            mode = self.modes.pop()
+            mode.pre_dispatch, mode._dispatch_key = True, _BEFORE
+            _python_dispatch._push_mode(mode)

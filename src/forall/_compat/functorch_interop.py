@@ -1,0 +1,181 @@
+"""Inside torch's own transforms these do the work; its compiler stays out of ours.
+
+Inside an active transform of torch.func ours would not see its tensors, which gives silent zeros.
+The other way round, torch.func inside ours, needs nothing: its wrappers lie on our values, and its
+operators reach our levels.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.func
+
+from forall._compat import exception_safety
+from forall._compat.dispatch_state import dynamo_loaded, in_torch_func, refuse_inside_linearize
+from forall._compat.private_api import pop_mode, push_mode
+from forall._compat.versions import count_compiled_frames
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from forall._compat.private_api import DispatchMode
+
+
+def needed() -> bool:
+    """Whether torch's own transforms must run instead of ours."""
+    if torch.compiler.is_dynamo_compiling():
+        return _is_around()
+    if in_torch_func():
+        return True
+    refuse_inside_linearize()
+    return False
+
+
+def _is_around() -> bool:
+    """Return True inside a transform of torch.func, which Dynamo enters while it traces."""
+    return in_torch_func()
+
+
+vars(_is_around)["_dynamo_marked_constant"] = True  # Dynamo calls it, and takes the answer
+
+
+# As they are at import: somebody may put ours in the place of these later, by name.
+OWN = {name: f for name, f in vars(torch.func).items() if callable(f)}
+
+
+def call(name: str, *args: Any, **kwargs: Any) -> Any:
+    """torch.func's transform of this name, with these arguments."""
+    return OWN[name](*args, **kwargs)
+
+
+def call_named(
+    func: Callable, in_dims: tuple, out_dims: Any, randomness: str, chunk_size: Any
+) -> Callable:
+    """torch.func.vmap with dims for keyword arguments too: ``in_dims`` is (args, kwargs)."""
+
+    def unpacked(args: tuple, kwargs: dict) -> Any:
+        return func(*args, **kwargs)
+
+    mapped = call("vmap", unpacked, in_dims, out_dims, randomness, chunk_size=chunk_size)
+    return lambda *args, **kwargs: mapped(args, kwargs)
+
+
+def linearize(func: Callable, primals: tuple) -> tuple[Any, Callable]:
+    """What torch.func.linearize promises, by torch.func.jvp: right under every transform.
+
+    Its own program is constant in the point of linearisation, and Dynamo cannot trace it.
+    """
+
+    def jvp_fn(*tangents: Any) -> Any:
+        return call("jvp", func, primals, tangents)[1]
+
+    return func(*primals), jvp_fn
+
+
+class _Eager(exception_safety.Here):
+    depth = 0
+    callback: Any = None  # what the outermost has found
+
+
+_eager = _Eager.made(idle=True)
+
+
+def runs_eagerly() -> bool:
+    """Whether one of our transforms runs a function now."""
+    return _eager.depth > 0
+
+
+class eagerly:
+    """Run functions as plain Python, also those that went through torch.compile.
+
+    Dynamo would compile our handlers along with the user's function, or make one autograd node of
+    it, which no level could look into. All of it is state of this thread.
+    """
+
+    __slots__ = ("callback", "counted")
+
+    def __enter__(self) -> None:
+        _eager.depth += 1
+        self.callback = None
+        self.counted = 0
+        if dynamo_loaded():
+            compiler = sys.modules["torch._dynamo.eval_frame"]
+            self.callback = compiler.set_eval_frame(None)
+            if _eager.depth == 1:
+                _eager.callback = self.callback
+            # While somebody counts, fullgraph=True does not ask how many frames it compiled.
+            self.counted = count_compiled_frames(compiler, 0)
+            if compiler._callback_from_stance is not _callback_from_stance:
+                _install(compiler)
+
+    def __exit__(self, *_: object) -> None:
+        _eager.depth -= 1
+        if self.counted < 0:
+            count_compiled_frames(sys.modules["torch._dynamo.eval_frame"], -1)
+        if _eager.depth == 0:
+            _eager.callback = None
+        if self.callback is not None:
+            sys.modules["torch._dynamo.eval_frame"].set_eval_frame(self.callback)
+
+
+def compiler_listens() -> bool:
+    """Return True where Dynamo would compile the next function of Python's that is called."""
+    return dynamo_loaded() and callable(torch._C._dynamo.eval_frame.get_eval_frame_callback())
+
+
+def left_to_python(func: Callable) -> Callable:
+    """Have Dynamo neither read nor compile ``func``, which runs our engine."""
+
+    @functools.wraps(func)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not compiler_listens():
+            return func(*args, **kwargs)
+        with eagerly():
+            return func(*args, **kwargs)
+
+    # What torch.compiler.disable sets; to import that takes a second.
+    vars(run)["_torchdynamo_disable"] = True
+    return run
+
+
+def _compile_again(_left: list, _level: int) -> None:
+    """Let the compiler hear of calls again, if it did before the outermost of ours."""
+    if _eager.callback is not None:
+        sys.modules["torch._dynamo.eval_frame"].set_eval_frame(_eager.callback)
+
+
+exception_safety.PUT_BACK.append(_compile_again)
+
+
+def push(mode: DispatchMode) -> bool:
+    """Push a mode; its own entry, which takes longer, also tells the compiler, where it may run."""
+    tells = dynamo_loaded() and not runs_eagerly()
+    if tells:
+        mode.__enter__()
+    else:
+        push_mode(mode)
+    return tells
+
+
+def pop(mode: DispatchMode, told: bool) -> None:
+    if told:
+        mode.__exit__(None, None, None)
+    else:
+        pop_mode(None)
+
+
+_torchs: list[Any] = []
+
+
+def _callback_from_stance(callback: Any) -> Any:
+    """What a compiled function asks for on its way in: the compiler to run under, or None."""
+    return None if _eager.depth else _torchs[0](callback)
+
+
+def _install(compiler: Any) -> None:
+    _torchs[:] = [compiler._callback_from_stance]
+    compiler._callback_from_stance = _callback_from_stance

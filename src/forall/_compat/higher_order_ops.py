@@ -1,0 +1,84 @@
+"""Torch's control-flow operators, told of our transforms."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from contextlib import contextmanager
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch._higher_order_ops
+import torch.nn.attention.flex_attention as flex
+
+from forall._compat import functorch_interop
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+_redirected: set[str] = set()
+
+
+def _either(torchs: Callable, ours: Callable) -> Callable:
+    """``ours`` inside our transforms, and torch's elsewhere."""
+
+    @functools.wraps(torchs)
+    def either(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling() or not functorch_interop.runs_eagerly():
+            return torchs(*args, **kwargs)
+        return ours(*args, **kwargs)
+
+    return either
+
+
+def redirect(ours: Callable) -> None:
+    """Let torch's operator of the same name be ``ours`` inside our transforms, once."""
+    name = ours.__name__
+    if name in _redirected:
+        return
+    _redirected.add(name)
+    torchs = getattr(torch._higher_order_ops, name)
+    either = _either(torchs, ours)
+    own = sys.modules[f"torch._higher_order_ops.{name}"]  # which the function of this name hides
+    for module in (own, torch._higher_order_ops, torch):
+        if getattr(module, name, None) is torchs:
+            setattr(module, name, either)
+
+
+def redirect_flex_attention(attention: Callable, helpers: dict[str, Callable]) -> None:
+    """Let the operator of FlexAttention, and these private functions beside it, be ours, once.
+
+    Users have imported the public function by name; what that calls is looked up with each call.
+    """
+    if "flex_attention" in _redirected:
+        return
+    _redirected.add("flex_attention")
+    operator = type(flex.flex_attention_hop)
+    operator.__call__ = _either(operator.__call__, lambda _self, *args: attention(*args))
+    own = {"_validate_device": _allow_devices, "setup_compilation_env": _not_compiled}
+    for name, ours in {**helpers, **own}.items():
+        if hasattr(flex, name):
+            setattr(flex, name, _either(getattr(flex, name), ours))
+
+
+@contextmanager
+def _not_compiled() -> Iterator[str]:
+    """Let FlexAttention run its operator as it is; the compiler may not have been loaded so far."""
+    import_module("torch._dynamo.eval_frame")  # which takes seconds, so who does not need it waits
+    with functorch_interop.eagerly():
+        yield "eager"
+
+
+def _allow_devices(*_: torch.Tensor) -> None:
+    """Stand where torch refuses derivatives on a CPU, of which its operator has none."""
+
+
+def is_identity(score_mod: Callable) -> bool:
+    """Return True for what FlexAttention has in the place of a score_mod that is not given."""
+    return score_mod is getattr(flex, "_identity", None)
+
+
+def masks_nothing(mask_mod: Callable) -> bool:
+    """Return True for the mask_mod of a mask that is not given."""
+    return mask_mod is getattr(flex, "noop_mask", None)

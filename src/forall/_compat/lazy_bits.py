@@ -1,0 +1,134 @@
+"""Bits by which a tensor puts work off: to be conjugated, to be negated, to be zeros at all."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import is_inference_mode_enabled
+
+from forall._compat.dispatch_state import (
+    CONJUGATE,
+    NEGATIVE,
+    VIEWS,
+    ZEROS,
+    is_excluded,
+    set_excluded,
+)
+from forall._compat.private_api import split_tangent
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_DUAL = {
+    torch.ops.aten._unpack_dual.default,
+    torch.ops.aten._fw_primal.default,
+    torch.ops.aten._make_dual.default,
+}
+
+
+def is_zeros(t: torch.Tensor) -> bool:
+    """Whether a tensor is zeros that have no memory."""
+    return t._is_zerotensor()
+
+
+def put_lazy_bits(wrapper: torch.Tensor, value: torch.Tensor) -> None:
+    """Let a wrapper show that its value is yet to be conjugated, or to be negated."""
+    if value.is_conj():
+        torch._C._set_conj(wrapper, True)
+    if value.is_neg():
+        torch._C._set_neg(wrapper, True)
+
+
+def attach_tangent(primal: torch.Tensor, tangent: torch.Tensor) -> torch.Tensor:
+    """A dual of torch's own. Forward mode takes no view where the two differ in these bits."""
+    if tangent.is_conj() != primal.is_conj():
+        tangent = tangent.resolve_conj() if tangent.is_conj() else tangent.conj_physical().conj()
+    if tangent.is_neg() != primal.is_neg():
+        tangent = tangent.resolve_neg() if tangent.is_neg() else tangent.neg()._neg_view()
+    return torch._VF._make_dual(primal, tangent, level=0)
+
+
+def moving(a: Any) -> Any:
+    """A tensor with a tangent that is there, even if it is zero."""
+    if not isinstance(a, torch.Tensor) or not a.is_floating_point():
+        return a
+    primal, tangent = split_tangent(a, level=0)
+    if tangent is not None:
+        return a
+    if 0 in primal.stride():  # expanded, where no tangent can lie in the same way
+        primal = primal.contiguous()
+    return attach_tangent(primal, torch.zeros_like(primal))
+
+
+def set_lazy_bits(on: bool) -> None:
+    """Whether kernels look at the conj, neg and zero bits of their tensors.
+
+    Inside a Python handler they do not: for its own tensors that is settled. But many a kernel
+    (``pinv``, complex ``lstsq``) calls others with a lazy conjugate it made itself.
+    """
+    off = not on
+    set_excluded(CONJUGATE, off)
+    set_excluded(NEGATIVE, off)
+    set_excluded(ZEROS, off)
+
+
+def with_lazy_bits(func: Callable, args: tuple, kwargs: dict) -> Any:
+    """A call from inside a Python handler, whose kernels look at these bits as anywhere else.
+
+    In inference mode `_DUAL` get here in one piece, and have no kernel for a tensor of before but
+    autograd's own for views.
+    """
+    if not is_excluded(CONJUGATE):
+        return func(*args, **kwargs)
+    dual = func in _DUAL and is_inference_mode_enabled() and is_excluded(VIEWS)
+    set_lazy_bits(True)
+    if dual:
+        set_excluded(VIEWS, False)
+    try:
+        return func(*args, **kwargs)
+    finally:
+        set_lazy_bits(False)
+        if dual:
+            set_excluded(VIEWS, True)
+
+
+class lazy_bits_off:
+    """Inside of what runs `with_lazy_bits`: what is done to a wrapper itself."""
+
+    __slots__ = ("was",)
+
+    def __enter__(self) -> None:
+        self.was = [is_excluded(key) for key in (CONJUGATE, NEGATIVE)]
+        set_excluded(CONJUGATE, True)
+        set_excluded(NEGATIVE, True)
+
+    def __exit__(self, *_: object) -> None:
+        set_excluded(CONJUGATE, self.was[0])
+        set_excluded(NEGATIVE, self.was[1])
+
+
+class lazy_zeros_pass:
+    """Let zeros without memory reach our handlers, which take them down to where they are plain.
+
+    Else their own kernel comes first. It moves wrappers to the meta device and answers with plain
+    zeros that bear the history of our examples. A graph that forward mode made is full of them.
+    """
+
+    __slots__ = ("was",)
+
+    passing = True
+
+    def __enter__(self) -> None:
+        self.was = is_excluded(ZEROS)
+        set_excluded(ZEROS, self.passing)
+
+    def __exit__(self, *_: object) -> None:
+        set_excluded(ZEROS, self.was)
+
+
+class lazy_zeros_stay(lazy_zeros_pass):
+    """For what runs as it would outside of such a pass: plain kernels would read no memory."""
+
+    __slots__ = ()
+    passing = False

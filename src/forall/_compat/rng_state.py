@@ -1,0 +1,114 @@
+"""The state of torch's own random generators, so that draws can be made once more."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from forall._compat import exception_safety
+from forall._compat.device_threads import has_device_threads
+from forall._compat.devices import unwatched
+from forall._compat.exception_safety import contextmanager
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    States = dict[torch.device | torch.Generator, torch.Tensor]
+
+
+class _Noting(exception_safety.Here):
+    states: tuple[States, ...] = ()
+
+
+_noting = _Noting.made()
+
+
+def states(leaves: Iterable[Any]) -> States:
+    """Return those of the CPU, of all devices in use and of generators given.
+
+    No argument need lie on a device for a function to draw there.
+    """
+    with unwatched():
+        return {
+            torch.device("cpu"): torch.get_rng_state(),
+            **{d: _read(d) for d in _devices()},
+            **{g: g.get_state() for g in leaves if isinstance(g, torch.Generator)},
+        }
+
+
+def _devices() -> list[torch.device]:
+    """The accelerator's devices, once one of them has been used: to ask must not set them up."""
+    if not has_device_threads():
+        return []
+    kind = torch.accelerator.current_accelerator()
+    assert kind is not None  # noqa: S101 - one is available
+    is_set_up = getattr(torch.get_device_module(kind), "is_initialized", None)
+    if is_set_up is not None and not is_set_up():
+        return []
+    return [torch.device(kind.type, i) for i in range(torch.accelerator.device_count())]
+
+
+def _read(device: torch.device) -> torch.Tensor:
+    module = torch.get_device_module(device)
+    return module.get_rng_state() if device.type == "mps" else module.get_rng_state(device)
+
+
+def _write(state: torch.Tensor, device: torch.device) -> None:
+    module = torch.get_device_module(device)
+    if device.type == "mps":
+        module.set_rng_state(state)
+    else:
+        module.set_rng_state(state, device)
+
+
+def restore(saved: States) -> None:
+    with unwatched():
+        for key, state in saved.items():
+            if isinstance(key, torch.Generator):
+                key.set_state(state)
+            elif key.type == "cpu":
+                torch.set_rng_state(state)
+            else:
+                _write(state, key)
+
+
+@contextmanager
+def noting(saved: States) -> Iterator[None]:
+    """Add to ``saved`` what generators of the user's held before draws inside take from them."""
+    was, _noting.states = _noting.states, (*_noting.states, saved)
+    try:
+        yield
+    finally:
+        _noting.states = was
+
+
+def note(args: Iterable[Any]) -> None:
+    """A draw with these arguments is about to be made."""
+    if _noting.states:
+        for a in args:
+            if isinstance(a, torch.Generator):
+                for saved in _noting.states:
+                    if not is_among(a, saved):
+                        saved[a] = a.get_state()
+
+
+def is_among(generator: torch.Generator, others: Iterable[Any]) -> bool:
+    """Whether it is one of these. An operator gets a Python object of its own for a generator."""
+    return any(isinstance(g, torch.Generator) and g._cdata == generator._cdata for g in others)
+
+
+def of(args: Iterable[Any]) -> torch.Generator:
+    """The generator that a draw with these arguments takes from."""
+    device = torch.device("cpu")
+    for a in args:
+        if isinstance(a, torch.Generator):
+            return a
+        if isinstance(a, torch.Tensor):
+            device = a.device
+    if device.type == "cpu":
+        return torch.default_generator
+    module = torch.get_device_module(device)
+    if device.type == "mps":
+        return module._get_default_mps_generator()
+    return module.default_generators[device.index or 0]

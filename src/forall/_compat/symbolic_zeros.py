@@ -1,0 +1,92 @@
+"""Zeros that forward formulas ask for where an argument has no tangent.
+
+Torch's own have no memory, and 0 * inf is 0 for them: what does not move adds nothing. They rely on
+a dispatch key that is off inside handlers, so ours are ordinary ones that are known by a mark, and
+a level asks `simpler` before it multiplies or adds.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from forall._compat.dispatch_state import aside, functions_off, no_dispatch
+from forall._compat.shapes import broadcast_shapes
+from forall._compat.trace_modes import (
+    functional_tensors_are_on,
+    is_traced,
+    lie_beneath,
+    unseen,
+)
+from forall._compat.wrapper_tensor import Wrapper
+
+aten = torch.ops.aten
+_DOTS = frozenset({aten.dot.default, aten.vdot.default})
+# Linear in the first argument, entry by entry.
+_PULLBACKS = frozenset(
+    {aten.tanh_backward.default, aten.sigmoid_backward.default, aten.threshold_backward.default}
+)
+_SUMS = frozenset({aten.add.Tensor, aten.sub.Tensor})
+LINEAR = _SUMS | _DOTS | _PULLBACKS | {aten.mul.Tensor, aten.div.Tensor}
+
+
+def plain_zeros(*args: Any, **kwargs: Any) -> torch.Tensor:
+    """Ordinary zeros for aten._efficientzerotensor, whatever levels are active.
+
+    Formulas may mark a single one a Python number, which torch then reads: neither a wrapper nor a
+    fake tensor has data. Functional tensors are fake beneath, and what their formulas keep for a
+    backward pass must be too.
+    """
+    single = tuple(args[0]) == () and not functional_tensors_are_on()
+    with functions_off(), no_dispatch() if single else unseen():
+        zeros: Any = torch.zeros(*args, **kwargs)
+        zeros.never_moves = not zeros.is_inference()
+        for told in aside.told:
+            told(zeros)
+        return zeros
+
+
+def simpler(func: Any, args: tuple, kwargs: dict) -> Any:
+    """What one of `LINEAR` gives of such zeros: zeros, or what another call gives; else None."""
+    x, y = args[:2]
+    if func not in _SUMS:
+        second = func is aten.mul.Tensor or func in _DOTS
+        return _zeros(func, x, y) if _is_zero(x) or (second and _is_zero(y)) else None
+    if _is_zero(x) and func is aten.add.Tensor and not kwargs:
+        x, y = y, x
+    if _is_zero(y) and isinstance(x, torch.Tensor) and _is_of_sum(x, y):
+        return aten.clone.default, (x,), {}
+    return None
+
+
+def _zeros(func: Any, x: Any, y: Any) -> torch.Tensor:
+    """What a product of zeros is."""
+    with functions_off(), no_dispatch():
+        dtype = torch.result_type(x, y)
+        tensors = [a for a in (x, y) if isinstance(a, torch.Tensor)]
+        shape = broadcast_shapes(*(() if func in _DOTS else (a.shape for a in tensors)))
+        devices = [a.device for a in tensors]  # a number of the CPU's goes with any of them
+        device = next((d for d in devices if d.type != "cpu"), devices[0])
+    return plain_zeros(shape, dtype=dtype, device=device)
+
+
+def _is_of_sum(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether a tensor has the shape, dtype and device of its sum with another."""
+    with functions_off():
+        if x.device != y.device:  # a fake tensor says "meta" where nothing is dispatched
+            return False
+        with no_dispatch():
+            same = torch.result_type(x, y) == x.dtype
+            return same and broadcast_shapes(x.shape, y.shape) == x.shape
+
+
+def _is_zero(a: Any) -> bool:
+    """Whether it is marked, at whatever level, and nobody has written into it since."""
+    while isinstance(a, Wrapper) and getattr(a, "axis", None) is None:
+        a = a.value
+    plain = type(a) is torch.Tensor or (lie_beneath() and is_traced(a))
+    if not plain or not getattr(a, "never_moves", False):
+        return False
+    with torch._C.DisableTorchFunction():
+        return a._version == 0

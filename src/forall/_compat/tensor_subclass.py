@@ -1,0 +1,516 @@
+"""Values of a level that are of a class of the user's, and the ways such a class is made.
+
+NOTE [posed tensors]
+    ``x.as_subclass(Sub)`` of a wrapper is a *posed* tensor: an instance of Sub, with the attributes
+    and methods that the user gives it, which holds the wrapper (`bare`) and nothing else of ours.
+    Its class is made once for each Sub. To Sub's ``__torch_function__`` a call on it is a call on
+    any Sub; what that asks in its turn is asked of the wrapper. So torch and our levels meet posed
+    tensors only where a user has switched all of ``__torch_function__`` off. For these a posed
+    tensor is recorded as an alias of its wrapper, and a level takes the wrapper out itself.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch.compiler import is_dynamo_compiling
+from torch.overrides import TorchFunctionMode
+
+from forall._compat import numpy_interop
+from forall._compat.dispatch_state import (
+    dispatch_modes,
+    functions_off,
+    has_own_dispatch,
+    no_dispatch,
+)
+from forall._compat.private_api import (
+    DispatchMode,
+    pop_mode,
+    push_mode,
+    subclass_functions_are_on,
+)
+from forall._compat.wrapper_tensor import (
+    OURS,
+    OVERRIDDEN,
+    Wrapper,
+    look_like,
+    shell,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+_Tensor = torch.Tensor
+_alias = torch.ops.aten.alias.default
+_torchs_as_subclass = torch.Tensor.as_subclass
+_torchs_make = torch.Tensor._make_subclass
+_torchs_new = torch.Tensor.__new__
+_torchs_parameter = torch.nn.Parameter.__new__
+
+
+class _Posing:
+    """Whether any tensor has been posed in this process: nobody pays for it before."""
+
+    used = False
+
+
+posing = _Posing()
+_known: WeakKeyDictionary[type, bool] = WeakKeyDictionary()
+_SILENT = {torch._C._disabled_torch_function_impl}  # as a Parameter is
+
+
+def _function(kind: type) -> Any:
+    return getattr(kind.__torch_function__, "__func__", kind.__torch_function__)
+
+
+def has_own_meaning(kind: type) -> bool:
+    """True if a subclass of Tensor takes part, by __torch_function__, in the calls on it."""
+    if kind is _Tensor:
+        return False
+    kind = users_class(kind)
+    known = _known.get(kind)
+    if known is None:
+        known = not issubclass(kind, Wrapper) and _function(kind) not in _SILENT
+        _known[kind] = known
+    return known
+
+
+def only_keeps_class(kind: type) -> bool:
+    """True if all that a subclass makes of calls is that the results are of its class."""
+    return _function(kind) is _function(_Tensor)
+
+
+def is_worn(kind: type) -> bool:
+    """True if a value of a level can be posed as one of this class.
+
+    A class that dispatches operators for itself holds tensors that a wrapper has not got.
+    """
+    return kind not in _PLAIN and not issubclass(kind, Wrapper) and not has_own_dispatch(kind)
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+class Posed:
+    """What comes before the user's class in the class of a posed tensor."""
+
+    __slots__ = ()
+    kind: type  # the user's class
+    _forall_bare: Wrapper
+
+    def __init_subclass__(cls, **_: Any) -> None:
+        """Tell no class of the user's that it has a subclass."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        return called_by_class(func, types, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        return taken_out(None, func, args, kwargs or {})
+
+
+class _Defaults(torch.Tensor):
+    """What comes behind the user's class, and before Tensor: protocols that Tensor leaves out."""
+
+    _forall_bare: Wrapper
+
+    def __copy__(self) -> _Tensor:
+        return carried(self._forall_bare.__copy__(), self)
+
+    def __deepcopy__(self, memo: dict) -> _Tensor:
+        copy = memo[id(self)] = carried(self._forall_bare.__deepcopy__(memo), self)
+        return copy
+
+    def __array_ufunc__(self, func: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        inputs, kwargs, _ = unposed(inputs, kwargs)
+        out = numpy_interop.ufunc(func, method, inputs, kwargs, self._forall_bare.level)
+        return worn(out, kind_of(self)) if isinstance(out, Wrapper) else out
+
+    def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        args, kwargs, _ = unposed(args, kwargs)
+        return numpy_interop.function(func, args, kwargs, self._forall_bare.level)
+
+
+class _PosedMeta(type):
+    """The class of a posed tensor passes for the user's, and what it makes is of the user's."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        return cls.kind(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def __eq__(cls, other: object) -> bool:
+        return isinstance(other, type) and users_class(cls) is users_class(other)
+
+    def __hash__(cls) -> int:
+        return hash(users_class(cls))
+
+
+_metas: WeakKeyDictionary[type, type] = WeakKeyDictionary()
+_classes: WeakKeyDictionary[type, ref[type]] = WeakKeyDictionary()
+
+
+def users_class(kind: type) -> type:
+    """The user's class for the class of a posed tensor; any other class as it is."""
+    return kind.kind if issubclass(kind, Posed) else kind
+
+
+def _posed_class(kind: type) -> type:
+    """The class of posed tensors of a user's class, made when first asked for.
+
+    No metaclass of the user's and no ``__init_subclass__`` is told. Both tables are weak: the class
+    holds the user's as its base, and goes with the last tensor of it.
+    """
+    known = _classes.get(kind)
+    made = None if known is None else known()
+    if made is None:
+        meta = _metas.get(type(kind))
+        if meta is None:
+            meta = _metas[type(kind)] = type(type(kind).__name__, (_PosedMeta, type(kind)), {})
+        bases = (Posed, kind, _Defaults)
+        names = {
+            "__slots__": ("_forall_bare",),
+            "__class__": kind,  # what who asks is told, unless they ask `type`
+            "__module__": kind.__module__,
+            "__qualname__": kind.__qualname__,
+            "__doc__": kind.__doc__,
+            "kind": kind,
+        }
+        made: Any = type.__new__(meta, kind.__name__, bases, names)
+        torch._C._TensorMeta.__init__(made, kind.__name__, bases, names)
+        _classes[kind] = ref(made)
+    return made
+
+
+class _Making(DispatchMode):
+    """Answers autograd's alias of a wrapper by a posed tensor, which then has its history."""
+
+    def __init__(self, kind: type, of: Wrapper) -> None:  # and none of the mode's
+        self.kind, self.of = kind, of
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        if func is _alias and args[0] is self.of:
+            return shell(_posed_class(self.kind), self.of)  # pyright: ignore[reportArgumentType]
+        return func(*args, **(kwargs or {}))
+
+
+def pose(wrapper: Wrapper, kind: type) -> Any:
+    """A posed tensor of a class of the user's that holds this very wrapper."""
+    posing.used = True
+    # Torch 2.10 crashes where a mode that is popped was held by the stack of modes alone.
+    mode = _Making(kind, wrapper)
+    with functions_off():
+        push_mode(mode)
+        try:
+            made = _alias(wrapper)
+        finally:
+            pop_mode(None)
+    made._forall_bare = wrapper
+    return made
+
+
+def bare(x: Any) -> Any:
+    """The wrapper that a posed tensor holds; anything else as it is."""
+    return x._forall_bare if posing.used and isinstance(x, Posed) else x
+
+
+def is_posed(x: Any) -> bool:
+    """True if this is a posed tensor."""
+    return posing.used and isinstance(x, Posed)
+
+
+def kind_of(tensor: torch.Tensor) -> type:
+    """The class of a tensor as its user knows it."""
+    kind = users_class(type(tensor))
+    return _Tensor if issubclass(kind, Wrapper) else kind
+
+
+def attributes(tensor: torch.Tensor) -> dict[str, Any]:
+    """What the user has put on a tensor under names of their own."""
+    own = vars(tensor)
+    if own and isinstance(tensor, Wrapper):
+        return {k: v for k, v in own.items() if k not in OURS}
+    return own
+
+
+def carried(new: torch.Tensor, old: torch.Tensor) -> Any:
+    """A tensor of ours as what the user knows another by: of its class, with its attributes."""
+    kind = type(old)
+    if kind is _Tensor:
+        if old.__dict__ and new is not old:
+            new.__dict__.update(old.__dict__)
+        return new
+    if new is old:
+        return new
+    if not issubclass(kind, Wrapper):
+        if not issubclass(kind, Posed) and has_own_dispatch(kind):
+            return new  # which has of its class what its operators gave it
+        kind = users_class(kind)
+        if is_worn(kind):
+            new = worn(new, kind)
+    own = attributes(old)
+    if own:
+        new.__dict__.update(own)
+    return new
+
+
+def worn(tensor: torch.Tensor, kind: type) -> Any:
+    """A fresh tensor that nobody else has, as one of a class of the user's."""
+    if isinstance(tensor, Wrapper):
+        return pose(tensor, kind)
+    with functions_off():
+        return tensor if type(tensor) is kind else _torchs_as_subclass(tensor, kind)
+
+
+def is_dressed(x: Any) -> bool:
+    """True if an argument or a result is a tensor of a class of the user's."""
+    return isinstance(x, Posed) or (isinstance(x, _Tensor) and is_worn(type(x)))
+
+
+def undressed(x: Any) -> Any:
+    """The tensor by itself, in the same memory and with its history."""
+    if isinstance(x, Posed):
+        return bare(x)
+    with functions_off():
+        return worn(x, _Tensor) if is_dressed(x) else x
+
+
+# --- calls ---------------------------------------------------------------------------------------
+
+
+def unposed(args: tuple, kwargs: dict) -> tuple[tuple, dict, dict[int, Any]]:
+    """A call's arguments with wrappers in the place of posed tensors; these by the wrapper's id."""
+    stands: dict[int, Any] = {}
+    args = tuple([_unposed(a, stands) for a in args])
+    return args, {k: _unposed(a, stands) for k, a in kwargs.items()}, stands
+
+
+def _unposed(a: Any, stands: dict[int, Any]) -> Any:
+    if isinstance(a, Posed):
+        found = a._forall_bare
+        stands[id(found)] = a
+        return found
+    kind = type(a)
+    if kind is tuple or kind is list:
+        inner = [_unposed(b, stands) for b in a]
+        return kind(inner) if any(x is not y for x, y in zip(a, inner, strict=True)) else a
+    return a
+
+
+def given_back(out: Any, stands: dict[int, Any]) -> Any:
+    """The answer of a call: one that returns its argument returns that which the user gave."""
+    for posed in stands.values():
+        _look_like_bare(posed)
+    if isinstance(out, _Tensor):
+        return stands.get(id(out), out)
+    if type(out) is tuple or type(out) is list:
+        return type(out)([stands.get(id(o), o) for o in out])
+    return out
+
+
+def _look_like_bare(posed: Any) -> None:
+    """Show the shape and strides that the wrapper has by now, after squeeze_, t_ or resize_."""
+    of = posed._forall_bare
+    with functions_off(), no_dispatch():
+        if (posed.shape, posed.stride()) != (of.shape, of.stride()):
+            look_like(posed, shell(type(of), of))
+
+
+def has_posed(args: Iterable[Any]) -> bool:
+    """True if any argument, or any entry of a list among them, is posed."""
+    return any(
+        has_posed(a) if type(a) is tuple or type(a) is list else isinstance(a, Posed) for a in args
+    )
+
+
+def is_said_anew(func: Any, args: tuple) -> bool:
+    """True if a function of torch's is a method that a wrapper has another for."""
+    name = OVERRIDDEN.get(func)
+    return (
+        name is not None
+        and bool(args)
+        and isinstance(args[0], Wrapper)
+        and getattr(type(args[0]), name.strip("=")) is not func
+    )
+
+
+def ask_anew(func: Any, args: tuple, kwargs: dict) -> Any:
+    """What the wrapper's own method, or property, says."""
+    wrapper, *rest = args
+    name = OVERRIDDEN[func]
+    if name.startswith("="):
+        return setattr(wrapper, name[1:], *rest)
+    found = getattr(wrapper, name)
+    return found(*rest, **kwargs) if callable(found) else found
+
+
+def has_posed_class(types: Iterable[type]) -> bool:
+    """True if any of these classes is that of a posed tensor."""
+    return any(issubclass(t, Posed) for t in types)
+
+
+def taken_out(mode: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    """An operator that met posed tensors, where nothing asks their class what a call means.
+
+    The mode that sees it sees the operator on wrappers next.
+    """
+    args, kwargs, stands = unposed(args, kwargs)
+    for wrapper in (p._forall_bare for p in stands.values()):
+        if wrapper.requires_grad and not stands[id(wrapper)].requires_grad:
+            raise NotImplementedError(
+                f"{func} takes a tensor of class {stands[id(wrapper)].kind.__name__} with "
+                "__torch_function__ off, and the tensor has got its history since it was made.\n"
+                "Leave __torch_function__ on, or use x.as_subclass(torch.Tensor)."
+            )
+    if mode is not None:
+        push_mode(mode)
+    try:
+        return given_back(func(*args, **kwargs), stands)
+    finally:
+        if mode is not None:
+            pop_mode(None)
+
+
+def by_class(func: Any, types: Iterable[type], args: tuple, kwargs: dict) -> Any:
+    """What the user's classes say a call means, asked one after another as torch does."""
+    asked: list[Any] = []
+    for t in types:
+        kind = users_class(t)
+        if not issubclass(kind, Wrapper) and kind not in asked:
+            asked.append(kind)
+    for kind in asked:
+        if issubclass(kind, _Tensor) and has_own_meaning(kind):
+            out = kind.__torch_function__(func, tuple(asked), args, kwargs)
+            if out is not NotImplemented:
+                return out
+    return NotImplemented
+
+
+def has_users_class(types: Iterable[type]) -> bool:
+    """True if any of these classes is a user's that says what calls mean."""
+    return any(issubclass(t, _Tensor) and has_own_meaning(t) for t in types)
+
+
+class _Taking(TorchFunctionMode):
+    """Sees what a class of the user's asks of torch, where no function mode of a level does."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        if subclass_functions_are_on() and has_users_class(types):
+            with self:
+                return by_class(func, types, args, kwargs or {})
+        return _asked_of_bare(func, args, kwargs or {})
+
+
+_TAKING = _Taking()  # it has no state, so one does for all
+
+
+def _asked_of_bare(func: Any, args: tuple, kwargs: dict) -> Any:
+    args, kwargs, stands = unposed(args, kwargs)
+    if is_said_anew(func, args):
+        return given_back(ask_anew(func, args, kwargs), stands)
+    for a in _flat((*args, *kwargs.values())):
+        if isinstance(a, Wrapper):  # which may be of a call that has ended
+            return given_back(type(a).__torch_function__(func, (type(a),), args, kwargs), stands)
+    return func(*args, **kwargs)
+
+
+def _flat(args: Iterable[Any]) -> Iterator[Any]:
+    for a in args:
+        if type(a) is tuple or type(a) is list:
+            yield from _flat(a)
+        else:
+            yield a
+
+
+def called_by_class(func: Any, types: Iterable[type], args: tuple, kwargs: dict) -> Any:
+    """A call that no function mode of a level has seen, by the classes of the user's."""
+    if not has_users_class(types):
+        return _asked_of_bare(func, args, kwargs)
+    with _TAKING:
+        return by_class(func, types, args, kwargs)
+
+
+# --- how a class is made -------------------------------------------------------------------------
+
+
+@functools.wraps(_torchs_as_subclass)
+def _as_subclass(self: torch.Tensor, cls: type) -> Any:
+    """torch.Tensor.as_subclass, which see; of a wrapper it is a posed tensor."""
+    if is_dynamo_compiling() or not isinstance(self, (Wrapper, Posed)):
+        return _torchs_as_subclass(self, cls)
+    return _of_class(_second_name(bare(self)), users_class(cls))
+
+
+def _second_name(wrapper: Wrapper) -> torch.Tensor:
+    """An alias with its history, by the way of calls; no class of the user's is asked."""
+    name = torch.Tensor.view_as
+    if subclass_functions_are_on():
+        return name(wrapper, wrapper)
+    return type(wrapper).__torch_function__(name, (type(wrapper),), (wrapper, wrapper), {})
+
+
+def _of_class(made: torch.Tensor, kind: type) -> Any:
+    """A tensor that nobody else has yet, of a class that the user asks for."""
+    if not isinstance(made, Wrapper):
+        return made if kind is _Tensor else _torchs_as_subclass(made, kind)
+    return made if kind is _Tensor or not is_worn(kind) else pose(made, kind)
+
+
+# Torch's compiler compares signatures, and takes these for any.
+@functools.wraps(_torchs_make)
+def _make_subclass(*args: Any, **kwargs: Any) -> Any:
+    """torch.Tensor._make_subclass, which see; of a wrapper it is a posed tensor."""
+    if is_dynamo_compiling():
+        return _torchs_make(*args, **kwargs)
+    cls, data, *rest = args
+    kind = users_class(cls)
+    if not isinstance(data, (Wrapper, Posed)) or not is_worn(kind):
+        return _torchs_make(kind, bare(data), *rest, **kwargs)
+    requires_grad = rest[0] if rest else kwargs.get("require_grad", False)
+    made = torch.Tensor.detach(bare(data)).requires_grad_(bool(requires_grad))
+    return _of_class(made, kind)
+
+
+@functools.wraps(_torchs_new)
+def _new(*args: Any, **kwargs: Any) -> Any:
+    """torch.Tensor.__new__, by which a subclass is made of a tensor, of numbers or of sizes."""
+    if args[0] is _Tensor or is_dynamo_compiling():
+        return _torchs_new(*args, **kwargs)
+    cls, *given = args
+    kind = users_class(cls)
+    if kind is _Tensor or not is_worn(kind):
+        return _torchs_new(kind, *map(bare, given), **kwargs)
+    if len(given) == 1 and not kwargs and isinstance(given[0], (Wrapper, Posed)):
+        return _as_subclass(given[0], kind)
+    if not dispatch_modes():
+        return _torchs_new(kind, *given, **kwargs)
+    return _of_class(_torchs_new(_Tensor, *given, **kwargs), kind)  # which a level may have made
+
+
+CALLS_ON = _new.__code__  # of what makes a tensor of numbers for whoever calls it
+
+
+@functools.wraps(_torchs_parameter)
+def _parameter(cls: type, data: Any = None, requires_grad: bool = True) -> Any:
+    """torch.nn.Parameter.__new__, which see; a subclass of it is made as any other class."""
+    if cls is not torch.nn.Parameter and isinstance(data, Wrapper):
+        return _make_subclass(cls, data, requires_grad)
+    return _torchs_parameter(users_class(cls), data, requires_grad)
+
+
+def install() -> None:
+    """Put our ways in the place of torch's, once."""
+    torch.Tensor.as_subclass = _as_subclass  # pyright: ignore[reportAttributeAccessIssue]
+    torch.Tensor._make_subclass = staticmethod(_make_subclass)  # pyright: ignore[reportAttributeAccessIssue]
+    torch.nn.Parameter.__new__ = _parameter  # pyright: ignore[reportAttributeAccessIssue]
+    torch.Tensor.__new__ = _new  # pyright: ignore[reportAttributeAccessIssue]

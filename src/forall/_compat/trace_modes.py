@@ -1,0 +1,91 @@
+"""Modes of the user's that lie beneath ours: make_fx, fake tensors, counters of operators.
+
+A tracer takes what it is not told of for constant. So what our own code makes of ordinary tensors
+(a second name, zeros) is hidden from our modes alone, and a question of Python's has no answer.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+
+from forall._compat.private_api import DispatchMode, pop_mode, push_mode
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_modes = torch._C._len_torch_dispatch_stack
+_mode = torch._C._get_dispatch_stack_at
+_TRACERS = tuple(torch._C._TorchDispatchModeKey.__members__.values())
+
+
+def lie_beneath() -> bool:
+    """Whether a mode that is none of ours lies beneath all of ours."""
+    return _modes() > 0 and not isinstance(_mode(0), DispatchMode)
+
+
+def are_on() -> bool:
+    """Whether a tracer is on: the numbers of its tensors are not those of later calls, or none."""
+    return lie_beneath() and any(torch._C._get_dispatch_mode(key) for key in _TRACERS)
+
+
+def is_traced(a: Any) -> bool:
+    """Return True for a tensor of torch's compilers: a fake one, or one that wraps it."""
+    return isinstance(a, (FakeTensor, FunctionalTensor))
+
+
+def functional_tensors_are_on() -> bool:
+    """Return True while AOTAutograd or torch.export turns writes in place into new tensors."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL) is not None
+
+
+class beneath_ours:
+    """Modes of ours do not see what is done within; what lies beneath them does."""
+
+    __slots__ = ("modes",)
+
+    def __enter__(self) -> None:
+        self.modes = []
+        while _modes() and isinstance(_mode(_modes() - 1), DispatchMode):
+            self.modes.append(pop_mode(None))
+
+    def __exit__(self, *_: object) -> None:
+        while self.modes:
+            push_mode(self.modes.pop())
+
+
+def unseen() -> Any:
+    """A context for what our own code makes of tensors that are no wrappers of ours."""
+    return beneath_ours() if lie_beneath() else torch._C._DisableTorchDispatch()
+
+
+class Unsized:
+    """``range(size)`` for a size that a tracer leaves open, until somebody needs the numbers."""
+
+    __slots__ = ("size",)
+
+    def __init__(self, size: Any) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return int(self.size)
+
+    def __getitem__(self, i: Any) -> Any:
+        return range(self.size)[i]
+
+
+def counted(size: Any) -> Sequence[int]:
+    """``range(size)``; a size of a tracer's own stays open."""
+    return range(size) if type(size) is int else cast("Sequence[int]", Unsized(size))
+
+
+def trace_before_autograd() -> bool:
+    """Whether a tracer is on that sees operators before autograd does, as torch.export's."""
+    return _is_included(_BEFORE)
+
+
+_BEFORE = torch._C.DispatchKey.PreDispatch
+_is_included = torch._C._dispatch_tls_is_dispatch_key_included

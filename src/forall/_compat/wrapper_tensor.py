@@ -1,0 +1,278 @@
+"""The base of our tensor wrappers: tensors that stand for a value one level down."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import Any
+
+import torch
+from torch import is_inference_mode_enabled
+
+from forall._compat import numpy_interop
+from forall._compat.dispatch_state import (
+    PYTHON,
+    SNAPSHOT,
+    functions_off,
+    is_excluded,
+    no_dispatch,
+    set_excluded,
+)
+from forall._compat.lazy_bits import lazy_bits_off, put_lazy_bits
+
+make_wrapper = torch.Tensor._make_wrapper_subclass
+
+
+# What wrappers keep of their own among the attributes of a tensor.
+OURS = frozenset(
+    {"axis", "came", "chain", "family", "left", "level", "narrowed", "older", "peels", "read"}
+    | {"counts", "depth", "held", "make_it", "add_up", "parts", "slot", "value", "whole"}
+)
+
+
+class Wrapper(torch.Tensor):
+    """A tensor without storage of its own that belongs to a level."""
+
+    # What who asks is told, unless they ask `type`.
+    __class__ = torch.Tensor  # pyright: ignore[reportAssignmentType]
+    level: Any
+    value: torch.Tensor
+    left: Any = None  # what its ended level leaves of a value, and of which, see `escaped_values`
+    narrowed: Any = None  # what it is for the examples that run, see `restrict_args`
+    read: Any = None  # the same, of what is only read
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refuse a user's attribute that would take the place of one of ours.
+
+        What makes many wrappers puts its attributes into their ``__dict__``, and pays nothing.
+        """
+        if name in OURS and not sys._getframe(1).f_globals["__name__"].startswith("forall."):
+            raise AttributeError(
+                f"x.{name} = ...: a tensor inside a transform of forall has a .{name} already.\n"
+                f"Take another name, or x.as_subclass(Sub), which keeps a .{name} of its own."
+            )
+        object.__setattr__(self, name, value)
+
+    def graph_free(self) -> Wrapper:
+        """A second name for this value that has no autograd history at this level."""
+        raise NotImplementedError
+
+    def alone(self, gaps: bool = False) -> bool:
+        """Let the numbers of one example lie as in the loop; whether they lay otherwise.
+
+        ``gaps``: also where nothing lies between them.
+        """
+        return False
+
+    def look_like_value(self) -> None:
+        """Show the shape and strides that the value has by now, after squeeze_, t_ or resize_."""
+        value = self.value
+        with functions_off(), no_dispatch():
+            if (self.shape, self.stride()) != (value.shape, value.stride()):
+                look_like(self, shell(type(self), value))
+
+    def __repr__(self, *, tensor_contents: None = None) -> str:
+        with torch._C.DisableTorchFunction():
+            return self.describe()
+
+    def describe(self) -> str:
+        """What repr shows."""
+        raise NotImplementedError
+
+    def memory(self, name: str, args: tuple, kwargs: dict) -> Any:
+        """What a method answers that reads the memory of a tensor."""
+        raise NotImplementedError
+
+    def refuse_history(self, name: str) -> None:
+        """In torch's words: who reads numbers gives up their history, and is to say so."""
+        t: Any = self
+        while isinstance(t, Wrapper) and name != "tolist" and torch.is_grad_enabled():
+            t.loses(name)
+            t = t.value
+
+    def loses(self, name: str) -> None:
+        """An error where a derivative hangs on this wrapper."""
+        if self.requires_grad:
+            raise RuntimeError(
+                f"Can't call {name}() on Tensor that requires grad. Use tensor.detach().{name}()."
+            )
+
+    def __format__(self, spec: str) -> str:
+        if self.dim():
+            return object.__format__(self, spec) if spec else repr(self)
+        return format(self.item(), spec)  # its number, as of any tensor with one
+
+    def __copy__(self) -> Wrapper:
+        """Another tensor of the same memory; as in torch it has no history."""
+        return self.detach().requires_grad_(self.requires_grad)  # pyright: ignore[reportReturnType]
+
+    def __deepcopy__(self, memo: dict) -> Wrapper:
+        if self.grad_fn is not None:
+            raise RuntimeError(
+                "deepcopy: this tensor was computed, and its copy would have no history.\n"
+                "Use x.clone(), or x.detach().clone()."
+            )
+        copy = self.detach().clone().requires_grad_(self.requires_grad)
+        memo[id(self)] = copy
+        return copy  # pyright: ignore[reportReturnType]
+
+    def __array_ufunc__(self, func: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        return numpy_interop.ufunc(func, method, inputs, kwargs, self.level)
+
+    def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        return numpy_interop.function(func, args, kwargs, self.level)
+
+
+def innermost(t: Any) -> Any:
+    """The tensor below all wrappers, which has the numbers of all examples."""
+    while isinstance(t, Wrapper):
+        t = t.value
+    return t
+
+
+def has_history(t: torch.Tensor) -> bool:
+    """True if a tensor requires grad, or a tensor that it wraps."""
+    while not t.requires_grad and isinstance(t, Wrapper):
+        t = t.value
+    return t.requires_grad
+
+
+def _of_memory(name: str) -> Any:
+    """A method that reads memory: some crash if let through."""
+
+    def method(self: Wrapper, *args: Any, **kwargs: Any) -> Any:
+        return self.memory(name, args, kwargs)
+
+    method.__name__ = name
+    return method
+
+
+READS = ("numpy", "tolist", "__array__")
+_READS_TOO = ("data_ptr", "storage", "share_memory_", "__dlpack__", "__reduce_ex__")
+ENTRYWISE = ("apply_", "map_", "map2_")  # functions of Python's, which are handed numbers
+for _name in (*READS, *_READS_TOO, *ENTRYWISE):
+    setattr(Wrapper, _name, _of_memory(_name))
+
+
+def _without_wrappers(torchs: Any) -> Any:
+    """Return the call of a kernel that torch launches past its dispatcher, for plain tensors.
+
+    It would read memory that a wrapper does not have, and end the process.
+    """
+
+    @functools.wraps(torchs)
+    def call(self: Any, *tensors: Any, **kwargs: Any) -> Any:
+        if any(isinstance(x, Wrapper) for x in tensors):
+            raise TypeError(
+                f"{self.kernel_name}(...): a kernel of torch.cuda.jiterator cannot run inside a "
+                "transform of forall, as it reads the memory of its arguments.\n"
+                "Call it in a torch.library.custom_op: that runs once per example, and takes a "
+                "derivative from register_autograd."
+            )
+        return torchs(self, *tensors, **kwargs)
+
+    return call
+
+
+def _for_memory(torchs: Any) -> Any:
+    """Return `RNNBase.flatten_parameters`, which moves weights that have memory, for others too.
+
+    The layer calls it for the weights that `functional_call` gives it. There is nothing to move in
+    wrappers: operators of ours run them.
+    """
+
+    @functools.wraps(torchs)
+    def flatten_parameters(self: torch.nn.RNNBase) -> None:
+        if not any(isinstance(weight, Wrapper) for weight in self._flat_weights):
+            torchs(self)
+
+    return flatten_parameters
+
+
+torch.nn.RNNBase.flatten_parameters = _for_memory(torch.nn.RNNBase.flatten_parameters)
+_kernel = torch.cuda.jiterator._JittedFunction
+_kernel.__call__ = _without_wrappers(_kernel.__call__)
+
+
+def _number(name: str) -> Any:
+    """``float(x)`` and its like, which torch.tensor asks in C++ of each x in a list.
+
+    It does so with the keys excluded by which levels are asked, and a wrapper has no memory.
+    """
+    plain = getattr(torch.Tensor, name)
+
+    def method(self: Wrapper) -> Any:
+        excluded = [key for key in (PYTHON, SNAPSHOT) if is_excluded(key)]
+        for key in excluded:
+            set_excluded(key, False)
+        try:
+            return plain(self)
+        finally:
+            for key in excluded:
+                set_excluded(key, True)
+
+    method.__name__ = name
+    return method
+
+
+for _name in ("__float__", "__int__", "__index__", "__bool__", "__complex__"):
+    setattr(Wrapper, _name, _number(_name))
+
+
+# Functions of torch's for which wrappers have methods of their own, by the name of the method; of
+# those that set a property, behind an equals sign.
+OVERRIDDEN: dict[Any, str] = {
+    getattr(torch.Tensor, name): name
+    for name in (
+        *READS,
+        *_READS_TOO,
+        *ENTRYWISE,
+        *("__float__", "__int__", "__index__", "__bool__", "__complex__"),
+        *("__repr__", "__format__", "__deepcopy__", "detach_"),
+    )
+}
+OVERRIDDEN |= {torch.Tensor.data.__get__: "data", torch.Tensor.data.__set__: "=data"}
+
+
+def strides(value: torch.Tensor) -> tuple[int, ...]:
+    try:
+        if isinstance(value, Wrapper):
+            with functions_off():  # no question of the user's, for whom they would be made anew
+                return value.stride()
+        return value.stride()
+    except RuntimeError as error:
+        raise NotImplementedError(
+            f"A tensor of layout {value.layout} has no strides, so nothing can stand for it here.\n"
+            "Make it dense (.to_dense()) or of coordinates (.to_sparse_coo())."
+        ) from error
+
+
+def shell(kind: type[Wrapper], value: torch.Tensor) -> Any:
+    """A wrapper of this kind that looks like ``value`` itself."""
+    made = wrapper_of(kind, value, value.shape, strides(value))
+    put_lazy_bits(made, value)
+    return made
+
+
+def look_like(wrapper: torch.Tensor, other: torch.Tensor) -> None:
+    """Show the shape, the strides and the lazy bits of another wrapper."""
+    with functions_off(), no_dispatch(), lazy_bits_off():  # or kernels would look for its memory
+        torch.Tensor.data.__set__(wrapper, other)
+
+
+def wrapper_of(kind: type[Wrapper], value: torch.Tensor, shape: Any, strides: Any) -> Any:
+    """A wrapper of this kind for ``value``.
+
+    In inference mode a view of a tensor from before is an ordinary tensor, and so is its wrapper:
+    torch gives it the count of writes of its base.
+    """
+    offset, dtype, layout, device = (
+        value.storage_offset(),
+        value.dtype,
+        value.layout,
+        value.device,
+    )
+    if is_inference_mode_enabled() and not value.is_inference():
+        with torch.inference_mode(False):
+            return make_wrapper(kind, shape, strides, offset, None, dtype, layout, device)
+    return make_wrapper(kind, shape, strides, offset, None, dtype, layout, device)

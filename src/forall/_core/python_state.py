@@ -1,0 +1,347 @@
+"""What a user's function may have changed of Python's own state, so that it can run once more.
+
+Before any part of a function runs twice, the containers and attributes that it can reach by its
+arguments, its closure, the object it is bound to, and the globals that it or a function it calls by
+name reads, are put back as they were. What lies deeper (an object in an object) and what leaves the
+process (print, files) is not.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import sys
+from collections import deque
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, ModuleType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from forall._core.raw_containers import Bare, bare
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from weakref import ref
+
+_CONTAINERS = (list, dict, set, bytearray, deque)
+_EMPTIED = frozenset(_CONTAINERS)
+_MOST = 10_000  # entries in all: what is longer is data, not a record of calls
+UNSET = object()  # what an empty cell holds, and a name that nothing has
+_HERE = __file__.rsplit("_core", 1)[0]
+_STATELESS = (ModuleType, type(None))  # what a builtin function is bound to, but for a method
+
+
+class Unwatched:
+    """What is kept from call to call without a say in what a call gives."""
+
+
+class Weakly(Unwatched):
+    """An object of the user's, which goes when they drop it; ``of()`` is the object."""
+
+    __slots__ = ("of",)
+
+    def __init__(self, of: ref) -> None:
+        self.of = of
+
+
+class Remembered:
+    """The state of what a function can reach, taken before it runs."""
+
+    __slots__ = ("cells", "classes", "copies", "functions", "generators", "left", "names")
+
+    def __init__(self, func: Callable, given: Iterable[Any]) -> None:
+        self.copies: dict[int, tuple[Any, Any]] = {}
+        self.cells: list[tuple[CellType, Any]] = []
+        self.names: list[tuple[dict[str, Any], str, Any]] = []
+        self.classes: list[tuple[type, dict[str, Any]]] = []
+        self.functions: set[FunctionType] = set()
+        self.generators: list[tuple[torch.Generator, torch.Tensor]] = []  # to be put back apart
+        self.left = _MOST
+        self._all(given, 1)
+        self._callable(func)
+
+    def _callable(self, func: Any) -> None:
+        if type(func) is FunctionType and not func.__dict__:  # as most are: it wraps nothing
+            self._function(func, 2)
+            return
+        if type(func) is BuiltinFunctionType and isinstance(func.__self__, _STATELESS):
+            return
+        while isinstance(func, functools.partial):
+            self._take((func.args, func.keywords), 1)
+            func = func.func
+        wrapped = getattr(func, "__wrapped__", None)
+        if wrapped is not None:
+            self._callable(wrapped)
+        owner = getattr(func, "__self__", func)
+        func = getattr(func, "__func__", func)
+        if not isinstance(func, FunctionType):
+            func = getattr(type(func), "__call__", None)  # noqa: B004 - the function itself
+        if not isinstance(owner, FunctionType):
+            self._take(owner, 1)
+            self._class(type(owner))
+        self._function(func, 2)
+
+    def _function(self, func: Any, depth: int) -> None:
+        """What a function, and those of the user's that it names, can rebind or change."""
+        if not isinstance(func, FunctionType) or func in self.functions or is_a_library(func):
+            return
+        code = func.__code__
+        if code.co_filename.startswith(_HERE):
+            return  # a transform's own, under the name of the user's function that it wraps
+        self.functions.add(func)
+        self._take(func.__dict__, 0)
+        for cell in func.__closure__ or ():
+            value = contents(cell)
+            self.cells.append((cell, value))
+            self._reached(value, depth)
+        names = func.__globals__
+        for name, written in globals_of(code):
+            value = names.get(name, UNSET)
+            if written:
+                self.names.append((names, name, value))
+            if value is not UNSET:  # else a builtin's name
+                self._reached(value, depth)
+
+    def _reached(self, value: Any, depth: int) -> None:
+        kind = type(value)
+        if kind is FunctionType:
+            if depth:
+                self._function(value, depth - 1)
+        elif issubclass(kind, type):
+            self._class(value)
+        elif _KINDS.get(kind) is not _PLAIN:
+            self._take(value, 1)
+
+    def _class(self, kind: type) -> None:
+        if not is_a_library(kind):
+            self.classes.append((kind, dict(vars(kind))))
+
+    def _object(self, thing: Any, depth: int) -> None:
+        state = getattr(thing, "__dict__", None)
+        if type(state) is dict:
+            self._take(state, depth)
+
+    def _take(self, value: Any, depth: int) -> None:
+        """A container with all containers in it, and ``depth`` objects, one in another."""
+        kind = _kind(type(value))
+        if kind is _PLAIN:
+            return
+        if kind is tuple:
+            self._all(bare(value), depth)
+        elif kind is torch.Generator:
+            self.generators.append((value, value.get_state()))
+        elif kind is object:
+            if depth:
+                self._object(value, depth - 1)
+        elif id(value) not in self.copies:
+            held = bare(value)
+            if len(held) <= self.left:
+                self.left -= len(held)
+                self.copies[id(value)] = (held, held.copy())
+                if kind is not bytearray:
+                    self._all(held.values() if kind is dict else held, depth)
+
+    def _all(self, values: Iterable[Any], depth: int) -> None:
+        for value in values:
+            kind = _KINDS.get(type(value))
+            if kind is _PLAIN or (kind is object and not depth):  # as most are; a call is dear
+                continue
+            if type(value) in _EMPTIED and not value:  # as most that a module has
+                self.copies[id(value)] = (value, ())
+            else:
+                self._take(value, depth)
+
+    def changed(self) -> bool:
+        """Whether anything is not as it was."""
+        return (
+            any(contents(cell) is not value for cell, value in self.cells)
+            or any(names.get(name, UNSET) is not value for names, name, value in self.names)
+            or any(not _same(dict(vars(kind)), state) for kind, state in self.classes)
+            or any(not _same(container, copy) for container, copy in self.copies.values())
+        )
+
+    def restore(self) -> None:
+        for cell, value in self.cells:
+            if contents(cell) is not value:
+                if value is UNSET:
+                    del cell.cell_contents
+                else:
+                    cell.cell_contents = value
+        for names, name, value in self.names:
+            if value is not UNSET:
+                names[name] = value
+            else:
+                names.pop(name, None)
+        for kind, state in self.classes:
+            _restore_class(kind, state)
+        for container, copy in self.copies.values():
+            if isinstance(container, Bare):
+                container.become(copy)
+            elif isinstance(container, (list, bytearray)):
+                container[:] = copy
+            else:
+                container.clear()
+                (container.extend if isinstance(container, deque) else container.update)(copy)
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two containers of one kind hold the very same things, in the same order."""
+    if not one or not other:
+        return len(one) == len(other)
+    if isinstance(other, dict):
+        one, other = [*one, *one.values()], [*other, *other.values()]
+    if isinstance(other, set):
+        return len(one) == len(other) and other.issuperset(one)
+    return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
+
+
+_NOT_THE_USERS = frozenset({"builtins", "torch", "numpy"})
+_PLAIN = type(None)  # nothing in it that a call could change without being seen
+_KINDS: dict[type, type] = {}
+
+
+def _kind(of: type) -> type:
+    """The class by which a value of this one is taken: a container, or any object of the user's."""
+    try:
+        return _KINDS[of]
+    except KeyError:
+        pass
+    if len(_KINDS) >= _MOST:  # classes may be made anew without end
+        _KINDS.clear()
+    kind = next((k for k in (*_CONTAINERS, tuple, torch.Generator) if issubclass(of, k)), object)
+    if kind is object and of.__module__ in _NOT_THE_USERS:
+        kind = _PLAIN
+    _KINDS[of] = kind
+    return kind
+
+
+_LIBRARIES = frozenset(
+    {"builtins", "torch", "numpy", "forall", "functools", "math", "typing_extensions"}
+    | {"pybind11_builtins"}  # what classes of torch's derive from
+)
+
+
+def is_a_library(thing: Any) -> bool:
+    return is_library(thing.__module__ or "")
+
+
+def is_no_users(thing: Any) -> bool:
+    """Whether a class or function is a library's or Python's own: then it is what it is.
+
+    A class that a library derives from one of the user's is the user's, as is one that `torch.fx`
+    makes for a graph of the user's: its ``forward`` is what they wrote.
+    """
+    if isinstance(thing, type):
+        if thing.__qualname__.endswith("GraphModuleImpl"):
+            return False
+        return all(is_none_by_name(kind.__module__ or "") for kind in thing.__mro__)
+    # functools.wraps gives a function the name of another
+    name = home_of(thing) if isinstance(thing, FunctionType) else thing.__module__
+    # An extension may have put its module there, not the name.
+    return isinstance(name, str) and is_none_by_name(name)
+
+
+def is_none_by_name(module: str) -> bool:
+    """Whether a module, by its name, is a library's or Python's own."""
+    return is_library(module) or module.partition(".")[0] in sys.stdlib_module_names
+
+
+def is_ours(func: FunctionType) -> bool:
+    return home_of(func).partition(".")[0] == "forall"
+
+
+def home_of(func: FunctionType) -> str:
+    """The name of the module whose globals a function has; "" where it was made without one."""
+    return func.__globals__.get("__name__") or ""
+
+
+def is_library(module: str) -> bool:
+    """Whether a module, by its name, is none of the user's."""
+    return module.partition(".")[0] in _LIBRARIES
+
+
+def _restore_class(kind: type, state: dict[str, Any]) -> None:
+    now = dict(vars(kind))
+    for name in now.keys() - state.keys():
+        delattr(kind, name)
+    for name, value in state.items():
+        if now.get(name, UNSET) is not value:
+            setattr(kind, name, value)
+
+
+def contents(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return UNSET
+
+
+_GLOBALS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"})
+_REBINDS_GLOBALS = frozenset({"STORE_GLOBAL", "DELETE_GLOBAL"})
+_REBINDS = frozenset({"STORE_DEREF", "DELETE_DEREF"})
+# By these code finds what is bound, or binds it, without naming it.
+SETTERS = frozenset({"setattr", "delattr"})  # of modules too, whose names are global
+_NAMESPACES = SETTERS | {"globals", "eval", "exec", "__closure__", "__globals__"}
+
+
+@functools.lru_cache(maxsize=1024)
+def instructions_of(code: CodeType) -> tuple[dis.Instruction, ...]:
+    """The instructions of a function, without those of functions written inside it."""
+    return (*dis.get_instructions(code),)
+
+
+@functools.lru_cache(maxsize=4096)
+def globals_of(code: CodeType) -> tuple[tuple[str, bool], ...]:
+    """The globals that a function, or one written inside it, names, and whether it rebinds them."""
+    found: dict[str, bool] = {}
+    for i in instructions_of(code):
+        if i.opname in _GLOBALS:
+            found[i.argval] = found.get(i.argval, False) or i.opname in _REBINDS_GLOBALS
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            for name, rebound in globals_of(constant):
+                found[name] = found.get(name, False) or rebound
+    return tuple(found.items())
+
+
+@functools.lru_cache(maxsize=4096)
+def rebound_of(code: CodeType) -> frozenset[str]:
+    """The names of closures that code, or what is written inside it, gives another value."""
+    inner = [rebound_of(c) for c in code.co_consts if isinstance(c, CodeType)]
+    own = (i.argval for i in instructions_of(code) if i.opname in _REBINDS)
+    return frozenset(own).union(*inner)
+
+
+@functools.lru_cache(maxsize=4096)
+def may_rebind(code: CodeType) -> bool:
+    """Whether a function may give names that are not its own another value."""
+    return rebinds(code, names_of(code))
+
+
+def rebinds(code: CodeType, names: frozenset[str]) -> bool:
+    """Whether it does, or may by one of these names that it asks for."""
+    if not rebound_of(code).isdisjoint(code.co_freevars):
+        return True
+    return any(written for _, written in globals_of(code)) or not _NAMESPACES.isdisjoint(names)
+
+
+@functools.lru_cache(maxsize=4096)
+def names_of(code: CodeType) -> frozenset[str]:
+    """All names of globals and attributes in a function, or in one written inside it."""
+    inner = [names_of(c) for c in code.co_consts if isinstance(c, CodeType)]
+    return frozenset(code.co_names).union(*inner)
+
+
+@functools.lru_cache(maxsize=4096)
+def written_in(code: CodeType) -> frozenset[str]:
+    """All names that stand in a function, or in one inside it, as such or as text."""
+    return frozenset(code.co_names).union(*map(in_constant, code.co_consts))
+
+
+def in_constant(constant: Any) -> Iterable[str]:
+    """The names that stand in a constant of a function's."""
+    if isinstance(constant, CodeType):
+        return written_in(constant)
+    if isinstance(constant, (tuple, frozenset)):
+        return [name for c in constant for name in in_constant(c)]
+    return [constant] if isinstance(constant, str) else ()  # any text may name an attribute

@@ -1,0 +1,37 @@
+"""Sparse tensors, which no wrapper can stand for: those that do not differ go on as they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from forall._compat.dispatch_state import below_autograd, no_dispatch
+from forall._compat.wrapper_tensor import Wrapper
+from forall._core.levels import second_name
+
+COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+_LAYOUTS = frozenset({*COMPRESSED, torch.sparse_coo})
+
+aten = torch.ops.aten
+# What puts values in given places.
+COMPRESSING = frozenset(
+    {
+        aten.sparse_compressed_tensor.comp_plain_value_size,
+        aten.sparse_compressed_tensor.comp_plain_value,
+        aten._sparse_compressed_tensor_unsafe.default,
+    }
+)
+PLACING = COMPRESSING | {aten._sparse_coo_tensor_with_dims_and_tensors.default}
+
+
+def is_sparse(a: Any) -> bool:
+    return isinstance(a, torch.Tensor) and a.layout in _LAYOUTS
+
+
+def constant(t: torch.Tensor) -> torch.Tensor:
+    """A second name, which may be that of a view."""
+    if isinstance(t, Wrapper):
+        return second_name(t)
+    with no_dispatch(), below_autograd():
+        return t.detach()

@@ -1,0 +1,8 @@
+"""Where examples part ways: Python's control flow, numbers and containers, one for each lane."""
+
+from forall._divergence.runtime import Refused as Refused
+from forall._divergence.runtime import convert as convert
+from forall._divergence.runtime import is_running as is_running
+from forall._divergence.runtime import users as users
+from forall._divergence.thread_state import thread as thread
+from forall._divergence.user_code import deeply as deeply

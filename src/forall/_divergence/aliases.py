@@ -1,0 +1,161 @@
+"""One tensor under several names: a joined tensor is a copy where the loop's is one of before.
+
+    y = x
+    if c: y = 2 * x
+    y += 1           # in the loop, x too where not c
+
+Each tensor that was ever joined has an identity, and a copy has, for some lanes, that of what it
+was joined from. What is written into one of them is put into all that are alive and have the same
+identity for the lanes that write. Who writes does not matter: the memory tells that it was written
+into, by whatever name and way. A view is kept alive by its copies: it is the way to what it views,
+and what is written there by any name is put into them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from forall._divergence.vmap_interface import both, either, words
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+_WAITS: Any = object()  # in a lane's place: who is nobody's twin until it is joined itself
+
+
+class _Identity:
+    """What a tensor of the loop is; ``names`` are of ours that are it for some lanes."""
+
+    __slots__ = ("names",)
+
+    def __init__(self) -> None:
+        self.names: list[tuple[Any, weakref.ref[Name]]] = []
+
+    def add(self, lanes: Any, name: Name) -> None:
+        self.names[:] = [(w, known) for w, known in self.names if known() is not None]
+        self.names.append((lanes, weakref.ref(name)))
+
+    def is_only(self, name: Name) -> bool:
+        return all(known() in (None, name) for _, known in self.names)
+
+
+class _Piece(NamedTuple):
+    lanes: Any  # None: all
+    identity: _Identity
+    way: Any  # what has to stay alive: the view that these lanes have
+
+
+class Name:
+    """A tensor of ours, and what it is in the loop. Its memory has it, for as long as it lives."""
+
+    __slots__ = ("__weakref__", "kind", "memory", "pieces", "tensor", "views")
+
+    def __init__(self, tensor: Any, memory: Any) -> None:
+        self.tensor = weakref.ref(tensor)
+        self.memory = _nothing if memory is None else weakref.ref(memory)
+        self.kind, self.views = type(tensor), words.views(tensor)
+        self.pieces: list[_Piece] = []
+
+    def found(self) -> Any:
+        """The tensor, or another name of all its memory; None where there is nothing any more."""
+        tensor, memory = self.tensor(), self.memory()
+        if tensor is not None or memory is None or self.views:
+            return tensor
+        return words.renamed(self.kind, memory)
+
+    def is_of_use(self) -> bool:
+        """Whether it may be written under this name, and somebody else then follows."""
+        if self.tensor() is not None:
+            return True
+        return not self.views and not all(p.identity.is_only(self) for p in self.pieces)
+
+    def settled(self) -> list[_Piece]:
+        """The pieces, of which one is for all lanes for which nobody else is this tensor."""
+        alone = [p for p in self.pieces if p.way is None and p.identity.is_only(self)]
+        if len(alone) > 1 or not self.pieces:
+            mine = {id(p) for p in alone}
+            shared = [p for p in self.pieces if id(p) not in mine]
+            lanes = either([p.lanes for p in alone]) if shared else None
+            self.pieces = [*shared, _Piece(lanes, identity := _Identity(), None)]
+            identity.add(lanes, self)
+        return self.pieces
+
+    def twins(self, lanes: Any) -> Iterator[tuple[Name, Any]]:
+        """What is the same tensor in the loop, and for which of these lanes."""
+        for piece in self.pieces:
+            mine = lanes if piece.lanes is None else both(piece.lanes, lanes)
+            for w, known in [*piece.identity.names] if mine is not None else ():
+                twin = known()
+                if w is _WAITS:
+                    continue
+                shared = mine if w is None else both(mine, w)
+                if twin is not None and twin is not self and shared is not None:
+                    yield twin, shared
+
+
+def _nothing() -> None:
+    return None
+
+
+def remember(copy: Any, parts: list[tuple[Any, Any]], *, follows: bool = True) -> None:
+    """``copy`` was joined from these; None is what nobody has under another name.
+
+    It does not follow where its lanes do not run until it is joined itself.
+    """
+    name = _name(copy)
+    for world, tensor in parts:
+        for w, identity, way in _of(tensor):
+            lanes = world if w is None else both(world, w)
+            if lanes is not None:
+                name.pieces.append(_Piece(lanes, identity, way))
+                identity.add(lanes if follows else _WAITS, name)
+
+
+def _of(tensor: Any) -> list[_Piece]:
+    """What a tensor is in the loop, for those who are joined from it."""
+    if tensor is None:
+        return [_Piece(None, _Identity(), None)]
+    name = _name(tensor)
+    pieces = name.settled()
+    way = tensor if name.views else name if name.memory() is None else None
+    return [p if p.way is not None else p._replace(way=way) for p in pieces]
+
+
+def _name(tensor: Any) -> Name:
+    memory = words.memory(tensor)
+    if memory is None:  # from outside of all lanes
+        return Name(tensor, None)
+    names = memory.names = [name for name in memory.names or () if name.is_of_use()]
+    for name in names:
+        if name.tensor() is tensor:
+            return name
+    names.append(Name(tensor, memory))
+    return names[-1]
+
+
+def follow() -> None:
+    """Something was written, by the lanes that run: what is the same in the loop follows.
+
+    Each memory is reached once for each lane, from what was written on.
+    """
+    now = words.now()
+    todo = [(memory, now) for memory in words.changed()]
+    reached = {id(memory): [now] for memory, _ in todo}
+    for memory, lanes in todo:  # it grows
+        for name in [*memory.names]:
+            for twin, shared in name.twins(lanes):
+                rest = _without(shared, reached.get(id(twin.memory()), ()))
+                target = None if rest is None else twin.found()
+                if target is not None:
+                    words.put(target, name.found(), rest)
+                    for other in words.changed():
+                        todo.append((other, rest))
+                        reached.setdefault(id(other), []).append(rest)
+
+
+def _without(lanes: Any, worlds: Any) -> Any:
+    for world in worlds:
+        lanes = None if lanes is None else lanes - world
+    return lanes

@@ -1,0 +1,442 @@
+"""``f(args)`` in converted code: convert what f is, or run it once for each group of lanes."""
+
+from __future__ import annotations
+
+import functools
+import re
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from forall._ast_rewrite import Refused, template
+from forall._compat.exception_safety import contextmanager
+from forall._core.call_site import Place
+from forall._core.divergence import Parted
+from forall._core.python_state import Remembered
+from forall._divergence import pure_call, subscripts
+from forall._divergence.heap import CONTAINERS, Unsplittable, slot_of
+from forall._divergence.join import merge
+from forall._divergence.report import Report
+from forall._divergence.report_records import Function
+from forall._divergence.thread_state import close_down_to, each_world, thread
+from forall._divergence.user_code import (
+    OTHERS,
+    USERS,
+    is_library,
+    whose,
+)
+from forall._divergence.varying import (
+    Varying,
+    plain,
+    varies,
+    worlds_of,
+)
+from forall._divergence.vmap_interface import words
+from forall._vmap.fast_path.operators import called
+
+OVERRIDDEN: dict[Any, Callable] = {}  # builtins that mean something for lanes (see `builtin`)
+PASSED_ON: set[Any] = set()  # builtins that call the functions they are given, and nothing else
+READS_ONLY = frozenset({"index", "count", "copy", "get", "keys", "values", "items"})
+# Operators of torch in C that look at values, so that lanes may part inside
+LOOKS = frozenset(
+    [
+        "item",
+        "tolist",
+        "numpy",
+        "__bool__",
+        "__int__",
+        "__float__",
+        "__index__",
+        "__complex__",
+        "__contains__",
+        "is_nonzero",
+        "nonzero",
+        "argwhere",
+        "unique",
+        "unique_consecutive",
+        "masked_select",
+        "equal",
+        "allclose",
+        "bincount",
+        "histc",
+        "repeat_interleave",
+        "combinations",
+        "tensor_split",
+        "__getitem__",
+        "where",
+        "index",
+        "index_put_",
+        "_unique",
+        "_unique2",
+        "cholesky",
+        "eigh",
+        "as_tensor",
+        "tensor",
+        "full",
+        "arange",
+        "linspace",
+        "narrow",
+        "select",
+    ]
+)
+# Of torch's, what asks a number of the examples for one int before it hears that this has a meaning
+ASKS_FIRST = frozenset({"select", "roll"})
+OPAQUE = object()
+# Whose methods in C change nothing
+_CONSTANT = (
+    types.ModuleType, type, str, bytes, int, float, complex, tuple, frozenset, range, slice,
+    re.Pattern, re.Match, types.FunctionType,
+)  # fmt: skip
+_plans: dict[types.CodeType, Any] = {}
+_deep_plans: dict[types.CodeType, Any] = {}  # of functions of other libraries
+_refused: dict[types.CodeType, Refused] = {}  # why these functions are run as they are
+_of_torch_alone: set[Any] = set()  # functions of torch's that mean nothing else here
+
+
+def call(f: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """``f(*args, **kwargs)`` for the lanes that run. They run together again when it returns."""
+    kind = type(f)
+    if kind is types.FunctionType:
+        plan = _plans.get(f.__code__) or _plan(f)
+        if plan is OTHERS:
+            plan = _others(f)
+        if plan is OPAQUE:
+            return opaque(f, args, kwargs)
+        if plan.straight is not None:
+            found = pure_call.called(plan, f, args, kwargs)
+            if found is not pure_call.NOTHING:
+                return found
+        return within_scope(plan.function(f), args, kwargs)
+    if kind is types.MethodType:
+        return call(f.__func__, f.__self__, *args, **kwargs)
+    if kind is types.BuiltinFunctionType or kind is type:
+        if f in _of_torch_alone and not thread.loose:
+            return _of_torch(f, f, args, args, kwargs)
+        if thread.parted:
+            _refuse_kept(args)
+        override = OVERRIDDEN.get(f)
+        if override is not None:
+            return override(*args, **kwargs)
+        if kind is type:
+            return _made(f, args, kwargs)
+        return _builtin(f, args, kwargs)
+    if kind is functools.partial:
+        return call(f.func, *f.args, *args, **{**f.keywords, **kwargs})
+    if kind is Varying:
+        return f.each(lambda g: call(g, *args, **kwargs))
+    if isinstance(f, type):
+        return _made(f, args, kwargs)
+    return _object(f, args, kwargs)
+
+
+def _refuse_kept(args: tuple) -> None:
+    """An iterator that some lanes alone use up would be used up for the others."""
+    for n in range(len(args)):
+        # The tuple and the question refer to it; and somebody else does? A name here would be
+        # counted once more on some versions of Python.
+        if hasattr(type(args[n]), "__next__") and sys.getrefcount(args[n]) > 2:
+            raise Unsplittable("an iterator that is kept, used by some examples alone")
+
+
+def within_scope(g: Callable, args: tuple, kwargs: dict) -> Any:
+    """Call what is converted: the lanes that run now run again when it is left."""
+    t = thread
+    top, depth, parted = t.top, len(t.entered), t.parted
+    try:
+        result = g(*args, **kwargs)
+        if t.top is not top:
+            close_down_to(t, top)
+    except BaseException:
+        if t.failed is None:
+            t.failed = words.now()
+        t.back(depth)
+        t.top, t.parted = top, parted
+        raise
+    else:
+        return result
+
+
+def _plan(f: types.FunctionType) -> Any:
+    """How this function is run: its converted template, OPAQUE, or OTHERS, where it depends."""
+    kind = whose(f.__code__)
+    plan = _made_plan(f) if kind is USERS else OTHERS if kind is OTHERS else OPAQUE
+    _plans[f.__code__] = plan
+    return plan
+
+
+def _others(f: types.FunctionType) -> Any:
+    """How one of another library is run now."""
+    thread.met_others = True
+    if not thread.deeply:
+        return OPAQUE
+    plan = _deep_plans.get(f.__code__)
+    if plan is None:
+        plan = _deep_plans[f.__code__] = _made_plan(f)
+    return plan
+
+
+def _made_plan(f: types.FunctionType) -> Any:
+    plan = template(f)
+    if isinstance(plan, Refused):
+        if thread.report is not None:
+            tell(f, plan)
+        _refused[f.__code__] = plan
+        return OPAQUE
+    if thread.report is not None:
+        code = f.__code__
+        thread.report.converted[code] = Function(f.__name__, Place.of(code).near())
+    return plan
+
+
+def plan_of(f: types.FunctionType) -> Any:
+    """The converted template of a function; None where it is run as it is."""
+    plan = _plans.get(f.__code__) or _plan(f)
+    if plan is OTHERS:
+        plan = _others(f)
+    return None if plan is OPAQUE else plan
+
+
+def tell(f: types.FunctionType, refused: Refused) -> None:
+    """Report a function that stays as it is."""
+    file, _, line = refused.place.rpartition(":")
+    place = Place(file, int(line)).near()
+    thread.report.refused[f.__code__] = Function(f.__name__, place, refused.reason)
+
+
+@contextmanager
+def reported(report: Report) -> Iterator[None]:
+    """Collect in the body what becomes of each function."""
+    was, thread.report = thread.report, report
+    _plans.clear()  # each is told of when it is made
+    _deep_plans.clear()
+    try:
+        yield
+    finally:
+        thread.report = was
+
+
+def _made(cls: Any, args: tuple, kwargs: dict) -> Any:
+    """An instance: its ``__init__`` is converted like any function."""
+    init = cls.__init__
+    if (
+        isinstance(init, types.FunctionType)
+        and type(cls).__call__ is type.__call__
+        and cls.__new__ is object.__new__
+        and not is_library(init.__code__)
+    ):
+        made = object.__new__(cls)
+        call(init, made, *args, **kwargs)
+        return made
+    return opaque(cls, args, kwargs)
+
+
+def _builtin(f: Any, args: tuple, kwargs: dict) -> Any:
+    """A function or method written in C."""
+    owner = getattr(f, "__self__", None)
+    if f in PASSED_ON:
+        args = tuple(converted(a) if isinstance(a, types.FunctionType) else a for a in args)
+    if type(owner) in CONTAINERS:
+        return _of_container(f, owner, args, kwargs)
+    if isinstance(owner, words.Tensor):
+        return _of_tensor(f, owner, args, kwargs)
+    if slot_of(owner) is not None:
+        return opaque(f, args, kwargs, owners=(owner,))
+    if thread.parted and not (owner is None or isinstance(owner, _CONSTANT)):
+        raise Unsplittable(f"{f.__name__} of an object that it may change, by some examples alone")
+    return opaque(f, args, kwargs)
+
+
+def _of_container(f: Any, owner: Any, args: tuple, kwargs: dict) -> Any:
+    """A method of a list, dict, set."""
+    name = f.__name__
+    if thread.mixed and id(owner) in thread.mixed:
+        if name not in READS_ONLY and thread.parted:
+            subscripts.note(owner)
+        return subscripts.apiece(
+            (owner, *args), lambda: call(getattr(owner, name), *args, **kwargs)
+        )
+    if name in (
+        "append",
+        "extend",
+        "insert",
+        "clear",
+        "reverse",
+        "setdefault",
+        "update",
+        "popleft",
+    ):
+        if thread.parted:
+            subscripts.note(owner)
+        return f(*args, **kwargs)
+    if name == "pop" and all(type(a) in (int, str) for a in args):
+        if thread.parted:
+            subscripts.note(owner)
+        return f(*args)
+    if name == "get" and type(args[0]) in (int, str):
+        return f(*args)
+    if name in ("keys", "values", "items", "copy"):
+        return f()
+    return opaque(f, args, kwargs, owners=(owner,))
+
+
+def _of_tensor(f: Any, owner: Any, args: tuple, kwargs: dict) -> Any:
+    name = f.__name__
+    if thread.loose or (name in LOOKS and not _has_numbers_for_ints(f, (*args, *kwargs.values()))):
+        return opaque(f, args, kwargs)
+    return _of_torch(getattr(type(owner), name, None), f, (owner, *args), args, kwargs)
+
+
+def _has_numbers_for_ints(f: Any, given: tuple) -> bool:
+    """Return True if a call has numbers of the examples where torch would ask for one int."""
+    return f.__name__ in ASKS_FIRST and any(type(v) is words.Number for v in given)
+
+
+def _of_torch(func: Any, f: Any, operands: tuple, args: tuple, kwargs: dict) -> Any:
+    """``f(*args)``, which torch's function modes see as ``func(*operands)``."""
+    if _has_numbers_for_ints(f, (*operands, *kwargs.values())):
+        return words.mean(func, operands, kwargs)
+    found = called(func, operands, kwargs)
+    return f(*args, **kwargs) if found is None else found
+
+
+def _object(f: Any, args: tuple, kwargs: dict) -> Any:
+    """An object with ``__call__``, a module among them; else whatever it is."""
+    kind = type(f)
+    own = getattr(kind, "__call__", None)  # noqa: B004 - which function it is
+    if isinstance(own, types.FunctionType):
+        forward = getattr(f, "forward", None)
+        if (
+            hasattr(f, "_forward_hooks")
+            and forward is not None
+            and own.__name__ == "_wrapped_call_impl"
+        ):
+            return call(forward, *args, **kwargs) if not _hooked(f) else opaque(f, args, kwargs)
+        return call(own, f, *args, **kwargs)
+    return opaque(f, args, kwargs)
+
+
+def _hooked(module: Any) -> bool:
+    """Whether a torch module does more when called than run ``forward``."""
+    everywhere = sys.modules["torch.nn.modules.module"]
+    names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    if module._compiled_call_impl is not None or any(getattr(module, name) for name in names):
+        return True
+    return any(getattr(everywhere, f"_global{name}") for name in names)
+
+
+# --- what is not converted
+
+
+def opaque(f: Any, args: tuple, kwargs: dict, owners: tuple = ()) -> Any:
+    """Run f as it is. Where lanes part inside, it is run again for each group."""
+    if thread.loose:
+        values = [*owners, *args, *kwargs.values()]
+        if not (type(f) is types.BuiltinFunctionType and _is_torchs(f)):
+            values += thread.varying()
+        if any(varies(v) for v in values):
+            worlds = worlds_of(values)
+            if len(worlds) > 1 or any(varies(v) for v in (*owners, *args, *kwargs.values())):
+                return _apiece(f, args, kwargs, owners, worlds)
+    if type(f) is types.BuiltinFunctionType and _is_torchs(f):
+        if f.__name__ not in LOOKS or _has_numbers_for_ints(f, (*args, *kwargs.values())):
+            if isinstance(getattr(f, "__self__", None), words.Tensor):
+                return f(*args, **kwargs)
+            if f not in OVERRIDDEN and f not in PASSED_ON:
+                _of_torch_alone.add(f)
+            return _of_torch(f, f, args, args, kwargs)
+        return words.apart(lambda: f(*args, **kwargs), merge)
+    if _is_used_up((*owners, *args, *kwargs.values())):
+        return _once(f, args, kwargs)
+    changed = [a for a in (*owners, *args, *kwargs.values()) if slot_of(a) is not None]
+    run = functools.partial(f, *args, **kwargs)
+    if thread.report is not None:
+        run = thread.report.watched(f, run)
+    if type(f) is types.FunctionType and f.__code__ in _refused:
+        run = _noticed(f.__code__, run)
+    return subscripts.changing(changed, run, _state(f, args, kwargs))
+
+
+def _noticed(code: types.CodeType, run: Callable[[], Any]) -> Callable[[], Any]:
+    """``run`` of a function that could not be converted: who parts in it has to hear why."""
+
+    def noticed() -> Any:
+        try:
+            return run()
+        except Parted:
+            thread.ran_again[code] = _refused[code]
+            raise
+
+    return noticed
+
+
+def _is_used_up(values: tuple) -> bool:
+    """Whether there is an iterator among these: what somebody has taken of it is gone."""
+    return any(hasattr(type(v), "__next__") for v in values)
+
+
+def _once(f: Any, args: tuple, kwargs: dict) -> Any:
+    """What takes something of an iterator has no second time."""
+    try:
+        return f(*args, **kwargs)
+    except RuntimeError as error:
+        if thread.loose and str(error).endswith("during iteration"):
+            raise Unsplittable("an iterator of what differs in length or keys") from None
+        raise
+
+
+def _state(f: Any, args: tuple, kwargs: dict) -> Remembered | None:
+    """What else a call may change: asked where lanes are apart, or may part in the user's code."""
+    code = getattr(getattr(f, "__func__", f), "__code__", None)
+    if not thread.parted and (code is None or is_library(code)):
+        return None
+    given: list[Any] = []
+    for a in (*args, *kwargs.values()):
+        if slot_of(a) is None:
+            given.append(a)
+        elif not isinstance(a, bytearray):
+            given += a.values() if isinstance(a, dict) else a
+    given = [a for a in given if not isinstance(a, words.Tensor)]
+    known = slot_of(getattr(f, "__self__", None)) is not None  # whose slot is one of those noted
+    return Remembered(getattr(f, "__func__", len) if known else f, given)
+
+
+def _is_torchs(f: Any) -> bool:
+    owner = getattr(f, "__self__", None)
+    if isinstance(owner, words.Tensor):
+        return True
+    module = getattr(f, "__module__", None) or getattr(owner, "__name__", "") or ""
+    return module.startswith("torch")
+
+
+def _apiece(f: Any, args: tuple, kwargs: dict, owners: tuple, worlds: list) -> Any:
+    """Once for each of the worlds in which nothing varies."""
+    if len(worlds) > 1 and _is_used_up((*owners, *args, *kwargs.values())):
+        raise Unsplittable("an iterator, used up by the first of several examples")
+    if thread.parted or len(worlds) > 1:
+        for owner in owners:
+            subscripts.note(owner)
+
+    def run(_: Any) -> Any:
+        plainly = tuple(plain(a) for a in args)
+        return opaque(f, plainly, {k: plain(v) for k, v in kwargs.items()}, owners)
+
+    return each_world([(world, None) for world in worlds], run)
+
+
+def converted(f: Callable) -> Callable:
+    """A function that runs f converted: for those who call what they are given."""
+    if getattr(f, "__forall_converts__", None) is not None:
+        return f
+    if isinstance(f, types.FunctionType) and is_library(f.__code__):
+        return f
+
+    @functools.wraps(f)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return call(f, *args, **kwargs) if thread.runs else f(*args, **kwargs)
+
+    run.__forall_converts__ = f
+    return run
+
+
+__all__ = ["Refused", "call", "converted", "merge", "opaque"]

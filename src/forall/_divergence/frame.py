@@ -1,0 +1,276 @@
+"""`Frame`: one running call of a converted function. What its code asks of us it asks here.
+
+NOTE. How a function is rewritten, and who does what (`forall._ast_rewrite` writes the code):
+
+- Bodies stay where they are, in loops of one trip, so that ``break`` leads to where lanes meet.
+- ``dead`` is set when no lane goes on here: all have returned, or left the loop. Each construct
+  whose body could do that is followed by ``if dead: break`` (or the frame's return).
+- ``apart`` counts what keeps lanes of this call from running together. While it is 0, ``return``,
+  ``break`` and ``continue`` are Python's own, nearly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from forall._divergence import (
+    branch_tests,
+    converted_call,
+    scalar_calls,
+    subscripts,
+)
+from forall._divergence.branch_tests import PLAIN, Truth, ask
+from forall._divergence.heap import (
+    CONTAINERS,
+    Cell,
+    Global,
+    Unsplittable,
+)
+from forall._divergence.if_region import NO, YES, Branch
+from forall._divergence.join import UNDEFINED, Parts, merge
+from forall._divergence.loop_region import Loop
+from forall._divergence.predicated_if import at_once
+from forall._divergence.thread_state import Region, close_down_to, thread
+from forall._divergence.varying import Varying
+from forall._divergence.vmap_interface import words
+from forall._vmap.batched_tensor import Batched
+from forall._vmap.fast_path.operators import fused, operators
+
+straight = operators()
+_CONVERTED = {-1: lambda v: v, ord("r"): repr, ord("s"): str, ord("a"): ascii}
+
+
+def _text(*pieces: Any) -> str:
+    """An f-string's text. Each piece is a text, or a value, its conversion and its format."""
+    return "".join(p if type(p) is str else format(_CONVERTED[p[1]](p[0]), p[2]) for p in pieces)
+
+
+class Frame(Region):
+    """A call of a converted function, from its first line to where all its lanes have returned."""
+
+    __slots__ = ("apart", "dead", "returned")
+
+    # what converted code needs of Python itself, whatever its own names mean
+    locals = locals
+    undefined = UNDEFINED
+    once = (None,)
+    globals = globals
+    AssertionError = AssertionError
+    slice = slice
+    new_set = set
+
+    def __init__(self) -> None:
+        Region.__init__(self, thread)
+        self.apart = 0
+        self.dead = False
+        self.returned: list[tuple[Any, Any, dict]] | None = None
+
+    # --- statements
+
+    def branch(self, test: Any) -> Any:
+        if test is True:
+            return YES
+        if test is False:
+            return NO
+        answer = ask(test)
+        if type(answer) is bool:
+            return YES if answer else NO
+        self.t.saw("if", (answer[0].size, answer[1].size))
+        return Branch(self, *answer)
+
+    def loop(self, *names: str) -> Loop:
+        return Loop(self, names)
+
+    def leave(self, value: Any) -> None:
+        """``return value`` by some lanes; others go on."""
+        if self.returned is None:
+            self.returned = []
+            self.apart += 1
+            self.t.parted += 1
+        self.returned.append((words.now(), value, self.captured()))
+        self.dead = True
+
+    def result(self, value: Any = None) -> Any:
+        """What the call returns, here where its last lanes return (or have, if dead)."""
+        parts = self.returned
+        if parts is None:
+            return value
+        if not self.dead:
+            parts.append((words.now(), value, self.captured()))
+        self.t.back(self.depth)
+        self.meet([(w, written) for w, _, written in parts])
+        self.t.parted -= 1
+        self.returned = None
+        return merge([(w, v) for w, v, _ in parts])
+
+    # --- expressions
+
+    @staticmethod
+    def bound(value: Any) -> Any:
+        """Return the value of a name; raise where some of the lanes that run have not bound it."""
+        if type(value) is Varying:
+            value.now()
+        return value
+
+    chosen = staticmethod(branch_tests.chosen)
+
+    def both(self, a: Any, b: Callable) -> Any:
+        return branch_tests.shortcut(a, b, stop=False)
+
+    def either(self, a: Any, b: Callable) -> Any:
+        return branch_tests.shortcut(a, b, stop=True)
+
+    def both_test(self, a: Any, b: Callable) -> Any:
+        return branch_tests.shortcut_test(a, b, stop=False)
+
+    def either_test(self, a: Any, b: Callable) -> Any:
+        return branch_tests.shortcut_test(a, b, stop=True)
+
+    negated_test = staticmethod(branch_tests.negated)
+
+    def negated(self, test: Any) -> Any:
+        found = branch_tests.negated(test)
+        return found.value() if type(found) is Truth else found
+
+    def chain(self, names: tuple[str, ...], left: Any, right: Any, *rest: Callable) -> Any:
+        """``left < right < ...``: each further operand only for lanes for which it still holds."""
+        first = self.compare(names[0], left, right)
+        if not rest:
+            return first
+        return branch_tests.shortcut(
+            first, lambda: self.chain(names[1:], right, rest[0](), *rest[1:]), stop=False
+        )
+
+    def compare(self, name: str, a: Any, b: Any) -> Any:
+        if name in ("is_", "is_not"):
+            return self.same(a, b, name == "is_")
+        if name in ("in_", "not_in"):
+            return self.contains(a, b, name == "in_")
+        return straight[name](a, b)
+
+    def same(self, a: Any, b: Any, wanted: bool) -> Any:
+        """``a is b``."""
+        if type(a) is Varying:
+            return a.each(lambda v: self.same(v, b, wanted))
+        if type(b) is Varying:
+            return b.each(lambda v: self.same(a, v, wanted))
+        if type(a) is words.Number and a.kind is bool and type(b) is bool:
+            return a == b if wanted else a != b  # there is one True
+        return (a is b) is wanted
+
+    def contains(self, item: Any, container: Any, wanted: bool) -> Any:
+        """``item in container``."""
+        found = subscripts.contains(item, container)
+        if type(found) is bool:
+            return found is wanted
+        return found if wanted else self.negated(found)
+
+    call = staticmethod(converted_call.call)
+    at_once = staticmethod(at_once)
+    scalar = staticmethod(scalar_calls.run)
+    Unsplittable = Unsplittable
+    item = staticmethod(subscripts.get)
+    store_item = staticmethod(subscripts.store)
+    delete_item = staticmethod(subscripts.delete)
+    store_attr = staticmethod(subscripts.store_attr)
+    delete_attr = staticmethod(subscripts.delete_attr)
+    unpacked = staticmethod(subscripts.unpacked)
+    starred = staticmethod(subscripts.starred)
+
+    def added(self, a: Any, b: Any) -> Any:
+        """``a + b``."""
+        if self.t.mixed and (id(a) in self.t.mixed or id(b) in self.t.mixed):
+            return subscripts.apiece(
+                (a, b), lambda: subscripts.resolved(a) + subscripts.resolved(b)
+            )
+        return straight["add"](a, b)
+
+    def updated(self, name: str, a: Any, b: Any) -> Any:
+        """``a += b`` and its kin: what ``a`` is then."""
+        if self.t.parted and type(a) in CONTAINERS:
+            subscripts.note(a)
+        return subscripts.updated(name, a, b)
+
+    def run(self, function: Callable, iterable: Any) -> Any:
+        """A comprehension."""
+        return converted_call.within_scope(function, (iterable,), {})
+
+    def fused(self, fast: Callable, slow: Callable, *operands: Any) -> Any:
+        """An expression of several operators: at once on the stacks, else one after another."""
+        for a in operands:
+            if type(a) is Batched:
+                found = fused(fast, operands)
+                return slow(self, *operands) if found is None else found
+        return slow(self, *operands)
+
+    def text(self, *pieces: Any) -> Any:
+        """An f-string: that of each lane, where they differ."""
+        if all(type(p) is str or (type(p[0]) in PLAIN and type(p[2]) is str) for p in pieces):
+            return _text(*pieces)
+        return converted_call.opaque(_text, pieces, {})
+
+    def grow(self, out: list, value: Any) -> None:
+        """``out.append(value)`` in a comprehension, whose list nobody else has seen."""
+        if self.apart or self.t.loose:
+            self.call(out.append, value)
+        else:
+            out.append(value)
+
+    def is_sequence(self, value: Any, count: int, more: bool) -> Any:
+        """Whether a pattern of so many items may fit."""
+        if type(value) is Varying:
+            return value.each(lambda v: self.is_sequence(v, count, more))
+        if not isinstance(value, (list, tuple, Sequence)) or isinstance(value, (str, bytes)):
+            return False
+        length = self.call(len, value)
+        return length >= count if more else length == count
+
+    def many_times(self, iterable: Any) -> Any:
+        """What a ``for`` finds under a name: those that leave it early leave no item behind."""
+        if hasattr(type(iterable), "__next__"):
+            raise Unsplittable("an iterator that is kept")
+        return iterable
+
+    # --- ``with``: an exception that it swallows has left regions open
+
+    def manager(self, value: Any) -> Any:
+        if type(value) is Varying:
+            value = subscripts.resolved(value)
+            if type(value) is Varying:
+                raise Unsplittable("a context manager that is another for some examples")
+        return value
+
+    def mark(self) -> tuple:
+        self.t.failed = None
+        return self.t.top, self.t.parted
+
+    def unmark(self, mark: tuple) -> None:
+        top, parted = mark
+        failed, self.t.failed = self.t.failed, None
+        if self.t.parted != parted or (failed is not None and failed != words.now()):
+            raise Unsplittable("an exception was caught that only some examples raised")
+        if self.t.top is not top:
+            close_down_to(self.t, top)
+
+    # --- names that other functions see
+
+    def noting(self, reader: Callable, value: Any) -> Any:
+        self.note_cell(reader)
+        return value
+
+    def note_cell(self, reader: Callable) -> None:
+        """The name that this function reads is about to change."""
+        if self.t.parted:
+            cells: Any = reader.__closure__
+            self.t.note(Cell(cells[0]))
+
+    def note_global(self, names: dict, name: str) -> None:
+        if self.t.parted:
+            self.t.note(Global(names, name))
+
+
+for _name, _operator in straight.items():
+    setattr(Frame, _name, staticmethod(_operator))
+
+__all__ = ["Frame", "Parts"]

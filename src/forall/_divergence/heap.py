@@ -1,0 +1,316 @@
+"""What outlives a line: lists, dicts, attributes, cells. They hold what the running lanes have.
+
+NOTE. While lanes are apart, every write is noted first: what was there (`Slot.get`), where.
+Thus when the other lanes run they find the heap as it was (`Slot.put`), and when lanes
+meet what each left is joined in the very same object (`Slot.meet`). Names of an object do not
+matter, since the object stays the same.
+
+A list that has one length for some lanes and another for others can be shown for either, not for
+both. It is *mixed*: `Thread.mixed` has its contents by world, and the object itself holds one
+`Mixed`, which complains. Whatever uses a mixed object runs for one world after the other.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from typing import Any
+
+from forall._core.raw_containers import bare
+from forall._divergence.join import (
+    UNDEFINED,
+    Parts,
+    merge,
+    within,
+)
+from forall._divergence.vmap_interface import words
+
+CONTAINERS: dict[type, Any] = {}
+
+
+class Split:
+    """The contents of one object by world, where they cannot be joined."""
+
+    __slots__ = ("parts",)
+
+    def __init__(self, parts: Parts) -> None:
+        self.parts = parts
+
+    def within(self, world: Any) -> Any:
+        """What of it lanes of this world see."""
+        parts = within(self.parts, world)
+        return parts[0][1] if len(parts) == 1 else Split(parts)
+
+
+class Mixed:
+    """All that an object holds that has other contents for some lanes than for others."""
+
+    def __init__(self, kind: type) -> None:
+        self.kind = kind
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        self.refuse()
+
+    def refuse(self, *_: Any) -> Any:
+        raise Unsplittable(
+            f"a {self.kind.__name__} that differs in length or keys between examples"
+        )
+
+    __bool__ = __iter__ = __call__ = __getitem__ = __len__ = __add__ = __radd__ = refuse
+    __mul__ = __rmul__ = __sub__ = __rsub__ = __truediv__ = __rtruediv__ = __float__ = refuse
+    __lt__ = __gt__ = __le__ = __ge__ = __int__ = __index__ = __neg__ = refuse
+
+
+class Unsplittable(BaseException):
+    """Lanes part where nothing can hold them apart: the call has to be run for each group.
+
+    No Exception: the user's ``except Exception`` is about the function's own errors.
+    """
+
+
+class SeveralKinds(Unsplittable):
+    """The examples' results are no one value, with whatever code they were computed."""
+
+
+class Slot:
+    """A place in memory. ``key`` tells it from all others."""
+
+    __slots__ = ("key", "owner")
+
+    def __init__(self, owner: Any) -> None:
+        self.owner = owner
+        self.key: Any = id(owner)
+
+    def get(self, thread: Any) -> Any:
+        raise NotImplementedError
+
+    def put(self, thread: Any, content: Any) -> None:
+        raise NotImplementedError
+
+    def meet(self, thread: Any, parts: Parts) -> None:
+        """Let the contents of the lanes that meet be joined."""
+        self.put(thread, merge(parts))
+
+    def varies(self, thread: Any) -> bool:
+        """Whether what it holds is no one value for all lanes."""
+        return hasattr(type(self.get(thread)), "varies")
+
+    def narrow(self, thread: Any) -> None:
+        """Let it hold what the lanes that run now have."""
+        self.put(thread, _narrowed(self.get(thread)))
+
+    def is_known_elsewhere(self) -> bool:
+        """Whether more than this slot, and the question itself, refer to the object."""
+        return sys.getrefcount(self.owner) > 2
+
+
+def _narrowed(value: Any) -> Any:
+    return merge([(words.now(), value)]) if hasattr(type(value), "varies") else value
+
+
+class Attribute(Slot):
+    __slots__ = ("name",)
+
+    def __init__(self, owner: Any, name: str) -> None:
+        self.owner, self.name = owner, name
+        self.key = (id(owner), name)
+
+    def get(self, thread: Any) -> Any:
+        own = getattr(self.owner, "__dict__", None)
+        if own is not None and self.name in own:
+            return own[self.name]
+        if own is not None and hasattr(type(self.owner), self.name):
+            descriptor = getattr(type(self.owner), self.name)
+            if not hasattr(descriptor, "__set__"):
+                return UNDEFINED  # shows what the class has
+        return getattr(self.owner, self.name, UNDEFINED)
+
+    def put(self, thread: Any, content: Any) -> None:
+        if content is not UNDEFINED:
+            setattr(self.owner, self.name, content)
+        elif self.get(thread) is not UNDEFINED:
+            delattr(self.owner, self.name)
+
+
+class Cell(Slot):
+    __slots__ = ()
+
+    def get(self, thread: Any) -> Any:
+        try:
+            return self.owner.cell_contents
+        except ValueError:
+            return UNDEFINED
+
+    def put(self, thread: Any, content: Any) -> None:
+        if content is not UNDEFINED:
+            self.owner.cell_contents = content
+        elif self.get(thread) is not UNDEFINED:
+            del self.owner.cell_contents
+
+
+class Global(Slot):
+    __slots__ = ("name",)
+
+    def __init__(self, owner: dict, name: str) -> None:
+        self.owner, self.name = owner, name
+        self.key = (id(owner), name)
+
+    def get(self, thread: Any) -> Any:
+        return self.owner.get(self.name, UNDEFINED)
+
+    def put(self, thread: Any, content: Any) -> None:
+        if content is UNDEFINED:
+            self.owner.pop(self.name, None)
+        else:
+            self.owner[self.name] = content
+
+
+class Container(Slot):
+    """A list, dict, set or deque: all that it holds."""
+
+    __slots__ = ()
+
+    @property
+    def held(self) -> Any:
+        """The container past the methods of a user's class, which are for the function to call."""
+        return bare(self.owner)
+
+    def read(self) -> Any:
+        raise NotImplementedError
+
+    def write(self, content: Any) -> None:
+        raise NotImplementedError
+
+    def joined(self, parts: Parts) -> Any:
+        """The contents for all lanes together; None where nothing can be that."""
+        raise NotImplementedError
+
+    def get(self, thread: Any) -> Any:
+        return thread.mixed[self.key][1] if self.key in thread.mixed else self.read()
+
+    def put(self, thread: Any, content: Any) -> None:
+        if type(content) is Split:
+            thread.mixed[self.key] = (self, content)
+            thread.loose = True
+            self.write(self.hidden())
+        else:
+            thread.mixed.pop(self.key, None)
+            self.write(content)
+
+    def values(self) -> Any:
+        return self.held
+
+    def narrow(self, thread: Any) -> None:
+        if self.key not in thread.mixed:
+            self.write([_narrowed(v) for v in self.values()])
+
+    def varies(self, thread: Any) -> bool:
+        return self.key in thread.mixed or any(hasattr(type(v), "varies") for v in self.values())
+
+    def hidden(self) -> Any:
+        return [Mixed(type(self.owner))]
+
+    def meet(self, thread: Any, parts: Parts) -> None:
+        flat: Parts = []
+        for world, content in parts:
+            inner = content.within(world) if type(content) is Split else content
+            flat += inner.parts if type(inner) is Split else [(world, inner)]
+        if not flat:  # nobody here has ever seen it
+            return
+        content = flat[0][1] if len(flat) == 1 else self.joined(flat)
+        self.put(thread, Split(flat) if content is None else content)
+
+
+class Sequence(Container):
+    __slots__ = ()
+
+    def read(self) -> list:
+        return list(self.held)
+
+    def write(self, content: list) -> None:
+        held = self.held
+        if isinstance(self.owner, deque):
+            held.clear()
+            held.extend(content)
+        else:
+            held[:] = content
+
+    def joined(self, parts: Parts) -> list | None:
+        length = len(parts[0][1])
+        if any(len(content) != length for _, content in parts):
+            return None
+        return [merge([(w, content[n]) for w, content in parts]) for n in range(length)]
+
+
+class Mapping(Container):
+    __slots__ = ()
+
+    def read(self) -> dict:
+        return dict(self.held.items())
+
+    def write(self, content: dict) -> None:
+        """What has the same keys is changed no more than need be: somebody may go through it."""
+        held = self.held
+        if list(held) != list(content):
+            held.clear()
+            held.update(content)
+            return
+        for key, value in content.items():
+            if held[key] is not value:
+                held[key] = value
+
+    def values(self) -> Any:
+        return self.held.values()
+
+    def narrow(self, thread: Any) -> None:
+        if self.key not in thread.mixed:
+            self.write({key: _narrowed(v) for key, v in self.held.items()})
+
+    def hidden(self) -> dict:
+        mixed = Mixed(type(self.owner))
+        return {mixed: mixed}
+
+    def joined(self, parts: Parts) -> dict | None:
+        keys = list(parts[0][1])
+        if any(list(content) != keys for _, content in parts):
+            return None
+        return {key: merge([(w, content[key]) for w, content in parts]) for key in keys}
+
+
+class Set(Container):
+    __slots__ = ()
+
+    def read(self) -> set:
+        return set(self.held)
+
+    def write(self, content: Any) -> None:
+        held = self.held
+        held.clear()
+        held.update(content)
+
+    def joined(self, parts: Parts) -> set | None:
+        first = parts[0][1]
+        return first if all(content == first for _, content in parts) else None
+
+
+CONTAINERS.update({list: Sequence, deque: Sequence, bytearray: Sequence, dict: Mapping, set: Set})
+_OTHERS: dict[type, Any] = {}  # of subclasses
+
+
+def slot_of(owner: Any) -> Slot | None:
+    """The slot of a container; None for what holds nothing that can be noted."""
+    kind = type(owner)
+    found = CONTAINERS.get(kind)
+    if found is None:
+        if kind not in _OTHERS:
+            _OTHERS[kind] = next((CONTAINERS[k] for k in kind.__mro__ if k in CONTAINERS), None)
+        found = _OTHERS[kind]
+    return None if found is None else found(owner)
+
+
+def active(split: Split) -> Parts:
+    """The contents of a mixed object for the lanes that run now."""
+    inner = split.within(words.now())
+    return inner.parts if type(inner) is Split else [(words.now(), inner)]

@@ -1,0 +1,102 @@
+"""An ``if`` at which lanes part: one side runs, then the other, then they meet."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from forall._divergence.join import UNDEFINED, merge
+from forall._divergence.thread_state import Region
+from forall._divergence.vmap_interface import either, words
+
+ONCE = (None,)
+
+
+class Agreed:
+    """An ``if`` at which all go one way."""
+
+    __slots__ = ("no", "yes")
+    parted = False
+
+    def __init__(self, yes: tuple, no: tuple) -> None:
+        self.yes, self.no = yes, no
+
+
+YES, NO = Agreed(ONCE, ()), Agreed((), ONCE)
+
+
+class Branch(Region):
+    """Lanes that are apart from ``save`` to ``join``."""
+
+    __slots__ = ("base", "first", "frame", "holes", "joins", "worlds")
+    parted = True
+    yes = no = ONCE
+
+    def __init__(self, frame: Any, yes: Any, no: Any) -> None:
+        self.frame = frame
+        self.worlds = (yes, no)
+        self.holes = False
+
+    def save(self, names: dict[str, Any], kept: tuple[str, ...], joins: tuple[str, ...]) -> None:
+        """The true side begins. ``kept`` it may change; ``joins`` somebody reads afterwards."""
+        Region.__init__(self, self.frame.t)
+        self.base = {name: names.get(name, UNDEFINED) for name in kept}
+        self.joins = joins
+        self.frame.apart += 1
+        self.t.parted += 1
+        self.t.go(self.worlds[0])
+
+    def flip(self, names: dict[str, Any]) -> list[Any]:
+        """The true side has ended, the false side begins: what its names are."""
+        self.first = self._part(names)
+        self.t.back(self.depth)
+        self.reset()
+        self.t.go(self.worlds[1])
+        values = list(self.base.values())
+        self.holes = any(v is UNDEFINED for v in values)
+        return values
+
+    def join(self, names: dict[str, Any]) -> list[Any]:
+        """Both sides have ended: what the names of those that go on are."""
+        parts = [part for part in (self.first, self._part(names)) if part is not None]
+        return self._met(parts)
+
+    def skip(self, names: dict[str, Any]) -> list[Any]:
+        """The same where the false side does nothing."""
+        self.flip(names)
+        return self._met([p for p in (self.first, self._part(self.base)) if p is not None])
+
+    def _part(self, names: dict[str, Any]) -> Any:
+        if self.frame.dead:
+            self.frame.dead = False
+            return None
+        values = [names.get(name, UNDEFINED) for name in self.joins]
+        return words.now(), values, self.captured()
+
+    def _met(self, parts: list) -> list[Any]:
+        t = self.t
+        t.back(self.depth)
+        self.frame.apart -= 1
+        t.parted -= 1
+        together = either([w for w, _, _ in parts])
+        if together is None:
+            self.frame.dead = True
+            self.close()
+            values = [UNDEFINED] * len(self.joins)
+        else:
+            values = meet(self, together, parts)
+            self.close()
+        self.holes = any(v is UNDEFINED for v in values)
+        self.base = self.first = None
+        return values
+
+
+def meet(region: Region, together: Any, parts: list) -> list[Any]:
+    """These lanes run from here on; join what they wrote, and what their names are."""
+    t = region.t
+    if words.now() - together is not None:
+        running = words.running(together)
+        running.__enter__()
+        t.entered.append(running)
+    region.meet([(w, written) for w, _, written in parts])
+    count = len(parts[0][1])
+    return [merge([(w, values[n]) for w, values, _ in parts]) for n in range(count)]

@@ -1,0 +1,213 @@
+"""Where lanes meet: one value from those that each world has."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from forall._compat.dispatch_state import functions_off
+from forall._compat.tensor_subclass import (
+    attributes,
+    bare,
+    kind_of,
+    posing,
+    worn,
+)
+from forall._divergence import aliases, scalar_storage
+from forall._divergence.vmap_interface import both, either, words
+
+Parts = list[tuple[Any, Any]]  # worlds, disjoint, and what their lanes have
+
+
+class _Undefined:
+    """Stands for a name that has no value."""
+
+    def __repr__(self) -> str:
+        return "undefined"
+
+
+UNDEFINED: Any = _Undefined()
+NUMBERS = (bool, int, float, complex)
+_DTYPES: Any = dict(
+    zip(NUMBERS, (torch.bool, torch.int64, torch.float64, torch.complex128), strict=True)
+)
+_make_varying: Any = None  # set by `varying`, which needs this file
+
+
+def merge(parts: Parts) -> Any:
+    """One value for all lanes of these parts; they are the lanes that run now.
+
+    What some lanes do not have is carried as far as it goes: only who reads it may complain.
+    """
+    first = parts[0][1]
+    for _, value in parts:
+        if value is not first:
+            break
+    else:
+        if not hasattr(type(first), "varies"):
+            return first
+    groups = _grouped(parts)
+    if not groups:
+        return UNDEFINED
+    covered = either([w for w, _ in groups])
+    if words.now() - covered is not None:
+        return _make_varying(groups)
+    if len(groups) == 1:
+        return groups[0][1]
+    try:
+        found = _one(groups)
+    except words.Undefined:  # an object made since some lanes left: they have never seen it
+        groups = [(w, v) for w, v in groups if _is_had(w, v)]
+        return _make_varying(groups) if groups else UNDEFINED
+    return _make_varying(groups) if found is UNDEFINED else found
+
+
+def _is_had(world: Any, value: Any) -> bool:
+    """Whether the lanes of a world all have this value."""
+    try:
+        with words.running(world):
+            if type(value) is words.Number:
+                _ = value.tensor
+            elif isinstance(value, words.Tensor):
+                value.detach()
+    except words.Undefined:
+        return False
+    return True
+
+
+def within(parts: Parts, world: Any) -> Parts:
+    """What of these the lanes of one world have."""
+    for w, v in parts:
+        if w == world:  # no other part has any of its lanes
+            return [(w, v)]
+    found = [(both(w, world), v) for w, v in parts]
+    return [(w, v) for w, v in found if w is not None]
+
+
+def _grouped(parts: Parts) -> Parts:
+    """One part for each value, what varies taken apart, what is undefined left out."""
+    groups: dict[int, tuple[Any, Any]] = {}
+    for world, value in parts:
+        inner = [(world, value)]
+        if hasattr(type(value), "varies"):
+            inner = within(value.parts, world)
+        for w, v in inner:
+            if v is not UNDEFINED:
+                known = groups.get(id(v))
+                groups[id(v)] = (w if known is None else known[0] | w, v)
+    return list(groups.values())
+
+
+def _one(parts: Parts) -> Any:
+    """One value for all, or UNDEFINED."""
+    values = [v for _, v in parts]
+    first = values[0]
+    if isinstance(first, words.Tensor):
+        return tensors(parts) if all(_alike(first, v) for v in values[1:]) else UNDEFINED
+    if _number(first) is not None:
+        return _numbers(parts)
+    if type(first) is tuple or (isinstance(first, tuple) and hasattr(first, "_make")):
+        return _tuples(parts)
+    if type(first) in (str, bytes, slice, range) and all(
+        type(v) is type(first) and v == first for v in values
+    ):
+        return first
+    return UNDEFINED
+
+
+def tensors(parts: Parts) -> Any:
+    """One tensor for all lanes, and what is the same tensor in the loop."""
+    bares = [(w, bare(t)) for w, t in parts] if posing.used else parts
+    joined = words.joined(bares)
+    aliases.remember(joined, bares)
+    if bares is parts or all(b is t for (_, b), (_, t) in zip(bares, parts, strict=True)):
+        return joined
+    return _dressed(joined, parts)
+
+
+def _dressed(joined: Any, parts: Parts) -> Any:
+    """What was joined, of the class that its parts have, with their attributes joined."""
+    own = [(w, attributes(t)) for w, t in parts]
+    made = worn(joined, kind_of(parts[0][1]))
+    for name in dict.fromkeys(k for _, found in own for k in found):
+        value = merge([(w, found.get(name, UNDEFINED)) for w, found in own])
+        if value is not UNDEFINED:
+            made.__dict__[name] = value
+    return made
+
+
+def _alike(a: Any, b: Any) -> bool:
+    if not isinstance(b, words.Tensor):
+        return False
+    if type(a) is not type(b) and kind_of(a) is not kind_of(b):
+        return False
+    if posing.used:
+        a, b = bare(a), bare(b)
+    with functions_off():
+        return (a.shape, a.dtype, a.device, a.layout) == (b.shape, b.dtype, b.device, b.layout)
+
+
+def _number(value: Any) -> type | None:
+    """The type of a Python number, also of one that differs between lanes."""
+    kind = type(value)
+    if kind is words.Number:
+        return value.kind
+    return kind if kind in NUMBERS else None
+
+
+def _numbers(parts: Parts) -> Any:
+    values = [v for _, v in parts]
+    kind = _number(values[0])
+    if any(_number(v) is not kind for v in values):
+        return UNDEFINED
+    if all(type(v) is kind and _same(v, values[0]) for v in values):
+        return values[0]
+    if kind is int and any(type(v) is int and not -(2**63) <= v < 2**63 for v in values):
+        return UNDEFINED
+    if words.told is not None and all(type(v) is kind for v in values):
+        return words.Number(words.told(parts, _DTYPES[kind]))
+    numbers = scalar_storage.on_one_device([_tensor(v, kind) for v in values])
+    return words.Number(words.joined([(w, t) for (w, _), t in zip(parts, numbers, strict=True)]))
+
+
+def _same(a: Any, b: Any) -> bool:
+    if type(a) is float:
+        return (a == b and math.copysign(1, a) == math.copysign(1, b)) or (
+            math.isnan(a) and math.isnan(b)
+        )
+    return a == b
+
+
+def _tensor(value: Any, kind: Any) -> Any:
+    """The number of a part, whose lanes may be fewer than those that run: no read of it."""
+    return value.whole if type(value) is words.Number else torch.tensor(value, dtype=_DTYPES[kind])
+
+
+def _tuples(parts: Parts) -> Any:
+    first = parts[0][1]
+    if any(type(v) is not type(first) or len(v) != len(first) for _, v in parts):
+        return UNDEFINED
+    items = [merge([(w, v[n]) for w, v in parts]) for n in range(len(first))]
+    return tuple(items) if type(first) is tuple else first._make(items)
+
+
+def settled(value: Any, peek: Any = lambda _, v: v) -> Any:
+    """What varies, as one structure where the structures agree: for a result that is new."""
+    if not hasattr(type(value), "varies"):
+        return value
+    parts = [(w, peek(w, v)) for w, v in within(value.parts, words.now())]
+    first = parts[0][1]
+    if any(type(v) is not type(first) for _, v in parts):
+        return value
+    if type(first) in (list, tuple):
+        if any(len(v) != len(first) for _, v in parts):
+            return value
+        items = [settled(merge([(w, v[n]) for w, v in parts]), peek) for n in range(len(first))]
+        return type(first)(items)
+    if type(first) is dict:
+        if any(list(v) != list(first) for _, v in parts):
+            return value
+        return {k: settled(merge([(w, v[k]) for w, v in parts]), peek) for k in first}
+    return value

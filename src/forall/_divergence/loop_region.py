@@ -1,0 +1,179 @@
+"""A loop that some lanes leave before others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from forall._core.levels import stack
+from forall._divergence.branch_tests import ask
+from forall._divergence.if_region import ONCE, meet
+from forall._divergence.join import UNDEFINED
+from forall._divergence.subscripts import stepwise, watch
+from forall._divergence.thread_state import Region
+from forall._divergence.vmap_interface import either, words
+from forall._vmap.concretize_listeners import heard
+
+EMPTY: dict[str, Any] = {}
+
+
+class Loop(Region):
+    """From before the first test to where all lanes that left it meet.
+
+    A part is (lanes, values of the names, what they wrote): those that left because the test
+    failed, those that broke, those that wait for the next round.
+    """
+
+    __slots__ = (
+        "all_broke", "all_wait", "apart", "broken", "frame", "holes", "left", "names", "noted",
+        "parting", "varying", "waiting",
+    )  # fmt: skip
+
+    def __init__(self, frame: Any, names: tuple[str, ...]) -> None:
+        self.frame = frame
+        self.names = names
+        Region.__init__(self, frame.t)
+        self.apart = self.all_broke = self.all_wait = self.varying = self.holes = False
+        self.parting: Any = None
+        self.left: list = []
+        self.broken: list = []
+        self.waiting: list = []
+
+    def _begin(self) -> None:
+        """Lanes are apart from here on."""
+        if not self.apart:
+            self.apart = True
+            self.frame.apart += 1
+            self.t.parted += 1
+
+    def _part(self, names: dict[str, Any], world: Any = None) -> Any:
+        values = [names.get(name, UNDEFINED) for name in self.names]
+        return words.now() if world is None else world, values, self.captured()
+
+    # --- the test
+
+    def test(self, test: Any) -> bool:
+        if test is True or test is False:
+            return test
+        answer = ask(test)
+        if type(answer) is bool:
+            return answer
+        self.t.saw("while", (answer[0].size, answer[1].size))
+        self.parting = answer
+        return False
+
+    def part(self, names: dict[str, Any]) -> bool:
+        """Those for which the test failed leave; the others go on."""
+        on, out = self.parting
+        self.parting = None
+        self._begin()
+        self.left.append(self._part(names, out))
+        self.t.back(self.depth)
+        self.t.go(on)
+        return True
+
+    def over(self, iterable: Any) -> Iterable:
+        steps = stepwise(iterable)
+        if steps is None:
+            return watch(iterable)
+        self.varying = True
+        return self._steps(steps)
+
+    def note(self, names: dict[str, Any]) -> None:
+        """What the names are before the next item is asked for."""
+        self.noted = {name: names[name] for name in self.names if name in names}
+
+    def _steps(self, steps: Any) -> Any:
+        """Item after item; who has none left leaves."""
+        while True:
+            if self.t.report is not None and stack.listening:
+                heard()
+            answer, item = steps()
+            if answer is False:
+                return
+            if answer is not True:
+                self.t.saw("for", (answer[0].size, answer[1].size), 3)
+                self.parting = answer
+                self.part(self.noted)
+            self.noted = EMPTY
+            yield item()
+
+    # --- leaving the body
+
+    def broke(self, names: dict[str, Any] | None) -> None:
+        self.frame.dead = True
+        if names is None:
+            self.all_broke = True
+        else:
+            self._begin()
+            self.broken.append(self._part(names))
+
+    def continued(self, names: dict[str, Any] | None) -> None:
+        self.frame.dead = True
+        if names is None:
+            self.all_wait = True
+        else:
+            self._begin()
+            self.waiting.append(self._part(names))
+
+    def rejoin(self, names: dict[str, Any]) -> list[Any]:
+        """Those that wait for the next round and those that have come to the body's end meet."""
+        parts, self.waiting = self.waiting, []
+        return self._met(parts, names)
+
+    def revived(self) -> bool:
+        """Whether anybody is left for the next round."""
+        if self.all_wait:
+            self.all_wait = self.frame.dead = False
+        return not self.frame.dead
+
+    # --- after the loop
+
+    @property
+    def normal(self) -> tuple:
+        """Whether anybody runs the ``else``."""
+        if self.apart:
+            return () if self.frame.dead else ONCE
+        return () if self.all_broke or self.frame.dead else ONCE
+
+    def finish(self, names: dict[str, Any]) -> list[Any]:
+        """All lanes that left the loop meet."""
+        parts = self.left + self.broken
+        self.broken = []
+        values = self._met(parts, names)
+        self._end()
+        return values
+
+    def finish_normal(self, names: dict[str, Any]) -> list[Any]:
+        """Those that left because the test failed meet, and run the ``else``."""
+        parts, self.left = self.left, []
+        return self._met(parts, names)
+
+    def join_broken(self, names: dict[str, Any]) -> list[Any]:
+        """... and then those that did not."""
+        return self.finish(names)
+
+    def done(self) -> None:
+        """The same where lanes were never apart."""
+        if self.all_broke:
+            self.frame.dead = False
+        self.close()
+
+    def _end(self) -> None:
+        self.frame.apart -= 1
+        self.t.parted -= 1
+        self.close()
+        self.left, self.broken, self.waiting, self.noted = [], [], [], EMPTY
+
+    def _met(self, parts: list, names: dict[str, Any]) -> list[Any]:
+        if not self.frame.dead:
+            parts = [*parts, self._part(names)]
+        self.t.back(self.depth)
+        together = either([w for w, _, _ in parts])
+        self.frame.dead = together is None
+        if together is None:
+            values = [UNDEFINED] * len(self.names)
+        else:
+            values = meet(self, together, parts)
+        self.holes = any(v is UNDEFINED for v in values)
+        return values

@@ -1,0 +1,284 @@
+"""Python's builtins where their arguments are values of each lane."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import operator
+import types
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from forall._divergence import converted_call, subscripts
+from forall._divergence.branch_tests import (
+    Truth,
+    ask,
+    chosen,
+    is_any,
+)
+from forall._divergence.join import merge
+from forall._divergence.thread_state import thread
+from forall._divergence.varying import Varying, varies
+from forall._divergence.vmap_interface import words
+from forall._vmap.fast_path.operators import fused, operators
+
+plus = operators()["add"]
+
+
+def _is_lanes(value: Any) -> bool:
+    return type(value) is words.Number or isinstance(value, words.Tensor)
+
+
+def _any_lanes(values: Any) -> bool:
+    return any(_is_lanes(v) for v in values)
+
+
+def _loose(values: tuple) -> bool:
+    return thread.loose and any(varies(v, 1) for v in values)
+
+
+def _range(*args: Any) -> Any:
+    if _loose(args):
+        return converted_call.opaque(range, args, {})
+    if _any_lanes(args):
+        return words.apart(lambda: range(*args), merge)
+    return range(*args)
+
+
+def _len(value: Any) -> Any:
+    if _loose((value,)):
+        return subscripts.apiece((value,), lambda: len(subscripts.resolved(value)))
+    own = getattr(type(value), "__len__", None)
+    if isinstance(own, types.FunctionType) and not isinstance(value, words.Tensor):
+        return converted_call.call(own, value)
+    return len(value)
+
+
+def _bool(*args: Any) -> Any:
+    if not args:
+        return False
+    answer = ask(args[0])
+    return answer if type(answer) is bool else Truth(*answer).value()
+
+
+def _isinstance(value: Any, kinds: Any) -> Any:
+    if type(value) is Varying:
+        return value.each(lambda v: isinstance(v, kinds))
+    return isinstance(value, kinds)
+
+
+def _type(*args: Any, **kwargs: Any) -> Any:
+    if len(args) == 1:
+        if type(args[0]) is Varying:
+            return args[0].each(_type)
+        return args[0].kind if type(args[0]) is words.Number else type(args[0])
+    return converted_call.opaque(type, args, kwargs)
+
+
+def _better(name: str) -> Callable:
+    """``min`` and ``max``: the first of the best, as Python's."""
+    builtin = {"min": min, "max": max}[name]
+    less = name == "min"
+
+    def best(*args: Any, **kwargs: Any) -> Any:
+        if _loose(args):
+            return converted_call.opaque(builtin, args, kwargs)
+        values = args[0] if len(args) == 1 else args
+        if isinstance(values, words.Tensor) or type(values) in (set, dict, str):
+            return converted_call.opaque(builtin, args, kwargs)
+        values = list(values)
+        key = kwargs.get("key")
+        if not values or set(kwargs) - {"key"}:
+            return builtin(values, **kwargs)
+        ranks = values if key is None else [converted_call.call(key, v) for v in values]
+        if not any(_is_lanes(r) for r in ranks):
+            return values[builtin(range(len(ranks)), key=ranks.__getitem__)]
+        return _best(values, ranks, less)
+
+    return best
+
+
+def _best(values: list, ranks: list, less: bool) -> Any:
+    value, rank = values[0], ranks[0]
+    for other, its in zip(values[1:], ranks[1:], strict=True):
+        better = its < rank if less else its > rank
+        value, rank = chosen(better, lambda o=other, i=its: (o, i), lambda v=value, r=rank: (v, r))
+    return value
+
+
+def _converting(kind: type) -> Callable:
+    """``int(x)``, ``float(x)``, ``complex(x)``: one number for each lane."""
+
+    def convert(*args: Any, **kwargs: Any) -> Any:
+        if len(args) == 1 and not kwargs:
+            (x,) = args
+            if isinstance(x, words.Tensor):
+                x = x.item()
+            if type(x) is words.Number:
+                return words.convert(x, kind)
+        return converted_call.opaque(kind, args, kwargs)
+
+    return convert
+
+
+def _calculating(f: Callable) -> Callable:
+    """A function of ``math``: the result for each lane, by itself."""
+
+    def calculate(*args: Any, **kwargs: Any) -> Any:
+        if _loose((*args, *kwargs.values())):
+            return converted_call.opaque(f, args, kwargs)
+        args = tuple(list(a) if hasattr(type(a), "__next__") else a for a in args)
+        return words.calculate(f, args, kwargs)
+
+    return calculate
+
+
+def _sum(values: Any, /, start: Any = 0) -> Any:
+    """By ``+``, where tensors are among the items of a list."""
+    if _loose((values, start)) or type(values) not in (list, tuple):
+        return converted_call.opaque(sum, (values, start), {})
+    if not any(isinstance(v, words.Tensor) for v in values):
+        return converted_call.opaque(sum, (values, start), {})
+    found = fused(_added, (start, *values))
+    return functools.reduce(plus, values, start) if found is None else found
+
+
+def _added(*values: Any) -> Any:
+    return functools.reduce(operator.add, values)
+
+
+def _note_sources(copy: Any, values: Iterable[Any]) -> Any:
+    """Note the lists that a copy was made of, for who asks whether they change meanwhile."""
+    lists = []
+    for value in values:
+        lists += subscripts.lists_in(value)
+        lists += thread.made_of.get(id(value), ())[1:]
+    thread.made_of[id(copy)] = [copy, *lists]
+    return copy
+
+
+def _zip(*args: Any, **kwargs: Any) -> Any:
+    if _loose(args):
+        found = converted_call.opaque(lambda *a: list(zip(*a, **kwargs)), args, {})  # noqa: B905 - as written
+        return _note_sources(found, args)
+    return zip(*map(subscripts.watch, args), **kwargs)  # noqa: B905 - as the user wrote it
+
+
+def _enumerate(iterable: Any, start: Any = 0) -> Any:
+    if _loose((iterable,)):
+        found = converted_call.opaque(lambda i: list(enumerate(i, start)), (iterable,), {})
+        return _note_sources(found, (iterable,))
+    return enumerate(subscripts.watch(iterable), start)
+
+
+def _iterating(make: Any) -> Callable:
+    """Return ``iter``, or a class of `itertools`, that sees lists as they are by then."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        values = (*args, *kwargs.values())
+        if _loose(values):
+            return _note_sources(converted_call.opaque(_of_copies(make), args, kwargs), values)
+        args = tuple(map(subscripts.watch, args))
+        return converted_call.opaque(
+            make, args, {name: subscripts.watch(v) for name, v in kwargs.items()}
+        )
+
+    return run
+
+
+def _of_copies(make: Any) -> Callable:
+    """Return a function of copies of the lists that it is given."""
+
+    def copy(value: Any) -> Any:
+        return [*value] if type(value) in (list, dict) else value
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return make(*map(copy, args), **{name: copy(v) for name, v in kwargs.items()})
+
+    return run
+
+
+_reversed_copy = _iterating(reversed)
+
+
+def _reversed(values: Any) -> Any:
+    if _loose((values,)) or type(values) is not list:
+        return _reversed_copy(values)
+    return subscripts.watch(values, backwards=True)
+
+
+def _setattr(x: Any, name: str, value: Any) -> None:
+    subscripts.store_attr(value, x, name)
+
+
+def _print(*args: Any, **kwargs: Any) -> None:
+    """Numbers are shown for all lanes at once: to look at them is no reason to part."""
+    shown = (repr(a) if type(a) is words.Number else a for a in args)
+    converted_call.opaque(print, tuple(shown), kwargs)
+
+
+def _hand_on(builtin: Any) -> Callable:
+    """``map``, ``reduce``: the function they are given runs converted."""
+
+    def run(f: Any, *rest: Any) -> Any:
+        if _loose(rest):
+            found = converted_call.opaque(
+                _of_copies(builtin), (converted_call.converted(f), *rest), {}
+            )
+            return _note_sources(found, rest)
+        return builtin(functools.partial(converted_call.call, f), *map(subscripts.watch, rest))
+
+    return run
+
+
+def _filter(f: Any, iterable: Any) -> Any:
+    if _loose((iterable,)):
+        return converted_call.opaque(lambda i: list(_filter(f, i)), (iterable,), {})
+    kept: list = []
+
+    def keep(v: Any) -> None:
+        converted_call.call(kept.append, v)
+
+    for v in subscripts.watch(iterable):
+        chosen(
+            v if f is None else converted_call.call(f, v), functools.partial(keep, v), lambda: None
+        )
+    _note_sources(kept, (iterable,))
+    return kept if subscripts.is_mixed(kept) else subscripts.iterate_unchanged(kept)
+
+
+# What goes through its arguments later; `product` and its like make copies, `repeat` gives them.
+_LATER = (
+    iter, itertools.accumulate, itertools.chain, itertools.chain.from_iterable, itertools.compress,
+    itertools.cycle, itertools.dropwhile, itertools.filterfalse, itertools.groupby,
+    itertools.islice, itertools.pairwise, itertools.starmap, itertools.takewhile, itertools.tee,
+    itertools.zip_longest,
+)  # fmt: skip
+converted_call.OVERRIDDEN.update({f: _iterating(f) for f in _LATER})
+converted_call.OVERRIDDEN.update({f: _calculating(f) for f in vars(math).values() if callable(f)})
+converted_call.OVERRIDDEN.update(
+    {
+        range: _range,
+        len: _len,
+        bool: _bool,
+        int: _converting(int),
+        float: _converting(float),
+        complex: _converting(complex),
+        isinstance: _isinstance,
+        type: _type,
+        min: _better("min"),
+        max: _better("max"),
+        sum: _sum,
+        any: lambda values: is_any(values, stop=True),
+        all: lambda values: is_any(values, stop=False),
+        zip: _zip,
+        enumerate: _enumerate,
+        reversed: _reversed,
+        setattr: _setattr,
+        print: _print,
+        map: _hand_on(map),
+        filter: _filter,
+        functools.reduce: _hand_on(functools.reduce),
+    }
+)

@@ -1,0 +1,145 @@
+"""What happened where lanes parted: collected while somebody asks for it, else not at all."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+from forall._core.call_site import Place, users_frame
+from forall._core.divergence import Parted
+from forall._core.errors import name_of
+from forall._divergence.report_records import Function, Parting, Step
+from forall._vmap.concretize_listeners import where
+
+UNDOES = "what one group wrote into older memory another would have seen"
+
+
+@dataclass
+class Report:
+    """Where lanes parted, what was run by other means, and why."""
+
+    partings: list[Parting] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+    refused: dict[Any, Function] = field(default_factory=dict)  # by their code
+    converted: dict[Any, Function] = field(default_factory=dict)
+    again: Counter[str] = field(default_factory=Counter)  # calls run again for each group
+    ways: list[str] = field(default_factory=list)  # how the call ran, in words, one after another
+    groups: list[int] = field(default_factory=list)  # how many examples each one has
+    scalar: set[Place] = field(default_factory=set)  # where scalar code begins
+    call: Any = None  # the function, and how many examples it has
+    level: Any = None
+    _first: dict[Place, Any] = field(default_factory=dict)  # of the questions at a line
+    _began: Any = None
+    _before_groups: Any = None
+    _in_turn: bool = False
+    writes = False
+    is_idle = False
+
+    def give_up(self, why: str) -> None: ...
+
+    def parted(self, construct: str, sizes: tuple[int, ...], filename: str, line: int) -> None:
+        self.partings.append(Parting(construct, filename, line, sizes))
+
+    def split(self, place: Place, sizes: tuple[int, ...]) -> None:
+        """What is not converted is run again for each of these groups."""
+        self.parted(_construct(place), sizes, *place)
+
+    def watched(self, f: Any, run: Callable[[], Any]) -> Callable[[], Any]:
+        """``run``, which calls f as it is."""
+
+        def watched() -> Any:
+            try:
+                return run()
+            except Parted:
+                self.again[name_of(f)] += 1
+                raise
+
+        return watched
+
+    # --- steps: a line of two questions makes one at the first of them
+
+    def heard(self, frame: FrameType, truths: Any = None) -> None:
+        frame = users_frame(frame)
+        place = Place(frame.f_code.co_filename, frame.f_lineno)
+        question = where(frame)
+        level = self.level
+        if level.active and self._first.setdefault(place, question) == question:
+            self.steps.append(Step(place, level.acting.origin.numbers))
+
+    def mark(self) -> tuple[int, int]:
+        return len(self.steps), len(self.partings)
+
+    def back_to(self, mark: tuple[int, int]) -> None:
+        """Undone since. What ran again stays known: that it did is why."""
+        del self.steps[mark[0] :], self.partings[mark[1] :]
+
+    # --- runs of the whole function
+
+    def begins(self, level: Any) -> None:
+        self.level, self._first, self._began = level, {}, self.mark()
+        self.call = level.origin.call.func, level.origin.size
+
+    def ended(self, how: str) -> None:
+        self.ways.append(f"{how}, all examples in one run")
+
+    def undone(self, how: str, why: Any) -> None:
+        """A run was undone: at the place of a question, or by an error."""
+        self.back_to(self._began)
+        reason = f"up to {_shown(why)}" if type(why) is Place else f"which gave up: {_reason(why)}"
+        self.ways.append(f"{how}, {reason}; undone")
+
+    def in_groups(self) -> None:
+        self._before_groups = self.mark(), len(self.groups)
+        self._in_turn = False
+
+    def group(self, size: int) -> None:
+        """One more has run."""
+        self.groups.append(size)
+
+    def parts_again(self, why: Any, sizes: tuple[int, ...]) -> None:
+        """A group was undone, because it parts further."""
+        self.back_to(self._began)
+        self.groups.pop()
+        if type(why) is Place:
+            self.split(why, sizes)
+
+    def in_turn(self) -> None:
+        mark, groups = self._before_groups
+        self.back_to(mark)
+        del self.groups[groups:]
+        self.ways.append(f"in groups, undone: {UNDOES}")
+        self._in_turn = True
+
+    def groups_ended(self) -> None:
+        before = self._before_groups[1]
+        sizes = self.groups[before:]
+        if self._in_turn:
+            del self.groups[before:]
+            self.ways.append(f"one example after another: {len(sizes)} examples")
+        else:
+            self.ways.append(
+                f"in {len(sizes)} groups of {spread(sizes)} examples, one after another"
+            )
+
+
+def spread(sizes: Sequence[int]) -> str:
+    """From the least to the largest."""
+    least, most = min(sizes), max(sizes)
+    return str(most) if least == most else f"{least} to {most}"
+
+
+def _construct(place: Place) -> str:
+    word = place.text().split(" ", 1)[0].rstrip(":")
+    return word if word in ("if", "while", "for", "assert", "elif", "return") else "reads"
+
+
+def _shown(place: Place) -> str:
+    return f"{place.near()}, where examples part"
+
+
+def _reason(why: BaseException | None) -> str:
+    name = type(why).__name__
+    return f"{name}: {str(why).splitlines()[0]}" if str(why) else name

@@ -1,0 +1,401 @@
+"""Scalar code, called for one example after another on Python's own values.
+
+`forall._ast_rewrite.scalar_code` finds statements that compute with numbers, strings and lists
+alone. Here the numbers that they need become columns, one value of Python's for each example that
+runs; the code runs on each row; and what it gives becomes columns again: a `Number` where the
+examples have numbers of one type, a list of these where they have lists of one length.
+
+Where anything is other than that (an example raises, lists differ in length, somebody listens to
+what is asked of examples), nothing has happened: the code computes and does nothing else, so it
+runs as it is written, which tells what is wrong.
+"""
+
+from __future__ import annotations
+
+import itertools
+from operator import is_
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from forall._compat.dispatch_state import functions_off, no_dispatch
+from forall._compat.private_api import PLAIN
+from forall._core.call_site import Place
+from forall._core.host_reads import numbers_told
+from forall._core.levels import stack
+from forall._divergence import scalar_storage
+from forall._divergence.batched_scalar import Number
+from forall._divergence.join import UNDEFINED, merge
+from forall._divergence.scalar_semantics import DTYPES
+from forall._divergence.thread_state import thread
+from forall._divergence.vmap_interface import words
+from forall._vmap.active_set.active_mask import World
+from forall._vmap.active_set.merge import is_stale, narrow
+from forall._vmap.active_set.sub_level import chosen
+from forall._vmap.concretize import answers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from types import CodeType, FunctionType
+
+Tensor = torch.Tensor
+_TRIES = 4  # how often in a row the code may be left without a result
+_MOST_TEXTS = 8  # of examples, with which all others agree
+_FEW_EQUAL = 0.9  # of the examples have numbers of their own: to look for others' is no gain
+_AT_A_TIME = 256  # examples, before it is asked whether the call takes too long
+_ATOMS = frozenset({*DTYPES, str, bytes, type(None)})
+_TOLD = _ATOMS | {torch.Size, torch.dtype, torch.device}
+_CONTAINERS = (list, dict, set)
+_CONVERSIONS = {"int": int, "float": float, "bool": bool}
+
+_tries: dict[CodeType, int] = {}
+_bindings: dict[CodeType, tuple[Any, Any]] = {}
+
+
+class _AsideError(Exception):
+    """The code has to run as it is written."""
+
+
+def run(
+    function: FunctionType,
+    names: tuple[tuple[str, ...], tuple[str, ...]],
+    local: dict[str, Any],
+    reads: tuple[tuple[str, Callable[[], Any]], ...],
+    gives: tuple[int, ...],
+    may_change: bool,
+) -> tuple | None:
+    """Return the number of the way out and the values of all ways; None to run it as written."""
+    code = function.__code__
+    if thread.report is not None:  # of each step, which shows where it runs as it is written
+        if _only_computes(function):
+            thread.report.scalar.add(Place(code.co_filename, code.co_firstlineno))
+        return None
+    if not _tries.get(code, _TRIES) or not _may_run() or not _only_computes(function):
+        return None
+    examples = _Examples(may_change=may_change)
+
+    def find_given() -> list[_Given]:
+        given = [_Given(UNDEFINED), *(examples.find_named(local[name]) for name in names[0])]
+        given += [examples.find_named(local.get(name, UNDEFINED)) for name in names[1]]
+        return given + [examples.read(how, tensor()) for how, tensor in reads]
+
+    given = _attempt(code, find_given)
+    if given is None:
+        return None
+    if examples.level is not None:
+        numbers_told()
+    if not _is_unheard():
+        return None
+    found = _attempt(code, lambda: examples.run(function, given, gives))
+    if found is not None and code in _tries:
+        _tries[code] = min(_tries[code] + 1, _TRIES)
+    return found
+
+
+def _attempt(code: CodeType, run: Callable[[], Any]) -> Any:
+    """Return what ``run`` does; None where it fails, and the code is to run as it is written."""
+    try:
+        return run()
+    except (Exception, words.Undefined):  # noqa: BLE001 - as it is written it tells what is wrong
+        _tries[code] = _tries.get(code, _TRIES) - 1
+        return None
+
+
+def _is_unheard() -> bool:
+    """Return True if nobody hears what is asked of examples."""
+    return all(listener.is_idle for listener in stack.listening)
+
+
+def _may_run() -> bool:
+    """Return True if examples may part as they like."""
+    if thread.loose:
+        return False
+    level: Any = stack.top
+    while level is not None:
+        if getattr(level, "limit", None) is not None or not getattr(level, "parts", True):
+            return False
+        level = level.parent
+    return True
+
+
+def _only_computes(function: FunctionType) -> bool:
+    """Return True if a function does nothing but compute, without tensors that it captures."""
+    code, cells = function.__code__, function.__closure__
+    known = _bindings.get(code)
+    if known is not None:
+        bindings, before = known
+        is_same = cells is None or all(map(is_, cells, before))
+        if is_same and (bindings is None or bindings.hold(function)):
+            return bindings is not None
+    bindings = words.bindings_of(function)
+    if bindings is not None and bindings.tensors:
+        bindings = None
+    if bindings is None and cells is not None:  # they may hold anything, and another closure less
+        _tries[code] = _tries.get(code, _TRIES) - 1
+    else:
+        _bindings[code] = bindings, cells
+    return bindings is not None
+
+
+class _Given(NamedTuple):
+    """What scalar code is given under one name: one value for all, or one for each example."""
+
+    same: Any = None
+    each: Callable[[int, int], Sequence[Any]] | None = None  # those of the examples from i to j
+    repeats: bool = False  # whether examples may well have equal ones: they are whole numbers
+
+
+def _may_repeat(given: list[_Given]) -> bool:
+    """Return True if many examples may be given the same, and what tells that is known at once."""
+    each = [g for g in given if g.each is not None]
+    same = [g.same for g in given if g.each is None]
+    are_told = not any(isinstance(value, (list, tuple, dict)) for value in same)
+    return bool(each) and are_told and all(g.repeats for g in each)
+
+
+class _Examples:
+    """The examples that run, and what scalar code is given for them."""
+
+    def __init__(self, *, may_change: bool) -> None:
+        self.may_change = may_change
+        self.level: Any = None  # whose examples these are
+        self.size = 1
+        self.known: list[Any] = []  # containers that others know
+
+    def find_named(self, value: Any) -> _Given:
+        """Find the values of a name."""
+        kind = type(value)
+        if kind in _TOLD or value is UNDEFINED:
+            return _Given(value)
+        if kind is Number:
+            return self._find_numbers(value.tensor, flat=True)
+        if kind in (list, tuple):
+            return self._find_container(value, list(value), kind)
+        if kind is dict:
+            keys = [*value]
+            return self._find_container(
+                value, [*value.values()], lambda v: dict(zip(keys, v, strict=True))
+            )
+        raise _AsideError
+
+    def _find_container(self, value: Any, items: list, make: Callable) -> _Given:
+        given = [self.find_named(item) for item in items]
+        if type(value) is not tuple:
+            if self.may_change:
+                raise _AsideError
+            self.known.append(value)
+        if all(g.each is None for g in given):
+            return _Given(value)
+        return _Given(None, lambda i, j: [*map(make, _rows(given, i, j))])
+
+    def read(self, how: str, value: Any) -> _Given:
+        """Find what a method reads of a tensor, or of a number in its place."""
+        kind = _CONVERSIONS.get(how)
+        if not isinstance(value, Tensor):
+            if how and kind is None:
+                raise _AsideError
+            found = self.find_named(value)
+        elif how == "tolist":
+            return self._find_numbers(value)
+        elif how:
+            found = self._find_numbers(value, flat=True)
+        else:
+            raise _AsideError
+        if kind is None:
+            return found
+        each = found.each
+        if each is None:
+            return _Given(kind(found.same))
+        is_whole = found.repeats or kind is not float
+        return _Given(None, lambda i, j: [*map(kind, each(i, j))], is_whole)
+
+    def _find_numbers(self, t: Tensor, *, flat: bool = False) -> _Given:
+        """Find the numbers of a tensor: for each example lists of lists, or one."""
+        stack.asked = True
+        if stack.parted and is_stale(t):
+            t = narrow(t)
+        numbers, levels = answers(t)
+        if type(numbers) not in PLAIN or len(levels) > 1:
+            raise _AsideError
+        with functions_off(), no_dispatch():
+            if not levels:
+                return _Given(numbers.item() if flat else numbers.tolist())
+            size = numbers.shape[0]
+            is_whole = not (numbers.is_floating_point() or numbers.is_complex())
+            if flat and numbers.dim() > 1:
+                numbers = numbers.reshape(size, -1).squeeze(1)
+        if self.level is None:
+            self.level, self.size = levels[0], size
+        if levels[0] is not self.level or size != self.size or (flat and numbers.dim() > 1):
+            raise _AsideError
+
+        def each(i: int, j: int) -> list:
+            with functions_off(), no_dispatch():
+                return numbers[i:j].tolist()
+
+        return _Given(None, each, flat and is_whole)
+
+    def run(self, function: Callable, given: list[_Given], gives: tuple[int, ...]) -> tuple:
+        """Call the code for each example; return what all of them get.
+
+        The code only computes, so that examples with equal numbers have one result.
+        """
+        taken: list[int] = []
+        seen: dict[tuple, tuple] | None = {} if _may_repeat(given) else None
+        values: list[list[_Results]] = [[] for _ in gives]  # of those that took each way
+        # A few at a time, so that few rows and lists are alive at once.
+        for start in range(0, self.size, _AT_A_TIME):
+            rows = [*_rows(given, start, min(start + _AT_A_TIME, self.size))]
+            if seen is None:
+                results = [*itertools.starmap(function, rows)]
+            else:
+                before = len(seen)
+                for row in rows:
+                    if row not in seen:
+                        seen[row] = function(*row)
+                results = [seen[row] for row in rows]
+                if len(seen) - before > _FEW_EQUAL * len(rows):
+                    seen = None
+            if stack.late is not None:
+                stack.late()
+            ways = [result[0] for result in results]
+            taken += ways
+            for way in {*ways}:
+                self._add([r for r in results if r[0] == way], values[way])
+        found: list[Any] = [self.value(taken)]
+        for way, count in enumerate(gives):
+            chosen = [w == way for w in taken]
+            found += [v.build(self, chosen) for v in values[way]] or [None] * count
+        return tuple(found)
+
+    def _add(self, results: list[tuple], values: list[_Results]) -> None:
+        """Add what some examples get, which have taken one way."""
+        columns = [*zip(*results, strict=True)][1:]
+        self._check_names(results, columns)
+        if not values:
+            values += [_results_of(column[0]) for column in columns]
+        for found, column in zip(values, columns, strict=True):
+            found.add(column)
+
+    def _check_names(self, results: list[tuple], columns: list[Sequence]) -> None:
+        """Leave where a container has two names, or is one that others know."""
+        firsts = [column[0] for column in columns if type(column[0]) in _CONTAINERS]
+        if not firsts or (len(firsts) == 1 and not self.known and not _is_nested(firsts[0])):
+            return
+        known = {id(value) for value in self.known}
+        for result in results:
+            _check_once(result, set(known))
+
+    def number(self, values: list, kind: type) -> Any:
+        """Make numbers of one type into what each example has."""
+        if self.level is None or (kind is int and values.count(values[0]) == len(values)):
+            return values[0]  # an int that all have can be a size anywhere
+        return Number(scalar_storage.rebuilt(values, DTYPES[kind], (self.size,), [self.level]))
+
+    def value(self, values: list) -> Any:
+        """Make values into what each example has: numbers, of one type or two, or a few texts."""
+        kinds = [*map(type, values)]
+        kind = kinds[0]
+        if kind in DTYPES and kinds.count(kind) == len(kinds):
+            return self.number(values, kind)
+        keys = [k if k in DTYPES else v for k, v in zip(kinds, values, strict=True)]
+        different = dict.fromkeys(keys)
+        if len(different) == 1:
+            return values[0]
+        if len(different) > _MOST_TEXTS or stack.parted or self.level.parent is not None:
+            raise _AsideError
+        places: dict[Any, list[int]] = {key: [] for key in different}
+        for n, key in enumerate(keys):
+            places[key].append(n)
+        parts = []
+        for key, at in places.items():
+            part = chosen(self.level, at)
+            of_part = key
+            if key in DTYPES:
+                numbers = [values[n] for n in at]
+                of_part = Number(scalar_storage.rebuilt(numbers, DTYPES[key], (len(at),), [part]))
+            parts.append((World.alone(part), of_part))
+        return merge(parts)
+
+
+def _rows(given: list[_Given], i: int, j: int) -> Iterator[tuple]:
+    """Give the values of some examples, together for each of them."""
+    if not given:
+        return iter([()] * (j - i))
+    columns = [itertools.repeat(g.same, j - i) if g.each is None else g.each(i, j) for g in given]
+    return zip(*columns, strict=True)
+
+
+class _Results:
+    """One value of each of some examples."""
+
+    def __init__(self) -> None:
+        self.values: list[Any] = []
+
+    def add(self, values: Sequence[Any]) -> None:
+        """Add the values of some more examples."""
+        if not _ATOMS.issuperset(map(type, values)):
+            raise _AsideError
+        self.values += values
+
+    def build(self, examples: _Examples, chosen: list[bool]) -> Any:
+        """Return the value of all examples; those that were not chosen never look at theirs."""
+        if len(self.values) == len(chosen):
+            return examples.value(self.values)
+        values = iter(self.values)
+        first = self.values[0]
+        return examples.value([next(values) if is_chosen else first for is_chosen in chosen])
+
+
+class _Containers(_Results):
+    """Lists of one length, or dicts with the same keys."""
+
+    def __init__(self, first: Any) -> None:
+        self.kind = type(first)
+        self.keys = [*first] if self.kind is dict else None
+        if self.keys is not None and not all(type(key) in (int, str) for key in self.keys):
+            raise _AsideError
+        self.parts = [_results_of(v) for v in _items(first)]
+
+    def add(self, values: Sequence[Any]) -> None:
+        if {*map(type, values)} != {self.kind}:
+            raise _AsideError
+        if self.keys is not None and any([*v] != self.keys for v in values):
+            raise _AsideError
+        if {*map(len, values)} != {len(self.parts)}:
+            raise _AsideError
+        for part, column in zip(self.parts, zip(*map(_items, values), strict=True), strict=True):
+            part.add(column)
+
+    def build(self, examples: _Examples, chosen: list[bool]) -> Any:
+        found = [part.build(examples, chosen) for part in self.parts]
+        return self.kind(found) if self.keys is None else dict(zip(self.keys, found, strict=True))
+
+
+def _results_of(first: Any) -> _Results:
+    """Return where values of this kind are put."""
+    kind = type(first)
+    if kind in (list, tuple, dict):
+        return _Containers(first)
+    if kind in _ATOMS:
+        return _Results()
+    raise _AsideError
+
+
+def _is_nested(value: Any) -> bool:
+    return any(type(v) in (*_CONTAINERS, tuple) for v in _items(value))
+
+
+def _items(value: Any) -> Iterable[Any]:
+    return value.values() if type(value) is dict else value
+
+
+def _check_once(value: Any, seen: set[int]) -> None:
+    """Leave where a container in a result has been seen."""
+    if type(value) in _CONTAINERS:
+        if id(value) in seen:
+            raise _AsideError
+        seen.add(id(value))
+    if type(value) in (list, tuple, dict):
+        for item in _items(value):
+            _check_once(item, seen)

@@ -1,0 +1,414 @@
+"""A `Number` as an argument of torch's functions, with torch's promotion of Python's numbers.
+
+Where a 0-d tensor can stand for the number it does, in the dtype that the number would get. In any
+other place (a size, a dim, ``alpha=``) one Python number is needed, and the lanes part.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from functools import cache, reduce
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from forall._compat.devices import new_device
+from forall._compat.dispatch_state import functions_off, no_dispatch
+from forall._compat.versions import HAS_BOUNDS_WITHIN
+from forall._divergence import scalar_storage
+from forall._divergence.batched_scalar import Number
+from forall._divergence.scalar_semantics import DTYPES, wider
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+Tensor = torch.Tensor
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+def called(func: Any, args: tuple, kwargs: dict) -> Any:
+    """``func`` with Numbers among its arguments, as for each example with its own."""
+    place = _PLACES.get(func.__name__) if _home(func) in _HOMES else None
+    found = NotImplemented if place is None else place(func, args, kwargs)
+    if found is NotImplemented:
+        found = (func, one_each(args), one_each(kwargs))
+    func, args, kwargs = found
+    return func(*args, **kwargs)
+
+
+# What Python asks of a tensor on the right.
+_MIRRORED = {
+    operator.lt: operator.gt,
+    operator.le: operator.ge,
+    operator.gt: operator.lt,
+    operator.ge: operator.le,
+    operator.eq: operator.eq,
+    operator.ne: operator.ne,
+    **{
+        getattr(operator, f"__{name}__"): getattr(Tensor, f"__r{name}__")
+        for name in [
+            "add",
+            "sub",
+            "mul",
+            "floordiv",
+            "mod",
+            "pow",
+            "lshift",
+            "rshift",
+            "and",
+            "or",
+            "xor",
+        ]
+    },
+}
+
+
+def operated(op: Any, a: Any, b: Any) -> Any:
+    """An operator on a Number and a tensor."""
+    if isinstance(a, Tensor):
+        return called(op, (a, b), {})
+    if op is operator.truediv:  # as torch has it, rounding and all
+        return called(operator.mul, (b.reciprocal(), a), {})
+    return called(_MIRRORED[op], (b, a), {}) if op in _MIRRORED else NotImplemented
+
+
+_HOMES = {"TensorBase", "Tensor", "_VariableFunctionsClass", "_operator"}
+
+
+def _home(func: Any) -> str:
+    if getattr(func, "__module__", None) == "_operator":
+        return "_operator"
+    return getattr(func, "__qualname__", "").partition(".")[0]
+
+
+def one_each(tree: Any) -> Any:
+    """One Python number for every Number: where the examples differ, they part."""
+    if type(tree) is Number:
+        return tree.one()
+    if type(tree) in (list, tuple):
+        return type(tree)(map(one_each, tree))
+    if type(tree) is dict:
+        return {k: one_each(v) for k, v in tree.items()}
+    return tree
+
+
+# --- the dtype of a number ----------------------------------------------------------------------
+
+
+def in_dtype(n: Number, dtype: torch.dtype, device: Any = None) -> Tensor | None:
+    """The number in ``dtype``, or None where it may be too large, on which torch decides."""
+    bounds = (0, 0) if n.kind is complex else n.bounds
+    return n.cast(dtype, device) if fit(n.kind, bounds, dtype) else None
+
+
+def fit(kind: type, bounds: tuple, dtype: torch.dtype) -> bool:
+    """Return True if numbers of this type and within these bounds are none too large."""
+    if kind is complex:
+        return dtype.is_complex
+    lo, hi = bounds
+    if dtype.is_floating_point or dtype.is_complex:
+        return not torch.finfo(dtype).max < max(-lo, hi) < math.inf
+    if dtype is torch.bool:
+        return True
+    info = torch.iinfo(dtype)
+    return info.min <= lo <= hi <= info.max
+
+
+def common_dtype(values: list) -> torch.dtype:
+    """What torch promotes these to, a Number counting as a number of Python's."""
+    with functions_off():
+        tensors = [v for v in values if isinstance(v, Tensor)]
+        kind = reduce(
+            wider,
+            (v.kind if type(v) is Number else type(v) for v in values if not isinstance(v, Tensor)),
+        )
+        low = tuple(t.dtype for t in tensors if not t.dim())
+        high = tuple(t.dtype for t in tensors if t.dim())
+    return _common_dtype(low, high, kind, torch.get_default_dtype())
+
+
+@cache
+def _common_dtype(low: tuple, high: tuple, kind: type, _default: torch.dtype) -> torch.dtype:
+    """The same for tensors of these dtypes, those with dims and those without, and a number."""
+    with functions_off(), no_dispatch():
+        one = kind(1)
+        lower = torch.tensor(one).dtype
+        if low:
+            lower = torch.result_type(torch.empty((), dtype=_promoted(low)), one)
+        if not high:
+            return lower
+        return torch.result_type(
+            torch.empty(0, dtype=_promoted(high)), torch.empty((), dtype=lower)
+        )
+
+
+def _promoted(dtypes: tuple[torch.dtype, ...]) -> torch.dtype:
+    return reduce(torch.promote_types, dtypes)
+
+
+# --- numbers and tensors, promoted to one dtype -------------------------------------------------
+
+_PROMOTING_NAMES = """
+    add sub subtract rsub mul multiply div divide true_divide truediv floor_divide floordiv
+    remainder mod fmod pow lt le gt ge eq ne less less_equal
+    greater greater_equal not_equal __lt__ __le__ __gt__ __ge__ __eq__ __ne__
+    and_ or_ xor lshift rshift bitwise_and bitwise_or bitwise_xor bitwise_left_shift
+    bitwise_right_shift clamp clip clamp_min clamp_max xlogy copysign lerp where __radd__
+    __rmul__ __rsub__ __floordiv__ __rfloordiv__ __mod__ __rmod__ __pow__ __rpow__ __and__
+    __or__ __xor__ __rand__ __ror__ __rxor__ __lshift__ __rshift__ __rlshift__ __rrshift__ add_
+    sub_ mul_ div_ floor_divide_ remainder_ fmod_ pow_ lt_ le_ gt_ ge_ eq_ ne_ clamp_ clip_
+    clamp_min_ clamp_max_ bitwise_and_ bitwise_or_ bitwise_xor_ __iand__ __ior__ __ixor__
+    __ilshift__ __irshift__ __idiv__ __itruediv__ __ifloordiv__ __imod__ __ipow__
+"""
+_PROMOTING = frozenset(_PROMOTING_NAMES.split())
+_VALUES = frozenset({"other", "min", "max", "input", "self", "exponent", "weight"})
+# Of a half, torch computes these with the number as it is; else it is rounded to the dtype first.
+_AS_IT_IS = frozenset(
+    [
+        "mul",
+        "multiply",
+        "__rmul__",
+        "div",
+        "divide",
+        "true_divide",
+        "truediv",
+        "floor_divide",
+        "floordiv",
+        "__floordiv__",
+    ]
+)
+_AS_IT_IS_INTO = {"mul_": torch.mul, "div_": torch.div, "floor_divide_": torch.floor_divide}
+
+
+def _is_value(a: Any) -> bool:
+    return isinstance(a, Tensor) or type(a) is Number or type(a) in DTYPES
+
+
+def _promoting(func: Any, args: tuple, kwargs: dict) -> Any:
+    name = func.__name__
+    given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+    places = [p for p, a in given.items() if _is_value(a) and (type(p) is int or p in _VALUES)]
+    if name == "where":  # the mask is no value
+        places.remove(1 if _home(func) == "TensorBase" else 0)
+    numbers = [p for p in places if type(given[p]) is Number]
+    if len(numbers) < sum(type(a) is Number for a in given.values()):
+        return NotImplemented
+    dtype = common_dtype([given[p] for p in places])
+    if _is_special(name, [given[p] for p in places], dtype):
+        return NotImplemented
+    as_it_is = dtype in _HALVES and (name in _AS_IT_IS or name in _AS_IT_IS_INTO)
+    target = torch.float32 if as_it_is else dtype
+    device = next((a.device for a in given.values() if isinstance(a, Tensor)), None)
+    for p in numbers:
+        given[p] = in_dtype(given[p], target, device)
+        if given[p] is None:
+            return NotImplemented
+    if name in _CLAMPS:
+        # Both bounds are numbers: beside one, torch takes a tensor for its number.
+        for p in places[1:]:
+            if not isinstance(given[p], Tensor):
+                given[p] = torch.tensor(given[p], dtype=dtype, device=device)
+            given[p] = given[p].detach()
+        if given[0].is_floating_point():
+            func = _CLAMPS[name]
+    args = tuple(given[i] for i in range(len(args)))
+    return _in_float32(func, dtype) if as_it_is else func, args, {k: given[k] for k in kwargs}
+
+
+def _clamp(input: Tensor, min: Any = None, max: Any = None) -> Tensor:
+    """Clamp, with the derivative that it has by numbers at a bound.
+
+    By tensors it has another: 0.5, or what torch's two modes do not agree on, as the release is.
+    """
+    x = input.detach()
+    out = torch.clamp(x, min, max)
+    above, below = (torch.ge, torch.le) if HAS_BOUNDS_WITHIN else (torch.gt, torch.lt)
+    sides = [above(x, min)] if min is not None else []
+    sides += [below(x, max)] if max is not None else []
+    return torch.where(reduce(torch.logical_and, sides), input, out)
+
+
+def _clamp_min(input: Tensor, min: Any) -> Tensor:
+    return _clamp(input, min)
+
+
+def _clamp_max(input: Tensor, max: Any) -> Tensor:
+    return _clamp(input, None, max)
+
+
+def _in_place(clamp: Callable) -> Callable:
+    def written(input: Tensor, *bounds: Any, **named: Any) -> Tensor:
+        return input.copy_(clamp(input, *bounds, **named))
+
+    return written
+
+
+_CLAMPS = {"clamp": _clamp, "clip": _clamp, "clamp_min": _clamp_min, "clamp_max": _clamp_max}
+_CLAMPS |= {f"{name}_": _in_place(clamp) for name, clamp in _CLAMPS.items()}
+
+
+def _is_special(name: str, values: list, dtype: torch.dtype) -> bool:
+    """Where torch treats Python's number in another way than a tensor."""
+    if "sub" in name:
+        return any(type(v) is Number and v.kind is bool for v in values)
+    if "floor" in name:
+        return dtype is torch.bool or dtype.is_complex
+    if "pow" in name and not (dtype.is_floating_point or dtype.is_complex):
+        return dtype is torch.bool or any(type(v) is Number and v.bounds[0] < 0 for v in values)
+    return False
+
+
+def _in_float32(func: Any, dtype: torch.dtype) -> Callable:
+    def call(x: Any, y: Any, **kwargs: Any) -> Tensor:
+        a, b = (t.float() if isinstance(t, Tensor) else t for t in (x, y))
+        into = _AS_IT_IS_INTO.get(func.__name__)
+        if into is not None:
+            return x.copy_(into(a, b, **kwargs))
+        return func(a, b, **kwargs).to(dtype)
+
+    return call
+
+
+# --- numbers that are written into a tensor, and places -----------------------------------------
+
+
+def _writing(func: Any, args: tuple, kwargs: dict) -> Any:
+    """The last argument, or ``value=``, goes into the first one's memory or a copy of it."""
+    x = args[0]
+    name = next((k for k in ("value", "fill_value") if k in kwargs), None)
+    n = args[-1] if name is None else kwargs[name]
+    if type(n) is not Number:
+        return NotImplemented
+    t = in_dtype(n, kwargs.get("dtype") or x.dtype, x.device)
+    if t is None:
+        return NotImplemented
+    if name is None:
+        return func, (*one_each(args[:-1]), t), kwargs
+    return func, one_each(args), {**kwargs, name: t}
+
+
+def _item(func: Any, args: tuple, kwargs: dict) -> Any:
+    """x[n], x[n] = m."""
+    x, index, *value = args
+    index = tuple(map(_as_index, index)) if type(index) is tuple else _as_index(index)
+    if value and type(value[0]) is Number:
+        value = [in_dtype(value[0], x.dtype, x.device)]
+        if value[0] is None:
+            return NotImplemented
+    return func, (x, index, *value), kwargs
+
+
+def _as_index(n: Any) -> Any:
+    """A number, or a list of them, as the tensor that picks the same."""
+    if type(n) is list and n and all(_is_int(i) for i in n):
+        places = [i.tensor if type(i) is Number else torch.tensor(i) for i in n]
+        return torch.stack(scalar_storage.on_one_device(places))
+    return n.tensor if type(n) is Number and n.kind is int else one_each(n)
+
+
+def _is_int(n: Any) -> bool:
+    return type(n) is int or (type(n) is Number and n.kind is int)
+
+
+def _narrow(func: Any, args: tuple, kwargs: dict) -> Any:
+    """x.narrow(dim, n, length)."""
+
+    def narrow(input: Tensor, dim: int, start: Any, length: Any) -> Tensor:
+        if type(start) is Number and start.kind is int:
+            start = start.tensor
+        return func(input, *one_each((dim, start, length)))
+
+    return narrow, args, kwargs
+
+
+def _select(func: Any, args: tuple, kwargs: dict) -> Any:
+    """x.select(dim, n), which is a view of one entry."""
+
+    def select(input: Tensor, dim: Any, index: Any) -> Tensor:
+        dim = one_each(dim)
+        low, high = index.bounds if type(index) is Number else (index, index)
+        size = input.shape[dim] if -input.dim() <= dim < input.dim() else 0
+        if index.kind is not int or not -size <= low <= high < size:
+            return func(input, dim, one_each(index))
+        return input.narrow(dim, index.tensor, 1).squeeze(dim)
+
+    return select, args, kwargs
+
+
+def _roll(func: Any, args: tuple, kwargs: dict) -> Any:
+    """x.roll(n, dim): the places from which the entries come."""
+
+    def roll(input: Tensor, shifts: Any, dims: Any = ()) -> Tensor:
+        dim = dims[0] if type(dims) in (tuple, list) and len(dims) == 1 else dims
+        is_one = type(shifts) is Number and shifts.kind is int and input.numel()
+        if is_one and type(dim) is int and -input.dim() <= dim < input.dim():
+            size = input.shape[dim]
+            places = torch.arange(size, device=input.device) - shifts.tensor
+            return input.index_select(dim, places.remainder(size))
+        if is_one and dim in ((), []):
+            return roll(input.flatten(), shifts, 0).view(input.shape)
+        return func(input, one_each(shifts), one_each(dims))
+
+    return roll, args, kwargs
+
+
+# --- numbers that become tensors ----------------------------------------------------------------
+
+
+def _full(func: Any, args: tuple, kwargs: dict) -> Any:
+    def full(size: Any, fill_value: Any, *, dtype: Any = None, **options: Any) -> Tensor:
+        dtype = dtype or common_dtype([fill_value])
+        options["device"] = new_device(options.get("device"))
+        t = in_dtype(fill_value, dtype, options["device"])
+        value = fill_value.one() if t is None else t
+        return func(one_each(size), value, dtype=dtype, **options)
+
+    fill_value = kwargs["fill_value"] if "fill_value" in kwargs else args[1]
+    return (full, args, kwargs) if type(fill_value) is Number else NotImplemented
+
+
+def _scalar_tensor(func: Any, args: tuple, kwargs: dict) -> Any:
+    def scalar_tensor(s: Number, *, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
+        device = new_device(device)
+        t = in_dtype(s, dtype or torch.get_default_dtype(), device)
+        return func(s.one(), dtype=dtype, device=device) if t is None else t.clone()
+
+    return scalar_tensor, args, kwargs
+
+
+def _spaced(func: Any, args: tuple, kwargs: dict) -> Any:
+    """linspace, logspace: ends that are tensors leave the dtype as it is."""
+    ends = [a.cast(torch.float64) if _is_real(a) else a for a in args[:2]]
+    if kwargs.keys() & {"start", "end"} or any(type(a) is Number for a in ends):
+        return NotImplemented
+    dtype = kwargs.get("dtype") or torch.get_default_dtype()
+    ends = [e if isinstance(e, Tensor) else torch.tensor(e, dtype=torch.float64) for e in ends]
+    device = new_device(kwargs.get("device"))
+    return (
+        func,
+        (*ends, *one_each(args[2:])),
+        {**one_each(kwargs), "dtype": dtype, "device": device},
+    )
+
+
+def _is_real(a: Any) -> bool:
+    return type(a) is Number and a.kind is not complex
+
+
+_PLACES: dict[str, Callable] = {
+    **dict.fromkeys(_PROMOTING, _promoting),
+    **dict.fromkeys(
+        ("fill_", "fill", "masked_fill", "masked_fill_", "index_fill", "index_fill_"), _writing
+    ),
+    **dict.fromkeys(("full_like", "new_full"), _writing),
+    "__getitem__": _item,
+    "__setitem__": _item,
+    "narrow": _narrow,
+    "select": _select,
+    "roll": _roll,
+    "full": _full,
+    "scalar_tensor": _scalar_tensor,
+    "linspace": _spaced,
+    "logspace": _spaced,
+}

@@ -1,0 +1,237 @@
+"""`Varying`: what has no one value for all lanes: None for some, a list or an object of their own.
+
+Each operation on it runs once for each of its parts, for the lanes that have it, and what these
+get is joined. Most results meet again at once: ``None if x < 0 else x`` that is then tested.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from forall._divergence import join
+from forall._divergence.heap import Mixed, Unsplittable, slot_of
+from forall._divergence.join import (
+    Parts,
+    merge,
+    settled,
+    within,
+)
+from forall._divergence.thread_state import each_world, thread
+from forall._divergence.vmap_interface import either, words
+
+
+class Varying:
+    """The values of an expression by world. Lanes that are in none of them have none."""
+
+    __slots__ = ("parts",)
+    varies = True
+
+    def __init__(self, parts: Parts) -> None:
+        self.parts = parts
+        thread.loose = True
+
+    def now(self) -> Parts:
+        """The parts for the lanes that run; an error where some of them have none."""
+        world = words.now()
+        parts = within(self.parts, world)
+        covered = either([w for w, _ in parts])
+        if covered is None or world - covered is not None:
+            raise UnboundLocalError(
+                "a variable was read for examples that have not assigned it: it has a value for "
+                f"{0 if covered is None else covered.size} others"
+            )
+        return parts
+
+    def each(self, run: Callable[[Any], Any]) -> Any:
+        """``run`` of each value, for those that have it, joined."""
+        parts = self.now()
+        if len(parts) > 1:
+            value = merge(parts)
+            if type(value) is not Varying:
+                return run(value)
+        return each_world(parts, run)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "__torch_function__":  # torch asks tensors' methods whether they act
+            raise AttributeError(name)
+        return self.each(lambda value: getattr(value, name))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "parts":
+            object.__setattr__(self, name, value)
+        else:
+            raise Unsplittable("an attribute of what varies was set by code that is not converted")
+
+    def __iter__(self) -> Iterator[Any]:
+        whole = self.each(tuple)
+        if type(whole) is Varying:
+            raise Unsplittable("what is unpacked has another length for some examples")
+        return iter(whole)
+
+    def __bool__(self) -> bool:
+        found = {bool(value) for _, value in self.now()}
+        if len(found) > 1:
+            raise Unsplittable("what varies was tested by code that is not converted")
+        return found.pop()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        from forall._divergence.converted_call import call  # which knows this class
+
+        return self.each(lambda value: call(value, *args, **kwargs))
+
+    def __contains__(self, item: Any) -> bool:
+        return bool(self.each(lambda value: item in value))
+
+    def __format__(self, spec: str) -> str:
+        return " | ".join(format(value, spec) for _, value in within(self.parts, words.now()))
+
+    def __repr__(self) -> str:
+        shown = ", ".join(f"{value!r} for {w.size}" for w, value in self.parts)
+        return f"Varying({shown} examples)"
+
+    def __hash__(self) -> int:
+        return id(self)
+
+
+def _forward(name: str, run: Callable) -> Callable:
+    def method(self: Varying, *others: Any) -> Any:
+        return self.each(lambda value: run(value, *others))
+
+    method.__name__ = name
+    return method
+
+
+def _reflected(name: str, run: Callable) -> Callable:
+    def method(self: Varying, other: Any) -> Any:
+        return self.each(lambda value: run(other, value))
+
+    method.__name__ = name
+    return method
+
+
+_BINARY = [
+    "add",
+    "sub",
+    "mul",
+    "truediv",
+    "floordiv",
+    "mod",
+    "matmul",
+    "pow",
+    "lshift",
+    "rshift",
+    "and",
+    "or",
+    "xor",
+]
+for _name in _BINARY:
+    _run = getattr(operator, f"{_name}_" if _name in ("and", "or") else _name)
+    setattr(Varying, f"__{_name}__", _forward(f"__{_name}__", _run))
+    setattr(Varying, f"__r{_name}__", _reflected(f"__r{_name}__", _run))
+for _name in ["lt", "le", "eq", "ne", "gt", "ge", "getitem", "neg", "pos", "abs", "invert"]:
+    setattr(Varying, f"__{_name}__", _forward(f"__{_name}__", getattr(operator, _name)))
+
+
+def resolved(value: Any) -> Any:
+    """A value for code that knows nothing of `Varying`: as it is for the lanes that run."""
+    if type(value) is Varying:
+        return merge(value.now())
+    return value
+
+
+def varies(value: Any, deep: int = 2) -> bool:
+    """Whether it has, within its first containers, what differs without being a tensor."""
+    kind = type(value)
+    if kind is Varying or kind is Mixed:
+        return True
+    if thread.mixed and id(value) in thread.mixed:
+        return True
+    if not deep:
+        return False
+    if kind is list or _is_tuple(kind):
+        return any(varies(v, deep - 1) for v in value)
+    if kind is dict:
+        return any(varies(v, deep - 1) for v in value.values())
+    return False
+
+
+def _is_tuple(kind: type) -> bool:
+    """Return True for tuples, those whose entries have names included."""
+    return kind is tuple or (issubclass(kind, tuple) and hasattr(kind, "_fields"))
+
+
+def worlds_of(values: Any, deep: int = 2) -> list[Any]:
+    """The coarsest worlds in each of which none of these values varies."""
+    worlds = [words.now()]
+    for value in values:
+        for parts in _partings(value, deep):
+            worlds = [piece for world in worlds for piece in _pieces(world, parts)]
+    return worlds
+
+
+def _pieces(world: Any, parts: Parts) -> Iterator[Any]:
+    """A world, cut where the parts of something are."""
+    rest = world
+    for w, _ in within(parts, world):
+        yield w
+        rest = rest - w
+        if rest is None:
+            return
+    yield rest
+
+
+def _partings(value: Any, deep: int) -> Iterator[Parts]:
+    kind = type(value)
+    if kind is Varying:
+        now = within(value.parts, words.now())  # who has none has a world without
+        if not now or type(merge(now)) is Varying:
+            yield now
+        for _, v in now:
+            yield from _partings(v, deep)
+        return
+    if kind is Mixed:
+        value.refuse()
+    mixed = thread.mixed.get(id(value))
+    if mixed is not None:
+        yield within(mixed[1].parts, words.now())
+    elif deep:
+        yield from _inside(value, deep)
+
+
+def _inside(value: Any, deep: int) -> Iterator[Parts]:
+    kind = type(value)
+    if kind is list or _is_tuple(kind):
+        for v in value:
+            yield from _partings(v, deep - 1)
+    elif kind is dict:
+        for v in value.values():
+            yield from _partings(v, deep - 1)
+
+
+def plain(value: Any, deep: int = 2) -> Any:
+    """The value for the lanes that run, what varies inside replaced too; itself where none does."""
+    kind = type(value)
+    if kind is Varying:
+        value = resolved(value)
+        if type(value) is Varying:
+            raise Unsplittable(
+                "what varies, deep inside what is given to code that is not converted"
+            )
+        return plain(value, deep)
+    if deep and varies(value, deep):
+        if _is_tuple(kind):
+            items = (plain(v, deep - 1) for v in value)
+            return tuple(items) if kind is tuple else value._make(items)
+        if thread.parted:
+            thread.note(slot_of(value))
+        if kind is list:
+            value[:] = [plain(v, deep - 1) for v in value]
+        elif kind is dict:
+            value.update({k: plain(v, deep - 1) for k, v in value.items()})
+    return value
+
+
+join._make_varying = Varying
+__all__ = ["Varying", "plain", "resolved", "settled", "varies", "worlds_of"]

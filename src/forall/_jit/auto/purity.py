@@ -1,0 +1,307 @@
+"""Whether everything that a function does can be told from what it can be seen to reach.
+
+`jit` is told that its function is pure. Where nobody says so, a call may be replayed only if this
+is certain: each function it can reach is read, name by name, and each name has to lead to something
+that does the same with each call and nothing besides (`trusted`), or to what the guards compare.
+Whatever is not certain runs as it is.
+
+Where the call was seen to run (`ran`), what did not run is not read. What names lead to is then not
+all that is asked: all that ran must be something that the guards have come to.
+
+What changes something that the guards see (a counter, a list of results) needs no care here: the
+recording finds it changed. What is looked for is what they cannot see: the clock, Python's random
+numbers, files, the screen, a tensor's version.
+"""
+
+from __future__ import annotations
+
+import sys
+from contextvars import ContextVar
+from types import (
+    BuiltinFunctionType,
+    CellType,
+    CodeType,
+    FunctionType,
+    MappingProxyType,
+    MethodDescriptorType,
+    MethodWrapperType,
+    ModuleType,
+    WrapperDescriptorType,
+)
+from typing import TYPE_CHECKING, Any
+from weakref import ReferenceType
+
+import torch
+
+from forall._compat import pure_functions
+from forall._compat.private_api import PLAIN
+from forall._core.python_state import (
+    SETTERS,
+    UNSET,
+    Unwatched,
+    contents,
+    is_library,
+    is_no_users,
+    is_ours,
+    may_rebind,
+    rebinds,
+    rebound_of,
+)
+from forall._jit.guards.attribute_names import BY_ANY_NAME, SKIPPED, asked_by_text
+from forall._jit.guards.import_sources import Imports, has_imports
+from forall._jit.guards.leaves import (
+    CACHED,
+    CONTAINERS,
+    TELLERS,
+    VIEWS,
+    WRAPPERS,
+    is_array,
+    is_of_environment,
+)
+from forall._jit.guards.module_names import ATTRIBUTES, is_users, ways
+from forall._jit.search_budget import EACH, TOO_LONG, clock
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from forall._jit.guards.build import Guards
+    from forall._jit.tracing.coverage import Everything
+
+_WRAPPERS = {MappingProxyType, *WRAPPERS} - {BuiltinFunctionType, MethodWrapperType}
+_METHODS = (MethodDescriptorType, WrapperDescriptorType, MethodWrapperType)
+_NAMED = ATTRIBUTES | {"STORE_ATTR", "DELETE_ATTR", "IMPORT_FROM"}  # of whatever it may be
+_ANY = frozenset({"__dict__", "__dir__", "__getattribute__"})  # what has all that a module has
+_WATCHED = frozenset({"__code__", "__dict__"})  # where they are asked for
+
+
+def doubt(guards: Guards, *, stands_in: bool = False) -> str | None:
+    """What of it is not certain; None where all is. What it names of torch is watched from now.
+
+    A function that stands in for another does not see what that is bound to anew while it runs, so
+    there nothing may rebind names of other functions, or of modules.
+    """
+    if guards.why is not None or guards.ran.why is not None:
+        return guards.why or guards.ran.why
+    reading, ran = _Reading(guards), guards.ran
+    reached = [*guards.reached()]
+    for i, value in enumerate(reached):
+        if not i % EACH and clock() > guards.until.call:
+            return TOO_LONG
+        if isinstance(value, FunctionType) and not is_ours(value):
+            if reading.is_certain(value) or not ran.holds(value.__code__):
+                continue
+            why = reading.of(value)
+            if stands_in and _may_rebind(ran, value.__code__):
+                why = why or f"{value.__qualname__} rebinds names of another function's"
+        else:
+            why = None if reading.is_certain(value) else f"it reaches {_named(value)}"
+        if why is not None:
+            return why
+    return _unreached(ran, reached)
+
+
+def _may_rebind(ran: Everything, code: CodeType) -> bool:
+    """What was seen to run is seen to rebind: who names no namespace can but set an attribute."""
+    return may_rebind(code) and (not ran.seen or rebinds(code, ran.names(code) - SETTERS))
+
+
+def _unreached(ran: Everything, reached: Iterable[Any]) -> str | None:
+    """What ran, though nothing that is known leads to it, or makes it."""
+    if not ran.seen:
+        return None
+    known = set()
+    left = [f.__code__ for f in reached if isinstance(f, FunctionType)]
+    while left:
+        code = left.pop()
+        if code not in known:
+            known.add(code)
+            made = [i.argval for i in ran.instructions(code)]
+            left += [c for c in made if isinstance(c, CodeType)]
+    odd = next((code for code in ran.codes() if code not in known), None)
+    if odd is None:
+        return None
+    if _at(odd) in {*map(_at, known)}:  # it was written anew
+        return f"examples part in {odd.co_qualname} ({_at(odd)})"
+    return f"nothing leads to {odd.co_qualname}, which runs ({_at(odd)})"
+
+
+def _at(code: CodeType) -> str:
+    return f"{code.co_filename}:{code.co_firstlineno}"
+
+
+class _Reading:
+    """Functions, read name by name."""
+
+    def __init__(self, guards: Guards) -> None:
+        self.guards, self.ran = guards, guards.ran
+        self._modules: set[ModuleType] = set()  # that were looked at
+        # Of the attributes of who knows what:
+        self._names, self._by_any = set[str](), False
+        for code in self.ran.codes():
+            instructions = self.ran.instructions(code)
+            names, by_others = asked_by_text(instructions)
+            self._names |= names.union(i.argval for i in instructions if i.opname in _NAMED)
+            self._by_any = self._by_any or by_others or not _ANY.isdisjoint(self._names)
+
+    def of(self, func: FunctionType) -> str | None:
+        home = func.__globals__
+        if is_no_users(func):
+            return f"it reaches {_named(func)}"
+        cells = zip(func.__code__.co_freevars, func.__closure__ or (), strict=True)
+        found = {n: contents(c) for n, c in cells if isinstance(contents(c), ModuleType)}
+        for code, modules in _codes(func.__code__, found):
+            why = self._code(code, home, modules)
+            if why is not None:
+                return f"{func.__qualname__} {why} ({_at(code)})"
+        return None
+
+    def _code(
+        self, code: CodeType, home: dict[str, Any], modules: dict[str, ModuleType]
+    ) -> str | None:
+        instructions = [i for i in self.ran.instructions(code) if i.opname not in SKIPPED]
+        importing = instructions if has_imports(code) else ()
+        imports = Imports(importing, home, libraries=not self.ran.seen)
+        if imports.why is not None:
+            return imports.why
+        for name, module in imports.found:
+            self.guards.watch_name(sys.modules, name, module)
+        for inside, name in imports.taken:
+            value = vars(inside).get(name)
+            if isinstance(value, ModuleType) or not is_library(inside.__name__):
+                self.guards.watch_name(vars(inside), name, value)
+            elif not self._may_use(value, inside, name):
+                return f"uses {inside.__name__}.{name}"
+        modules = {**modules, **imports.modules}
+        for way in ways(instructions, modules):
+            why = self._way(way, modules if way[0] in modules else home)
+            if why is not None:
+                return why
+        return None
+
+    def _way(self, way: list[str], home: dict[str, Any]) -> str | None:
+        """Where a way of names leads: `.name` of something unknown, or from a global onwards."""
+        first = way[0]
+        if not first:
+            return self._telling(way[1:])
+        if first not in home:
+            return None if self._is_builtin(first) else f"uses {first}"
+        value = home[first]
+        for i, name in enumerate(way[1:], 1):
+            if not isinstance(value, ModuleType):
+                if isinstance(value, type) and is_no_users(value):  # that they may add to
+                    self.guards.watch_class(value)
+                return self._telling(way[i:])
+            inside, value = value, getattr(value, name, None)
+            if isinstance(value, ModuleType) and name in vars(inside):
+                self.guards.watch_name(vars(inside), name, value)
+            from_library = is_library(inside.__name__) and not isinstance(value, ModuleType)
+            if from_library and not self._may_use(value, inside, name):
+                return f"uses {'.'.join(way[: i + 1])}"
+        if isinstance(value, ModuleType) and not is_users(value):
+            return f"names the module {value.__name__}"
+        return None
+
+    def _telling(self, names: Iterable[str]) -> str | None:
+        telling = pure_functions.TELLING - _WATCHED if self.ran.seen else pure_functions.TELLING
+        return next((f"asks for .{name}" for name in names if name in telling), None)
+
+    def _is_builtin(self, name: str) -> bool:
+        """By any name they may ask for what tells more: then the recorder hears it."""
+        return name in pure_functions.BUILTINS or (self.ran.seen and name in pure_functions.BY_NAME)
+
+    def _may_use(self, value: Any, inside: ModuleType, name: str) -> bool:
+        """Whether code may use what a module of a library's has under a name, watched from now."""
+        self.guards.watch_name(vars(inside), name, value)
+        return self._is_trusted(value) or self._is_idle(value)
+
+    def is_certain(self, value: Any) -> bool:
+        """Whether the guards see all of it, or it never changes; functions are read."""
+        if isinstance(value, FunctionType) and not is_ours(value):
+            return self._is_trusted(value) or self._is_idle(value)
+        if is_of_environment(value):
+            return True
+        if isinstance(value, ModuleType):
+            return self._is_certain_module(value)
+        what = type(value) if isinstance(value, TELLERS) else value
+        return _is_certain(value) or self._is_idle(what) or self._is_never_made(value)
+
+    def _is_certain_module(self, module: ModuleType) -> bool:
+        """One that something holds. Of a library's, each name that is asked for may be its."""
+        if is_users(module) or module in self._modules:
+            return True
+        self._modules.add(module)
+        if not self.ran.seen or self._by_any or not is_library(module.__name__):
+            return False
+        for name in self._names - vars(module).keys():
+            self.guards.watch_name(vars(module), name, UNSET)
+        found = [(name, vars(module)[name]) for name in self._names & vars(module).keys()]
+        return all(
+            self._is_certain_module(value)
+            if isinstance(value, ModuleType)
+            else self._may_use(value, module, name)
+            for name, value in found
+        )
+
+    def _is_trusted(self, value: Any) -> bool:
+        if pure_functions.is_question(value):
+            self.guards.watch_answer(value)
+        return pure_functions.is_trusted(value)
+
+    def _is_never_made(self, value: Any) -> bool:
+        """Whether it is a class of tensors, only asked for whether something is of it."""
+        return isinstance(value, type) and issubclass(value, torch.Tensor) and self.ran.idle(value)
+
+    def _is_idle(self, value: Any) -> bool:
+        return self.ran.idle(value) and is_no_users(value)
+
+
+def _codes(
+    code: CodeType, modules: dict[str, ModuleType]
+) -> Iterator[tuple[CodeType, dict[str, ModuleType]]]:
+    """A function's code and that of all written inside it, with the modules its closure has."""
+    rebound = {*code.co_cellvars, *rebound_of(code)}
+    modules = {n: m for n, m in modules.items() if n not in rebound}
+    yield code, modules
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes(constant, modules)
+
+
+def _is_certain(value: Any) -> bool:
+    kind: Any = type(value)
+    if kind in CONTAINERS or kind in _WRAPPERS or kind in VIEWS:
+        return True
+    if pure_functions.is_inert(value) or is_array(value):
+        return True
+    if isinstance(value, (super, BaseException)):
+        return False  # nobody looks at what they hold
+    if value is ReferenceType:  # the class of those that are judged by what they refer to
+        return True
+    if isinstance(value, (FunctionType, Unwatched, CACHED, CellType, ContextVar)):
+        return True  # ours, or looked at by the guards
+    if isinstance(value, torch.Tensor):
+        return kind in PLAIN
+    if isinstance(value, type):
+        if is_no_users(value):
+            return pure_functions.is_trusted(value)
+        bases = [b for b in (*kind.__mro__, *value.__mro__) if is_no_users(b)]
+        return all(b is type or pure_functions.is_trusted_base(b) for b in bases)
+    if isinstance(value, BuiltinFunctionType):
+        return pure_functions.is_trusted(value) or type(value.__self__) in CONTAINERS
+    if isinstance(value, _METHODS):
+        known = pure_functions.is_trusted_base(getattr(value, "__objclass__", object))
+        return known and value.__name__ not in BY_ANY_NAME | pure_functions.TELLING
+    if isinstance(value, ReferenceType):
+        return type(value()) in PLAIN  # as torch's recurrent layers have them of their weights
+    if pure_functions.is_trusted(value):
+        return True
+    return pure_functions.is_trusted_base(kind) if is_no_users(kind) else True
+
+
+def _named(value: Any) -> str:
+    if isinstance(value, ModuleType):
+        return f"the module {value.__name__}"
+    name = getattr(value, "__qualname__", None)
+    if name is None:
+        return f"an object of class {type(value).__module__}.{type(value).__qualname__}"
+    return f"{getattr(value, '__module__', None) or ''}.{name}".lstrip(".")

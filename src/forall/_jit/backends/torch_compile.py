@@ -1,0 +1,292 @@
+"""Programs handed to torch's compilers, piece by piece.
+
+NOTE [what a compiler is given]
+    A compiler may put its results where it likes, and takes for granted that tensors do not share
+    memory. So it is given stretches of operators without draws, and asked only for tensors with
+    memory of their own; views of these, and of arguments, are made by the lines around it, as are
+    draws. What it may not do, or cannot, is done by the program's own lines.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import groupby
+from operator import getitem
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from forall._compat import compile_backends
+from forall._compat.ambient_settings import precision_allowed
+from forall._compat.op_schema import facts
+from forall._compat.storage import storage_of
+from forall._core.errors import Call, columns, slow
+from forall._jit.backends.python_source import function
+from forall._jit.graph import (
+    Layout,
+    Node,
+    Piece,
+    Ref,
+)
+from forall._jit.tracing.tracer import ASSERTED
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Sequence
+
+    from forall._jit.graph import Program
+
+    Tensor = torch.Tensor
+
+aten = torch.ops.aten
+_FEWEST = 2  # operators that are worth a compiler
+_MOST = 8  # settings that a piece is compiled for
+_PLAIN = (bool, int, float, complex, str, type(None))
+_WORDS = (torch.dtype, torch.device, torch.memory_format, torch.layout)
+
+
+def writer(call: Call, backend: str) -> Callable:
+    """What makes a function of a program; an error where this machine has no such backend."""
+    if backend not in ("inductor", "cudagraphs"):
+        raise ValueError(
+            f"{call}: no such backend.\n{columns([('backend', repr(backend))])}\n"
+            "It is one of 'python' (default), 'inductor' and 'cudagraphs'."
+        )
+    why = compile_backends.no_inductor() if backend == "inductor" else compile_backends.no_graphs()
+    if why is not None:
+        cure = "g++ or clang++; the environment's CXX names another"
+        raise RuntimeError(
+            f"{call}: this machine cannot run that backend.\n"
+            f"{columns([('backend', repr(backend)), ('missing', why)])}\n"
+            f"It needs {cure if backend == 'inductor' else 'a GPU'}. "
+            "backend='python' needs nothing."
+        )
+    return partial(_written, call, backend)
+
+
+def _written(
+    call: Call,
+    backend: str,
+    program: Program,
+    nodes: Sequence[Node],
+    given: Sequence[int],
+    results: Sequence[int],
+) -> Callable:
+    """As `writing.function`, with pieces that are compiled."""
+    asserted = {n for node in nodes if node.op in ASSERTED for n in node.reads()}
+    fitting = partial(_fits, program, asserted)
+    stretches = [(fits, [*part]) for fits, part in groupby(nodes, key=fitting)]
+    lines: list[Node] = []
+    later = {*results}
+    for fits, part in reversed(stretches):
+        made = _pieced(call, backend, program, part, later) if fits else part
+        lines[:0] = made
+        later.update(n for node in part for n in node.reads())
+    return function(program, lines, given, results)
+
+
+def _fits(program: Program, asserted: Collection[int], node: Node) -> bool:
+    if node.outs is None and not node.writes():
+        return False  # it is there to raise, and a compiler leaves it out
+    if program.may_raise(node) and program.is_on_cpu(node):
+        return False  # so it does with errors of others; on a GPU these are no errors of Python's
+    if facts(node.op).dynamic and any(n in asserted for n in node.makes()):
+        return False  # its numbers say of what shape the result is
+    return not facts(node.op).seeded and _is_plain((node.args, node.kwargs))
+
+
+def _is_plain(a: Any) -> bool:
+    if isinstance(a, (tuple, list)):
+        return all(map(_is_plain, a))
+    if isinstance(a, dict):
+        return all(map(_is_plain, a.values()))
+    return type(a) is Ref or type(a) in _PLAIN or isinstance(a, _WORDS)
+
+
+def _pieced(
+    call: Call, backend: str, program: Program, part: list[Node], later: Collection[int]
+) -> list[Node]:
+    """A piece that is compiled in the place of these operators, and views of what it makes."""
+    makers: dict[int, Node] = {}
+    read: dict[int, None] = {}  # what was there before
+    for node in part:
+        read.update(dict.fromkeys(n for n in node.reads() if n not in makers))
+        makers.update({n: node for n in node.makes() if n not in read and n not in makers})
+    wanted: dict[int, None] = {}
+    views: dict[int, Node] = {}
+    for n in sorted(makers.keys() & later):
+        if not _traced(program, n, makers, wanted, views):
+            return part
+    roots = [v.root for v in program.values]
+    changed = {roots[n] for node in part for n in node.writes()}
+    written = [n for n in read if roots[n] in changed]
+    if len(part) < _FEWEST or not (wanted or written):
+        return part
+    core = Core(call, backend, program, part, [*read], [*wanted], written)
+    piece = Piece(core, tuple(map(Ref, read)), {}, [*wanted], written)
+    return [piece, *views.values()]
+
+
+def _traced(
+    program: Program,
+    n: int,
+    makers: dict[int, Node],
+    wanted: dict[int, None],
+    views: dict[int, Node],
+) -> bool:
+    """Note what memory a value lies in, and the views that lead there from it."""
+    node = makers.get(n)
+    if node is None or n in wanted or id(node) in views:
+        return True
+    roots = [v.root for v in program.values]
+    sources = [m for m in node.reads() if roots[m] == roots[n] and m != n]
+    if not sources:
+        wanted[n] = None
+        return True
+    if len(set(sources)) > 1 or not _traced(program, sources[0], makers, wanted, views):
+        return False
+    if node.writes():  # its result is what it wrote into, by another name
+        if program.values[sources[0]].layout != program.values[n].layout:
+            return False
+        node = Node(aten.alias.default, (Ref(sources[0]),), {}, n)
+        views[~n] = node
+    else:
+        views[id(node)] = node
+    return True
+
+
+class Core:
+    """The operators of a piece, compiled when it is first run."""
+
+    __name__ = "piece"
+
+    def __init__(
+        self,
+        call: Call,
+        backend: str,
+        program: Program,
+        nodes: list[Node],
+        given: list[int],
+        results: list[int],
+        written: list[int],
+    ) -> None:
+        self.call = call
+        self.backend = backend
+        self.layouts = [program.values[n].layout for n in results]
+        self.written = [given.index(n) for n in written]
+        self.plain = function(program, nodes, given, results)
+        self.fixed = [n in program.constants and n not in written for n in given]
+        self.graph = _graph(nodes, given, results)
+        self.is_on_accelerator = _is_on_accelerator(program, [*given, *results])
+        self.made: dict[tuple, Callable] = {}  # by the settings that kernels are chosen by
+
+    def __call__(self, *tensors: Tensor) -> Sequence[Tensor]:
+        chosen = precision_allowed() if self.is_on_accelerator else ()
+        run = self.made.get(chosen)
+        if (run is None or self.backend == "cudagraphs") and compile_backends.is_capturing():
+            return self.plain(*tensors)
+        if run is None:
+            if len(self.made) >= _MOST:
+                self.made.clear()
+            run = self.made[chosen] = self._compiled(tensors)
+        if self.written and _shares_memory(tensors):
+            return self.plain(*tensors)
+        return run(*tensors)
+
+    def _compiled(self, tensors: Sequence[Tensor]) -> Callable:
+        why = self._unfit(tensors)
+        if why is None:
+            examples = [_copy(t) for t in tensors]
+            try:
+                run = self._by_backend(examples)
+                made = run(*examples)
+                if [Layout.of(y) for y in made] == self.layouts:
+                    return _apart(run, examples, made)
+                why = "its results would lie otherwise in memory"
+            except Exception as error:  # noqa: BLE001 - whatever keeps a compiler from it
+                self.plain(*map(_copy, tensors))  # if nothing does, the call's error is its own
+                why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        slow(f"{self.call}: a piece is not compiled, so run by Python: {why}.")
+        return self.plain
+
+    def _unfit(self, tensors: Sequence[Tensor]) -> str | None:
+        if any(t.is_conj() or t.is_neg() for t in tensors):
+            return "a tensor's conjugation or negation is yet to be done"
+        if self.backend == "inductor":
+            return None
+        if not all(t.is_cuda or fixed for t, fixed in zip(tensors, self.fixed, strict=True)):
+            return "a tensor is not on the GPU"
+        if len({t.device for t in tensors if t.is_cuda}) > 1:
+            return "its tensors are on several GPUs"
+        if any(0 in t.stride() and t.numel() > 1 for t in tensors):
+            return "an expanded tensor has no place of its own on the GPU"
+        return None
+
+    def _by_backend(self, examples: list[Tensor]) -> Callable:
+        if self.backend == "inductor":
+            return compile_backends.by_inductor(self.graph, examples, writes=bool(self.written))
+        return compile_backends.by_graph(self.plain, examples, self.written)
+
+
+def _is_on_accelerator(program: Program, numbers: Sequence[int]) -> bool:
+    """Return True if kernels may be chosen when these values are compiled for.
+
+    Those of the CPU ask for the settings when they run, also where they are called in C++.
+    """
+    return any(program.values[n].layout.device.type != "cpu" for n in numbers)
+
+
+def _apart(run: Callable, given: Sequence[Tensor], made: Sequence[Tensor]) -> Callable:
+    """The same with results that share no memory: a compiler may have one for two."""
+    places = [*map(storage_of, given), *map(storage_of, made)]
+    shared = [i for i, y in enumerate(made) if y.numel() and places.count(storage_of(y)) > 1]
+    if not shared:
+        return run
+
+    def apart(*tensors: Tensor) -> list[Tensor]:
+        found = [*run(*tensors)]
+        for i in shared:
+            found[i] = found[i].clone()
+        return found
+
+    return apart
+
+
+def _shares_memory(tensors: Sequence[Tensor]) -> bool:
+    places = [storage_of(t) for t in tensors if t.numel()]
+    return len({*places}) < len(places)
+
+
+def _copy(t: Tensor) -> Tensor:
+    """A tensor that lies in memory as this one does."""
+    last = t.storage_offset() + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
+    memory = t.as_strided((last + 1 if t.numel() else 0,), (1,), 0).clone()
+    return memory.as_strided(t.shape, t.stride(), t.storage_offset())
+
+
+def _graph(nodes: list[Node], given: list[int], results: list[int]) -> fx.GraphModule:
+    """The same operators as torch's compilers read them."""
+    graph = fx.Graph()
+    env: dict[int, Any] = {n: graph.placeholder(f"v{n}") for n in given}
+
+    def argument(a: Any) -> Any:
+        if type(a) is Ref:
+            return env[a.n]
+        if isinstance(a, (tuple, list)):
+            return [argument(b) for b in a]
+        return a
+
+    def bound(outs: Any, made: Any) -> None:
+        if isinstance(outs, int):
+            env[outs] = made
+        elif isinstance(outs, (tuple, list)):
+            for i, o in enumerate(outs):
+                if o is not None:
+                    bound(o, graph.call_function(getitem, (made, i)))
+
+    for node in nodes:
+        kwargs = {k: argument(a) for k, a in node.kwargs.items()}
+        made = graph.call_function(node.op, tuple(map(argument, node.args)), kwargs)
+        bound(node.outs, made)
+    graph.output(tuple(env[n] for n in results))
+    return fx.GraphModule(torch.nn.Module(), graph)

@@ -1,0 +1,98 @@
+"""Long programs that are run again and again, by torch's own interpreter.
+
+It calls the same operators in the same order, and gives memory back as early. What it cannot tell
+as Python would is an error: so a program is left to Python where it changes anything that outlasts
+it, and is run by Python, once more, where it fails.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from forall._compat.op_schema import facts
+from forall._compat.ts_interpreter import Line, Unwritten
+from forall._core import config
+from forall._jit.graph import Piece, with_refs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from forall._jit.graph import Node, Program
+
+LENGTH = 12  # operators, from which on the way in is paid for
+CALLS = 32  # that a program is run by Python before
+
+
+def warmed(
+    run: Callable,
+    program: Program,
+    nodes: Sequence[Node],
+    given: Sequence[int],
+    results: Sequence[int],
+) -> Callable:
+    """The same function, which goes over to the interpreter when it has been called often."""
+    checked = config.now.replay == "check"
+    if (len(nodes) < LENGTH and not checked) or not _fits(program, nodes, given):
+        return run
+    line: Callable | None = None
+    left = 0 if checked else CALLS
+
+    def warm(*tensors: Any) -> tuple:
+        nonlocal line, left
+        if line is None:
+            left -= 1
+            if left >= 0:
+                return run(*tensors)
+            line = _line(program, nodes, given, results) or run
+        try:
+            return line(*tensors)
+        except Exception:  # noqa: BLE001 - Python tells what it is, or the interpreter cannot
+            made = run(*tensors)
+            line = run
+            return made
+
+    return functools.update_wrapper(warm, run)
+
+
+def _fits(program: Program, nodes: Sequence[Node], given: Sequence[int]) -> bool:
+    if not nodes or any(isinstance(node, Piece) for node in nodes):
+        return False
+    roots = [v.root for v in program.values]
+    outside = {roots[n] for n in given}
+    return not any(
+        facts(node.op).seeded or any(roots[n] in outside for n in node.writes()) for node in nodes
+    )
+
+
+def _line(
+    program: Program, nodes: Sequence[Node], given: Sequence[int], results: Sequence[int]
+) -> Callable | None:
+    try:
+        line = Line()
+        env = {n: line.argument() for n in given}
+        env.update({n: line.constant(t) for n, t in program.constants.items() if n not in env})
+        for n in program.changing(nodes, results) & env.keys() - {*given}:
+            env[n] = line.call(torch.ops.aten.clone.default, [env[n]], {})[0]
+        for node in nodes:
+            args, kwargs = (with_refs(a, lambda r: env[r.n]) for a in (node.args, node.kwargs))
+            _bind(line, node.outs, line.call(node.op, args, kwargs), env)
+        return line.function([env[n] for n in results])
+    except (Unwritten, RuntimeError, TypeError, AttributeError, KeyError):
+        return None  # without such an interpreter, or with another one
+
+
+def _bind(line: Line, outs: Any, made: list, env: dict[int, Any]) -> None:
+    """Name the results of an operator; ``made`` has one entry for each that it returns."""
+    if isinstance(outs, int):
+        (env[outs],) = made
+    elif isinstance(outs, (list, tuple)):
+        if len(made) == 1:  # a list
+            made = line.unpacked(made[0], len(outs))
+        for o, m in zip(outs, made, strict=True):
+            if isinstance(o, (list, tuple)):
+                _bind(line, o, [m], env)
+            elif o is not None:
+                env[o] = m

@@ -1,0 +1,1 @@
+"""The calls that are kept for replay, by their keys."""

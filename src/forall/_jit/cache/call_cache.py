@@ -1,0 +1,195 @@
+"""The kinds of calls of one function that were recorded, and which of them a call is."""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from forall._compat import exception_safety, pytree
+from forall._core.errors import Call, name_of, slow
+from forall._core.python_state import Unwatched
+from forall._jit.cache.cache_info import (
+    CacheInfo,
+    Kind,
+    listed,
+    unlisted,
+    words,
+)
+from forall._jit.cache.call_key import is_free, kind_of
+from forall._jit.cache.differentiable_entry import Differentiated
+from forall._jit.cache.entry import MISSED, Recorded
+from forall._jit.guards.build import TOO_MUCH
+from forall._jit.guards.identity import Unfit, outlined
+from forall._jit.tracing.coverage import (
+    EVERYTHING,
+    SIGHTS,
+    Everything,
+    Ran,
+)
+from forall._jit.tracing.joint_graph import FIRST
+from forall._jit.tracing.trace_call import guarding, record
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from forall._jit.static_args import Statics
+
+_MOST = 64  # kinds of calls that are kept, the last used ones
+_TIMES = 4  # that one is recorded whose numbers answer otherwise
+
+
+class AsItIs(NamedTuple):
+    """What is kept of a kind that cannot be recorded."""
+
+    arguments: str
+    why: str
+    times: int = 0
+
+
+class Kinds(Unwatched):
+    """The kinds of calls that were recorded of one function."""
+
+    def __init__(self, func: Callable, statics: Statics, anew: tuple, **how: Any) -> None:
+        self.func = func
+        self.anew = anew  # what makes such an object that has recorded nothing yet
+        self.how = how  # its programs are made: ``write``, ``fastmath``
+        self.boxed = statics.boxed if statics else None
+        self.known: OrderedDict[Any, Recorded | AsItIs] = OrderedDict()
+        self.newest: Recorded | None = None
+        # Of kinds that are not settled: the calls so far, and what the last was seen to run.
+        self.settling: dict[Any, tuple[int, Everything]] = {}
+        self.hits = self.misses = 0
+
+    def __reduce__(self) -> tuple:
+        return self.anew  # programs stay where they were recorded
+
+    def clear(self) -> None:
+        """Forget all kinds, and count from 0."""
+        self.known.clear()
+        self.settling.clear()
+        self.newest = None
+        self.hits = self.misses = 0
+
+    def info(self) -> CacheInfo:
+        """How many calls were replayed, how many ran the function, and how many kinds are kept."""
+        return CacheInfo(self.hits, self.misses, _MOST, len(self.known))
+
+    def listed(self) -> list[Kind]:
+        """The kinds that are kept, the last used one last."""
+        name = name_of(self.func)
+        return [
+            unlisted(name, *made[:2]) if type(made) is AsItIs else listed(name, made)
+            for made in self.known.values()
+        ]
+
+    def run(self, args: tuple, kwargs: dict) -> Any:
+        made = self.newest
+        if made is not None and not kwargs and made.serves(len(args), args, args):
+            # Tensors alone, each a leaf: the tree of them is their number.
+            if made.draws:
+                return self._again(made, args, args, kwargs)
+            try:
+                result = made(args)
+            except Exception:
+                if not made.may_fail:
+                    raise
+                made.has_failed()
+                self.misses += 1
+            else:
+                self.hits += 1
+                return result
+            return self.func(*args)  # it tells what is wrong, and for whom
+        if not is_free():
+            self.misses += 1
+            return self.func(*args, **kwargs)
+        given = self.boxed(args, kwargs) if self.boxed else (args, kwargs)
+        try:
+            leaves, outline, nodes = outlined(*given)
+            tensors = [x for x in leaves if isinstance(x, torch.Tensor)] if leaves else leaves
+            if made is not None and made.serves(outline, leaves, tensors, nodes):
+                return self._again(made, tensors, args, kwargs)
+            kind = kind_of(outline, leaves, tensors)
+        except Unfit as unfit:
+            if str(unfit) not in self.known:
+                self._as_it_is(str(unfit), given, str(unfit))
+            self.misses += 1
+            return self.func(*args, **kwargs)
+        made = self.known.get(kind)
+        if type(made) is AsItIs:
+            self.misses += 1
+            return self.func(*args, **kwargs)
+        if made is None or not made.stands(tensors, nodes):
+            self.misses += 1
+            if made is None or not made.failed or made.times <= _TIMES:
+                return exception_safety.call(self._first, kind, given, leaves)
+            self._as_it_is(kind, given, "what it asks of numbers changes from call to call")
+            return self.func(*args, **kwargs)
+        if made is self.newest:
+            made.served(outline, leaves, tensors, nodes)
+        self.newest = made
+        with suppress(KeyError):  # another thread's calls may have pushed it out
+            self.known.move_to_end(kind)
+        return self._again(made, tensors, args, kwargs)
+
+    def _again(
+        self, made: Recorded, tensors: Sequence[torch.Tensor], args: tuple, kwargs: dict
+    ) -> Any:
+        if made.may_fail:
+            result, _ = made.attempt(tensors)
+            if result is MISSED:
+                self.misses += 1
+                return self.func(*args, **kwargs)
+            self.hits += 1
+            return result
+        self.hits += 1
+        return made(tensors)
+
+    def _first(self, kind: Any, given: tuple[tuple, dict], leaves: list) -> Any:
+        self.newest = None  # it may hold what the function no longer does
+        before = self.known.get(kind)
+        asked = (before.asked if type(before) is Differentiated else None) or FIRST
+        spec = pytree.flatten(given)[1]
+        count, ran = self.settling.pop(kind, (0, EVERYTHING))
+        with ran.reading():
+            guards = guarding(self.func, given, ran)
+        watches = (ran.seen or guards.why == TOO_MUCH) and sys.gettrace() is None
+        seen = Ran() if watches else EVERYTHING
+        with seen.watching():
+            made = record(self.func, leaves, spec, guards, given=given, asked=asked, **self.how)
+        # A cache, a mask kept on a module, a wrapper that torch makes late: set up once. Who
+        # changes something with each call is found out by the next one. Where all that it names
+        # is too much to watch, what it was seen to run names less.
+        unsettled = made.moved or (watches and not (ran.seen and seen <= ran))
+        if unsettled and count < (SIGHTS if watches else 1):
+            if len(self.settling) == _MOST:
+                self.settling.clear()
+            self.settling[kind] = count + 1, seen
+            return made.result
+        if made.recorded is None:
+            self._as_it_is(kind, given, made.why or "")
+        elif made.recorded.asks and made.recorded.writes_outside():  # half done where it fails
+            self._as_it_is(
+                kind, given, "it asks for numbers, and writes into a tensor from outside"
+            )
+        else:
+            made.recorded.arguments = words(*given)
+            made.recorded.times += before.times if before is not None else 0
+            self._keep(kind, made.recorded)
+        return made.result
+
+    def _as_it_is(self, kind: Any, given: tuple[tuple, dict], why: str) -> AsItIs:
+        """Say once why, and keep that."""
+        slow(f"{Call('jit', self.func)}: not recorded, so run as it is: {why}.")
+        made = AsItIs(words(*given), why)
+        self._keep(kind, made)
+        return made
+
+    def _keep(self, kind: Any, made: Recorded | AsItIs) -> None:
+        self.known[kind] = made
+        self.known.move_to_end(kind)
+        if len(self.known) > _MOST:
+            self.known.popitem(last=False)

@@ -1,0 +1,132 @@
+"""A recorded call made once more by the function, for what its program does not know."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from forall._compat import rng_state
+from forall._compat.ambient_settings import under_settings
+from forall._compat.autograd_graph import Gate
+from forall._compat.dispatch_state import (
+    functions_on,
+    in_torch_func,
+    outside_torch_func,
+    run_backward,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from forall._jit.cache.differentiable_entry import Differentiated
+
+    Tensor = torch.Tensor
+
+
+class Call(NamedTuple):
+    """A recorded call, to be made as it would have been had it not been recorded."""
+
+    recorded: Differentiated
+    drawn: Any  # the states of the generators before it
+    unchanged: bool  # so far
+
+    def pulled(
+        self, tensors: Sequence[Tensor], cotangents: Sequence[Tensor | None]
+    ) -> Sequence[Tensor | None]:
+        """Cotangents pulled back, to what a gradient is wanted of."""
+        graph, gate = torch.is_grad_enabled(), Gate()
+        ends, stops = self._made(tensors, gate.through if graph else _alone)
+        with gate:
+            return _along(ends, cotangents, stops, graph=graph)
+
+    def twice(
+        self,
+        tensors: Sequence[Tensor],
+        cotangents: Sequence[Tensor | None],
+        slopes: Sequence[Tensor | None],
+    ) -> list[Tensor | None]:
+        """The derivative of that, in the cotangents and in the tensors."""
+        graph, gate = torch.is_grad_enabled(), Gate()
+        through = gate.through if graph else _alone
+        given = [through(c) if _moves(c) else c for c in cotangents]
+        ends, stops = self._made(tensors, through)
+        with gate:
+            first = _along(ends, given, stops, graph=True)
+            found = iter(_along(first, slopes, [*filter(_moves, given), *stops], graph=graph))
+        in_cotangents = [next(found) if _moves(c) else None for c in given]
+        in_wanted = dict(zip(self.recorded.back.wanted, found, strict=True))
+        return [*in_cotangents, *map(in_wanted.get, self.recorded.given)]
+
+    def _made(
+        self, tensors: Sequence[Tensor], through: Callable[[Tensor], Tensor]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Its results that have a derivative, and what gradients are wanted of."""
+        recorded, drawn = self.recorded, None
+        with under_settings(recorded.settings):  # which the guards may ask for
+            unchanged = self.unchanged and recorded.guards.hold()
+        if not unchanged:
+            raise RuntimeError(
+                "forall: a derivative needs a recorded call to be made once more, and what the "
+                "function captures, or was given, has changed since.\n"
+                "Take the derivative before that is changed, or make the call with "
+                "forall.config.replay = False, and not by forall.jit."
+            )
+        if self.drawn is not None:
+            drawn = rng_state.states(tensors)
+            rng_state.restore(self.drawn)
+        try:  # it was no part of a transform of torch's that is asked for the derivative now
+            with outside_torch_func() if in_torch_func() else nullcontext():
+                inputs, results = recorded.again(recorded, tensors, through)
+        finally:
+            if drawn is not None:
+                rng_state.restore(drawn)
+        wanted = [*inputs, *tensors[len(inputs) :]]
+        stops = [wanted[recorded.given.index(n)] for n in recorded.back.wanted]
+        return [results[i] for i in recorded.back.moved], stops
+
+
+def _moves(t: Tensor | None) -> bool:
+    return t is not None and t.requires_grad
+
+
+def _along(
+    ends: Sequence[Tensor | None],
+    cotangents: Sequence[Tensor | None],
+    stops: Sequence[Tensor],
+    *,
+    graph: bool,
+) -> Sequence[Tensor | None]:
+    """The ends that have a cotangent pulled back to ``stops``."""
+    pairs = zip(ends, cotangents, strict=True)
+    live = [(y, c) for y, c in pairs if y is not None and c is not None and y.requires_grad]
+    if not live or not stops:
+        return [None] * len(stops)
+    return run_backward(
+        tuple(y for y, _ in live),
+        tuple(c for _, c in live),
+        tuple(stops),
+        retain_graph=graph,
+        create_graph=graph,
+    )
+
+
+def stood_in(
+    again: Callable, recorded: Differentiated, tensors: Sequence[Tensor], through: Callable
+) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """Others in the inputs' place, where gradients stop as in the recording; and their results."""
+    # An argument that is also captured is one tensor, if it was one to the recording.
+    one = recorded.guards.tensors.keys() - {*map(id, recorded.captured)}
+    given = tensors[: len(recorded.program.inputs)]
+    cut = {id(t): through(t) for t in given if t.requires_grad and id(t) not in one}
+    for t in given:
+        if id(t) in cut and vars(t):  # what the user has put on it
+            vars(cut[id(t)]).update(vars(t))
+    inputs = [cut.get(id(t), t) for t in given]
+    with functions_on(), under_settings(recorded.settings):
+        return inputs, again(inputs)
+
+
+def _alone(t: Tensor) -> Tensor:
+    return t.detach().requires_grad_()

@@ -1,0 +1,182 @@
+"""A straight line of operators: what a recorded call comes down to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from forall._compat.op_schema import writes
+from forall._compat.value_errors import may_raise
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+
+class Ref:
+    """A value's place among the arguments of an operator."""
+
+    __slots__ = ("n",)
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __repr__(self) -> str:
+        return f"v{self.n}"
+
+
+class Layout(NamedTuple):
+    """What a tensor is, but for its numbers."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    device: torch.device
+    conj: bool  # yet to be conjugated
+    neg: bool  # yet to be negated
+
+    @classmethod
+    def of(cls, t: torch.Tensor) -> Layout:
+        where = tuple(t.shape), t.stride(), t.storage_offset()
+        return cls(*where, t.dtype, t.device, t.is_conj(), t.is_neg())
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether the entries follow each other in order."""
+        return self.strides == dense_strides(self.shape)
+
+    @property
+    def room(self) -> int:
+        """How many entries it has; what is expanded has them once."""
+        return prod(n for n, step in zip(self.shape, self.strides, strict=True) if step or not n)
+
+
+def dense_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Those of a tensor whose entries follow each other in order."""
+    return tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
+
+
+class Value(NamedTuple):
+    """A tensor of the program. Those of one ``root`` share memory; the root is the first."""
+
+    layout: Layout
+    root: int
+    zeros: bool = False  # torch's own, without memory
+
+
+@dataclass(slots=True)
+class Node:
+    """One operator. ``outs`` mirrors what it returns: a number, a list of them, None, or nested."""
+
+    op: Any
+    args: tuple
+    kwargs: dict[str, Any]
+    outs: Any
+
+    def reads(self) -> Iterator[int]:
+        yield from refs((self.args, self.kwargs))
+
+    def makes(self) -> Iterator[int]:
+        yield from _numbers(self.outs)
+
+    def writes(self) -> list[int]:
+        """The values that the operator writes into."""
+        found = []
+        for place in writes(self.op, self.args):
+            if isinstance(place, int):
+                a = self.args[place] if place < len(self.args) else None
+            else:
+                a = self.kwargs.get(place)
+            found += refs(a)
+        return found
+
+    def replaced(self, other: dict[int, int]) -> None:
+        """Read other values in the place of these."""
+        if not other or other.keys().isdisjoint(self.reads()):
+            return
+        self.args, self.kwargs = (
+            with_refs(a, lambda r: Ref(other.get(r.n, r.n))) for a in (self.args, self.kwargs)
+        )
+
+
+@dataclass(slots=True)
+class Piece(Node):
+    """Several operators as one function, which writes into the values ``written``."""
+
+    written: list[int]
+
+    def writes(self) -> list[int]:
+        return self.written
+
+
+@dataclass(slots=True)
+class Program:
+    """``inputs`` come with each call, ``captured`` are read anew, ``constants`` are kept."""
+
+    values: list[Value]
+    inputs: list[int]
+    captured: dict[int, torch.Tensor]
+    constants: dict[int, torch.Tensor]
+    nodes: list[Node]
+    outputs: list[int]
+    # How operators are called, by their identity, as far as that was found out.
+    calls: dict[int, tuple[Node, Callable]] = field(default_factory=dict)
+
+    def changing(self, nodes: Sequence[Node], results: Sequence[int]) -> set[int]:
+        """The constants that are not what they were when ``nodes`` have run.
+
+        Into these somebody writes: an operator, or the caller who is given them.
+        """
+        roots = [v.root for v in self.values]
+        written = {roots[n] for node in nodes for n in node.writes()} | {roots[n] for n in results}
+        return {n for n in self.constants if roots[n] in written}
+
+    def may_raise(self, node: Node) -> bool:
+        """Whether an operator may raise where numbers are others, see NOTE [errors of numbers]."""
+        if node.outs is None and not node.writes():
+            return True  # it gives nothing
+        return may_raise(node.op, node.args, node.kwargs, self._dtypes)
+
+    def is_on_cpu(self, node: Node) -> bool:
+        """Whether an operator reads a tensor on the CPU."""
+        return any(self.values[n].layout.device.type == "cpu" for n in node.reads())
+
+    def _dtypes(self, a: Any) -> Iterator[torch.dtype]:
+        return (self.values[n].layout.dtype for n in refs(a))
+
+    def written(self) -> set[int]:
+        """The roots of all memory that an operator writes into."""
+        return {self.values[n].root for node in self.nodes for n in node.writes()}
+
+
+def refs(a: Any) -> Iterator[int]:
+    """The numbers of the values in a tree of arguments."""
+    if type(a) is Ref:
+        yield a.n
+    elif isinstance(a, (tuple, list)):
+        for b in a:
+            yield from refs(b)
+    elif isinstance(a, dict):
+        yield from refs([*a.values()])
+
+
+def with_refs(a: Any, f: Callable[[Ref], Any]) -> Any:
+    """A tree of arguments with something else for each value."""
+    if type(a) is Ref:
+        return f(a)
+    if type(a) is tuple or type(a) is list:
+        return type(a)([with_refs(b, f) for b in a])
+    if type(a) is dict:
+        return {k: with_refs(b, f) for k, b in a.items()}
+    return a
+
+
+def _numbers(outs: Any) -> Iterator[int]:
+    if isinstance(outs, int):
+        yield outs
+    elif isinstance(outs, (tuple, list)):
+        for o in outs:
+            yield from _numbers(o)

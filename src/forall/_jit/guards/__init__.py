@@ -1,0 +1,1 @@
+"""Conditions under which a recorded program may answer a call."""

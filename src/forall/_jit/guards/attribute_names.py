@@ -1,0 +1,202 @@
+"""What a call can come to by name: methods of the user's classes, attributes of their objects.
+
+A class may have methods that a call never comes to (one that trains it, one that draws it), and
+an object attributes (a counter, a log), and these have no say in what the call gives. So they wait
+until their name is met in the code of a function that can be called, or among those that Python
+and torch ask for by themselves. Where something is named that may ask for a name that is written
+nowhere (getattr, most of what lies outside Python's core and torch), none of them waits.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cached_property
+from itertools import dropwhile, islice
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
+from typing import TYPE_CHECKING, Any
+
+from forall._compat import pure_functions
+from forall._core.python_state import in_constant, is_no_users
+
+if TYPE_CHECKING:
+    import dis
+    from collections.abc import Iterable, Iterator
+
+    from forall._jit.tracing.coverage import Everything
+
+# What torch calls of a class without its name being written anywhere.
+BY_TORCH = frozenset({"forward", "backward", "setup_context", "vmap", "jvp"})
+# What Python calls of a class without a say in what a function gives.
+_ASIDE = frozenset({"__hash__", "__reduce__", "__reduce_ex__", "__getstate__"})
+# By these an attribute is found whose name may be any, and by these built-in functions.
+BY_ANY_NAME = frozenset(
+    {"__getattribute__", "__dict__", "__dir__", "__mro__", "mro", "format", "format_map"}
+    | {"__reduce__", "__reduce_ex__", "__getstate__"}
+)
+_BUILT_IN = frozenset(
+    {"vars", "globals", "locals", "eval", "exec", "compile", "__import__", "print"}
+)
+_EVALUATING = frozenset({"eval", "exec"})
+_WORD = re.compile(r"[^\W\d]\w*")
+# By these too, but where the name stands there as a text.
+BY_TEXT = frozenset({"getattr", "hasattr", "setattr", "delattr"})
+GLOBALS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"})
+SKIPPED = frozenset(
+    {"CACHE", "PUSH_NULL", "PRECALL", "EXTENDED_ARG", "COPY_FREE_VARS", "RESUME", "NOP"}
+)
+_ONE = frozenset({"LOAD_FAST", "LOAD_FAST_BORROW", "LOAD_DEREF", "LOAD_CONST", *GLOBALS})
+_MODULES_BY_ANY_NAME = frozenset({"builtins", "numpy"})
+# What makes an object of a class: where somebody has the class, or asks an object for it.
+_MAKERS = frozenset({"__init__", "__new__", "__post_init__"})
+_CLASS = frozenset({"type", "__class__"})
+
+
+class Names:
+    """The names by which a call can ask, and what waits under others."""
+
+    def __init__(self, ran: Everything) -> None:
+        self._ran = ran
+        self.any = False  # whether it can ask by each
+        self._met = {*BY_TORCH}
+        self._written: set[str] = set()
+        self._waiting: dict[str, list[Any]] = {}
+
+    def in_class(self, kind: type) -> Iterator[Any]:
+        """What a class of the user's holds that can be come to now; its other methods wait."""
+        for base in kind.__mro__:
+            if is_no_users(base) and base is not object:  # which may call what it has itself
+                yield from self._meet(vars(base))
+        yield from self._meet(in_constant(vars(kind).get("__match_args__")))
+        for name, value in vars(kind).items():
+            if not _is_method(value):
+                yield value
+            else:
+                yield from self._found(name, value)
+
+    def makers(self, kind: type) -> Iterator[Any]:
+        """What makes an object of a class that a call can have."""
+        for base in kind.__mro__:
+            if not is_no_users(base):
+                yield from (vars(base)[name] for name in _MAKERS & vars(base).keys())
+
+    def in_object(self, state: dict[str, Any]) -> Iterator[Any]:
+        """What an object has under names by which a call can ask; its other attributes wait."""
+        for name, value in state.items():
+            yield from self._found(name, value)
+
+    def asks(self, name: str) -> bool:
+        """Whether this name stands in code that a call can run."""
+        return name in self._written
+
+    def asked(self, state: dict[str, Any]) -> tuple[list[str], frozenset[str]]:
+        """The names of an object's attributes that can be asked for, and those that it has not."""
+        return [n for n in state if self._is_met(n)], frozenset(self._met - state.keys())
+
+    def in_code(self, func: FunctionType) -> Iterator[Any]:
+        """The waiting ones that a function may ask for."""
+        names = self._ran.written(func.__code__)
+        if not names.isdisjoint(_EVALUATING):
+            texts = [c for code in codes_of(func.__code__) for c in code.co_consts]
+            names = names.union(*(_WORD.findall(text) for text in texts if isinstance(text, str)))
+        if not self.any and self._finds_any(func, names):
+            yield from self._all()
+        self._written |= names
+        yield from self._meet(names)
+        if not names.isdisjoint(_CLASS):
+            yield from self.by_class()
+
+    def _finds_any(self, func: FunctionType, names: frozenset[str]) -> bool:
+        if any(_finds_any(name, func.__globals__) for name in names):
+            return True
+        codes = () if names.isdisjoint(BY_TEXT) else codes_of(func.__code__)
+        return any(asked_by_text(self._ran.instructions(code))[1] for code in codes)
+
+    def by(self, value: Any) -> Iterator[Any]:
+        """The waiting ones that something of a library's may ask for."""
+        if isinstance(value, ModuleType):
+            certain = value.__name__.partition(".")[0] not in _MODULES_BY_ANY_NAME
+        else:
+            # Nobody can read what is not written in Python.
+            read = not isinstance(value, BuiltinFunctionType) and not is_no_users(value)
+            certain = read or (
+                pure_functions.is_trusted(value)
+                and not (isinstance(value, BuiltinFunctionType) and value in pure_functions.READERS)
+            )
+            if isinstance(value, FunctionType) and value.__module__ == "dataclasses":
+                certain = False  # asdict, replace: all fields
+        if not certain:
+            yield from self._all()
+
+    def by_class(self) -> Iterator[Any]:
+        """The waiting ones that make an object: somebody has the class of another."""
+        yield from self._meet(_MAKERS)
+
+    def _all(self) -> Iterator[Any]:
+        self.any = True
+        yield from self._meet([*self._waiting.keys() - _ASIDE])
+
+    def _meet(self, names: Iterable[str]) -> Iterator[Any]:
+        self._met.update(names)
+        for name in self._waiting.keys() & names:
+            yield from self._waiting.pop(name)
+
+    def _found(self, name: str, value: Any) -> Iterator[Any]:
+        if self._is_met(name):
+            yield value
+        else:
+            self._waiting.setdefault(name, []).append(value)
+
+    def _is_met(self, name: str) -> bool:
+        unasked = self.any or (name.startswith("__") and name not in _MAKERS)
+        return name in self._met or (unasked and name not in _ASIDE)
+
+
+def _is_method(value: Any) -> bool:
+    if isinstance(value, (property, cached_property)):
+        return True
+    return isinstance(getattr(value, "__func__", value), FunctionType)
+
+
+def _finds_any(name: str, names: dict[str, Any]) -> bool:
+    return name in BY_ANY_NAME or (name in _BUILT_IN and name not in names)
+
+
+def codes_of(code: CodeType) -> Iterator[CodeType]:
+    """A function's code, and that of all that are written inside it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from codes_of(constant)
+
+
+def asked_by_text(instructions: Iterable[dis.Instruction]) -> tuple[set[str], bool]:
+    """The names for which code asks `BY_TEXT` in a text, and whether it may ask for others.
+
+    Certain is a call with a variable, a global or an attribute of these, a text, and perhaps one
+    thing to fall back on: ``getattr(x.y, "z", None)``.
+    """
+    left = [i for i in instructions if i.opname not in SKIPPED]
+    found, others = set(), False
+    for n, i in enumerate(left, 1):
+        if i.opname in GLOBALS and i.argval in BY_TEXT:
+            text = _text(left[n : n + 1], dropwhile(_is_attribute, left[n + 1 :]))
+            others = others or text is None
+            found.add(text)
+        elif i.opname in GLOBALS and i.argval in _BUILT_IN:
+            others = True
+    return found - {None}, others
+
+
+def _text(of: list[dis.Instruction], rest: Iterator[dis.Instruction]) -> str | None:
+    """What stands behind the first argument of a call, where the call is certain."""
+    text, *ends = [*islice(rest, 3), None, None, None][:3]
+    fallback = ends[0] is not None and ends[0].opname in _ONE
+    call = ends[fallback]
+    if not of or of[0].opname not in _ONE or text is None or call is None:
+        return None
+    fits = text.opname == "LOAD_CONST" and call.opname == "CALL" and call.arg == 2 + fallback
+    return text.argval if fits and type(text.argval) is str else None
+
+
+def _is_attribute(i: dis.Instruction) -> bool:
+    return i.opname == "LOAD_ATTR"

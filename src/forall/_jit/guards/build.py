@@ -1,0 +1,516 @@
+"""What of Python's state a recorded call depends on, and whether it is still so.
+
+A program knows nothing of Python. So what the function can be seen to reach (its closure, its
+defaults, the object it is bound to, the globals that it or a function it calls names, and modules,
+classes, containers and objects in these) is compared with each call, by identity. Of a method that
+nothing calls, only that it is the same.
+"""
+
+from __future__ import annotations
+
+import abc
+import builtins
+import functools
+import gc
+import os
+import sys
+from collections import deque
+from contextvars import ContextVar
+from types import (
+    CellType,
+    FunctionType,
+    MappingProxyType,
+    MemberDescriptorType,
+    ModuleType,
+)
+from typing import TYPE_CHECKING, Any
+from weakref import ReferenceType
+
+import torch
+from torch.nn.utils import parametrize
+
+from forall._compat.private_api import PLAIN, OpOverload, OpOverloadPacket
+from forall._compat.pure_functions import (
+    SCRIPTS,
+    definition_of,
+    is_torchs,
+    is_trusted,
+    makes_lists,
+)
+from forall._compat.pytree import is_registered
+from forall._core.python_state import (
+    UNSET,
+    Unwatched,
+    Weakly,
+    contents,
+    is_a_library,
+    is_library,
+    is_no_users,
+    is_ours,
+    names_of,
+)
+from forall._core.raw_containers import bare
+from forall._jit.guards.attribute_names import BY_TORCH, Names
+from forall._jit.guards.conditions import Watched
+from forall._jit.guards.import_sources import imported
+from forall._jit.guards.leaves import (
+    CACHED,
+    TELLERS,
+    VIEWS,
+    WRAPPERS,
+    has_none,
+    has_numbers,
+    held,
+    is_alive,
+    is_derived,
+    is_hint,
+    is_in_class,
+    is_leaf,
+    is_moved_on,
+    is_of_environment,
+    keeping,
+    kept,
+    leads_to,
+    parts_of_hint,
+    wrapped,
+)
+from forall._jit.guards.library_globals import (
+    asked_names,
+    classes_in,
+    inner_functions,
+    is_followed,
+    of_users,
+)
+from forall._jit.guards.module_names import asked_for, in_hand, is_users
+from forall._jit.search_budget import (
+    EACH,
+    NEVER,
+    TOO_LONG,
+    Deadline,
+    clock,
+)
+from forall._jit.tracing.coverage import EVERYTHING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+    from types import CodeType
+
+    from forall._jit.tracing.coverage import Everything
+
+TOO_MUCH = "the function reaches too much of Python's state to watch"
+_MADE_OF = ("__code__", "__defaults__", "__kwdefaults__", "__dict__")
+_TOLD = (*_MADE_OF, "__name__", "__qualname__", "__doc__", "__module__", "__annotations__")
+_BUILTINS = vars(builtins)
+_OPERATORS = (OpOverload, OpOverloadPacket)
+_OF_MODULES = frozenset({"__getattr__"})  # that Python asks for by itself
+
+
+class Guards(Watched):
+    """The state that a function can be seen to reach, as it is now."""
+
+    def __init__(
+        self,
+        func: Callable,
+        given: Iterable[Any] = (),
+        ran: Everything = EVERYTHING,
+        until: Deadline = NEVER,
+    ) -> None:
+        super().__init__()
+        self.ran = ran
+        self.until = until  # for how long it may look
+        self.generators: list[torch.Generator] = []
+        self._modules: set[tuple[int, frozenset[str]]] = set()
+        self._asked = Names(ran)
+        # Of objects of which only some names are asked, and what holds such an object weakly.
+        self._states: list[tuple[dict[str, Any], Weakly | None]] = []
+        self._functions: list[FunctionType] = []  # the user's, and those that do not run
+        self._aside: list[Mapping[str, Any]] = []  # of which only what code names is looked at
+        self._kinds: dict[int, type] = {}  # of objects, and what these derive from
+        self._left_of_libraries: list[FunctionType] = []
+        # What others have registered with a library, and the classes of the user that it is for.
+        self._registered: list[tuple[list[type], Any]] = []
+        self._kinds_of_libraries: list[type] = []
+        self._library_names: frozenset[str] = frozenset()
+        self._followed: set[CodeType] = set()
+        self._followed_methods: set[CodeType] = set()
+        # All that was met: no other takes its identity. Of all modules, code names what it asks.
+        self._held: dict[int, Any] = {id(sys.modules): sys.modules}
+        self._weakly: list[Weakly] = []
+        self.given = [*given]  # which a kind of calls may know by its identity
+        self._left = [func, *self.given]  # to be looked at: objects hang in each other without end
+        self.watch_class(torch.Tensor)  # which may be asked for any name
+        self._look_at_all()
+        while self._left and self.why is None:
+            self._look_at_all()
+        self._of_objects()
+        # With what nothing asks for, which may lead anywhere.
+        del self._asked, self._states, self._registered
+
+    def reached(self) -> Iterable[Any]:
+        """All that was met, but for modules that code names."""
+        return [*self._held.values(), *self._kinds.values()]
+
+    def identities(self) -> frozenset[int]:
+        """Of all that was met, tensors too: an argument may be one of these."""
+        return frozenset((*self._held, *self.tensors))
+
+    def leads_back(self) -> bool:
+        """Whether what is held here may hold an object that is to be held weakly."""
+        return bool(self._weakly) and leads_to({id(w.of()) for w in self._weakly}, self._held)
+
+    def _look_at_all(self) -> None:
+        while self._left and self.why is None:
+            value = self._left.pop()
+            try:
+                if id(value) not in self._held and not is_leaf(value):
+                    self._held[id(value)] = value
+                    self._look(value)
+            except Exception as error:  # noqa: BLE001 - of the user's own `__class__`, `__dict__`
+                self.why = f"an object that it reaches raises {type(error).__name__} when looked at"
+        self._look_at_libraries()
+        late = [*self._left]
+        late += [getattr(f, name) for f in self._functions for name in self._told()]
+        late += [x for names in self._aside for n, x in names.items() if self._asked.asks(n)]
+        late += [value for kinds, value in self._registered if self._has_met(kinds)]
+        self._left = [x for x in late if id(x) not in self._held and not is_leaf(x)]
+
+    def _told(self) -> list[str]:
+        made_of = _MADE_OF if self._asked.asks("signature") else ()
+        return [name for name in _TOLD if name in made_of or self._asked.asks(name)]
+
+    def _look(self, value: Any) -> None:
+        look = next((look for kinds, look in _LOOKS if isinstance(value, kinds)), None)
+        if len(self._held) > self.ran.most:
+            self.why = TOO_MUCH
+        elif not len(self._held) % EACH and clock() > self.until.call:
+            self.why = TOO_LONG
+        elif is_moved_on(value):
+            self.why = "the function reaches an iterator, and nothing tells how far that has come"
+        elif is_of_environment(value):
+            self._entries(os.environ._data)
+        elif has_numbers(value):
+            self._memory(value)
+        elif look is not None:
+            look(self, value)
+        elif is_hint(value):
+            self._hint(value)
+        elif (inside := held(value)) is not None:
+            self._left += inside
+        elif not isinstance(value, Unwatched):
+            self._object(value)
+        if is_derived(value):
+            self._object(value)  # of a class of the user's with entries: a NamedTuple, a dict
+
+    def _tensor(self, value: torch.Tensor) -> None:
+        self.tensors[id(value)] = value
+        self._left.append(vars(value))  # attributes of the user's
+
+    def _script(self, value: Any) -> None:
+        if makes_lists(value):
+            self.why = "a function in TorchScript that it reaches makes a list of a tensor"
+        self._object(value)
+
+    def _mapping(self, value: Mapping) -> None:
+        self._entries(value)
+        self._left += [*bare(value), *bare(value).values()]
+
+    def _several(self, value: Any) -> None:
+        value, kind = bare(value), type(value)
+        if not issubclass(kind, (tuple, frozenset)):
+            self._lists.append((value, tuple(value)))  # sets have an order too
+        self._left += value
+
+    def _hint(self, value: Any) -> None:
+        origin = getattr(value, "__origin__", None)
+        if not (isinstance(origin, type) and is_no_users(origin)):  # who calls the hint makes one
+            self._left.append(origin)
+        self._aside.append(parts_of_hint(value))
+
+    def _cell(self, cell: CellType) -> None:
+        value = contents(cell)
+        self._attributes.append((cell, "cell_contents", value))
+        self._left.append(value)
+
+    def _weak(self, value: Weakly) -> None:
+        self._weakly.append(value)
+        self._object(value.of(), value)
+
+    def _reference(self, value: ContextVar | ReferenceType) -> None:
+        if isinstance(value, ReferenceType):
+            self._others.append(functools.partial(is_alive, value, wanted=is_alive(value)))
+            self._left += [Weakly(value)] if type(value()) not in (type(None), *PLAIN) else []
+            return
+        now = value.get(UNSET)
+        self._others.append(lambda: value.get(UNSET) is now)
+        self._left += [now, *gc.get_referents(value)]  # what it gives where nothing is set
+
+    def _teller(self, value: Any) -> None:
+        self._attributes.append((value, "__class__", type(value)))
+        self._aside.append(vars(value))
+        self._states.append((vars(value), None))
+
+    def _wrapper(self, value: Any) -> None:
+        if isinstance(value, functools.cached_property):  # the others are as they were made
+            self._attributes.append((value, "func", value.func))
+        self._left += wrapped(value, self._asked)
+
+    def _cached(self, func: Any) -> None:
+        self._others.append(keeping(func))
+        self._left.append((*kept(func),))
+
+    def _library(self, func: FunctionType) -> None:
+        """What a function of a library's leads to, by the names in its code."""
+        if func.__code__ in self._followed or not is_followed(func):
+            return
+        if not self.ran.holds(func.__code__):
+            self.ran.idle(func)
+            return
+        self._followed.add(func.__code__)
+        self._library_names |= names_of(func.__code__)
+        for names, name, value in asked_names(func):
+            self._of_libraries.append((names, name, value))
+            if isinstance(value, FunctionType):
+                self._left_of_libraries.append(value)
+            elif isinstance(value, (dict, list)) and id(value) not in self._held:
+                self._held[id(value)] = value
+                self._registry(value)
+        self._left_of_libraries += inner_functions(func)
+
+    def _registry(self, value: Any) -> None:
+        """What a library keeps for its functions to ask, and may be given by others."""
+        if isinstance(value, dict):
+            self._entries(value)
+            entries = value.items()
+        else:
+            self._lists.append((value, tuple(value)))
+            entries = enumerate(value)
+        self._registered += [(classes_in(key), x) for key, x in of_users(entries)]
+
+    def _has_met(self, kinds: list[type]) -> bool:
+        """True if each class was met, itself or as the class or base of an object."""
+        return all(id(kind) in self._kinds or id(kind) in self._held for kind in kinds)
+
+    def _look_at_libraries(self) -> None:
+        """Functions of libraries that can be come to, and methods that have their names."""
+        while self._left_of_libraries or self._methods_are_left():
+            while self._left_of_libraries:
+                func = self._left_of_libraries.pop()
+                if is_no_users(func):
+                    self._library(func)
+                else:
+                    self._left.append(func)
+
+    def _methods_are_left(self) -> bool:
+        asks = self._asked.asks
+        for kind in self._kinds_of_libraries:
+            for name, found in vars(kind).items():
+                func = getattr(found, "fget", None) or getattr(found, "__func__", found)
+                if isinstance(func, FunctionType) and func.__code__ not in self._followed_methods:
+                    dunder = name[:2] == "__" or name in BY_TORCH
+                    if self.ran.seen or dunder or asks(name) or name in self._library_names:
+                        self._followed_methods.add(func.__code__)
+                        self._left_of_libraries.append(func)
+        return bool(self._left_of_libraries)
+
+    def _function(self, func: FunctionType) -> None:
+        if is_no_users(func) and not is_ours(func):
+            self._left_of_libraries.append(func)
+        if is_torchs(func):
+            return
+        if is_ours(func):
+            # Ours never change, nor what they are bound to.
+            self._left += [*map(contents, func.__closure__ or ()), *func.__dict__.values()]
+            return
+        self._functions.append(func)
+        if not self.ran.holds(func.__code__):
+            if func.__dict__ or not (is_no_users(func) or is_in_class(func)):
+                self._state(func.__dict__)
+            return
+        written = self.ran.written(func.__code__) | _OF_MODULES
+        self._left += [*self._asked.by(func), *self._asked.in_code(func)]
+        for name in _MADE_OF:
+            value = getattr(func, name)
+            self._attributes.append((func, name, value))
+            self._left.append(value)
+        asked = self.ran.cells(func.__code__)
+        for name, cell in zip(func.__code__.co_freevars, func.__closure__ or (), strict=True):
+            if name in asked:
+                value = contents(cell)
+                self._attributes.append((cell, "cell_contents", value))
+                self._led_to(value, written)
+        if not is_no_users(func):
+            names, given = func.__globals__, vars(func).get("__forall_given__", ())
+            wanted = [n for n in self.ran.globals(func.__code__) if n not in given]
+            missing = [n for n in wanted if n not in names]
+            self._names += [(names, n, UNSET) for n in missing]
+            self._names += [(_BUILTINS, n, _BUILTINS.get(n, UNSET)) for n in missing]
+            self._named(names, wanted, written)
+            self._of_modules(func)
+
+    def _of_modules(self, func: FunctionType) -> None:
+        """What it has of modules of the user's, but for names of those that it names."""
+        imports = imported(func, self.ran)
+        self._left += in_hand(func, self.ran, imports)
+        for name, home in asked_for(func, self.ran):
+            self._names.append((sys.modules, name, sys.modules.get(name, UNSET)))
+            self._namespace(home)
+        for code, found in imports.items():
+            inner = self.ran.written(code)
+            self._names += [(sys.modules, name, module) for name, module in found.found]
+            for module in found.modules.values():
+                self._led_to(module, inner)
+            for inside, name in found.taken:
+                if not is_library(inside.__name__):
+                    self._named(vars(inside), [name], inner)
+
+    def _named(self, names: dict[str, Any], wanted: Iterable[str], inner: frozenset[str]) -> None:
+        """What these names stand for; of a module of the user's, the ``inner`` names in it too."""
+        for name in wanted:
+            value = names.get(name, UNSET)
+            if value is UNSET:
+                continue
+            self._names.append((names, name, value))
+            self._led_to(value, inner)
+
+    def _led_to(self, value: Any, inner: frozenset[str]) -> None:
+        if not isinstance(value, ModuleType):
+            self._left.append(value)
+            return
+        if is_library(value.__name__):
+            self._module_of_library(value, inner)
+        self._left += self._asked.by(value)
+        if type(value) is not ModuleType:  # then its class has a say too
+            self._left.append(value)
+        if not is_library(value.__name__) and (id(value), inner) not in self._modules:
+            self._modules.add((id(value), inner))
+            self._attributes.append((value, "__class__", type(value)))
+            self._missing.append((vars(value), inner - vars(value).keys()))
+            self._named(vars(value), inner, inner)
+
+    def _module_of_library(self, module: ModuleType, inner: frozenset[str]) -> None:
+        """What code may ask a library's module for, by the names in it."""
+        if (id(module), inner) in self._modules:
+            return
+        self._modules.add((id(module), inner))
+        for name in inner & vars(module).keys():
+            value = vars(module)[name]
+            self._of_libraries.append((vars(module), name, value))
+            if isinstance(value, FunctionType):
+                self._left_of_libraries.append(value)
+            elif isinstance(value, _OPERATORS):
+                self._left.append(value)
+            elif isinstance(value, type):
+                self._kinds_of_libraries += value.__mro__[:-1]
+            elif isinstance(value, ModuleType) and is_library(value.__name__):
+                self._module_of_library(value, inner)
+
+    def _module(self, module: ModuleType) -> None:
+        if is_users(module):
+            self._attributes.append((module, "__class__", type(module)))
+            self._namespace(vars(module))
+            if type(module) is not ModuleType:
+                self._kind(type(module))
+
+    def _namespace(self, names: dict[str, Any]) -> None:
+        """A module's, that code may have from anywhere: then it may ask for what it names."""
+        if id(names) not in self._held:
+            self._held[id(names)] = names
+            own = {n: x for n, x in names.items() if n == "__getattr__" or n[:2] != "__"}
+            modules = {n: x for n, x in own.items() if isinstance(x, ModuleType)}
+            self._states.append((names, None))
+            self._aside.append(modules)  # which lead everywhere
+            self._left += self._asked.in_object({n: own[n] for n in own.keys() - modules})
+
+    def _class(self, kind: type) -> None:
+        if not is_no_users(type(kind)):  # what is done with a class is done by its class
+            self._attributes.append((kind, "__class__", type(kind)))
+            self._left.append(type(kind))
+        self._left += [*self._asked.makers(kind), *self._asked.by(kind)]
+        self._kind(kind)
+
+    def _kind(self, kind: type) -> None:
+        if id(kind) in self._kinds:
+            return
+        self._kinds[id(kind)] = kind
+        if kind.__module__ == parametrize.__name__:
+            self._names.append((vars(parametrize), "_cache_enabled", 0))
+            if parametrize._cache_enabled:
+                self.why = "it is within torch.nn.utils.parametrize.cached()"
+        if isinstance(kind, abc.ABCMeta):  # others may be registered as its subclasses
+            self.watch_answer(abc.get_cache_token)
+        names = vars(kind)
+        if is_no_users(kind):
+            for base in kind.__mro__:
+                if is_a_library(base) and base.__module__ != "builtins":
+                    self._kinds_of_libraries.append(base)
+            known = is_trusted(kind)
+            put = ((n, f) for n, f in names.items() if type(f) is FunctionType)
+            self._aside.append({n: f for n, f in put if not is_no_users(f)} if known else names)
+            self.watch_class(kind)  # which may be given other methods, as its bases
+            return
+        self._attributes.append((kind, "__mro__", kind.__mro__))
+        self._entries(names)
+        self._left += self._asked.in_class(kind)
+        for base in kind.__mro__:
+            self._kind(base)
+
+    def _object(self, thing: Any, weakly: Weakly | None = None) -> None:
+        state = getattr(thing, "__dict__", None)
+        if state is None and is_a_library(type(thing)):
+            return
+        held = thing if weakly is None else weakly
+        self._attributes.append((held, "__class__", type(thing)))
+        self._kind(type(thing))
+        for kind in type(thing).__mro__:
+            for name, found in () if is_a_library(kind) else vars(kind).items():
+                if type(found) is MemberDescriptorType:
+                    value = getattr(thing, name, UNSET)
+                    self._attributes.append((held, name, value))
+                    self._left.append(value)
+        if type(state) is dict:
+            if weakly is None:
+                self._attributes.append((thing, "__dict__", state))
+            kind = type(thing)
+            if is_registered(kind) or any(map(is_no_users, kind.__mro__[:-1])):
+                self._left.append(state)  # that others may read by any name
+            else:
+                self._state(state, weakly)
+
+    def _state(self, state: dict[str, Any], weakly: Weakly | None = None) -> None:
+        self._states.append((state, weakly))
+        self._left += self._asked.in_object(state)
+
+    def _of_objects(self) -> None:
+        self._attributes += [(f, n, getattr(f, n)) for f in self._functions for n in self._told()]
+        for state, weakly in self._states:
+            if self._asked.any:
+                self._entries(state)
+                continue
+            asked, missing = self._asked.asked(state)
+            if weakly is None:
+                self._names += [(state, name, state[name]) for name in asked]
+                self._missing.append((state, missing))
+            else:  # the state may hold what leads back to the object, under other names
+                self._of_weakly += [(weakly, name, state[name]) for name in asked]
+                self._others.append(functools.partial(has_none, weakly, missing))
+
+
+# In this order: some are others too.
+_LOOKS: tuple[tuple[Any, Callable[[Guards, Any], None]], ...] = (
+    (torch.Tensor, Guards._tensor),
+    (SCRIPTS, Guards._script),
+    (torch.Generator, lambda guards, value: guards.generators.append(value)),
+    ((dict, MappingProxyType), Guards._mapping),
+    (VIEWS, lambda guards, value: guards._left.append(value.mapping)),
+    ((list, tuple, deque, set, frozenset), Guards._several),
+    (FunctionType, Guards._function),
+    (WRAPPERS, Guards._wrapper),
+    (CACHED, Guards._cached),
+    ((ContextVar, ReferenceType), Guards._reference),
+    (type, Guards._class),
+    (ModuleType, Guards._module),
+    (TELLERS, Guards._teller),
+    (Weakly, Guards._weak),
+    (CellType, Guards._cell),
+    (_OPERATORS, lambda guards, value: guards._left.append(definition_of(value))),
+)

@@ -1,0 +1,362 @@
+"""What tells one value from another, where equality says too little.
+
+NOTE [when two values are one]
+    ``1 == True == 1.0``, ``0.0 == -0.0``, and a class of the user's may call equal what it likes.
+    So a value is told by its contents only if its class is one of Python's or torch's own and never
+    changes, or a container of these: class by class, floats by their digits. Whatever else there is
+    is told by its identity, and is an `object <Reading.objects>` for the guards, which compare what
+    is in it. Of a class in C that they cannot look into, nothing is told: `Unfit`.
+
+    A container of a registered class is more than its children: it has a context, and attributes
+    that its class may not speak of. Both are told as values.
+"""
+
+from __future__ import annotations
+
+import array
+import datetime as dt
+import decimal
+import fractions
+import functools
+import logging
+import operator
+import re
+import sys
+import types
+import uuid
+import zoneinfo
+from collections import OrderedDict, defaultdict, deque
+from contextvars import ContextVar
+from enum import Enum
+from types import MemberDescriptorType
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary, ref
+
+import torch
+
+from forall._compat import pytree
+from forall._compat.private_api import OpOverload, OpOverloadPacket
+from forall._core.python_state import Unwatched, is_no_users
+from forall._jit.guards.leaves import CACHED, VIEWS, WRAPPERS
+
+if TYPE_CHECKING:
+    from collections.abc import Container, Iterable, Sequence
+
+
+class Unfit(Exception):  # noqa: N818 - no error: the call runs as it is
+    """An argument that no program can be made for; its text says why."""
+
+
+# A value of one of these is all in its equality and its class.
+EXACT = frozenset(
+    {
+        int,
+        bool,
+        str,
+        bytes,
+        type(None),
+        type(...),
+        type(NotImplemented),
+        torch.dtype,
+        torch.device,
+        torch.layout,
+        torch.memory_format,
+        torch.Size,
+    }
+)
+_FRACTIONAL = (float, complex)
+_SEQUENCES = (tuple, list, set, frozenset, deque)
+_DICTS = (dict, OrderedDict, defaultdict)
+# Classes in C that the guards look into, or of which a value never changes.
+_KNOWN = frozenset(
+    {
+        object,
+        type,
+        *EXACT,
+        *_FRACTIONAL,
+        *_SEQUENCES,
+        *_DICTS,
+        *VIEWS,
+        *WRAPPERS,
+        CACHED,
+        ContextVar,
+        ref,
+        array.array,
+        bytearray,
+        memoryview,
+        range,
+        slice,
+        operator.itemgetter,
+        operator.attrgetter,
+        functools.partial,
+        logging.Logger,
+        re.Pattern,
+        decimal.Decimal,
+        fractions.Fraction,
+        uuid.UUID,
+        dt.date,
+        dt.datetime,
+        dt.time,
+        dt.timedelta,
+        dt.timezone,
+        dt.tzinfo,
+        zoneinfo.ZoneInfo,
+        types.FunctionType,
+        types.ModuleType,
+        types.SimpleNamespace,
+        types.MappingProxyType,
+        types.CodeType,
+        types.GenericAlias,
+        types.UnionType,
+        types.MethodDescriptorType,
+        types.WrapperDescriptorType,
+        types.ClassMethodDescriptorType,
+        types.GetSetDescriptorType,
+        types.MemberDescriptorType,
+        torch.Generator,
+        torch.finfo,
+        torch.iinfo,
+        *torch.Tensor.__mro__,
+        OpOverload,
+        OpOverloadPacket,
+        torch.jit.ScriptFunction,
+    }
+)
+_WORD = 8  # bytes of a pointer
+
+
+class Reading:
+    """Tells values apart; in ``objects`` is what is told by identity, for the guards to watch.
+
+    ``nodes`` are the containers met, whose identity has a say as well.
+    """
+
+    def __init__(self, leaves: Iterable[Any] = ()) -> None:
+        self.objects: list[Any] = []
+        self.nodes: list[Any] = []
+        self._places = {id(x): i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)}
+        self._met: dict[int, int] = {}
+
+    def value(self, x: Any) -> Any:
+        """What hashes, and is equal for another value if that is the same in all that is asked."""
+        kind: Any = type(x)
+        if kind in EXACT:
+            return kind, x
+        if kind in _FRACTIONAL:
+            if x == x:  # noqa: PLR0124 - all but nan, which a list holds by its identity
+                return kind, repr(x)
+        elif kind is range or kind is slice:
+            return kind, self.value(x.start), self.value(x.stop), self.value(x.step)
+        elif kind in _SEQUENCES or (kind in _DICTS and not getattr(x, "__dict__", None)):
+            return self._container(x)
+        elif isinstance(x, torch.Tensor):
+            if id(x) not in self._places:
+                raise Unfit("an argument that holds a tensor out of sight of its class's leaves")
+            return torch.Tensor, self._places[id(x)]
+        elif _is_numpys_number(kind):
+            return kind, x.dtype.str, x.tobytes()
+        elif _is_of_an_object(x):  # another one each time that it is asked for
+            self._looked_into(x.__self__)
+            self.objects += [x.__func__, x.__self__]
+            return kind, id(x.__func__), id(x.__self__)
+        else:
+            self._looked_into(x)
+        self.objects.append(x)
+        return kind, id(x)
+
+    def changes(self) -> bool:
+        """Whether a container was met that may hold something else later."""
+        return any(isinstance(x, _CHANGING) for x in self.nodes)
+
+    def leaf(self, x: Any) -> Any:
+        """The same of an argument, which may be another's list: a set is told by its identity."""
+        if type(x) is not set:
+            return self.value(x)
+        self.objects.append(x)
+        return set, id(x)
+
+    def odd(self, node: Any, children: Sequence[Any], context: Any) -> Any:
+        """What a container of a class is besides its children."""
+        kept = self.value(context)
+        kind = type(node)
+        if kind in _DICTS and not getattr(node, "__dict__", None):
+            return kept
+        state = _state(node)
+        if not state:
+            return kept
+        mine = {id(child): i for i, child in enumerate(children)}
+        return kept, tuple([(n, mine.get(id(v), -1), self._unless(mine, v)) for n, v in state])
+
+    def _unless(self, known: dict[int, int], value: Any) -> Any:
+        return None if id(value) in known else self.value(value)
+
+    def _container(self, x: Any) -> Any:
+        known = self._met.get(id(x))
+        if known is not None:  # once more, or inside itself
+            return type(x), "met", known
+        self._met[id(x)] = len(self.nodes)
+        self.nodes.append(x)
+        found: list[Any] = [type(x), len(x)]
+        if isinstance(x, dict):
+            found += map(self.value, x)
+            found += map(self.value, x.values())
+            if type(x) is defaultdict:
+                found.append(self.value(x.default_factory))
+        else:
+            found += map(self.value, x)  # sets have an order too
+            if type(x) is deque:
+                found.append(self.value(x.maxlen))
+        return tuple(found)
+
+    def _looked_into(self, x: Any) -> None:
+        if _is_hidden(type(x)):
+            raise Unfit(f"an argument of class {type(x).__name__}, into which nobody can look")
+        if isinstance(x, (dt.datetime, dt.time)) and x.tzinfo is not None:
+            self.value(x.tzinfo)
+
+
+def _is_of_an_object(x: Any) -> bool:
+    """Return True for a method that is bound to something which is told by its identity."""
+    if type(x) is not types.MethodType:
+        return False
+    return not isinstance(x.__self__, (torch.Tensor, *EXACT, *_FRACTIONAL, *_SEQUENCES, *_DICTS))
+
+
+def _is_numpys_number(kind: type) -> bool:
+    if kind.__module__ != "numpy":
+        return False
+    numpy = sys.modules["numpy"]
+    return issubclass(kind, (numpy.number, numpy.bool_, numpy.datetime64)) and is_no_users(kind)
+
+
+def _state(node: Any) -> list[tuple[str, Any]]:
+    """The attributes that an object has itself, in slots as well."""
+    state = [*(getattr(node, "__dict__", None) or {}).items()]
+    for kind in type(node).__mro__:
+        slots = [n for n, found in vars(kind).items() if type(found) is MemberDescriptorType]
+        state += [(n, getattr(node, n)) for n in slots if hasattr(node, n)]
+    return state
+
+
+def _is_hidden(kind: type) -> bool:
+    """Whether its objects have a state that nothing here knows."""
+    known = _hidden.get(kind)
+    if known is None:
+        known = _hidden[kind] = not issubclass(kind, Unwatched) and any(map(_hides, kind.__mro__))
+    return known
+
+
+_hidden: WeakKeyDictionary[type, bool] = WeakKeyDictionary()
+
+
+def _hides(kind: type) -> bool:
+    """Whether objects are larger for this class than its attributes and slots make them."""
+    if kind in _KNOWN or _is_numpys(kind):
+        return False
+    if issubclass(kind, (BaseException, super)):
+        return True
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and issubclass(kind, numpy.ndarray) and is_no_users(kind):
+        return True  # a mask, say
+    base = kind.__base__ or object
+    shown = sum(type(found) is MemberDescriptorType for found in vars(kind).values())
+    shown += ("__dict__" in vars(kind)) + ("__weakref__" in vars(kind))
+    return kind.__basicsize__ - base.__basicsize__ > _WORD * shown or (
+        kind.__itemsize__ > base.__itemsize__
+    )
+
+
+def _is_numpys(kind: type) -> bool:
+    """Whether it is a class of numpy's of which all is in the numbers, or nothing changes."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None or not kind.__module__.startswith("numpy") or kind is numpy.void:
+        return False
+    fixed = (numpy.generic, numpy.dtype, numpy.ufunc, type(numpy.sum))
+    return kind in (numpy.ndarray, numpy.matrix) or issubclass(kind, fixed)
+
+
+def outlined(args: tuple, kwargs: dict) -> tuple[list[Any], Any, list[Any]]:
+    """The leaves of a call, what says how they hang together, and the containers.
+
+    Which of the containers are one is said as well: ``a is b`` asks for it. Bound methods count as
+    containers, since their identity is no part of their value.
+    """
+    if not kwargs and pytree.are_leaves(map(type, args)):
+        return [*args], len(args), []
+    outline = pytree.Outline()
+    shape = (len(args), *outline.all(args))
+    if kwargs:
+        shape += (outline.of(kwargs),)
+    leaves, nodes = outline.leaves, outline.nodes
+    nodes += filter(_is_of_an_object, leaves)
+    if outline.odd:
+        reading = Reading(leaves)
+        shape = (shape, *[reading.odd(*one) for one in outline.odd])
+        nodes += reading.nodes
+    if len(nodes) > 1 and len({*map(id, nodes)}) < len(nodes):
+        places = [*map(id, nodes)]
+        shape = (shape, *map(places.index, places))
+    return leaves, shape, nodes
+
+
+def objects_of(args: tuple, kwargs: dict) -> list[Any]:
+    """What a call is given that is told by its identity, or is no value: for guards to watch."""
+    outline = pytree.Outline()
+    outline.of((args, kwargs))
+    reading = Reading(outline.leaves)
+    for one in outline.odd:
+        reading.odd(*one)
+    for leaf in outline.leaves:
+        if not isinstance(leaf, torch.Tensor):
+            reading.leaf(leaf)
+    classes = pytree.classes(pytree.flatten((args, kwargs))[1])
+    return [*reading.objects, *[kind for kind in classes if not is_no_users(kind)]]
+
+
+def unlike_others(
+    result: Any, leaves: list[Any], spec: Any, known: Container[int], given: Sequence[Any] | None
+) -> str | None:
+    """Why a program cannot make what a call has given; None where it can.
+
+    ``known`` are the identities of what is there besides the call, ``given`` the containers of its
+    arguments, where a result may not be one of these.
+    """
+    for x in leaves:
+        if isinstance(x, torch.Tensor):
+            if id(x) not in known and (vars(x) or type(x) is torch.nn.Parameter):
+                return "a result with attributes, or one that is a Parameter"
+        elif not _is_word(x):
+            return f"a result of class {type(x).__name__}"
+    outline, reading = pytree.Outline(), Reading(leaves)
+    told = outline.of(result), [reading.odd(*one) for one in outline.odd]
+    for x in reading.objects:
+        if id(x) not in known and not _is_for_good(x):
+            return f"a result that holds an object of class {type(x).__name__}"
+    if outline.odd:
+        again, other = pytree.Outline(), Reading(leaves)
+        made = again.of(pytree.unflatten(leaves, pytree.fresh(spec)))
+        if (made, [other.odd(*one) for one in again.odd]) != told:
+            return "a result that is more than its leaves"
+    if given is None:
+        return None
+    changing = [id(x) for x in (*outline.nodes, *reading.nodes) if isinstance(x, _CHANGING)]
+    before = {*map(id, given)}
+    if len({*changing}) < len(changing) or any(x in before or x in known for x in changing):
+        return "a result that holds a list or dict twice, or one that was there before"
+    return None
+
+
+_CHANGING = (list, dict, set, deque)
+
+
+def _is_word(x: Any) -> bool:
+    """Whether it may come back as it is with each call."""
+    kind = type(x)
+    return kind in EXACT or kind in _FRACTIONAL or _is_numpys_number(kind) or isinstance(x, Enum)
+
+
+def _is_for_good(x: Any) -> bool:
+    """Whether it is the same with each call: what a module defines, or ours."""
+    if isinstance(x, (type, types.FunctionType, types.BuiltinFunctionType)):
+        return "<locals>" not in x.__qualname__ and "<lambda>" not in x.__qualname__
+    return type(x).__module__.partition(".")[0] == "forall" or _is_word(x)

@@ -1,0 +1,223 @@
+"""What the guards ask of single things: of arrays, caches, hints, and of torch's state."""
+
+from __future__ import annotations
+
+import array
+import copyreg
+import functools
+import gc
+import io
+import logging
+import os
+import pickle
+import sys
+from collections import deque
+from contextlib import _GeneratorContextManager
+from itertools import chain
+from operator import itemgetter
+from types import (
+    BuiltinFunctionType,
+    FunctionType,
+    GenericAlias,
+    MethodDescriptorType,
+    MethodType,
+    MethodWrapperType,
+    ModuleType,
+    WrapperDescriptorType,
+)
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from forall._compat.ambient_settings import kernels_allowed
+from forall._compat.pure_functions import WORDS
+from forall._core.python_state import Weakly, is_no_users
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+    from weakref import ReferenceType
+
+    from forall._jit.guards.attribute_names import Names
+
+_MOST = 10_000  # things that are followed
+CONTAINERS = (dict, list, tuple, set, frozenset, deque, bytearray)
+TELLERS = (logging.Logger, logging.Handler, logging.LoggerAdapter)  # have no say in results
+MUTABLE = 1 << 9  # among the flags of a class: it is not one in C
+CACHED = functools._lru_cache_wrapper
+VIEWS = (type({}.keys()), type({}.values()), type({}.items()))
+WRAPPERS = (
+    MethodType,
+    staticmethod,
+    classmethod,
+    functools.partial,
+    property,
+    functools.cached_property,
+    BuiltinFunctionType,
+    MethodWrapperType,
+    _GeneratorContextManager,
+)
+LEAVES = (*WORDS, RemovableHandle)  # hooks are looked at where they hang
+
+
+def is_hint(value: Any) -> bool:
+    """Whether it is a hint, of which only the reader makes something."""
+    return type(value).__module__ == "typing" or isinstance(value, GenericAlias)
+
+
+_MOVING = ("__next__", "__anext__", "send")
+_IN_C = (WrapperDescriptorType, MethodDescriptorType)
+
+
+def is_moved_on(value: Any) -> bool:
+    """Whether what asks it moves it on, in C: nothing tells how far it has come.
+
+    The process's own input is left out, to which libraries lead, and files that are written to.
+    """
+    is_in_memory = isinstance(value, (io.StringIO, io.BytesIO))
+    if (
+        isinstance(value, io.IOBase)
+        and not is_in_memory
+        and (getattr(value, "name", None) in ("<stdin>", 0) or value.closed or value.writable())
+    ):
+        return False
+    kinds = type(value).__mro__
+    return any(isinstance(vars(kind).get(name), _IN_C) for kind in kinds for name in _MOVING)
+
+
+def held(value: Any) -> list[Any] | None:
+    """What something holds that is never given anything else; None where it is no such thing."""
+    if isinstance(value, slice):
+        return [value.start, value.stop, value.step]
+    if isinstance(value, itemgetter):
+        return [*value.__reduce__()[1]]
+    return None
+
+
+def parts_of_hint(value: Any) -> dict[str, Any]:
+    """What a hint is made of, by the names by which code asks for it."""
+    parts = {name: getattr(value, name, ()) for name in ("__args__", "__metadata__")}
+    return {**parts, "get_args": (*parts.values(),)}
+
+
+def is_of_environment(value: Any) -> bool:
+    """Whether it gives the environment's variables, which are watched."""
+    return value is os.environ or value is os.getenv
+
+
+def answer(question: Callable[[], Any]) -> Any:
+    try:
+        return question()
+    except Exception as error:  # noqa: BLE001 - of a torch without such devices
+        return type(error)
+
+
+def may_take(kernels: tuple) -> bool:
+    return kernels_allowed() == kernels
+
+
+def has_none(weakly: Weakly, names: frozenset[str]) -> bool:
+    return names.isdisjoint(vars(weakly.of()))
+
+
+def leads_to(wanted: set[int], held: Mapping[int, Any]) -> bool:
+    """Whether any of these can be come to from what is held, as far as the collector can tell."""
+    left, seen = [x for x in held.values() if not isinstance(x, Weakly)], set()
+    while left:
+        x = left.pop()
+        if id(x) in wanted or len(seen) > _MOST:
+            return True
+        if id(x) in seen or isinstance(x, (ModuleType, type, torch.Tensor)):
+            continue
+        seen.add(id(x))
+        if isinstance(x, FunctionType):  # its globals lead everywhere
+            found = [x.__closure__, x.__defaults__, x.__kwdefaults__, x.__dict__]
+        else:
+            found = gc.get_referents(x)
+        left += filter(gc.is_tracked, found)
+    return False
+
+
+def is_array(value: Any) -> bool:
+    return "numpy" in sys.modules and isinstance(value, sys.modules["numpy"].ndarray)
+
+
+def numbers(value: Any) -> tuple:
+    """What is in memory, and how it is read."""
+    if isinstance(value, bytearray):
+        return (bytes(value),)
+    how = (value.shape, value.dtype, value.strides) if is_array(value) else ()
+    return (value.tobytes(), *how)
+
+
+def has_numbers(value: Any) -> bool:
+    return isinstance(value, (bytearray, memoryview, array.array)) or is_array(value)
+
+
+def kept(func: Any) -> list[Any]:
+    """What a cache holds, but for what holds it together: classes of its own, a dict of links."""
+    found = gc.get_referents(func)
+    found = [x for x in found if not (isinstance(x, type) and is_no_users(x))]
+    return [x for x in found if not (type(x) is dict and any(map(_is_link, x.values())))]
+
+
+def keeping(func: Any) -> Callable[[], bool]:
+    """Whether a cache keeps what it keeps now: then it gives that, and calls nothing."""
+    info, held = func.cache_info(), {*map(id, kept(func))}
+
+    def same() -> bool:
+        now = func.cache_info()  # what it has forgotten it may have made again
+        counts = (now.misses, now.currsize) == (info.misses, info.currsize)
+        return counts and {*map(id, kept(func))} == held
+
+    return same
+
+
+def _is_link(value: Any) -> bool:
+    return type(value).__name__ == "_lru_list_elem"
+
+
+def is_alive(reference: ReferenceType, *, wanted: bool = True) -> bool:
+    return (reference() is not None) is wanted
+
+
+def is_in_class(func: FunctionType) -> bool:
+    """Whether it is written as a method."""
+    home = func.__qualname__.rpartition(".")[0]
+    return bool(home) and not home.endswith("<locals>")
+
+
+def is_leaf(value: Any) -> bool:
+    """Whether a value says all there is to say: one of a class of the user's may have more."""
+    if not isinstance(value, LEAVES):
+        return False
+    return type(value) in LEAVES or is_no_users(type(value))
+
+
+def is_derived(value: Any) -> bool:
+    """Whether something that is looked at by what it holds may have attributes too."""
+    kind = type(value)
+    if isinstance(value, CONTAINERS):
+        return kind not in CONTAINERS
+    return (isinstance(value, WRAPPERS) or has_numbers(value)) and not is_no_users(kind)
+
+
+def wrapped(value: Any, asked: Names) -> Iterator[Any]:
+    """What a thing that leads to a function leads to, and what goes with that."""
+    if isinstance(value, functools.partial):
+        return iter([value.func, value.args, value.keywords, vars(value)])
+    if isinstance(value, _GeneratorContextManager):  # of which each call makes another
+        return iter([value.func, value.args, value.kwds])
+    if isinstance(value, property):
+        return iter([value.fget, value.fset, value.fdel])
+    if isinstance(value, functools.cached_property):  # what it has found is in the object
+        return iter([value.func])
+    if isinstance(value, MethodWrapperType):
+        return iter([value.__self__])
+    if isinstance(value, BuiltinFunctionType):
+        if value is pickle.dumps:  # which calls what others have registered for a class
+            return chain([copyreg.dispatch_table], asked.by(value))
+        alone = isinstance(value.__self__, ModuleType)
+        return chain([] if alone else [value.__self__], asked.by(value))
+    more = asked.by_class() if type(value) is classmethod else ()
+    return chain([value.__func__, getattr(value, "__self__", None)], more)

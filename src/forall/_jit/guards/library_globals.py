@@ -1,0 +1,117 @@
+"""What a library's functions find by the names in their code, which others may give anew.
+
+Such a function does the same with each call as long as its names stand for the same. Code may give
+a module another function (`unittest.mock.patch`), or register one of its own in a dict that the
+library asks (`torch.distributions.kl.register_kl`).
+"""
+
+from __future__ import annotations
+
+import functools
+from types import FunctionType, MethodType, ModuleType
+from typing import TYPE_CHECKING, Any
+
+from forall._core.python_state import (
+    contents,
+    home_of,
+    instructions_of,
+    is_no_users,
+    is_none_by_name,
+)
+from forall._jit.guards.attribute_names import SKIPPED, codes_of
+from forall._jit.guards.module_names import ways
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+    from types import CodeType
+
+# Where functions of torch's lead to others that bear on what they give. What torch has around them
+# (its dispatch to subclasses, its compilers) is left out: it only looks on.
+_HOMES = ("torch",)
+_AROUND = (
+    "torch.overrides",
+    "torch._dynamo",
+    "torch.fx",
+    "torch.jit",
+    "torch._jit_internal",
+    "torch._logging",
+    "torch.distributed",
+    "torch.compiler",
+    "torch._compile",
+    "torch.onnx",
+    "torch._higher_order_ops",
+    "torch._ops",
+    "torch._library",
+    "torch.library",
+    "torch._subclasses",
+    "torch._functorch",  # who calls it is in doubt anyhow
+)
+# Functions that write into what a library keeps, and ask it at most for what must not be there yet.
+_REGISTERS = ("register_", "private_register_")
+
+
+def is_followed(func: FunctionType) -> bool:
+    """Whether the names of a library's function are followed."""
+    home = home_of(func)
+    if home.partition(".")[0] not in _HOMES or home.startswith(_AROUND):
+        return False
+    return not func.__name__.lstrip("_").startswith(_REGISTERS)
+
+
+def asked_names(func: FunctionType) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    """Where a library's function finds what, by which name."""
+    home = func.__globals__
+    for way in _ways(func.__code__):
+        names = home
+        for name in way:
+            if name not in names:
+                break
+            value = names[name]
+            yield names, name, value
+            if not isinstance(value, ModuleType) or not is_none_by_name(value.__name__):
+                break
+            names = vars(value)
+
+
+def inner_functions(func: FunctionType) -> Iterator[FunctionType]:
+    """The functions that a library's function has in its closure, or wraps."""
+    held = [*map(contents, func.__closure__ or ()), vars(func).get("__wrapped__")]
+    yield from (value for value in held if isinstance(value, FunctionType))
+
+
+def of_users(entries: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+    """The entries whose values are not the library's own, of a dict or list that it asks."""
+    return [(key, value) for key, value in entries if not _is_librarys(value)]
+
+
+def classes_in(key: Any) -> list[type]:
+    """The user's classes that an entry of a library's dict is for."""
+    parts = key if isinstance(key, tuple) else (key,)
+    return [part for part in parts if isinstance(part, type) and not is_no_users(part)]
+
+
+def _is_librarys(value: Any) -> bool:
+    if isinstance(value, (FunctionType, type)):
+        return is_no_users(value)
+    if isinstance(value, tuple):
+        return all(map(_is_librarys, value))
+    if isinstance(value, ModuleType):
+        return is_none_by_name(value.__name__)
+    if isinstance(value, (MethodType, functools.partial)):
+        return all(map(_is_librarys, _made_of(value)))
+    return is_no_users(type(value))
+
+
+def _made_of(value: MethodType | functools.partial) -> tuple:
+    if isinstance(value, MethodType):
+        return value.__func__, value.__self__
+    return value.func, *value.args, *value.keywords.values()
+
+
+@functools.lru_cache(maxsize=4096)
+def _ways(code: CodeType) -> tuple[tuple[str, ...], ...]:
+    found = {}
+    for inner in codes_of(code):
+        instructions = [i for i in instructions_of(inner) if i.opname not in SKIPPED]
+        found.update(dict.fromkeys(tuple(way) for way in ways(instructions, ()) if way[0]))
+    return (*found,)

@@ -1,0 +1,1 @@
+"""Rewrites of a recorded program that keep its results."""

@@ -1,0 +1,114 @@
+"""Whether other operators give the same bits: they are tried, on numbers at random.
+
+NOTE [the same bits]
+    In which order a product of matrices is summed is told nowhere, and hangs on shapes, strides,
+    dtypes and how many threads there are, never on the numbers. So where some hundred entries, each
+    of which rounds in its own way, lead to the same bits, all do. That tells a product of matrices
+    that lie otherwise, or that begins with a bias, from one that adds in another order.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from forall._compat.dispatch_state import is_autocast, without_autocast, without_history
+from forall._compat.exception_safety import contextmanager
+from forall._jit.cache.call_key import ambient
+from forall._jit.graph import with_refs
+from forall._jit.passes.cse import frozen
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from forall._jit.graph import Layout, Node, Value
+
+_ENTRIES = 256  # of each operand, and of the result, that are compared, or more
+_TRIALS = 32  # at most: where there are too few entries for that, nothing is said
+_KEPT = 1024  # answers: layers of one kind ask for the same
+_MOST = 1 << 16  # entries of what is tried: both are made, in each trial
+_CPU = torch.device("cpu")
+
+
+def can_be_tried(values: Sequence[Value], nodes: Sequence[Node]) -> bool:
+    """Whether these operators compute something small on the CPU."""
+    layouts = [values[n].layout for node in nodes for n in (*node.reads(), *node.makes())]
+    return all(
+        x.device == _CPU and x.dtype.is_floating_point and prod(x.shape) <= _MOST for x in layouts
+    )
+
+
+def same_bits(values: Sequence[Value], old: Sequence[Node], new: Sequence[Node]) -> bool:
+    """Whether the last of these operators gives the same bits after either."""
+    if not can_be_tried(values, (*old, *new)):
+        return False
+    try:
+        key = _key(values, old, new)
+    except TypeError:
+        return _tried(values, old, new)
+    if key not in _known:
+        if len(_known) >= _KEPT:
+            _known.clear()
+        _known[key] = _tried(values, old, new)
+    return _known[key]
+
+
+_known: dict[Any, bool] = {}
+
+
+def _key(values: Sequence[Value], old: Sequence[Node], new: Sequence[Node]) -> Any:
+    """All that the order of a sum hangs on: operators, layouts, and the state of torch."""
+    numbers: dict[int, int] = {}
+
+    def of_value(n: int) -> Any:
+        return numbers.setdefault(n, len(numbers)), values[n].layout
+
+    lines = [
+        (node.op, frozen((node.args, node.kwargs), of_value), of_value(node.outs))
+        for node in (*old, *new)
+    ]
+    return len(old), *lines, torch.get_num_threads(), ambient()
+
+
+def _tried(values: Sequence[Value], old: Sequence[Node], new: Sequence[Node]) -> bool:
+    made = {n for node in (*old, *new) for n in node.makes()}
+    given = {n for node in (*old, *new) for n in node.reads()} - made
+    layouts = {n: values[n].layout for n in given}
+    fewest = min(prod(values[n].layout.shape) for n in (*given, old[-1].outs))
+    trials = -(-_ENTRIES // max(fewest, 1))
+    if trials > _TRIALS:
+        return False
+    random = torch.Generator().manual_seed(0)
+    with alone():
+        for _ in range(trials):
+            env = {n: _at_random(layout, random) for n, layout in layouts.items()}
+            if not torch.equal(*(_run(nodes, env) for nodes in (old, new))):
+                return False
+    return True
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Within it operators do what they say: no history, no casts."""
+    with without_history(), torch.no_grad():
+        with without_autocast() if is_autocast() else nullcontext():
+            yield
+
+
+def _at_random(layout: Layout, random: torch.Generator) -> torch.Tensor:
+    shape, strides, offset, dtype, *_ = layout
+    reach = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+    # All bits of an entry are at random: products of single numbers are exact in doubles.
+    memory = torch.randn(offset + reach, generator=random, dtype=torch.float64).to(dtype)
+    return memory.as_strided(shape, strides, offset)
+
+
+def _run(nodes: Sequence[Node], given: dict[int, torch.Tensor]) -> torch.Tensor:
+    env = dict(given)
+    for node in nodes:
+        args, kwargs = (with_refs(a, lambda r: env[r.n]) for a in (node.args, node.kwargs))
+        env[node.outs] = node.op(*args, **kwargs)
+    return env[nodes[-1].outs].contiguous().view(torch.uint8)

@@ -1,0 +1,292 @@
+"""What a product of matrices is made of: factors, and which dims of theirs are one.
+
+NOTE [atoms]
+    A dim of a value is a product of atoms, outermost first; one of size 1, or along which nothing
+    changes, has none. Dims that are multiplied with each other, or summed together, share atoms.
+    Reading a program backwards from a product, views regroup atoms, and split them where a dim is
+    a part of another.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from forall._jit.graph import Layout, Node, Ref
+from forall._jit.passes.view_chains import only_views
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from forall._jit.graph import Program
+
+aten = torch.ops.aten
+_STEPS = 64  # back from a product
+Dims = list[list[int]]  # of a value, the atoms of each
+Halves = tuple[list["Factor"], list["Factor"]]
+
+# The dims of what is multiplied, and of the result: b(atch), r(ow), k (summed over), c(olumn).
+CONTRACTIONS = {
+    aten.mm.default: ("rk", "kc", "rc"),
+    aten.bmm.default: ("brk", "bkc", "brc"),
+    aten.mv.default: ("rk", "k", "r"),
+}
+SUMS = {aten.sum.default, aten.sum.dim_IntList}
+# Linear in the first operand, entry by entry, and broadcasting.
+_SLOPES = {
+    aten.tanh_backward.default,
+    aten.sigmoid_backward.default,
+    aten.threshold_backward.default,
+    aten.div.Tensor,
+}
+# Of these a product with the slope of one has each bit: that is what they compute.
+OF_ONE = {aten.tanh_backward.default}
+_COPIES = {
+    aten.clone.default: 1,
+    aten.contiguous.default: 1,
+    aten.t_copy.default: -1,  # with its dims the other way round
+}
+
+
+class Factor(NamedTuple):
+    """A tensor (`Ref`), with its dims, or a number; and what takes it into a product."""
+
+    value: Any
+    dims: Dims
+    op: Any = aten.mul.Tensor
+    rest: tuple = ()  # the operator's other arguments
+
+
+class Product:
+    """The factors of one product of matrices, and the operators that it stands for."""
+
+    def __init__(self, program: Program, node: Node, makers: Makers) -> None:
+        self.program, self.makers = program, makers
+        self.sizes: list[int] = []
+        self.parts: dict[int, list[int]] = {}
+        self.factors: list[Factor] = []
+        self.steps = 0
+        self.nodes, self.is_sum = [node], node.op in SUMS
+        shapes = [program.values[n].layout.shape for n in node.reads()]
+        *given, out, summed = _summed(node, len(shapes[0]))
+        dims: dict[Any, list[int]] = {}
+        for names, shape in zip(given, shapes, strict=True):
+            dims |= {d: self._atom(size) for d, size in zip(names, shape, strict=True)}
+        ends = []
+        for names, n in zip(given, node.reads(), strict=True):
+            self._expand(n, [dims[d] for d in names], alone=True)
+            ends.append(len(self.factors))
+        self.out, self.summed = (
+            [a for d in ds for a in self.whole(dims[d])] for ds in (out, summed)
+        )
+        self.factors = [f._replace(dims=[*map(self.whole, f.dims)]) for f in self.factors]
+        self.halves: Halves = self.factors[: ends[0]], self.factors[ends[0] :]  # of the operands
+
+    def _atom(self, size: int) -> list[int]:
+        self.sizes.append(size)
+        return [len(self.sizes) - 1] if size > 1 else []
+
+    def whole(self, atoms: Sequence[int]) -> list[int]:
+        """The atoms of a dim after all splits."""
+        return [b for a in atoms for b in (self.whole(self.parts[a]) if a in self.parts else [a])]
+
+    def _expand(self, n: int, dims: Dims, *, alone: bool) -> None:
+        """Add the factors of a value; ``alone`` where nobody else asks for it."""
+        self.steps += 1
+        # Behind so many there is more to multiply than is ever tried.
+        node = None if self.steps > _STEPS else self.makers.of.get(n)
+        values = self.program.values
+        alone = alone and self.makers.readers[n] == 1
+        if node is not None and self.makers.is_view(node):
+            m = node.args[0].n
+            before = self._before(values[n].layout, values[m].layout, dims)
+            if before is not None:
+                return self._expand(m, before, alone=alone)
+        elif node is not None and node.op in _COPIES:
+            if alone:
+                self.nodes.append(node)
+            return self._expand(node.args[0].n, dims[:: _COPIES[node.op]], alone=alone)
+        elif node is not None and alone and self._multiply(node, dims):
+            return None
+        self.factors.append(Factor(Ref(n), dims))
+        return None
+
+    def _multiply(self, node: Node, dims: Dims) -> bool:
+        """Add the factors of an operator that multiplies entry by entry, if it is one."""
+        if node.kwargs or not (node.op is aten.mul.Tensor or node.op in _SLOPES):
+            return node.op is aten.neg.default and self._negate(node, dims)
+        x, y, *rest = node.args
+        if type(x) is not Ref or not self._fits(node):
+            return False
+        self.nodes.append(node)
+        self._expand(x.n, self._of(x, dims), alone=True)
+        if type(y) is not Ref:
+            self.factors.append(Factor(y, [], node.op, tuple(rest)))
+        elif node.op is aten.mul.Tensor:
+            self._expand(y.n, self._of(y, dims), alone=True)
+        else:
+            self.factors.append(Factor(y, self._of(y, dims), node.op, tuple(rest)))
+        return True
+
+    def _negate(self, node: Node, dims: Dims) -> bool:
+        self.nodes.append(node)
+        self.factors.append(Factor(-1, []))
+        self._expand(node.args[0].n, dims, alone=True)
+        return True
+
+    def _fits(self, node: Node) -> bool:
+        """Whether no operand is of another dtype, or lies with another device."""
+        layouts = [self.program.values[n].layout for n in (*node.reads(), node.outs)]
+        return len({(x.dtype, x.device, x.conj, x.neg) for x in layouts}) == 1
+
+    def _of(self, operand: Ref, dims: Dims) -> Dims:
+        """The dims of an operand that is broadcast."""
+        shape = self.program.values[operand.n].layout.shape
+        last = dims[len(dims) - len(shape) :]
+        return [d if n > 1 else [] for d, n in zip(last, shape, strict=True)]
+
+    def _before(self, view: Layout, given: Layout, dims: Dims) -> Dims | None:
+        """The dims of what a view is of: where each entry lies tells; None where some are left out.
+
+        A view's dim is made of parts of the given ones: a part of size q of the dim of stride s
+        begins f entries further, at the stride f * s.
+        """
+        found: dict[int, list[tuple[int, list[int]]]] = {}
+        for size, stride, atoms in zip(view.shape, view.strides, dims, strict=True):
+            if size == 1 or stride == 0:
+                continue  # the same along it
+            spots, here = [], stride
+            rest = size
+            while rest > 1:
+                i = _meeting(given, here)
+                if i is None:
+                    return None
+                f = here // given.strides[i]
+                q = min(rest, given.shape[i] // f)
+                if rest % q or given.shape[i] % (f * q):
+                    return None
+                spots.append((i, f, q))
+                rest, here = rest // q, here * q
+            parts = self._cut(self.whole(atoms), [q for *_, q in spots])
+            if parts is None:
+                return None
+            for (i, f, _), part in zip(spots, parts, strict=True):
+                found.setdefault(i, []).append((f, part))
+        return self._joined(given, found)
+
+    def _joined(self, given: Layout, found: dict) -> Dims | None:
+        dims: Dims = []
+        for i, size in enumerate(given.shape):
+            parts, reach = sorted(found.get(i, [])), 1
+            for f, part in parts:
+                if f != reach:
+                    return None
+                reach *= prod(self.sizes[a] for a in part)
+            if reach != size:
+                return None
+            dims.append([a for _, part in reversed(parts) for a in part])
+        return dims
+
+    def _cut(self, atoms: list[int], sizes: list[int]) -> list[list[int]] | None:
+        """Atoms, outermost first, as parts of these sizes, the innermost part first."""
+        atoms, parts = atoms[:], []
+        for size in sizes:
+            part: list[int] = []
+            while size > 1:
+                a = atoms.pop()
+                have = self.sizes[a]
+                if size % have == 0:
+                    part.insert(0, a)
+                    size //= have
+                elif have % size == 0:
+                    outer, inner = self._atom(have // size), self._atom(size)
+                    self.parts[a] = outer + inner
+                    part[:0] = inner
+                    atoms += outer
+                    size = 1
+                else:
+                    return None
+            parts.append(part)
+        return parts
+
+
+def _meeting(given: Layout, stride: int) -> int | None:
+    """The dim that a step of so many entries goes along."""
+    for i, (n, s) in enumerate(zip(given.shape, given.strides, strict=True)):
+        if n > 1 and s and stride % s == 0 and stride // s < n and n % (stride // s) == 0:
+            return i
+    return None
+
+
+def _summed(node: Node, rank: int) -> tuple[Sequence, ...]:
+    """Names for the dims of the operands, of the result, and for those that are summed over."""
+    if node.op not in SUMS:
+        return (*CONTRACTIONS[node.op], "k")
+    over = (node.args[1] if len(node.args) > 1 else None) or range(rank)
+    summed = {d % rank for d in over}
+    return range(rank), [d for d in range(rank) if d not in summed], sorted(summed)
+
+
+class Makers:
+    """Who makes each value of a program, and how many read it."""
+
+    def __init__(self, program: Program) -> None:
+        given = {*program.inputs, *program.captured, *program.constants}
+        self.of: dict[int, Node] = {}
+        for node in program.nodes:  # the first: others give what there was another name
+            if isinstance(node.outs, int) and node.outs not in given:
+                self.of.setdefault(node.outs, node)
+        self.readers: Counter[int] = Counter()
+        self._values = program.values
+        self._reading: dict[int, dict[int, Node]] = {}
+        self.outputs = [*program.outputs]
+        self._left: dict[int, list[int]] = {}  # the places of each output
+        for node in program.nodes:
+            self._reads(node)
+        for place, n in enumerate(program.outputs):
+            self.readers[n] += 2
+            self._left.setdefault(n, []).append(place)
+
+    def _reads(self, node: Node) -> None:
+        for n in {*node.reads()}:
+            self.readers[n] += 1
+            self._reading.setdefault(n, {})[id(node)] = node
+
+    def replace(self, node: Node, others: Sequence[Node], result: int) -> None:
+        """Let others make what an operator made: their ``result`` is read in its place."""
+        old = node.outs
+        for n in {*node.reads()}:
+            self.readers[n] -= 1
+            del self._reading[n][id(node)]
+        for other in others:
+            self._reads(other)
+            self.of[other.outs] = other
+        for other in self._reading.pop(old, {}).values():
+            other.replaced({old: result})
+            self._reading.setdefault(result, {})[id(other)] = other
+        for place in self._left.pop(old, ()):
+            self.outputs[place] = result
+            self._left.setdefault(result, []).append(place)
+        self.readers[result] += self.readers.pop(old, 0)
+        self.of.pop(old, None)
+
+    def chain(self, product: Product) -> list[Node]:
+        """The operators that a product stands for, views among them, in their order."""
+        factors = {f.value.n for f in product.factors if type(f.value) is Ref}
+        found: list[Node] = []
+        left = [product.nodes[0]]
+        while left:
+            node = left.pop()
+            found = [other for other in found if other is not node]  # before all that ask for it
+            found.append(node)
+            left += [self.of[n] for n in node.reads() if n not in factors and n in self.of]
+        return found[::-1]
+
+    def is_view(self, node: Node) -> bool:
+        if not only_views(node.op):
+            return False
+        here, there = (self._values[n].root for n in (node.args[0].n, node.outs))
+        return here == there

@@ -1,0 +1,173 @@
+"""Passes that find values with the same bits: copies, and operators that are asked twice.
+
+NOTE [one value in the place of two]
+    Two tensors with the same bits are two as long as somebody can tell: writes into the memory of
+    either, hands one of them out, or saves one for a backward pass and hands out the other. So
+    memory that is written into stays as it is, and so does what leaves, but for a copy of what
+    nobody else reads.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from forall._compat.op_schema import facts
+from forall._jit.graph import Node, Ref
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
+    from forall._jit.graph import Program
+
+aten = torch.ops.aten
+MOST = 1 << 16  # entries of what is worth keeping
+_COPIES = {aten.clone.default, aten._to_copy.default, aten.pow.Tensor_Scalar}
+# Two of these are two: their memory is written into, or holds what was there.
+_NEVER = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "alias"}
+_DRAWING = {"dropout", "dropout_p", "train"}
+_WORDS = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    type(None),
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+)
+
+
+def copies(program: Program, back: Collection[Node] = ()) -> None:
+    """A copy that lies as what it copies does is that."""
+    values = program.values
+    written = program.written()
+    outside = {values[n].root for n in (*program.inputs, *program.captured, *program.constants)}
+    leaves = {values[n].root for n in program.outputs}
+    joining = Joining(program)
+    readers = Counter(r for node in program.nodes for r in {values[n].root for n in node.reads()})
+    other: dict[int, int] = {}
+    kept = []
+    for node in program.nodes:
+        node.replaced(other)
+        kept.append(node)
+        n, a = node.outs, _copied(node)
+        if a is None or values[a].layout != values[n].layout:
+            continue
+        mine, its = values[n].root, values[a].root
+        shown = mine in leaves and (its in outside | leaves or readers[its] > 1)
+        if shown or {mine, its} & written or (back and its in outside):
+            continue
+        kept.pop()
+        other[n] = a
+        readers[its] += readers[mine] - 1
+        if mine in leaves:
+            leaves.add(its)
+        joining(mine, its)
+    program.nodes[:] = kept
+    program.outputs[:] = [other.get(n, n) for n in program.outputs]
+
+
+class Joining:
+    """Lets what shares memory with one root share it with another."""
+
+    def __init__(self, program: Program) -> None:
+        self.values = program.values
+        self.sharing: dict[int, list[int]] = {}  # the values of each root
+        self.takes_in(0)
+
+    def takes_in(self, first: int) -> None:
+        """Count in the values from this one on, which are new."""
+        for n in range(first, len(self.values)):
+            self.sharing.setdefault(self.values[n].root, []).append(n)
+
+    def __call__(self, mine: int, its: int) -> None:
+        if mine == its:
+            return
+        numbers = self.sharing.pop(mine, [])
+        for n in numbers:
+            self.values[n] = self.values[n]._replace(root=its)
+        self.sharing.setdefault(its, []).extend(numbers)
+
+
+def _copied(node: Node) -> int | None:
+    """What an operator copies, if it copies."""
+    if node.op not in _COPIES or not isinstance(node.outs, int):
+        return None
+    if node.op is aten.pow.Tensor_Scalar and node.args[1:] != (1,):  # of which torch makes a copy
+        return None
+    return node.args[0].n
+
+
+def twins(program: Program, back: Collection[Node] = ()) -> None:
+    """What is computed twice is computed once, unless it is long to keep: a checkpoint is that."""
+    values = program.values
+    written = program.written()
+    leaves = {values[n].root for n in program.outputs}
+    second = set(map(id, back))
+    joining = Joining(program)
+    known: dict[Any, Node] = {}
+    other: dict[int, int] = {}
+    kept = []
+    for node in program.nodes:
+        node.replaced(other)
+        made = [*node.makes()]
+        roots = {values[n].root for n in made}
+        key = _key(node)
+        if (
+            key is None
+            or roots & leaves
+            or any(values[n].root in written for n in (*made, *node.reads()))
+            or any(values[n].root == n and not _is_short(program, n) for n in made)
+        ):
+            kept.append(node)
+            continue
+        twin = known.setdefault((key, id(node) in second), node)
+        if twin is node:
+            kept.append(node)
+            continue
+        for n, m in zip(made, twin.makes(), strict=True):
+            other[n] = m
+            if values[n].root == n:
+                joining(n, values[m].root)
+    program.nodes[:] = kept
+
+
+def _is_short(program: Program, n: int) -> bool:
+    return prod(program.values[n].layout.shape) <= MOST
+
+
+def _key(node: Node) -> Any:
+    """What two operators that give the same have in common; None where two are two."""
+    fact = facts(node.op)
+    if fact.seeded or node.writes() or node.op.namespace != "aten":
+        return None
+    if not _DRAWING.isdisjoint(fact.names):  # composite ones have no tag that says so
+        return None
+    if node.op.overloadpacket.__name__ in _NEVER:
+        return None
+    try:
+        return node.op, frozen(node.args), frozen(node.kwargs)
+    except TypeError:
+        return None
+
+
+def frozen(a: Any, of_value: Callable[[int], Any] = int) -> Any:
+    """A tree of arguments as what is equal where they are; `TypeError` where that is unknown.
+
+    ``of_value`` tells what a value is to be equal by, which is its number as a rule.
+    """
+    if type(a) is Ref:
+        return Ref, of_value(a.n)
+    if isinstance(a, (tuple, list)):
+        return type(a) is list, tuple([frozen(b, of_value) for b in a])
+    if isinstance(a, dict):
+        return tuple([(k, frozen(b, of_value)) for k, b in a.items()])
+    if isinstance(a, _WORDS):
+        return type(a), repr(a)  # 0.0 is not -0.0
+    raise TypeError

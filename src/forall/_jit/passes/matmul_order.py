@@ -1,0 +1,351 @@
+"""Passes: products of matrices in the order that costs least, and sums within them.
+
+NOTE [what fastmath may do]
+    ``jit(fastmath=True)`` takes sums and products for what they are on paper, so results differ
+    from eager's in rounding, and where a product in between is too large or too small for its
+    dtype, in more. Shapes, dtypes and layouts of results are those of eager.
+
+    Without it each operand of a product is made of what it was made of, and only lies otherwise;
+    and that is taken, as is a sum within a product, where it is found to give the same bits
+    (`tried`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from forall._compat.dispatch_state import without_history
+from forall._compat.storage import storage_of
+from forall._jit.graph import (
+    Layout,
+    Node,
+    Ref,
+    Value,
+    with_refs,
+)
+from forall._jit.passes.bitwise_check import can_be_tried, same_bits
+from forall._jit.passes.contraction import (
+    CONTRACTIONS,
+    OF_ONE,
+    SUMS,
+    Factor,
+    Halves,
+    Makers,
+    Product,
+)
+from forall._jit.passes.cse import Joining
+from forall._jit.tracing.uninitialized import OF_LAYOUT
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from forall._jit.graph import Program
+
+aten = torch.ops.aten
+_MOST = 8  # factors, of which each half is tried on either side
+_GAIN = 0.85  # of the cost, from which on another order is taken
+# Nanoseconds of one operator, an entry that it makes, one that it copies, a product and sum, and a
+# matrix of many (measured on one CPU; an order is as good on others).
+_CALL, _ENTRY, _COPIED, _PAIR, _MATRIX = 1000, 0.25, 0.7, 0.03, 300
+
+
+def reordered(program: Program, back: list[Node], *, fastmath: bool) -> None:
+    """Take the factors of each product of matrices in the order that costs least."""
+    second = set(map(id, back))
+    makers, written = Makers(program), program.written()
+    joining = Joining(program)
+    instead: dict[int, list[Node]] = {}  # of an operator, by its identity
+    for node in reversed(program.nodes):  # what stands before a product may be a factor of it
+        if not _is_summed(program, node) or (node.op in SUMS and not fastmath):
+            continue
+        product = Product(program, node, makers)
+        if len(product.nodes) == 1 or len(product.factors) > _MOST:
+            continue
+        if len({id(n) in second for n in product.nodes}) > 1 or _is_written(
+            program, product, written
+        ):
+            continue
+        found = _best(program, product) if fastmath else _exact(program, product, makers)
+        if found is not None:
+            instead[id(node)] = found.nodes
+            back += found.nodes if id(node) in second else []
+            first = len(program.values)
+            program.values += found.values
+            joining.takes_in(first)
+            old, new = (program.values[n].root for n in (node.outs, found.result))
+            joining(old, new)
+            if old in written:
+                written.add(new)
+            makers.replace(node, found.nodes, found.result)
+    if instead:
+        program.nodes[:] = [new for old in program.nodes for new in instead.get(id(old), (old,))]
+        program.outputs[:] = makers.outputs
+
+
+def _is_summed(program: Program, node: Node) -> bool:
+    if node.kwargs or not (node.op in CONTRACTIONS or node.op in SUMS):
+        return False
+    given = [program.values[n].layout for n in node.reads()]
+    return all(x.dtype.is_floating_point and all(x.shape) and not x.neg for x in given)
+
+
+def _is_written(program: Program, product: Product, written: set[int]) -> bool:
+    """Whether somebody writes into a factor, or into what is no longer made."""
+    values = program.values
+    here = {values[f.value.n].root for f in product.factors if _is_tensor(f)}
+    here |= {values[n].root for node in product.nodes[1:] for n in (*node.reads(), *node.makes())}
+    return not here.isdisjoint(written)
+
+
+def _best(program: Program, product: Product) -> Scratch | None:
+    """The cheapest order, if it is worth it."""
+    tried = (Scratch.of(program, product, halves) for halves in _halves(product))
+    return min(filter(None, tried), key=Scratch.cost, default=None)
+
+
+def _exact(program: Program, product: Product, makers: Makers) -> Scratch | None:
+    """The same operands made of tensors that lie otherwise, if that is worth it."""
+    old = makers.chain(product)
+    if not can_be_tried(program.values, old):
+        return None
+    for slopes in (False, True):
+        found = Scratch.of(program, product, product.halves, "cpu", slopes=slopes)
+        if found is not None and same_bits(found.all, old, found.nodes):
+            return found
+    return None
+
+
+def _halves(product: Product) -> Iterator[Halves]:
+    """All ways to have a product of some factors on the left, and of the others on the right.
+
+    Those that go along the same dims stay together; those that go along none join the smaller half.
+    """
+    alike: dict[frozenset[int], list[Factor]] = {}
+    for f in product.factors:
+        alike.setdefault(frozenset(_atoms([f])), []).append(f)
+    loose = alike.pop(frozenset(), [])
+    for mask in range(1, 2 ** len(alike) - 1):
+        halves: tuple[list[Factor], list[Factor]] = [], []
+        for i, several in enumerate(alike.values()):
+            halves[mask >> i & 1].extend(several)
+        min(halves, key=lambda half: prod(product.sizes[a] for a in _atoms(half))).extend(loose)
+        yield halves
+
+
+def _atoms(factors: Iterable[Factor]) -> set[int]:
+    return {a for f in factors for dim in f.dims for a in dim}
+
+
+def _begins(factors: Sequence[Factor]) -> bool:
+    return any(map(_is_first, factors))
+
+
+def _is_first(f: Factor) -> bool:
+    """Whether a product can begin with it."""
+    return _is_tensor(f) and f.op is aten.mul.Tensor
+
+
+def _is_tensor(f: Factor) -> bool:
+    return type(f.value) is Ref
+
+
+def _cost(values: Sequence[Value], node: Node) -> float:
+    made = prod(values[node.outs].layout.shape)
+    if node.op in CONTRACTIONS:
+        x = values[next(node.reads())].layout.shape
+        return _CALL + made * x[-1] * _PAIR + (x[0] * _MATRIX if len(x) == 3 else 0)
+    if values[node.outs].root != node.outs or node.op in OF_LAYOUT:
+        return 0  # a view, or made once
+    if node.op in SUMS:
+        made = prod(values[next(node.reads())].layout.shape)
+    is_copy = node.op in (aten.clone.default, aten.t_copy.default, aten.reshape.default)
+    return _CALL + made * (_COPIED if is_copy else _ENTRY)
+
+
+class _Longer(Sequence):
+    """A list of values that goes on after another one, which stays as it is."""
+
+    def __init__(self, first: list[Value]) -> None:
+        self.first, self.first_length = first, len(first)
+        self.rest: list[Value] = []
+
+    def __len__(self) -> int:
+        return self.first_length + len(self.rest)
+
+    def __getitem__(self, n: int) -> Value:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return self.first[n] if n < self.first_length else self.rest[n - self.first_length]
+
+    def append(self, value: Value) -> None:
+        self.rest.append(value)
+
+
+class Scratch:
+    """Operators that a program may take in, and the values that they make.
+
+    Where these lie torch tells, on a ``device``: on that for tensors without memory nothing is
+    computed, but the first call of a process waits for imports of a second. With ``slopes`` those
+    of one are computed, and multiplied with.
+    """
+
+    def __init__(self, program: Program, product: Product, device: str, *, slopes: bool) -> None:
+        self.product = product
+        self.device = device
+        self.slopes = slopes
+        self.all = _Longer(program.values)
+        self.nodes: list[Node] = []
+        self.result = -1
+
+    @classmethod
+    def of(
+        cls,
+        program: Program,
+        product: Product,
+        halves: Halves,
+        device: str = "meta",
+        *,
+        slopes: bool = False,
+    ) -> Scratch | None:
+        """A product of halves in the place of one, if it costs less and lies as that does."""
+        if not {*product.out} <= _atoms(product.factors):
+            return None  # along one of its dims the result is the same
+        if not all({*product.summed} <= _atoms(half) and _begins(half) for half in halves):
+            return None
+        made = cls(program, product, device, slopes=slopes)
+        with without_history(), torch.no_grad():
+            fits = made.contract(*halves, program.values[product.nodes[0].outs].layout)
+        before = sum(_cost(program.values, node) for node in product.nodes)
+        return made if fits and made.cost() < _GAIN * before else None
+
+    def cost(self) -> float:
+        return sum(_cost(self.all, node) for node in self.nodes)
+
+    @property
+    def values(self) -> list[Value]:
+        return self.all.rest
+
+    def do(self, op: Any, *args: Any) -> int:
+        """One more operator."""
+        given = with_refs(args, self._stand_in)
+        made = op(*given)
+        n, x = len(self.all), args[0].n
+        shares = storage_of(made) == storage_of(given[0])
+        layout = Layout.of(made)._replace(device=self.all[x].layout.device)
+        if not shares:
+            layout = layout._replace(offset=0)
+        self.all.append(Value(layout, self.all[x].root if shares else n))
+        self.nodes.append(Node(op, args, {}, n))
+        return n
+
+    def _stand_in(self, r: Ref) -> torch.Tensor:
+        shape, strides, _, dtype, *_ = self.all[r.n].layout
+        return torch.empty_strided(shape, strides, dtype=dtype, device=self.device)
+
+    def contract(self, left: Sequence[Factor], right: Sequence[Factor], wanted: Layout) -> bool:
+        """The product of two halves, summed; False where it would lie otherwise."""
+        k, out = self.product.summed, self.product.out
+        mine, its = _atoms(left) - {*k}, _atoms(right) - {*k}
+        both = [a for a in out if a in mine and a in its]
+        rows = [a for a in out if a in mine and a not in its]
+        columns = [a for a in out if a in its and a not in mine]
+        if self.product.is_sum and not (rows and columns):
+            return False  # torch's sum rounds less than an inner product
+        x = self._half(left, both, rows, k)
+        y = self._half(right, both, columns, k)
+        y = self.do(aten.transpose.int, Ref(y), -2, -1)
+        n = self.do(aten.bmm.default if both else aten.mm.default, Ref(x), Ref(y))
+        order = both + rows + columns
+        n = self._shaped(n, [self.product.sizes[a] for a in order])
+        n = self._permuted(n, [order.index(a) for a in out])
+        self.result = self._shaped(n, wanted.shape)
+        found = self.all[self.result]
+        return found.layout._replace(offset=0) == wanted._replace(offset=0) and not wanted.offset
+
+    def _half(self, factors: Sequence[Factor], both: list, free: list, k: list) -> int:
+        """The product of some factors, as (rows, k) or (batch, rows, k)."""
+        sizes = self.product.sizes
+        size = {id(f): prod(sizes[a] for a in _atoms([f])) for f in factors}
+        ordered = sorted(factors, key=lambda f: (not _is_first(f), size[id(f)]))
+        ordered = ordered[:1] + sorted(ordered[1:], key=lambda f: size[id(f)])
+        inner = self._has_inside(max(filter(_is_tensor, factors), key=lambda f: size[id(f)]), k)
+        order = both + (free + k if inner else k + free)
+        n = self._arranged(ordered[0], order)
+        for f in ordered[1:]:
+            y = Ref(self._arranged(f, order)) if f.dims else f.value
+            n = self._taken_in(n, f, y)
+        rows, deep = (prod(sizes[a] for a in atoms) for atoms in (free, k))
+        batch = [prod(sizes[a] for a in both)] if both else []
+        if inner:
+            return self._shaped(n, [*batch, rows, deep])
+        n = self._shaped(n, [*batch, deep, rows])
+        return self.do(aten.transpose.int, Ref(n), -2, -1)
+
+    def _taken_in(self, n: int, f: Factor, y: Any) -> int:
+        if not (self.slopes and f.op in OF_ONE):
+            return self.do(f.op, Ref(n), y, *f.rest)
+        one = self.do(aten.ones_like.default, y)
+        slope = self.do(f.op, Ref(one), y, *f.rest)
+        return self.do(aten.mul.Tensor, Ref(n), Ref(slope))
+
+    def _has_inside(self, f: Factor, k: list[int]) -> bool:
+        """Whether a factor lies with what is summed over inside."""
+        strides = self.all[f.value.n].layout.strides
+        moving = [(s, d[-1]) for s, d in zip(strides, f.dims, strict=True) if d and s]
+        return not moving or min(moving)[1] in k
+
+    def _arranged(self, f: Factor, order: Sequence[int]) -> int:
+        """A factor with a dim for each atom, of size 1 where it has none."""
+        sizes, n = self.product.sizes, f.value.n
+        atoms = [a for dim in f.dims for a in dim]
+        n = self._shaped(n, [sizes[a] for a in atoms])
+        mine = [a for a in order if a in atoms]
+        n = self._permuted(n, [atoms.index(a) for a in mine])
+        return self._shaped(n, [sizes[a] if a in atoms else 1 for a in order])
+
+    def _shaped(self, n: int, shape: Sequence[int]) -> int:
+        if tuple(shape) == self.all[n].layout.shape:
+            return n
+        return self.do(aten.reshape.default, Ref(n), [*shape])
+
+    def _permuted(self, n: int, order: Sequence[int]) -> int:
+        if [*order] == [*range(len(order))]:
+            return n
+        return self.do(aten.permute.default, Ref(n), [*order])
+
+
+# What adds to a product as it is made, and the ranks that its first operand may have.
+_ADDING = {
+    aten.mm.default: aten.addmm.default,
+    aten.mv.default: aten.addmv.default,
+    aten.bmm.default: aten.baddbmm.default,
+}
+
+
+def biased(program: Program, back: list[Node], *, fastmath: bool) -> None:
+    """A sum with a product of matrices is one operator."""
+    second, written = set(map(id, back)), program.written()
+    makers = Makers(program)
+    roots, layouts = [v.root for v in program.values], [v.layout for v in program.values]
+    for node in program.nodes:
+        if node.op is not aten.add.Tensor or node.kwargs:
+            continue
+        for x, bias in (node.args, node.args[::-1]):
+            product = makers.of.get(x.n) if type(x) is Ref and type(bias) is Ref else None
+            if product is None or product.op not in _ADDING or product.kwargs:
+                continue
+            if x.n == bias.n:
+                continue
+            apart = makers.readers[x.n] > 1 or (id(product) in second) != (id(node) in second)
+            if apart or layouts[x.n] != layouts[node.outs]:
+                continue
+            if layouts[bias.n].dtype != layouts[x.n].dtype:
+                continue
+            if not written.isdisjoint(roots[n] for n in product.reads()):
+                continue
+            both = Node(_ADDING[product.op], (bias, *product.args), {}, node.outs)
+            if fastmath or same_bits(program.values, [product, node], [both]):
+                node.op, node.args = both.op, both.args
+                break

@@ -1,0 +1,200 @@
+"""Pointwise operators on tensors that leave the caches, run a block of them at a time.
+
+One after the other, each operator reads from main memory what the one before wrote there. A block
+stays in the caches until all have run, and only what is read later is kept. On one thread of a CPU
+with 32 MB of cache 20 cheap operators on 16 MB took 0.7 of the time, on 64 MB 0.5, and the memory
+of the result alone; on 4 MB 1.2, for a block costs a call of each operator.
+
+NOTE [where blocks end]
+    Kernels take a vector of entries at a time and the last few one by one, by functions that may
+    round otherwise. So blocks end where whole vectors do, and no thread's share ends elsewhere.
+"""
+
+from __future__ import annotations
+
+from math import gcd, prod
+from typing import TYPE_CHECKING
+
+import torch
+
+from forall._compat.op_schema import facts
+from forall._jit.graph import (
+    Layout,
+    Node,
+    Piece,
+    Ref,
+)
+from forall._jit.passes.peephole import IN_PLACE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Sequence
+
+    from forall._jit.graph import Program
+
+    Tensor = torch.Tensor
+    Shape = tuple[int, ...]
+
+_BLOCK = 1 << 16  # entries of a block, for each thread
+# Entries of a result that has left the caches when it is read, and of all that never do so in
+# blocks, from which on it is worth it.
+_LARGE, _WORTH = 1 << 22, 1 << 25
+_VECTORS = 128  # entries, of which no kernel takes more at a time
+_NEW = {there: new for new, there in IN_PLACE.items()}
+_CPU = torch.device("cpu")
+
+
+def in_blocks(
+    program: Program, nodes: Sequence[Node], results: Collection[int], write: Callable
+) -> Sequence[Node]:
+    """The same operators, some as a piece that takes its tensors in blocks.
+
+    ``write`` makes a function of operators, the values that it is given and its results.
+    """
+    parts: list[Sequence[Node]] = []  # the last first
+    read = {*results}
+    for shape, group in reversed(_grouped(program, nodes)):
+        made = [n for node in group for n in node.makes()]
+        wanted = [n for n in made if n in read]
+        cut = None
+        if shape is not None and (len(made) - len(wanted)) * prod(shape) >= _WORTH:
+            cut = _cut(program, shape, group)
+        read.update(n for node in group for n in node.reads())
+        parts.append(group if cut is None else [_piece(program, group, wanted, cut, write)])
+    return [node for part in reversed(parts) for node in part]
+
+
+def _grouped(program: Program, nodes: Sequence[Node]) -> list[tuple[Shape | None, list[Node]]]:
+    """Operators that may run together: pointwise ones of a shape, or another one alone.
+
+    A group waits for more until somebody reads what it makes, or writes where it reads.
+    """
+    roots = [v.root for v in program.values]
+    waiting: dict[Shape, _Group] = {}
+    found: list[tuple[Shape | None, list[Node]]] = []
+    for node in nodes:
+        shape = _shape(program, node)
+        for other, group in [*waiting.items()]:
+            if other != shape and group.meets(node):
+                found.append((other, waiting.pop(other).nodes))
+        if shape is None:
+            found.append((None, [node]))
+        else:
+            waiting.setdefault(shape, _Group(roots)).add(node)
+    return [*found, *((shape, group.nodes) for shape, group in waiting.items())]
+
+
+class _Group:
+    """Operators that wait for more, and the memory that they make, or read."""
+
+    def __init__(self, roots: list[int]) -> None:
+        self.roots = roots
+        self.nodes: list[Node] = []
+        self.made: set[int] = set()
+        self.read: set[int] = set()
+
+    def add(self, node: Node) -> None:
+        self.nodes.append(node)
+        self.made.update(self.roots[n] for n in (*node.makes(), *node.writes()))
+        self.read.update(self.roots[n] for n in node.reads())
+
+    def meets(self, node: Node) -> bool:
+        """Whether a node reads or writes what is made here, or writes where this reads."""
+        reads, writes = ({self.roots[n] for n in ns} for ns in (node.reads(), node.writes()))
+        return not (self.made.isdisjoint(reads | writes) and self.read.isdisjoint(writes))
+
+
+def _shape(program: Program, node: Node) -> Shape | None:
+    """The shape of a pointwise operator's result that is large and lies in order, else None."""
+    if isinstance(node, Piece) or not isinstance(node.outs, int) or node.outs in node.reads():
+        return None  # the last: written into by the user
+    fact = facts(_NEW.get(node.op, node.op))
+    value = program.values[node.outs]
+    layout = value.layout
+    if not fact.pointwise or prod(layout.shape) < _LARGE:
+        return None
+    if fact.writes or fact.seeded or value.root != node.outs:
+        return None
+    given = [program.values[n] for n in node.reads()]
+    plain = not any(v.zeros or v.layout.device != _CPU for v in (value, *given))
+    return layout.shape if plain and layout.is_dense else None
+
+
+class _Cut:
+    """Where values of a shape are cut: as rows of ``size`` along ``dim``, or flat."""
+
+    def __init__(self, shape: Shape, dim: int, size: int, *, flat: bool) -> None:
+        self.shape, self.dim, self.size, self.flat = shape, dim, size, flat
+
+    def takes(self, layout: Layout) -> bool:
+        """Whether the blocks have a part each; else all have the whole."""
+        back = self.dim - len(self.shape)
+        return len(layout.shape) >= -back and layout.shape[back] == self.shape[self.dim]
+
+    def __call__(self, t: Tensor) -> Sequence[Tensor]:
+        if self.flat:
+            return t.view(-1).split(self.size)
+        return t.split(self.size, self.dim - len(self.shape))
+
+
+def _cut(program: Program, shape: Shape, group: list[Node]) -> _Cut | None:
+    """How a group's values come apart, None where that does not keep each bit."""
+    threads = torch.get_num_threads()
+    whole = _VECTORS * threads
+    if threads > 1 and prod(shape) % whole:
+        return None
+    given = [program.values[n].layout for n in _read(group)]
+    flat = all(v.shape in ((), (1,)) or (v.shape == shape and v.is_dense) for v in given)
+    dim = next(i for i, size in enumerate(shape) if size > 1)
+    row = 1 if flat else prod(shape[dim + 1 :])
+    step = whole // gcd(whole, row)  # rows of whole vectors
+    size = _BLOCK * threads // row // step * step
+    rows = prod(shape) // row
+    return _Cut(shape, dim, size, flat=flat) if 0 < size < rows else None
+
+
+def _read(group: list[Node]) -> list[int]:
+    made = {n for node in group for n in node.makes()}
+    return [*dict.fromkeys(n for node in group for n in node.reads() if n not in made)]
+
+
+def _piece(
+    program: Program, group: list[Node], wanted: list[int], cut: _Cut, write: Callable
+) -> Piece:
+    read = _read(group)
+    first = {n for n in read if cut.takes(program.values[n].layout)}
+    given = sorted(read, key=lambda n: n not in first)
+    own = [_new(node, read) for node in group]
+    run = Blocks(
+        write(own, given, wanted), cut, len(first), [program.values[n].layout for n in wanted]
+    )
+    return Piece(run, tuple(map(Ref, given)), {}, wanted, [])
+
+
+def _new(node: Node, read: list[int]) -> Node:
+    """The same, that leaves what is given as it is: other blocks may have a part in it."""
+    a = node.args[0]
+    if node.op not in _NEW or a.n not in read:
+        return node
+    return Node(_NEW[node.op], node.args, node.kwargs, node.outs)
+
+
+class Blocks:
+    """Operators on blocks of the first ``parted`` values, and all of the others."""
+
+    def __init__(self, run: Callable, cut: _Cut, parted: int, layouts: list[Layout]) -> None:
+        self.run, self.cut, self.parted, self.layouts = run, cut, parted, layouts
+
+    def __str__(self) -> str:
+        return f"in blocks of {self.cut.size}"
+
+    def __call__(self, *given: Tensor) -> list[Tensor]:
+        cut, whole = self.cut, given[self.parted :]
+        outs = [
+            torch.empty(layout.shape, dtype=layout.dtype, device="cpu") for layout in self.layouts
+        ]
+        places = zip(*map(cut, outs), strict=True)
+        blocks = zip(*map(cut, given[: self.parted]), strict=True)
+        for block, there in zip(blocks, places, strict=True):
+            for made, place in zip(self.run(*block, *whole), there, strict=True):
+                place.copy_(made)
+        return outs

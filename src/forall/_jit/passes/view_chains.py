@@ -1,0 +1,92 @@
+"""Views: those that lead back to where they began are none, and chains of them are one."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from forall._compat.op_schema import facts
+from forall._jit.graph import Node, Ref
+
+if TYPE_CHECKING:
+    from forall._jit.graph import Program
+
+# Views that only say where the entries lie: same memory, same dtype, nothing conjugated.
+_VIEWS = frozenset(
+    {
+        "detach",
+        "alias",
+        "view",
+        "reshape",
+        "_unsafe_view",
+        "expand",
+        "t",
+        "transpose",
+        "permute",
+        "squeeze",
+        "unsqueeze",
+        "select",
+        "slice",
+        "narrow",
+        "as_strided",
+        "diagonal",
+        "movedim",
+        "swapaxes",
+        "flatten",
+        "unflatten",
+        "view_as",
+        "expand_as",
+        "contiguous",
+        "_reshape_alias",
+        "lift_fresh",
+        "numpy_T",
+        "mT",
+    }
+)
+_LONGEST = 16  # views behind each other that are asked whether they lie as the last one
+
+
+@cache
+def only_views(op: Any) -> bool:
+    return op.namespace == "aten" and op.overloadpacket.__name__ in _VIEWS and not facts(op).mutates
+
+
+def views(program: Program) -> None:
+    """A view that lies as its root does is the root; a chain of views is one."""
+    made: dict[int, Node] = {}  # the view that made a value
+    origin: dict[int, int] = {}  # what such a value is a view of, in the end
+    bases: set[int] = set()  # what operators made anew: it lies the same with each call
+    other: dict[int, int] = {}
+    outputs = {*program.outputs}
+    pinned = {*program.inputs, *program.captured, *program.constants, *outputs}
+    for node in program.nodes:
+        node.replaced(other)
+        n = node.outs
+        cut = node.op is torch.ops.aten.detach.default and n in outputs
+        if cut or not only_views(node.op) or not isinstance(n, int):
+            bases.update(m for m in node.makes() if program.values[m].root == m)
+            continue
+        first = node.args[0].n
+        if program.values[first].root != program.values[n].root:
+            continue  # a copy after all
+        if program.values[first].layout.dtype != program.values[n].layout.dtype:
+            continue  # other entries
+        chain = [first]
+        while chain[-1] in made and len(chain) < _LONGEST:
+            chain.append(made[chain[-1]].args[0].n)
+        layout = program.values[n].layout
+        twin = next((m for m in chain if program.values[m].layout == layout), None)
+        if twin is not None and not (n in outputs and twin in pinned):
+            other[n] = twin
+            continue
+        made[n] = node
+        base = origin[n] = origin.get(first, first)
+        known = base in bases  # others may begin elsewhere in their memory with each call
+        if base != first and (known or program.values[base].layout.offset == layout.offset):
+            node.op = torch.ops.aten.as_strided.default
+            node.args = (Ref(base), layout.shape, layout.strides)
+            node.args += (layout.offset,) if known else ()
+            node.kwargs = {}
+    program.outputs[:] = [other.get(n, n) for n in program.outputs]

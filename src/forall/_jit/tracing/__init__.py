@@ -1,0 +1,1 @@
+"""Recording of a call: its operators, its side effects, what it reads."""

@@ -1,0 +1,288 @@
+"""What a call was seen to run: which functions, and which instructions of those of the user's.
+
+A function that a call can come to by name need not be one that it runs, and a branch that it does
+not take may name anything: a logger, a file, another library. Calls that find the same state run
+the same instructions, so only what these name has a say in what they give.
+
+NOTE [seen by the instruction]
+    Lines would be cheaper to see, but one may hold both branches. Python tells of each instruction
+    to who asks by ``sys.settrace``, except of one behind EXTENDED_ARG, which is told of instead.
+    What runs in another thread is not seen; backward passes run in this one, on whatever device.
+"""
+
+from __future__ import annotations
+
+import dis
+import sys
+from contextlib import AbstractContextManager, nullcontext
+from itertools import takewhile
+from types import CodeType, FunctionType
+from typing import TYPE_CHECKING, Any
+
+from forall._compat.exception_safety import contextmanager
+from forall._compat.private_api import PLAIN
+from forall._core import python_state
+from forall._jit.guards.attribute_names import codes_of
+from forall._jit.search_budget import (
+    NEVER,
+    TOO_LONG,
+    Deadline,
+    clock,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+    from types import FrameType
+
+
+_EACH = 64  # lines after which it is asked how long that took
+SIGHTS = 3  # of what calls run, before one may be recorded: the first may set things up
+_GLOBALS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"})
+# By these code finds a free variable without naming it, and this one is asked for by `super()`.
+_BY_LOCALS = frozenset({"locals", "vars", "dir", "eval", "exec", "_getframe", "currentframe"})
+_BY_ITSELF = frozenset({"__class__"})
+_STOPS = frozenset({"breakpoint", "set_trace"})
+_NAMED = frozenset(dis.hasname)
+_CONSTANT = frozenset(dis.hasconst)
+
+
+class Everything:
+    """All that a function can come to by name: where nobody has seen what it runs."""
+
+    seen = False
+    why: str | None = None
+
+    def __init__(self, most: int = 10_000) -> None:
+        self.most = most  # things that are watched
+
+    def watching(self) -> AbstractContextManager:
+        """While this, it is seen what runs."""
+        return nullcontext()
+
+    def reading(self) -> AbstractContextManager:
+        """While this, what is read is kept: it is asked for again and again, and is much."""
+        return nullcontext()
+
+    def __le__(self, other: Everything) -> bool:
+        """Whether another ran all of this too, of the user's functions."""
+        return not other.seen
+
+    def codes(self) -> Iterable[CodeType]:
+        """The code of all functions of the user's that were seen to run."""
+        return ()
+
+    def inner(self, code: CodeType) -> Iterable[CodeType]:
+        """A function's code and that of all written inside it."""
+        return codes_of(code)
+
+    def holds(self, code: CodeType) -> bool:
+        """Whether this ran."""
+        return True
+
+    def idle(self, thing: Any) -> bool:
+        """Whether a function or class of a library's has had no part in it."""
+        return False
+
+    def instructions(self, code: CodeType) -> Iterable[dis.Instruction]:
+        return python_state.instructions_of(code)
+
+    def globals(self, code: CodeType) -> Iterable[str]:
+        """The globals that a function, or one written inside it, names."""
+        return [name for name, _ in python_state.globals_of(code)]
+
+    def cells(self, code: CodeType) -> Iterable[str]:
+        """The free variables that a function, or one written inside it, may ask for."""
+        return code.co_freevars
+
+    def names(self, code: CodeType) -> frozenset[str]:
+        """All names of globals and attributes in a function, or in one written inside it."""
+        return python_state.names_of(code)
+
+    def written(self, code: CodeType) -> frozenset[str]:
+        """All names that stand in a function, or in one inside it, as such or as text."""
+        return python_state.written_in(code)
+
+
+class Ran(Everything):
+    """What was seen to run while it was `watching`."""
+
+    seen = True
+
+    def __init__(self, until: Deadline = NEVER) -> None:
+        super().__init__(most=50_000)  # of which most are functions that do not run
+        self.why: str | None = None  # it was not seen
+        self._until = until.call  # for how long it may be watched
+        self._lines = 0
+        self._offsets: dict[CodeType, set[int]] = {}  # of the user's functions
+        self._libraries: set[CodeType] = set()
+        self._idle: set[CodeType] = set()  # what was asked for and had not run
+        self._tracers: dict[int, Callable | None] = {}
+        self._met: list[CodeType] = []  # so that no other takes their identity
+        self._read: dict[CodeType, list[dis.Instruction]] = {}
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        sys.settrace(self._entered)
+        try:
+            yield
+        finally:
+            if sys.gettrace() == self._entered:  # and not a debugger that was called meanwhile
+                sys.settrace(None)
+            self._tracers.clear()
+            self._met.clear()
+
+    def _entered(self, frame: FrameType, event: str, arg: Any) -> Callable | None:
+        tracer = self._tracers.get(id(frame.f_code), self._entered)
+        if tracer == self._entered:
+            tracer = self._tracers[id(frame.f_code)] = self._tracer(frame)
+            self._met.append(frame.f_code)
+            if not _STOPS.isdisjoint(frame.f_code.co_names):
+                self._leave(frame, "it calls a debugger")
+                return None
+        self._goes_on(frame)
+        if tracer is not None:
+            frame.f_trace_opcodes = True
+        return tracer
+
+    def _goes_on(self, frame: FrameType) -> None:
+        """Leave it where that has taken too long: what runs in Python runs much slower so."""
+        self._lines += 1
+        is_late = not self._lines % _EACH and clock() > self._until
+        if is_late and sys.gettrace() == self._entered:  # and no other watches by now
+            self._leave(frame, TOO_LONG)
+
+    def _leave(self, frame: FrameType | None, why: str) -> None:
+        """What runs goes on unseen, as for a debugger, which asks the frames for itself."""
+        self.why = why
+        sys.settrace(None)
+        while frame is not None:
+            frame.f_trace, frame.f_trace_opcodes = None, False
+            frame = frame.f_back
+
+    def _tracer(self, frame: FrameType) -> Callable | None:
+        home = frame.f_globals.get("__name__") or ""
+        made = home.startswith("namedtuple_")  # by Python, in a module of its own
+        if made or python_state.is_none_by_name(home) or _hashes_by_identity(frame):
+            self._libraries.add(frame.f_code)
+            return None
+        return _Noting(self._offsets.setdefault(frame.f_code, set()), self._goes_on)
+
+    def codes(self) -> Iterable[CodeType]:
+        return self._offsets
+
+    def __le__(self, other: Everything) -> bool:
+        if not isinstance(other, Ran):
+            return True
+        if self.why is not None:
+            return False
+        theirs = other._offsets
+        if not self._libraries.isdisjoint(other._idle):
+            return False
+        return all(code in theirs and ran <= theirs[code] for code, ran in self._offsets.items())
+
+    def holds(self, code: CodeType) -> bool:
+        return code in self._offsets or code in self._libraries
+
+    def idle(self, thing: Any) -> bool:
+        if isinstance(thing, FunctionType):
+            if not self.holds(thing.__code__):
+                self._idle.add(thing.__code__)
+                return True
+            return False
+        if not isinstance(thing, type):
+            return False
+        bases = takewhile(lambda kind: kind not in PLAIN, thing.__mro__[:-1])
+        return all(map(self._is_idle, bases))
+
+    def _is_idle(self, kind: type) -> bool:
+        """Of a class in Python; what one in C does is not seen."""
+        members = [getattr(value, "__func__", value) for value in vars(kind).values()]
+        functions = [f for f in members if isinstance(f, FunctionType)]
+        return bool(functions) and all(map(self.idle, functions))
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            self._read.clear()
+
+    def instructions(self, code: CodeType) -> Iterable[dis.Instruction]:
+        if code not in self._read:
+            self._read[code] = [*self._those_that_ran(code)]
+        return self._read[code]
+
+    def _those_that_ran(self, code: CodeType) -> Iterator[dis.Instruction]:
+        ran, extended = self._offsets.get(code, ()), False
+        for i in python_state.instructions_of(code) if ran else ():
+            if i.opname == "EXTENDED_ARG":
+                extended = extended or i.offset in ran
+            else:
+                if extended or i.offset in ran:
+                    yield i
+                extended = False
+
+    def inner(self, code: CodeType) -> Iterator[CodeType]:
+        if code in self._offsets:
+            yield code
+            for constant in code.co_consts:
+                if isinstance(constant, CodeType):
+                    yield from self.inner(constant)
+
+    def _all(self, code: CodeType) -> Iterator[dis.Instruction]:
+        for inner in self.inner(code):
+            yield from self.instructions(inner)
+
+    def globals(self, code: CodeType) -> Iterable[str]:
+        return dict.fromkeys(i.argval for i in self._all(code) if i.opname in _GLOBALS)
+
+    def cells(self, code: CodeType) -> Iterable[str]:
+        """Those that instructions name which ran, also where these make a function of them.
+
+        Of a library's function all: which of its instructions ran is not seen.
+        """
+        if code not in self._offsets or not _BY_LOCALS.isdisjoint(self.names(code)):
+            return code.co_freevars
+        named = set(_BY_ITSELF)
+        for i in self.instructions(code):
+            named.update(i.argval if isinstance(i.argval, tuple) else (i.argval,))
+        return [name for name in code.co_freevars if name in named]
+
+    def names(self, code: CodeType) -> frozenset[str]:
+        return frozenset(i.argval for i in self._all(code) if i.opcode in _NAMED)
+
+    def written(self, code: CodeType) -> frozenset[str]:
+        constants = [i.argval for i in self._all(code) if i.opcode in _CONSTANT]
+        texts = [python_state.in_constant(c) for c in constants if not isinstance(c, CodeType)]
+        return self.names(code).union(*texts)
+
+
+def _hashes_by_identity(frame: FrameType) -> bool:
+    """Whether it is a class's own text for what each object's hash is anyway."""
+    code, own = frame.f_code, _Hashed.__hash__.__code__
+    is_text = code.co_name == "__hash__" and code.co_names == own.co_names
+    return is_text and code.co_code == own.co_code and "id" not in frame.f_globals
+
+
+class _Hashed:
+    def __hash__(self) -> int:
+        return id(self)
+
+
+class _Noting:
+    """Where a frame is; an object, as a function that returns itself would be a ring."""
+
+    __slots__ = ("goes_on", "offsets")
+
+    def __init__(self, offsets: set[int], goes_on: Callable[[FrameType], None]) -> None:
+        self.offsets, self.goes_on = offsets, goes_on
+
+    def __call__(self, frame: FrameType, event: str, arg: Any) -> _Noting:
+        if event == "opcode":
+            self.offsets.add(frame.f_lasti)
+        elif event == "line":
+            self.goes_on(frame)
+        return self
+
+
+EVERYTHING = Everything()

@@ -1,0 +1,173 @@
+"""The way back of a recorded call: its results pulled back once, to all outside that requires grad.
+
+NOTE [whose history is whose]
+    A gradient of the program is a gradient along the recorded operators alone. Torch follows every
+    path: where one of the tensors that gradients are wanted of was made of another, it would go on
+    through the user's history, and what flows there would count twice, in the program and outside.
+    So nothing is pulled back unless these tensors are apart.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from forall._compat.ambient_settings import under_autocast
+from forall._compat.autograd_graph import (
+    are_apart,
+    gradients_of,
+    has_pythons,
+    node_of,
+)
+from forall._jit.passes.pipeline import cleaning
+from forall._jit.tracing.side_effects import seen_by
+from forall._jit.tracing.tracer import Halted
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Generator, Sequence
+
+    from forall._jit.graph import Node, Program
+    from forall._jit.tracing.tracer import Recorder
+
+    Tensor = torch.Tensor
+
+SHARED = "a result shares memory with another tensor, with a derivative at stake"
+WRITTEN = "it writes into a tensor from outside, with a derivative at stake"
+ENTWINED = "of what it is to be differentiated in, one is made of another"
+
+
+class Pass(NamedTuple):
+    """A backward pass to be recorded: the ``live`` results (or all), pulled back as ``graph`` says.
+
+    Of some operators torch has another formula for a pass that records itself, with other rounding.
+    Autocast acts in a pass as ``casts`` says; most passes are made where the call's has ended.
+    """
+
+    live: Collection[int] = ()
+    graph: bool = False
+    casts: tuple = ()
+
+
+FIRST = Pass()
+
+
+class Pullback(NamedTuple):
+    """The second half of a recorded call: from cotangents to what they are pulled back to."""
+
+    nodes: list[Node]
+    moved: list[int]  # the places of the results that have a derivative
+    live: list[int]  # of those that have a cotangent
+    graph: bool  # whether the pass records itself
+    casts: tuple  # what autocast does in it
+    cotangents: list[int]  # what stands for these
+    wanted: list[int]  # the inputs and captured tensors that require grad
+    gradients: list[int | None]  # of these; None where nothing depends on one
+
+
+def pulled_back(
+    recorder: Recorder,
+    inputs: Sequence[Tensor],
+    ends: Sequence[Tensor],
+    asked: Pass,
+    *,
+    certain: bool,
+) -> Pullback | None:
+    """Pull results back to all that requires grad outside, if anything does.
+
+    With ``certain``, only if that runs no Python of the user's: it would, once more than they did.
+    """
+    moved = {id(y): i for i, y in reversed([*enumerate(ends)]) if y.requires_grad}
+    if not torch.is_grad_enabled():  # what comes back as it came, or as a view, has no new history
+        outside = {id(t) for t in (*inputs, *recorder.captured.values())}
+        moved = {k: i for k, i in moved.items() if k not in outside and ends[i].grad_fn is not None}
+    places = sorted(moved.values())
+    if recorder.why is not None or not moved:
+        return None
+    ways = [*zip(recorder.inputs, inputs, strict=True), *recorder.captured.items()]
+    # A tensor in two places is one, with one gradient, in every call of the kind.
+    wanted = [*{id(t): (n, t) for n, t in reversed(ways) if _is_moved(t)}.values()][::-1]
+    asked_of = {*asked.live}
+    live = [i for i in places if i in asked_of]
+    live = live or [i for i in places if node_of(ends[i]) is not None]
+    _judge(recorder, [t for _, t in wanted], [ends[i] for i in live], certain=certain)
+    if recorder.why is not None:
+        return None
+    cotangents = [torch.ones_like(ends[i]) for i in live]
+    numbers = [recorder.named(c) for c in cotangents]
+    first = len(recorder.nodes)
+    with seen_by(recorder), recorder.halting():
+        found = _pulled(
+            recorder, [ends[i] for i in live], [t for _, t in wanted], cotangents, asked
+        )
+    gradients = [None if g is None else recorder.result(g) for g in found]
+    if recorder.why is not None:
+        return None
+    nodes, numbered = recorder.nodes[first:], [n for n, _ in wanted]
+    return Pullback(nodes, places, live, *asked[1:], numbers, numbered, gradients)
+
+
+def _is_moved(t: Tensor) -> bool:
+    return t.requires_grad and node_of(t) is not None
+
+
+def _pulled(
+    recorder: Recorder,
+    ends: Sequence[Tensor],
+    wanted: Sequence[Tensor],
+    cotangents: Sequence[Tensor],
+    asked: Pass,
+) -> Sequence[Tensor | None]:
+    try:
+        with under_autocast(asked.casts):
+            return gradients_of(ends, wanted, cotangents, create_graph=asked.graph)
+    except Halted:
+        return ()
+    except RuntimeError as error:  # as who pulls back for themselves would meet
+        recorder.fails(f"its results cannot be pulled back: {str(error).splitlines()[0]}")
+        return ()
+
+
+def _judge(
+    recorder: Recorder, wanted: Sequence[Tensor], ends: Sequence[Tensor], *, certain: bool
+) -> None:
+    if any(t._backward_hooks for t in wanted):
+        recorder.fails("a tensor that it is to be differentiated in has a hook")
+    elif recorder.makes_leaves or not wanted:
+        recorder.fails("a result's history leads to a tensor that the function has made a leaf")
+    elif certain and (recorder.makes_hooks or has_pythons(ends, wanted)):
+        recorder.fails("a backward pass of the user's own is part of its history")
+    elif not are_apart(wanted):
+        recorder.fails(ENTWINED)
+
+
+def entangled(program: Program) -> str | None:
+    """What of a program with a derivative one node of the graph outside cannot tell of."""
+    roots = [v.root for v in program.values]
+    outside = {roots[n] for n in (*program.inputs, *program.captured)}
+    written = program.written()
+    results = {*program.outputs}
+    if written & outside:
+        return WRITTEN
+    if written & {roots[n] for n in program.constants}:
+        return "it writes into a tensor made of numbers, with a derivative at stake"
+    if outside & {roots[n] for n in results} or len({roots[n] for n in results}) < len(results):
+        return SHARED
+    return None
+
+
+def cleaning_both(
+    program: Program, back: Pullback, kept: Collection[int], *, fastmath: bool = False
+) -> Generator[None, None, Pullback]:
+    """Clean both halves as one, which hold on to all that gradients are wanted of, and ``kept``."""
+    captured = dict(program.captured)
+    results = len(program.outputs)
+    program.inputs += back.cotangents
+    program.outputs += [n for n in back.gradients if n is not None]
+    yield from cleaning(program, back.nodes, fastmath=fastmath)
+    found = iter(program.outputs[results:])
+    del program.outputs[results:]
+    del program.inputs[len(program.inputs) - len(back.cotangents) :]
+    held = {*back.wanted, *kept}
+    program.captured.update({n: t for n, t in captured.items() if n in held})
+    return back._replace(gradients=[None if n is None else next(found) for n in back.gradients])

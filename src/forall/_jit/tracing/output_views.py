@@ -1,0 +1,130 @@
+"""Results that are views, of what a call is given or of another result.
+
+NOTE [views in the open]
+    What a node of torch's graph returns is memory of its own to autograd. So where a derivative is
+    at stake, and a result shares memory with a tensor from outside or with another result, the
+    node goes as far as what is viewed. The views are made of that when the node is there, as the
+    function made them: they have the history that views have, and who writes into one writes into
+    all. This is for views alone: what has any other history of its own, or lies in memory that the
+    function has written into, is not recorded.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from forall._compat.autograd_graph import base_of, is_view_of
+from forall._compat.op_schema import facts
+from forall._jit.backends.python_source import in_the_open
+from forall._jit.graph import Program
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from forall._jit.graph import Node
+    from forall._jit.tracing.tracer import Recorder
+
+    Tensor = torch.Tensor
+
+_DETACH = torch.ops.aten.detach.default
+
+
+class Opened(NamedTuple):
+    """What a node returns in the place of results, and how they are made of it."""
+
+    ends: list[Tensor]
+    numbers: list[int]  # of the ends
+    places: list[tuple[int, bool]]  # the result that each end is, or that is a view of it
+    given: list[int]  # the values from outside that results are, or are views of
+    run: Callable[..., tuple[Tensor, ...]]  # of the given and the ends, for the results
+
+    def of(self, results: Sequence[Tensor]) -> list[Tensor]:
+        """The ends of another run of the function, by its results."""
+        return [base_of(results[i]) if views else results[i] for i, views in self.places]
+
+
+def opened(recorder: Recorder, results: Sequence[Tensor]) -> Opened | None:
+    """The ends of a call whose results are views; None where none is, or one is not for certain."""
+    numbers = [recorder.result(t) for t in results]
+    if recorder.why is not None or recorder.makes_hooks:
+        return None
+    opening = _Opening(recorder, [n for n in numbers if n is not None])
+    if not all(opening.takes(i, t) for i, t in enumerate(results)):
+        return None
+    return opening.done()
+
+
+class _Opening:
+    def __init__(self, recorder: Recorder, numbers: list[int]) -> None:
+        self.recorder, self.numbers, self.results = recorder, numbers, {*numbers}
+        self.roots = [v.root for v in recorder.values]
+        self.makers = {n: node for node in recorder.nodes for n in node.makes()}
+        self.written = {self.roots[n] for node in recorder.nodes for n in node.writes()}
+        self.sharing = Counter(self.roots[n] for n in self.results)
+        self.outside = {*recorder.inputs, *recorder.captured}
+        self.given: list[int] = []
+        self.ends: dict[int, tuple[Tensor, tuple[int, bool]]] = {}
+        self.nodes: dict[int, Node] = {}
+        self.cut: set[int] = set()  # views without a history of what has one
+
+    def takes(self, i: int, t: Tensor) -> bool:
+        """Whether a result is an end, or is made of one, or of what is given."""
+        n = self.numbers[i]
+        root = self.roots[n]
+        if n in self.outside:
+            self.given.append(n)
+        elif n == root or (root not in self.outside and self.sharing[root] == 1):
+            self.ends[n] = t, (i, False)
+        else:
+            return self._views(i, t)
+        return True
+
+    def _views(self, i: int, t: Tensor) -> bool:
+        n = self.numbers[i]
+        root, nodes = self.roots[n], self._way(n)
+        of = self.recorder.tensor(root)
+        if of is None or nodes is None or root in self.written:
+            return False
+        if t.requires_grad and (_cuts(nodes) or not is_view_of(t, of)):
+            return False
+        if root in self.outside:
+            self.given.append(root)
+        elif root not in self.results:
+            if not t.requires_grad:
+                self.ends.setdefault(root, (of.detach(), (i, True)))
+            elif base_of(t) is of:
+                self.ends[root] = of, (i, True)
+            else:
+                return False
+        if of.requires_grad and not t.requires_grad:
+            self.cut.add(n)
+        self.nodes.update((id(node), node) for node in nodes)
+        return True
+
+    def _way(self, n: int) -> list[Node] | None:
+        """The views that lead from a root to a value."""
+        nodes = []
+        while n != self.roots[n]:
+            node = self.makers.get(n)
+            reads = [*node.reads()] if node is not None else []
+            if node is None or len(reads) != 1 or not facts(node.op).view:
+                return None
+            nodes.append(node)
+            n = reads[0]
+        return nodes[::-1]
+
+    def done(self) -> Opened | None:
+        if not self.nodes and not self.given:
+            return None
+        given = [*dict.fromkeys(self.given)]
+        views = Program(self.recorder.values, [], {}, {}, [*self.nodes.values()], self.numbers)
+        run = in_the_open(views, [*given, *self.ends], self.cut)
+        ends = [t for t, _ in self.ends.values()]
+        return Opened(ends, [*self.ends], [place for _, place in self.ends.values()], given, run)
+
+
+def _cuts(nodes: Sequence[Node]) -> bool:
+    return any(node.op is _DETACH for node in nodes)

@@ -1,0 +1,184 @@
+"""While a call is recorded, the recorder sees all that bears on it."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from forall._compat import pytree
+from forall._compat.dispatch_state import (
+    aside,
+    functions_off,
+    in_torch_func,
+    no_dispatch,
+)
+from forall._compat.exception_safety import contextmanager
+from forall._compat.private_api import OpOverload, OpOverloadPacket
+from forall._compat.pure_functions import TELLS, is_made_of_users_calls
+from forall._core.levels import outside_all, stack
+from forall._jit.tracing.tracer import TELLING, TORCHS, is_whole
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from forall._jit.tracing.tracer import Recorder
+
+
+@contextmanager
+def seen_by(recorder: Recorder) -> Iterator[None]:
+    before = stack.listening, aside.told
+    stack.listening = (*stack.listening, _Questions(recorder))
+    aside.told = (*aside.told, recorder.made_aside)
+    try:
+        with recorder:
+            yield
+    finally:
+        stack.listening, aside.told = before
+
+
+class _Questions:
+    """Hears of each question that Python asks of examples: their answers are numbers.
+
+    A yes or no that is the same for all examples is one that the recorder takes.
+    """
+
+    writes = True
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+
+    @property
+    def is_idle(self) -> bool:
+        """True once the recorder has found something that it does not record."""
+        return self.recorder.why is not None
+
+    def give_up(self, why: str) -> None:
+        """Leave the call as it is, since ``why`` it runs better so."""
+        self.recorder.fails(why)
+
+    def heard(self, frame: Any, truths: Callable[[], torch.Tensor] | None = None) -> None:
+        if truths is None or not self._is_one(truths()):
+            self.recorder.fails(
+                f"line {frame.f_lineno} of {frame.f_code.co_name} asks for an example's numbers"
+            )
+
+    def _is_one(self, values: torch.Tensor) -> bool:
+        """Whether all examples give one answer; asked of numbers that the recorder knows."""
+        if not values.numel():
+            return False
+        with no_dispatch(), functions_off():
+            every, none = bool(values.all()), not bool(values.any())
+        if every or none:
+            with outside_all():  # it may be the same for all without being asked
+                bool(values.all() if every else values.any())
+        return every or none
+
+    def split(self, place: Any, sizes: Any) -> None: ...
+
+    def mark(self) -> None: ...
+
+    def back_to(self, mark: Any) -> None: ...
+
+
+# Calls of the user's that read memory or change tensors where no operator tells.
+_UNSEEN = {
+    getattr(torch.Tensor, name)
+    for name in [
+        "numpy",
+        "__array__",
+        "__repr__",
+        "tolist",
+        "apply_",
+        "map_",
+        "map2_",
+        "data_ptr",
+        "__dlpack__",
+        "untyped_storage",
+        "backward",
+    ]
+} | {
+    torch.autograd.backward,
+    torch.from_numpy,
+    torch.frombuffer,
+    *(getattr(torch.Tensor, name).__set__ for name in ("grad", "data")),
+    torch.Tensor.data.__get__,  # pyright: ignore[reportAttributeAccessIssue]
+}
+
+# Calls that change the tensor itself: of no concern where the function has made it.
+_CHANGES = {
+    torch.Tensor.register_hook,
+    torch.Tensor.requires_grad_,
+    torch.Tensor.requires_grad.__set__,  # pyright: ignore[reportAttributeAccessIssue]
+}
+
+_HOOKS = {torch.Tensor.register_hook, torch.Tensor.retain_grad}
+
+
+# Calls that come down to one of several kernels, as the user allows.
+_CHOOSING = {
+    "scaled_dot_product_attention",
+    "multi_head_attention_forward",
+    "_native_multi_head_attention",
+    "_transformer_encoder_layer_fwd",
+    "batch_norm",
+    "instance_norm",
+    "lstm",
+    "gru",
+    "rnn_tanh",
+    "rnn_relu",
+}
+
+
+# Kernels that read where to cut from a tensor's memory, and go on with views, or other shapes.
+_READING = {
+    "tensor_split",
+    "_pack_padded_sequence",
+    "_pad_packed_sequence",
+    "lstm",
+    "gru",
+    "rnn_tanh",
+    "rnn_relu",
+}
+
+
+_OPERATORS = (OpOverload, OpOverloadPacket)
+
+
+class Watch(TorchFunctionMode):
+    """Sees the calls that no operator tells of."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        changes = func in _CHANGES
+        if in_torch_func():
+            self.recorder.fails(TORCHS)
+        elif isinstance(func, _OPERATORS) and is_made_of_users_calls(func):
+            self.recorder.fails(f"{func} is a function in Python that nothing leads to")
+        elif func in TELLS and self.recorder.is_from_outside(args[0]):
+            self.recorder.fails(TELLING)
+        elif func in _UNSEEN or (changes and self.recorder.is_from_outside(args[0])):
+            named = getattr(func, "__self__", func)  # an attribute's, for what reads or sets it
+            self.recorder.fails(f"{getattr(named, '__name__', func)} is seen by no operator")
+        elif "numpy" in sys.modules:
+            arrays = sys.modules["numpy"].ndarray
+            if any(isinstance(a, arrays) for a in pytree.leaves((args, kwargs))):
+                self.recorder.fails("the numbers of an array of numpy's may change")
+        self.recorder.tells |= func in TELLS
+        self.recorder.makes_leaves |= changes
+        self.recorder.makes_hooks |= func in _HOOKS
+        name = getattr(func, "__name__", "")
+        self.recorder.chooses |= name in _CHOOSING
+        given = pytree.leaves((args, kwargs)) if name in _READING else []
+        if any(isinstance(x, torch.Tensor) and is_whole(x) for x in given):
+            self.recorder.fails(f"{name} reads numbers of which no operator tells")
+        before, self.recorder.given = self.recorder.given, (func, args, kwargs or {})
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            self.recorder.given = before

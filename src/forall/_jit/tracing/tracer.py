@@ -1,0 +1,521 @@
+"""Recording: what a call does below all transforms, operator by operator.
+
+The recorder is the outermost dispatch mode, so what reaches it are operators on ordinary tensors:
+levels have taken their values apart, and autograd has taken its derivatives. The recorded call is a
+real one; its results are the user's.
+
+NOTE [what cannot be recorded]
+    A program is the same for all values, and knows where each of its tensors comes from: from an
+    argument, from what the function can be seen to capture, or from one of its own operators. A
+    tensor of any other origin, an operator that tells Python about numbers, or one whose result's
+    shape depends on them, ends the recording; the call goes on as it is.
+
+NOTE [answers]
+    Most of what Python asks is a yes or no that is the same each time: whether arguments are valid,
+    whether all is finite. A program makes the same test and asserts the answer. Where that is
+    another one it fails, having changed nothing that is seen from outside, and the function is
+    called. On other devices than the CPU a failed assertion would end the process. A whole number
+    is such an answer too: how many nodes a graph has; and so is the shape of what is picked by a
+    mask, which the program makes and asserts.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from forall._compat import pytree
+from forall._compat.devices import wait_until_made
+from forall._compat.dispatch_state import functions_off, in_torch_func
+from forall._compat.exception_safety import contextmanager
+from forall._compat.lazy_bits import is_zeros, with_lazy_bits
+from forall._compat.op_schema import Facts, facts, writes
+from forall._compat.private_api import DispatchMode, StorageWeakRef
+from forall._compat.storage import has_memory, storage_of
+from forall._compat.tensor_subclass import CALLS_ON
+from forall._compat.wrapper_tensor import Wrapper
+from forall._core.call_site import OURS, TORCH
+from forall._core.escaped_values import dispatched
+from forall._jit.graph import (
+    Layout,
+    Node,
+    Program,
+    Ref,
+    Value,
+)
+from forall._jit.search_budget import (
+    EACH,
+    NEVER,
+    TOO_LONG,
+    Deadline,
+    clock,
+)
+from forall._jit.tracing.rng_draws import Draws
+from forall._jit.tracing.uninitialized import are_given
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+    from contextlib import AbstractContextManager
+
+aten = torch.ops.aten
+_INDEX = aten.index.Tensor
+_INDEXING = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
+_FRESH = (aten.lift_fresh.default, aten.lift_fresh_copy.default)
+
+_HANDED_ON = f"{TORCH}_ops.py"  # what calls an operator by its overload
+
+_SEED = "it sets the state of a random generator"
+TORCHS = "a transform of torch.func's runs in it"
+TELLING = "it asks for what tells of a tensor more than its kind"
+_LEFT = "it takes a derivative in inference mode, or leaves that mode otherwise"
+
+# Operators that tell Python about numbers, or change what a tensor is, without a tag that says so.
+_UNFIT = {
+    getattr(getattr(aten, name), overload)
+    for name, overload in (
+        ("equal", "default"),
+        ("is_nonzero", "default"),
+        ("item", "default"),
+        ("_local_scalar_dense", "default"),
+        ("set_", "source_Tensor"),
+        ("set_", "source_Storage"),
+        ("set_", "source_Storage_storage_offset"),
+        ("resize_", "default"),
+        ("resize_as_", "default"),
+    )
+}
+
+# What tells Python a number. A yes or no, or a whole one, is the program's, see NOTE [answers].
+_READS = {aten._local_scalar_dense.default, aten.item.default, aten.is_nonzero.default}
+_EQUAL, _SAME, _ALL = aten.equal.default, aten.eq.Tensor, aten.all.default
+_NOT, _HOLDS, _SHAPED = (
+    aten.logical_not.default,
+    aten._assert_async.default,
+    aten._assert_tensor_metadata.default,
+)
+ASSERTED = frozenset({_HOLDS, _SHAPED})
+
+# Operators that give a tensor another shape in place, and the view that each comes down to.
+_AS_VIEWS = {
+    aten.squeeze_.default: aten.squeeze.default,
+    aten.squeeze_.dim: aten.squeeze.dim,
+    aten.squeeze_.dims: aten.squeeze.dims,
+    aten.unsqueeze_.default: aten.unsqueeze.default,
+    aten.t_.default: aten.t.default,
+    aten.transpose_.default: aten.transpose.int,
+}
+
+# Questions about layouts and dtypes: within a kind of calls their answer is one.
+_ASIDE = {
+    aten.is_same_size.default,
+    aten._has_same_storage_numel.default,
+    aten.can_cast.default,
+    aten.promote_types.default,
+    *(getattr(aten.result_type, name) for name in aten.result_type.overloads()),
+}
+
+
+class Halted(Exception):  # noqa: N818 - no error: what is broken off runs for the recorder alone
+    """A backward pass that takes too long to record."""
+
+
+class Recorder(DispatchMode):
+    """Nodes and values of one call. ``why`` tells what of it cannot be recorded."""
+
+    def __init__(
+        self,
+        inputs: Sequence[torch.Tensor],
+        known: dict[int, torch.Tensor],
+        generators: Sequence[torch.Generator],
+        until: Deadline = NEVER,
+    ) -> None:
+        super().__init__()
+        self.until = until  # for how long it may go on
+        self.operators = 0  # that were met so far
+        self._halts = False
+        self.known = known  # what the function can be seen to capture
+        self._draws = Draws(inputs, generators)
+        self.nodes: list[Node] = []
+        self.values: list[Value] = []
+        self.captured: dict[int, torch.Tensor] = {}
+        self.constants: dict[int, torch.Tensor] = {}  # made of Python's numbers
+        self.why: str | None = None
+        self._hears = False
+        self._inference = torch.is_inference_mode_enabled()
+        self.writes_unsaid = False  # of which no version tells, nor a schema
+        self.makes_leaves = False  # a result's history may end in a tensor of the function's own
+        self.makes_hooks = False  # that run in a backward pass
+        self.tells = False  # of a tensor more than a kind of calls says
+        self.chooses = False  # a kernel that torch chooses as the user allows
+        self.given: Any = None  # the arguments of the call of the user's that is under way
+        self._numbers: dict[int, int] = {}  # of each tensor's identity, as long as it lives
+        self._tensors: list[weakref.ref] = []
+        # The first of those that lie alike in a storage, for as long as it is there.
+        self._in_memory: dict[int, tuple[Any, dict[Layout, int]]] = {}
+        self._known_at: dict[tuple[int, Layout], list[torch.Tensor]] = {}
+        for t in known.values():
+            if has_memory(t):
+                self._known_at.setdefault((storage_of(t), Layout.of(t)), []).append(t)
+        self._named: set[int] = set()  # values that leave under a name of their own
+        self.inputs = [self._new(t, None) for t in inputs]
+        self._given_as = {*self.inputs}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if types and any(issubclass(t, Wrapper) for t in types):
+            with self:  # a level that has ended takes its values apart
+                return dispatched(func, args, kwargs)
+        if torch.is_inference_mode_enabled() is not self._inference:
+            self.fails(_LEFT)
+        self.operators += 1
+        known = _KNOWN.get(id(func)) or _Known.of(func)
+        if known.statistics:
+            self.writes_unsaid |= len(writes(func, args)) > len(known.facts.mutates)
+        if self.why is not None or known.aside:
+            with functions_off():  # what runs on is no call of the user's either
+                return with_lazy_bits(func, args, kwargs)
+        if in_torch_func():  # its wrappers have no memory, and their values are not ours to take
+            self.fails(TORCHS)
+            return func(*args, **kwargs)
+        if known.fresh and self._may_read_tensors(sys._getframe()):
+            self.fails("the numbers of tensors are read to make another")
+        if known.reads and self._hears and is_whole(args[0]):
+            return self._answer(func, args[0])
+        if func is _EQUAL and self._hears and args[0].is_cpu:
+            return self._are_equal(*args)
+        with functions_off():  # a backward pass has them on, and what we ask is not the user's
+            node = self._met(func, known, args, kwargs)
+            out = with_lazy_bits(func, args, kwargs)
+            if node is not None:
+                if known.facts.seeded:
+                    self._draws.made()
+                before = len(self.values)
+                if node.op is func:
+                    node.outs = self._outs(node, args, out)
+                else:
+                    node.outs = self._new(out, self._root(node, args, out))
+                # Else another name for what there was. What gives nothing is there to raise.
+                if out is None or len(self.values) > before or node.writes():
+                    self.nodes.append(node)
+                    if not len(self.nodes) % EACH:
+                        self._watch_the_clock()
+                if known.facts.dynamic and _looks(func, args):
+                    self._shaped(out)
+        return out
+
+    def _may_read_tensors(self, frame: Any) -> bool:
+        """Whether the numbers of which a tensor is made may be those of tensors in a list."""
+        maker = _maker(frame)
+        name, file = maker.f_code.co_name, maker.f_code.co_filename
+        if file.startswith(OURS) and name != "__torch_function__":
+            return False  # no call of the user's, for whom a mode calls on
+        seen = self.given is not None and file.startswith((OURS, TORCH))
+        return not seen or _holds_tensors(self.given)
+
+    def _shaped(self, out: Any) -> None:
+        for t in pytree.leaves(out):
+            if isinstance(t, torch.Tensor):
+                self.__torch_dispatch__(_SHAPED, (), (t, [*t.shape]))
+
+    def _watch_the_clock(self) -> None:
+        if self._halts and clock() > self.until.work:
+            self.fails(TOO_LONG)
+            raise Halted
+        if not self._halts and self.until.is_over(self.operators):
+            self.fails(TOO_LONG)
+
+    def halting(self) -> AbstractContextManager:
+        """Within it nothing is run but for the recorder: what takes too long is broken off."""
+        return self._while_set("_halts")
+
+    def hearing(self) -> AbstractContextManager:
+        """Within it answers are recorded: a backward pass has no call to go back to."""
+        return self._while_set("_hears")
+
+    @contextmanager
+    def _while_set(self, flag: str) -> Iterator[None]:
+        setattr(self, flag, True)
+        try:
+            yield
+        finally:
+            setattr(self, flag, False)
+
+    def _answer(self, func: Any, t: Any) -> Any:
+        answer = func(t)
+        with functions_off():
+            if t.dtype is not torch.bool:
+                t = self.__torch_dispatch__(aten.eq.Scalar, (), (t, aten.item.default(t)))
+                self._require(t, True)
+            else:
+                self._require(t, answer)
+        return answer
+
+    def _require(self, t: torch.Tensor, answer: bool) -> None:
+        """Let the program hold only where this yes or no is what it is now."""
+        if not answer:
+            t = self.__torch_dispatch__(_NOT, (), (t,))
+        self.__torch_dispatch__(_HOLDS, (), (t,))
+
+    def _are_equal(self, a: torch.Tensor, b: torch.Tensor) -> bool:
+        """Whether two tensors are equal, which is no question of numbers where shapes differ."""
+        with functions_off():
+            answer = _EQUAL(a, b)
+            if a.shape == b.shape:
+                t = self.__torch_dispatch__(_SAME, (), (a, b))
+                self._require(self.__torch_dispatch__(_ALL, (), (t,)), answer)
+        return answer
+
+    def fails(self, why: str) -> None:
+        if self.why is None:
+            self.why = why
+        self.nodes, self.constants = [], {}
+
+    def tensor(self, n: int) -> torch.Tensor | None:
+        """The tensor that a value was made as, if it lives."""
+        return self._tensors[n]()
+
+    def number(self, t: torch.Tensor) -> int | None:
+        """The value that a tensor is, if it is known where it comes from."""
+        n = self._numbers.get(id(t))
+        if n is not None and self._tensors[n]() is t:
+            return n
+        return self._of_known(t) if id(t) in self.known else self._alias(t)
+
+    def _alias(self, t: torch.Tensor) -> int | None:
+        """The value of a tensor that torch or a level made as a second name, which no mode sees.
+
+        Several may lie in that place. They are one to the program, but not to a derivative: it may
+        be a name of any captured one that requires grad, so the program knows of them all.
+        """
+        place, layout = storage_of(t), Layout.of(t)
+        found = self._at(place).get(layout)
+        for known in self._known_at.get((place, layout), ()):
+            if found is None or known.requires_grad:
+                n = self._of_known(known)
+                found = n if found is None else found
+        return found
+
+    def _at(self, place: int) -> dict[Layout, int]:
+        """The values that lie in a storage, as long as that is there."""
+        held, numbers = self._in_memory.get(place, (None, {}))
+        return {} if held is None or held.expired() else numbers
+
+    def _of_known(self, t: torch.Tensor) -> int:
+        n = self._numbers.get(id(t))
+        if n is None or self._tensors[n]() is not t:
+            n = self._new(t, None)
+            self.captured[n] = t
+        return n
+
+    def made_aside(self, t: torch.Tensor) -> None:
+        """A tensor of our own that comes out the same with each call, and that no mode sees."""
+        if self.why is None:
+            self.constants[self._new(t, None)] = t.clone()
+
+    def is_from_outside(self, t: torch.Tensor) -> bool:
+        """Whether a tensor was there before the call, as far as is known."""
+        n = self.number(t) if has_memory(t) else -1
+        return n is None or n in self._given_as or n in self.captured
+
+    def program(self, outputs: Iterable[torch.Tensor | int]) -> Program | None:
+        """What was recorded, with these results; None where ``why`` tells why not."""
+        if self._draws.stray():
+            self.fails(_SEED)
+        numbers = [t if isinstance(t, int) else self.result(t) for t in outputs]
+        found = [n for n in numbers if n is not None]
+        seen = (*found, *self.inputs, *self.captured)
+        if self.why is None and are_given(self.nodes, self.values, seen):
+            self.fails("memory is written where no operator tells")
+        if self.why is not None:
+            return None
+        wait_until_made(self.constants.values())
+        return Program(
+            values=self.values,
+            inputs=self.inputs,
+            captured=self.captured,
+            constants=self.constants,
+            nodes=self.nodes,
+            outputs=found,
+        )
+
+    def named(self, t: torch.Tensor) -> int:
+        """A value that comes from outside, and stands for others in later calls."""
+        return self._new(t, None)
+
+    def result(self, t: torch.Tensor) -> int | None:
+        """The value of a tensor that leaves, under a name of its own."""
+        n = self.number(t) if has_memory(t) else None
+        if n is None:
+            self.fails("a result comes from where no operator was seen")
+        elif n in self._named:
+            return n
+        elif self.why is None and not t.requires_grad and self._leads_outside(n):
+            return self._renamed(n, t, aten.detach.default)
+        elif self.why is None and self._tensors[n]() is not t:  # it is to have a name of its own
+            return self._renamed(n, t, aten.alias.default)
+        return n
+
+    def _leads_outside(self, n: int) -> bool:
+        """Whether a view of the value, made without history, is one of what requires grad."""
+        root = self.values[n].root
+        known = self._tensors[root]()
+        return known is not None and known.requires_grad and self.is_from_outside(known)
+
+    def _renamed(self, n: int, t: torch.Tensor, op: Any) -> int:
+        named = self._new(t, self.values[n].root)
+        self.nodes.append(Node(op, (Ref(n),), {}, named))
+        self._named.add(named)
+        return named
+
+    def _met(self, func: Any, known: _Known, args: tuple, kwargs: dict) -> Node | None:
+        fact = known.facts
+        if fact.is_collective:  # a program may drop or reorder what processes have to meet in
+            self.fails(f"{func} communicates between processes")
+            return None
+        looks = fact.dynamic and not self._hears and _looks(func, args)
+        changes = known.changes
+        if changes and not self.is_from_outside(args[0]):
+            func = _AS_VIEWS.get(func, func)  # the tensor goes on as a view of what it was
+            changes = torch.Tag.inplace_view in func.tags
+        if known.unfit or looks or changes:
+            self.fails(f"{func} looks at numbers, or changes what a tensor is")
+            return None
+        if fact.seeded and (self._draws.stray() or self._draws.of_a_stranger((args, kwargs))):
+            self.fails(_SEED)
+        if known.fresh and self.number(args[0]) is None:  # made of Python's numbers just now
+            self.constants[self._new(args[0], None)] = args[0].clone()
+        args = tuple([self._argument(a) for a in args])
+        kwargs = {name: self._argument(a) for name, a in kwargs.items()} if kwargs else kwargs
+        return None if self.why is not None else Node(func, args, kwargs, None)
+
+    def _argument(self, a: Any) -> Any:
+        if isinstance(a, torch.Tensor):
+            return self._given(a)
+        return pytree.map_tensors(self._given, a) if isinstance(a, _TREES) else a
+
+    def _given(self, t: torch.Tensor) -> Ref | None:
+        """What stands for an argument."""
+        n = self.number(t) if has_memory(t) else None
+        if n is None:
+            self.fails(
+                f"a tensor of class {type(t).__name__}, {t.layout}, {t.dtype}"
+                if not has_memory(t)
+                else f"a tensor {t.dtype} {[*t.shape]} that is captured where it is not seen"
+            )
+        return None if n is None else Ref(n)
+
+    def _outs(self, node: Node, args: tuple, out: Any) -> Any:
+        if isinstance(out, torch.Tensor):
+            if not has_memory(out):
+                self.fails(f"{node.op} returns a tensor of {out.layout}, {out.dtype}")
+                return None
+            n = self.number(out)
+            return self._new(out, self._root(node, args, out)) if n is None else n
+        if isinstance(out, (tuple, list)):
+            return [self._outs(node, args, o) for o in out]
+        if out is not None:
+            self.fails(f"{node.op} returns {type(out).__name__}")
+        return None
+
+    def _root(self, node: Node, args: tuple, out: torch.Tensor) -> int | None:
+        """The root of the argument that a result shares memory with."""
+        place = storage_of(out)
+        if not self._at(place):  # new memory, of no argument
+            return None
+        tensors = [a for a in pytree.leaves((args, node.kwargs)) if isinstance(a, torch.Tensor)]
+        for n, a in zip(node.reads(), tensors, strict=False):
+            if storage_of(a) == place:
+                return self.values[n].root
+        return None
+
+    def _new(self, t: torch.Tensor, root: int | None) -> int:
+        n = len(self.values)
+        layout = Layout.of(t)
+        self.values.append(Value(layout, n if root is None else root, is_zeros(t)))
+        self._numbers[id(t)] = n
+        self._tensors.append(weakref.ref(t))
+        place = storage_of(t)
+        held, numbers = self._in_memory.get(place, (None, {}))
+        if held is None or held.expired():
+            held, numbers = StorageWeakRef(t.untyped_storage()), {}
+            self._in_memory[place] = held, numbers
+        numbers.setdefault(layout, n)
+        return n
+
+
+class _Known(NamedTuple):
+    """What of an operator is asked at each call: to hash one takes as long as to look this up."""
+
+    func: Any  # that no other takes its identity
+    facts: Facts
+    aside: bool
+    fresh: bool
+    reads: bool
+    unfit: bool
+    changes: bool  # what a tensor is
+    statistics: bool
+
+    @classmethod
+    def of(cls, func: Any) -> _Known:
+        known = _KNOWN[id(func)] = cls(
+            func,
+            facts(func),
+            aside=func in _ASIDE or func.namespace == "profiler",
+            fresh=func in _FRESH,
+            reads=func in _READS,
+            unfit=func in _UNFIT,
+            changes=torch.Tag.inplace_view in func.tags,
+            statistics=bool(facts(func).statistics),
+        )
+        return known
+
+
+_KNOWN: dict[int, _Known] = {}
+_TREES = (list, tuple, dict)
+
+
+def _looks(func: Any, args: tuple) -> bool:
+    """Whether numbers say of what shape the result is."""
+    return facts(func).dynamic and not (func is _INDEX and not _has_mask(args[1]))
+
+
+def _maker(frame: Any) -> Any:
+    """The frame that calls for a tensor of Python's numbers.
+
+    The frame that is given is that of the handler that meets the operator. A level hands the
+    operator on, so its handler is called by who made the tensor, or by the next level's.
+    """
+    while True:
+        while frame.f_code.co_name != "__torch_dispatch__":
+            frame = frame.f_back
+        frame = frame.f_back
+        if frame.f_code.co_filename != _HANDED_ON:
+            return frame.f_back if frame.f_code is CALLS_ON else frame
+
+
+def _holds_tensors(given: tuple) -> bool:
+    """Whether numbers may be read of tensors in a list, which torch does unseen.
+
+    ``torch.Tensor([...])`` is no call that is seen. A tuple of tensors is an index, but one inside
+    it is a list of numbers.
+    """
+    func, args, kwargs = given
+    rows = [a for a in (*args, *kwargs.values()) if isinstance(a, (list, tuple))]
+    if func in _INDEXING:
+        rows = [
+            [b for b in row if isinstance(b, (list, tuple))] if type(row) is tuple else row
+            for row in rows
+        ]
+    return any(isinstance(x, torch.Tensor) for x in pytree.leaves(rows))
+
+
+def is_whole(t: torch.Tensor) -> bool:
+    """Whether its numbers are whole ones, which the CPU may read."""
+    return t.is_cpu and not (t.is_floating_point() or t.is_complex())
+
+
+def _has_mask(indices: Any) -> bool:
+    return any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices)

@@ -1,0 +1,76 @@
+"""Memory that is given out though no operator has written there.
+
+Some functions of torch's in C++ make a tensor of a list (`ctc_loss` of its lengths): what is seen
+is ``empty``, and the numbers are put there unseen. A program would read what the memory held.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from forall._compat.op_schema import facts
+from forall._jit.graph import refs
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from forall._jit.graph import Node, Value
+
+aten = torch.ops.aten
+
+
+def _overloads(names: str) -> frozenset:
+    packets = [getattr(aten, name) for name in names.split()]
+    return frozenset(getattr(packet, o) for packet in packets for o in packet.overloads())
+
+
+UNFILLED = _overloads("empty empty_like new_empty empty_strided new_empty_strided")
+# What these return depends on the layout of their argument, and on none of its numbers.
+OF_LAYOUT = _overloads("zeros_like ones_like full_like new_zeros new_ones new_full")
+# These too ask what a tensor is, and not for its numbers.
+_ASK = (
+    UNFILLED | OF_LAYOUT | _overloads("rand_like randn_like randint_like _assert_tensor_metadata")
+)
+# They write into memory, in whole or in part, whatever it held. Those that draw do too.
+_FILLS = _overloads(
+    """
+    copy_ fill_ zero_ eye fill_diagonal_ index_put_ _index_put_impl_ index_copy_ index_fill_
+    masked_fill_ masked_scatter_ scatter_ put_
+    """
+)
+
+
+def are_given(nodes: Sequence[Node], values: Sequence[Value], seen: Iterable[int]) -> bool:
+    """Whether what such memory held has a part in what is seen: in these values, or an assertion.
+
+    What is copied of it (an example's place in a buffer of all) and then written over has none.
+    """
+    roots = [value.root for value in values]
+    unfilled: set[int] = set()
+    for node in nodes:
+        made = {roots[n] for n in node.makes()}
+        if node.op in UNFILLED:
+            unfilled |= {n for n in made if 0 not in values[n].layout.shape}
+        elif unfilled and node.op not in _ASK:
+            written = {roots[n] for n in node.writes()}
+            unfilled -= written if _fills(node) else set()
+            if any(roots[n] in unfilled for n in _read(node)):
+                if not made and not written:
+                    return True
+                unfilled |= made | written
+    return not unfilled.isdisjoint(roots[n] for n in seen)
+
+
+def _read(node: Node) -> Iterator[int]:
+    """The values of which it takes numbers."""
+    if node.op is not aten.convolution_backward.default:
+        return node.reads()
+    cotangent, images, weight, *_, asked = node.args
+    return refs((cotangent, images if asked[1] else None, weight if asked[0] else None))
+
+
+def _fills(node: Node) -> bool:
+    fact = facts(node.op)
+    return node.op in _FILLS or fact.seeded or bool(fact.out_names)

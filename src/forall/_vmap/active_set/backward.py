@@ -1,0 +1,114 @@
+"""Where values of different examples of one level meet, below autograd. See NOTE [parts]."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from forall._compat import pytree
+from forall._compat.op_schema import writes
+from forall._core.levels import innermost, levels_in, outside
+from forall._vmap.active_set.merge import (
+    cut,
+    is_of,
+    nothing,
+    united,
+)
+from forall._vmap.active_set.sub_level import common, covers, union
+from forall._vmap.registry import overloads
+
+aten = torch.ops.aten
+
+
+def _all(names: str) -> frozenset:
+    return frozenset(op for name in names.split() for op in overloads(getattr(aten, name)))
+
+
+# What a backward pass adds up, or lays side by side: a summand that lacks examples is zero there.
+# Numbers and places among the operands (masks, indices) are no summands.
+SUMS = _all(
+    """
+    add add_ sub sub_ rsub stack cat complex where index_put index_put_ index_add index_add_
+    scatter_add scatter_add_ slice_scatter select_scatter diagonal_scatter as_strided_scatter
+    _thnn_fused_lstm_cell_backward _thnn_fused_lstm_cell_backward_impl mkldnn_rnn_layer_backward
+    _thnn_fused_gru_cell_backward _cudnn_rnn_backward
+    """
+)
+# One summand and a product.
+_BOTH = _all("addmm addmm_ addmv addmv_ addr addr_ addbmm baddbmm addcmul addcmul_ addcdiv")
+
+
+def meet(func: Any, args: tuple, kwargs: dict) -> Any:
+    """An operator on values of examples of one root, not all the same ones or those that run."""
+    root = innermost(levels_in(args, kwargs)).root
+    values = [b for b in pytree.leaves((args, kwargs)) if is_of(b, root)]
+    if any(b.level is not values[0].level for b in values):
+        known = _target(func, args, values)
+        target = known or values[-1].level
+
+        def fitted(a: Any) -> Any:
+            if not is_of(a, root) or a.level is target:
+                return a
+            if covers(a.level, target):
+                return cut(a, target)
+            parts = [*_parts(a, target)]
+            return united(parts, target) if parts else nothing(a, target)
+
+        with outside(root):
+            old, (args, kwargs) = args, pytree.map_tensors(fitted, (args, kwargs))
+            for place in writes(func, args):
+                if isinstance(place, int) and args[place] is not old[place]:
+                    args = (
+                        *args[:place],
+                        _moved(func, old[place], args[place]),
+                        *args[place + 1 :],
+                    )
+        out = target.run(func, args, kwargs)
+        if known is None:  # a cotangent of none of these examples: they get nothing, not 0 * inf
+            out = pytree.map_tensors(torch.zeros_like, out)
+        return out
+    return values[0].level.run(func, args, kwargs)
+
+
+def _target(func: Any, args: tuple, values: list) -> Any:
+    """The examples that an operator is done for; None where its factors have none in common."""
+    if func is aten.copy_.default:
+        return args[0].level
+    sums = func in SUMS
+    target = None
+    factors = []
+    for b in values:
+        if not sums or not (b.is_floating_point() or b.is_complex()):
+            factors.append(b)
+        else:
+            target = b.level if target is None else union(target, b.level)
+    for b in factors:
+        target = b.level if target is None else common(target, b.level)
+        if target is None:
+            return None
+    if func in _BOTH and args[0].level is not target and not covers(target, args[0].level):
+        raise NotImplementedError(
+            f"vmap: {func} adds to a gradient of examples that have parted a product of some of "
+            "them.\nWrite it as a product and a sum."
+        )
+    return target
+
+
+def _parts(b: Any, target: Any) -> Any:
+    """What a value has of the examples of ``target``."""
+    some = common(b.level, target)
+    if some is not None:
+        yield some, (b if some is b.level else cut(b, some))
+
+
+def _moved(func: Any, written: Any, made: Any) -> Any:
+    """A tensor that is written into, for other examples than it was."""
+    family = written.family
+    if family is not None and sum(m() is not None for m in family.members) > 1:
+        raise NotImplementedError(
+            f"vmap: {func} writes into a view of a gradient, for other examples than it has."
+        )
+    written.value, written.axis, written.level = made.value, made.axis, made.level
+    written.family, written.chain = None, ()
+    return written

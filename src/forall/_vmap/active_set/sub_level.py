@@ -1,0 +1,251 @@
+"""Some of the examples of a level: who runs while examples have parted, and what they work on.
+
+NOTE [parts]
+    Where examples part, a `Part` acts in the place of its level, the *root*: a level of its own
+    with the rows of some examples, so every rule is as it was. A tensor made for more examples is
+    narrowed to those that run where an API call takes it (`narrow`), before autograd sees an
+    operator; tensors of parts become one of their union by `merged`. Both are recorded.
+
+    The derivative of `narrow` is the cotangent as it is: of some examples only. It goes on through
+    the graph of the wider value, and what its formulas saved there is cut to its examples when they
+    meet (`meet`); where two cotangents add up, their examples unite, zero where one has none. So a
+    derivative is computed for the examples that want it, and no other's inf or nan gets into it.
+    What meets below autograd is thus either a factor, which is cut, or a summand, which is
+    completed (`meeting.SUMS`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary, ref
+
+import torch
+
+from forall._compat.bitset import everyone, to_flags, to_int
+from forall._compat.dispatch_state import functions_off, no_dispatch
+from forall._vmap.vmap_level import VmapLevel
+
+if TYPE_CHECKING:
+    pass
+
+Tensor = torch.Tensor
+
+
+class Part(VmapLevel):
+    """Some of a level's examples: ``members`` has a bit for each of the root's (`flags`).
+
+    See NOTE [parts].
+    """
+
+    root: Any = None  # pyright: ignore[reportIncompatibleMethodOverride]
+
+    def __init__(self, root: VmapLevel, members: int, size: int) -> None:
+        # Never a mode of its own: the root's mode asks who acts.
+        self.of = self.root = root
+        self.members = members
+        self.size = size
+        self.number, self.room, self.around = root.number, root.room, root.around
+        self.calls, self.settles = root.calls, False
+        self.randomness, self.scope, self.ledger = root.randomness, root.scope, root.ledger
+        self.records_values = self.peels = False
+        self.shares = self.parts = True
+        self.outer_grad = root.outer_grad
+        self.counted, self.met = None, []
+        self.parted = None
+        self.order = self._flags = self._rows = None
+        self.born: tuple[Any, Tensor] | None = None  # of a level, by a test that did not hold
+        self.half: Any = None  # of which level, in a tuple that is one of the other half's
+        self._near: tuple[Any, Tensor] | None = None  # `born`, once somebody has asked
+        self._places: WeakKeyDictionary[Any, Tensor] | None = None
+
+    @property
+    def flags(self) -> Tensor:
+        """(root size,): who of the root's examples is one of these."""
+        if self._flags is None:
+            with no_dispatch(), functions_off():
+                self._flags = to_flags(self.members, self.of.size)
+        return self._flags
+
+    @property
+    def rows(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The numbers in the root of these examples, ascending."""
+        if self._rows is None:
+            self._rows = self._found()
+        return self._rows
+
+    def _found(self) -> Tensor:
+        if self.born is not None:
+            level, places = self.born[0], self._settled()
+            if level is self.of:
+                return places
+            rows = level.rows
+            with no_dispatch(), functions_off():
+                return rows.index_select(0, places)
+        near = self._near and self._near[0]()
+        if self._near is not None and near is not None:
+            places = self._near[1]
+            if near is self.of:
+                return places
+            rows = near.rows
+            with no_dispatch(), functions_off():
+                return rows.index_select(0, places)
+        flags = self.flags
+        with no_dispatch(), functions_off():
+            return flags.nonzero().view(-1)
+
+    def _settled(self) -> Tensor:
+        """The places in the level that these are of, which is held no longer."""
+        assert self.born is not None  # noqa: S101 - who asks knows
+        level, test = self.born
+        self.born = None
+        with no_dispatch(), functions_off():
+            places = (~test).nonzero().view(-1)
+        self._near = ref(level), places
+        return places
+
+    def is_unknown(self) -> bool:
+        """Whether nobody has said yet where its examples are."""
+        return self.born is None and self._near is None and self._rows is None
+
+    def places_in(self, level: Any) -> Tensor:
+        """Which examples of ``level`` these are, which are all among them."""
+        if self.born is not None and self.born[0] is level:
+            return self._settled()
+        if self._near is not None and self._near[0]() is level:
+            return self._near[1]
+        if self._places is None:
+            self._places = WeakKeyDictionary()
+        found = self._places.get(level)
+        if found is None:
+            flags, rows = self.flags, level.rows
+            with no_dispatch(), functions_off():
+                found = self._places[level] = flags.index_select(0, rows).nonzero().view(-1)
+        return found
+
+    @property
+    def acting(self) -> Any:
+        return self.of.acting
+
+    @property
+    def parent(self) -> Any:
+        return self.of.parent
+
+    @property
+    def active(self) -> bool:
+        return self.of.active
+
+    @property
+    def lifted(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.of.lifted
+
+    def some(self, tensor: Tensor) -> Tensor:
+        from forall._vmap.active_set.merge import restricted  # which stands on parts
+
+        found = restricted(tensor, self)
+        assert found is not None  # noqa: S101 - it is one of all examples
+        return found
+
+    @property
+    def notes(self) -> bool:
+        return self.of.notes
+
+    @property
+    def origin(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        whole = self.of.origin
+        numbers = whole.numbers
+        return whole._replace(numbers=[numbers[n] for n in self.rows.tolist()])
+
+
+def part(root: Any, members: int, size: int | None = None) -> Any:
+    """The level of these examples: the root itself for all, None for none, else their part."""
+    if members == root.members:
+        return root
+    if not members:
+        return None
+    found = root.made.get(members)
+    if found is None:
+        size = members.bit_count() if size is None else size
+        found = root.made[members] = Part(root, members, size)
+    return found
+
+
+def prepare(root: Any) -> None:
+    """Give a level what its parts are found by."""
+    if root.members is None:
+        with no_dispatch(), functions_off():
+            root.rows = torch.arange(root.size)
+        root.members, root.order = everyone(root.size), None
+
+
+def halves(level: Any, test: Tensor) -> tuple[Any, Any]:
+    """The parts of a level's examples for which a test (n,) holds and does not; None for none."""
+    root = level.root
+    with no_dispatch(), functions_off():
+        if not test.is_cpu:
+            test = test.cpu()
+        places = test.nonzero().view(-1)
+        count = len(places)
+        if not count:
+            return None, level
+        if count == level.size:
+            return level, None
+        prepare(root)
+        flags = test
+        if level is not root:
+            flags = torch.zeros(root.size, dtype=torch.bool).index_copy_(0, level.rows, test)
+        members = to_int(flags)
+    yes = part(root, members, count)
+    no = part(root, level.members ^ members, level.size - count)
+    yes.half = no.half = (ref(level),)
+    if yes.is_unknown():
+        yes._near = ref(level), places
+    if no.is_unknown():
+        no.born = level, test
+    return yes, no
+
+
+def chosen(level: Any, numbers: list[int]) -> Any:
+    """The part of a level's examples that have these numbers in it."""
+    prepare(level.root)
+    with no_dispatch(), functions_off():
+        flags = torch.zeros(level.root.size, dtype=torch.bool)
+        flags[level.rows[numbers]] = True
+        return part(level.root, to_int(flags))
+
+
+def places_in(some: Any, level: Any) -> Tensor:
+    """Which examples of ``level`` those of ``some`` are, which are all among them."""
+    return some.rows if level is level.root else some.places_in(level)
+
+
+def covers(level: Any, some: Any) -> bool:
+    """Whether all examples of ``some`` are among those of ``level``."""
+    if level is some or level is level.root:
+        return True
+    if some is not some.root and some.born is not None and some.born[0] is level:
+        return True
+    return not some.members & ~level.members
+
+
+def union(first: Any, *others: Any) -> Any:
+    """The part with the examples of all of these."""
+    if all(other is first for other in others):
+        return first
+    if len(others) == 1 and first is not first.root and first.half is not None:
+        whole = first.half[0]()
+        if whole is not None and getattr(others[0], "half", None) is first.half:
+            return whole
+    members = first.members
+    for other in others:
+        members |= other.members
+    return part(first.root, members)
+
+
+def without(level: Any, some: Any) -> Any | None:
+    """The part with the examples of ``level`` that are not in ``some``; None if there are none."""
+    return None if level is some else part(level.root, level.members & ~some.members)
+
+
+def common(a: Any, b: Any) -> Any | None:
+    """The part with the examples that are in both; None where there are none."""
+    return a if a is b else part(a.root, a.members & b.members)

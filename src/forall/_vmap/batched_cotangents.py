@@ -1,0 +1,112 @@
+"""Stacks that lie in the pull-back of many cotangents at once.
+
+NOTE [dressed stacks]
+    A pull-back of many cotangents at once runs under a level that records on its stacks
+    (`VmapLevel.records_values`): there the history of a tensor hangs on the value, not on the
+    wrapper. So before a node is recorded such wrappers are taken off (`strip`), and put on again
+    inside it or behind it (`dress`).
+
+    A pull-back inside a vmap that runs has its level within that one's: its wrapper stays outermost
+    where values cross the border of the outer one, so that each of its values crosses as it is.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from forall._core.levels import deepest, level_of
+from forall._vmap.batched_tensor import Batched, wrap
+
+if TYPE_CHECKING:
+    import torch
+
+    from forall._core.levels import Level
+    from forall._vmap.vmap_level import VmapLevel
+
+    Dress = tuple[tuple[VmapLevel, int | None], ...]
+
+
+def strip(tensor: torch.Tensor) -> tuple[torch.Tensor, Dress]:
+    """The tensor that carries the history, and what it wears. See NOTE [dressed stacks]."""
+    worn: Dress = ()
+    while isinstance(tensor, Batched) and tensor.level.records_values:
+        tensor.level.crosses = tensor.level.crosses or object()
+        worn = ((tensor.level, tensor.axis), *worn)
+        tensor = tensor.value
+    return tensor, worn
+
+
+def dress(tensor: torch.Tensor, worn: Dress) -> torch.Tensor:
+    """Put the wrappers on again, the first one next to the tensor."""
+    for level, axis in worn:
+        tensor = wrap(tensor, axis, level)
+    return tensor
+
+
+def undress(tensor: torch.Tensor, worn: Dress) -> torch.Tensor:
+    """Take off these wrappers and leave each one's examples where they were when it was put on."""
+    for level, axis in reversed(worn):
+        if isinstance(tensor, Batched) and tensor.level is level:
+            value, now = tensor.value, tensor.axis
+        else:
+            value, now = tensor, None
+        if axis is None:
+            # The same for all of its examples then; a derivative of it is the sum over them.
+            tensor = value * level.size if now is None else value.sum(now)
+        elif now is None:
+            tensor = value.unsqueeze(axis).expand(
+                *value.shape[:axis], level.size, *value.shape[axis:]
+            )
+        else:
+            tensor = value.movedim(now, axis)
+    return tensor
+
+
+def settle(tensor: torch.Tensor, worn: Dress) -> tuple[torch.Tensor, Dress]:
+    """Take off what a node's far side wears, and the wrappers of pull-backs that have ended.
+
+    A value that was the same for all cotangents of an ended pull-back gets one derivative from
+    each: their sum.
+    """
+    tensor = undress(tensor, worn)
+    while isinstance(tensor, Batched) and tensor.level.records_values and not tensor.level.active:
+        ended = ((tensor.level, None),)
+        tensor, worn = undress(tensor, ended), (*ended, *worn)
+    return tensor, worn
+
+
+def is_within(tensor: torch.Tensor, level: VmapLevel) -> bool:
+    """Whether this is a value of a pull-back that runs inside ``level``."""
+    return (
+        isinstance(tensor, Batched)
+        and tensor.level.records_values
+        and level.is_outside(tensor.level)
+    )
+
+
+def entering(stack: Batched, axis: int) -> tuple[torch.Tensor, int, int | None]:
+    """The value of a stack, where that has the ``axis`` of examples, and its own without that."""
+    n = stack.axis
+    if n is None or axis < n:
+        return stack.value, axis, n if n is None else n - 1
+    return stack.value, axis + 1, n
+
+
+def leaving(example: Batched, axis: int) -> tuple[torch.Tensor, int, int | None]:
+    """The value of an example, where that is to have the ``axis``, and its own next to that."""
+    n = example.axis
+    if n is None or axis <= n:
+        return example.value, axis, n if n is None else n + 1
+    return example.value, axis + 1, n
+
+
+def around_of(level: VmapLevel, args: tuple) -> Level:
+    """The pull-back's level, or one that it lies in: the next further out has a part in ``args``.
+
+    A pull-back inside a vmap comes by nodes that were recorded outside of that.
+    """
+    inner = deepest(tuple(a.value if level_of(a) is level else a for a in args))
+    around: Level | None = level
+    while around is not None and around.parent is not inner:
+        around = around.parent
+    return level if around is None or inner is None else around

@@ -1,0 +1,148 @@
+"""What Python asks of a tensor (`if x > 0`, ``x.item()``, ``x[mask]``), and who answers.
+
+Where all examples answer alike, that is the answer. Where they do not, the level whose examples
+part is run once more for each group of them that agrees (`_core.divergence`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from forall._compat.dispatch_state import functions_off, no_dispatch
+from forall._compat.wrapper_tensor import Wrapper
+from forall._core.call_site import users_line
+from forall._core.divergence import Parted
+from forall._core.levels import outside, stack, top
+from forall._vmap.batched_tensor import Batched
+from forall._vmap.concretize_listeners import heard, tracers_hear
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    Tensor = torch.Tensor
+
+
+def answers(t: Tensor) -> tuple[Tensor, list]:
+    """All values (n_1, .., n_k, *S) of examples of shape (*S), and the k levels that differ."""
+    if not isinstance(t, Wrapper):
+        with no_dispatch(), functions_off():
+            return t.detach(), []
+    if type(t) is not Batched:
+        with functions_off(), outside(t.level):
+            return answers(t.level.afterwards(t))
+    values, levels = answers(t.value)
+    if t.axis is None:
+        return values, levels
+    tracers_hear()
+    with no_dispatch(), functions_off():
+        return values.movedim(len(levels) + t.axis, len(levels)), [*levels, t.level]
+
+
+def truths(t: Tensor) -> Callable[[], Tensor] | None:
+    """What tells the answers of a tensor that says yes or no."""
+    return (lambda: answers(t)[0]) if t.dtype is torch.bool else None
+
+
+def plain_numbers(x: Any) -> Tensor | None:
+    """All numbers of a tensor with one entry, where no other level than its own has a part in it.
+
+    The common case, and a short way to it.
+    """
+    if type(x) is not Batched or x.axis is None or type(x.value) is not torch.Tensor:
+        return None
+    stack.asked = True
+    if stack.listening:
+        return None  # who listens hears of questions on the long way
+    level = x.level
+    alone = level is top() and level.parent is None and level.size == x.value.numel() > 0
+    return x.value if alone else None
+
+
+def one_answer(asked: Tensor, complaint: Callable[[], Exception]) -> Tensor:
+    """What all that run answer. Where they differ they part, or ``complaint`` is raised."""
+    stack.asked = True
+    tracers_hear()
+    values, levels = answers(of_those_that_run(asked))
+    with no_dispatch(), functions_off():
+        for level in levels:
+            if not level.size:
+                raise complaint()
+            rows = values.reshape(level.size, -1)
+            rows = torch.view_as_real(rows).flatten(1) if rows.is_complex() else rows
+            if level.size > 1 and not _are_equal(rows):
+                groups = _groups(rows)
+                if len(groups) > 1:
+                    raise apart(level, groups, complaint)
+            values = values[0]
+    return values
+
+
+def of_those_that_run(t: Tensor) -> Tensor:
+    """A tensor that may be one of more examples."""
+    if not stack.parted:
+        return t
+    from forall._vmap.active_set.merge import (  # which stand on the level, it on this
+        is_stale,
+        narrow,
+    )
+
+    return narrow(t) if is_stale(t) else t
+
+
+def apart(level: Any, groups: list[list[int]], complaint: Callable[[], Exception]) -> BaseException:
+    """What to raise where the examples of ``level`` part."""
+    if not level.parts:
+        return complaint()
+    if not level.active:  # no call that could run again
+        error = complaint()
+        error.add_note(
+            "vmap: the call has ended, and a backward pass over what it computed asks this.\n"
+            "During the call examples may part: take the derivative inside, as in vmap(grad(f))."
+        )
+        return error
+    root = level.root
+    if root is not level:  # who does not run is a group as well
+        rows = level.rows.tolist()
+        groups = [[rows[n] for n in g] for g in groups]
+        others = sorted({*range(root.size)} - {*rows})
+        groups = [*groups, others] if others else groups
+    root.parted, root.parted_at = groups, users_line()
+    return Parted(root, groups, root.parted_at)
+
+
+def _are_equal(rows: Tensor) -> bool:
+    """Return True if all rows (B, N) are the same; 0.0 and -0.0 are not, and NaN is nothing's."""
+    if not torch.equal(rows[1:], rows[:-1]):
+        return False
+    if not rows.is_floating_point():
+        return True
+    signs = rows.signbit()
+    return torch.equal(signs[1:], signs[:-1])
+
+
+def _groups(rows: Tensor) -> list[list[int]]:
+    """The numbers of equal rows (B, N), in the order of their first ones. NaN equals NaN."""
+    if rows.shape[1] == 1 and rows.dtype == torch.bool:
+        found = [rows[:, 0].nonzero()[:, 0].tolist(), (~rows[:, 0]).nonzero()[:, 0].tolist()]
+        return sorted((g for g in found if g), key=lambda g: g[0])
+    same: dict[Any, list[int]] = {}
+    for i, row in enumerate(rows.tolist()):
+        key = tuple(x if x and x == x else str(x) for x in row)  # noqa: PLR0124 - nan, -0.0
+        same.setdefault(key, []).append(i)
+    return list(same.values())
+
+
+def told(asked: Tensor, complaint: Callable[[], Exception]) -> Tensor:
+    """`one_answer` to Python, which may be heard."""
+    if stack.listening:
+        heard(truths(asked))
+    return one_answer(asked, complaint)
+
+
+def number(t: Tensor, complaint: Callable[[], Exception]) -> Any:
+    """The Python number of a tensor with one entry."""
+    answer = told(t, complaint)
+    with no_dispatch(), functions_off():
+        return answer.item()

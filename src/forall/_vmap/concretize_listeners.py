@@ -1,0 +1,186 @@
+"""Who hears of each question that Python asks of examples: `max_steps`, `explain`, a tracer.
+
+Nobody listens otherwise, and `stack.listening` is empty.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from forall._compat import trace_modes
+from forall._compat.dispatch_state import functions_off, no_dispatch
+from forall._compat.exception_safety import contextmanager
+from forall._core.call_site import (
+    OURS,
+    TORCH,
+    Place,
+    users_frame,
+    users_line,
+)
+from forall._core.divergence import Parted
+from forall._core.errors import Call, columns
+from forall._core.levels import stack
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from types import CodeType, FrameType
+
+    Truths = Callable[[], torch.Tensor]  # of all examples
+
+
+class Listener(Protocol):
+    """Hears of questions, and of what was undone since."""
+
+    writes: bool  # a program of the call, for which numbers that Python keeps are questions too
+
+    @property
+    def is_idle(self) -> bool: ...
+
+    def give_up(self, why: str) -> None: ...
+
+    def heard(self, frame: FrameType, truths: Truths | None = None) -> None: ...
+
+    def split(self, place: Place, sizes: tuple[int, ...]) -> None: ...
+
+    def mark(self) -> Any: ...
+
+    def back_to(self, mark: Any) -> None: ...
+
+
+def heard(truths: Truths | None = None) -> None:
+    """Python asks the examples that run; for a yes or no, if these can be told."""
+    frame = users_frame(sys._getframe(1), (OURS,))
+    for listener in stack.listening:
+        listener.heard(frame, truths)
+
+
+def tracers_hear() -> None:
+    """The same where only a tracer minds, of numbers that are kept, one for each example."""
+    if trace_modes.are_on():
+        heard()
+
+
+def where(frame: FrameType) -> tuple[CodeType, Any]:
+    """What a frame is at: Python may have one test twice in its instructions."""
+    code = frame.f_code
+    return code, _positions(code)[frame.f_lasti // 2]
+
+
+@lru_cache(maxsize=64)
+def _positions(code: CodeType) -> list[Any]:
+    return [*code.co_positions()]
+
+
+@contextmanager
+def heard_by(listeners: list[Listener]) -> Iterator[None]:
+    before = stack.listening
+    stack.listening = (*before, *listeners)
+    try:
+        yield
+    finally:
+        stack.listening = before
+
+
+def repeatable(run: Callable[[], Any]) -> Any:
+    """``run()``, which is made again where its examples part: then its questions do not count."""
+    if stack.late is not None:
+        stack.late()
+    if not stack.listening:
+        return run()
+    marks = [(listener, listener.mark()) for listener in stack.listening]
+    try:
+        return run()
+    except Parted as parted:
+        for listener, mark in marks:
+            listener.back_to(mark)
+            listener.split(parted.place, tuple(map(len, parted.groups)))
+        raise
+
+
+class Traced:
+    """A tracer of torch's runs, whose program would hold the answer as it is now."""
+
+    writes = True
+    is_idle = False
+
+    def __init__(self, call: Call) -> None:
+        self.call = call
+
+    def give_up(self, why: str) -> None: ...
+
+    def heard(self, frame: FrameType, truths: Truths | None = None) -> None:
+        place = users_line()
+        raise RuntimeError(
+            f"{self.call}: traced (by make_fx, or on fake tensors), and asks for an example's "
+            "numbers.\n"
+            f"{columns([('at', str(place), place.text())])}\n"
+            "A trace is one line of operators for all inputs. Use torch.where, and a tensor in the "
+            "place of the number."
+        )
+
+    def split(self, place: Place, sizes: tuple[int, ...]) -> None: ...
+
+    def mark(self) -> Any: ...
+
+    def back_to(self, mark: Any) -> None: ...
+
+
+class Limit:
+    """How often one question may be asked by one example in a run of a level."""
+
+    writes = False
+    is_idle = False
+
+    def give_up(self, why: str) -> None: ...
+
+    def __init__(self, call: Call, level: Any, steps: int) -> None:
+        self.call, self.level, self.steps = call, level, steps
+        self.counts: dict[Any, torch.Tensor] = {}
+        self.reached: RuntimeError | None = None
+
+    def heard(self, frame: FrameType, truths: Truths | None = None) -> None:
+        level = self.level.acting
+        if frame.f_code.co_filename.startswith(TORCH):
+            return  # it may go through a list of its own
+        key = where(frame)
+        with functions_off(), no_dispatch():
+            counts = self.counts.get(key)
+            if counts is None:
+                counts = self.counts[key] = torch.zeros(self.level.size, dtype=torch.int64)
+            rows = slice(None) if level is self.level else level.rows
+            counts[rows] += 1
+            if int(counts.max()) > self.steps + 1:
+                late = (counts > self.steps + 1).nonzero()[:, 0].tolist()
+                self.reached = self._endless(Place(frame.f_code.co_filename, frame.f_lineno), late)
+                raise self.reached
+
+    def _endless(self, place: Place, late: list[int]) -> RuntimeError:
+        numbers = self.level.origin.numbers
+        who = listed([numbers[n] for n in late])
+        rows = [("at", f"{place}   {place.text()}".rstrip()), ("goes on", who)]
+        return RuntimeError(
+            f"{self.call}: the loop goes on after max_steps={self.steps} steps.\n"
+            f"{columns(rows)}\n"
+            "Allow more steps, or let the test end the loop sooner."
+        )
+
+    def split(self, place: Place, sizes: tuple[int, ...]) -> None:
+        pass
+
+    def mark(self) -> Any:
+        with functions_off(), no_dispatch():
+            return {key: counts.clone() for key, counts in self.counts.items()}
+
+    def back_to(self, mark: Any) -> None:
+        self.counts = mark
+
+
+def listed(numbers: Sequence[int]) -> str:
+    """The numbers of examples, the first few of them."""
+    more = ", ..." if len(numbers) > 8 else ""
+    count = f" ({len(numbers)} of them)" if more else ""
+    return f"example{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers[:8]))}{more}{count}"

@@ -1,0 +1,225 @@
+"""Rules for operators of other libraries: what `forall.extend` shows of this room."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from forall._compat import custom_op, pytree
+from forall._compat.op_schema import facts
+from forall._core.errors import columns, kind, short
+from forall._vmap import registry
+from forall._vmap.fast_path import api_calls
+from forall._vmap.rule_makers import basic
+from forall._vmap.rule_makers.along_dims import along
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def batching_rule(op: Any, *, override: bool = False) -> Callable[[Callable], Callable]:
+    """What an operator does to all examples at once: a decorator.
+
+    The law: for an operator ``op: (*S) -> (*R)``, ``rule(B, mapped, xs)`` equals
+    ``torch.stack([op(x) for x in xs])``. `forall.testing.check_vmap` tests it.
+
+    A rule is called as ``rule(size, mapped, *args, **kwargs)`` with the operator's own arguments
+    and returns what the operator returns. The names in ``mapped`` (a frozenset, names as in the
+    operator's schema) differ between the examples: these come as stacks ``(size, *S)``, examples in
+    front. Other tensors come as they are, once for all examples. In a list of tensors of which
+    one differs, all are stacks. Every tensor of the result has the examples in front.
+
+    A rule runs below autograd: derivatives are taken of the operator, by its own formula.
+    It may call any operator of torch, ``op`` itself too, and it is called with ``size`` at least 1.
+
+    Args:
+        op: an operator (``torch.ops.mylib.foo.default``), all overloads of one
+            (``torch.ops.mylib.foo``), or what ``torch.library.custom_op`` made.
+        override: take the place of a rule that is there.
+
+    Raises:
+        TypeError: if ``op`` is no operator.
+        ValueError: if it has a rule already, or writes into its arguments. In-place and out=
+            forms need no rule: they are derived from the form that returns a new tensor.
+
+    Example:
+        >>> import torch, forall
+        >>> @torch.library.custom_op("forall_doc::scaled", mutates_args=())
+        ... def scaled(x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:      # (n,), () -> (n,)
+        ...     return x * by
+        >>> @batching_rule(scaled)
+        ... def rule(size, mapped, x, by):
+        ...     if "by" in mapped and "x" in mapped:
+        ...         by = by[:, None]                                            # (B, 1)
+        ...     return x * by if "x" in mapped else torch.outer(by, x)          # (B, n)
+        >>> forall.vmap(scaled, in_dims=(None, 0))(torch.ones(2), torch.arange(3.0))
+        tensor([[0., 0.],
+                [1., 1.],
+                [2., 2.]])
+    """
+    ops = _functional("batching_rule", (op,))
+
+    def register(rule: Callable) -> Callable:
+        _enter("batching_rule", {o: _by_names(o, rule) for o in ops}, override)
+        return rule
+
+    return register
+
+
+def pointwise(*ops: Any, override: bool = False) -> None:
+    """These operators work entry by entry, and their arguments broadcast as torch's do.
+
+    The law: entry i of a result depends on entry i of each argument alone.
+    """
+    _enter("pointwise", dict.fromkeys(_functional("pointwise", ops), basic.pointwise), override)
+
+
+def reduction(*ops: Any, override: bool = False) -> None:
+    """These operators reduce: ``op(x, dim, ..)``, with an int or a list of ints called ``dim``.
+
+    The law: ``(*S) -> (*S without dim)``, or with ``keepdim`` each reduced dim stays with size 1.
+    """
+    found = _functional("reduction", ops)
+    for o in found:
+        if "dim" not in facts(o).names:
+            raise ValueError(
+                f"reduction({o}): the operator has no argument called dim.\n"
+                f"{columns([('schema', str(o._schema))])}\n"
+                "Write a rule for it with batching_rule."
+            )
+    _enter("reduction", {o: along(o) for o in found}, override)
+
+
+def loop(*ops: Any, override: bool = False) -> None:
+    """These operators run once per example, and that is no reason to warn."""
+    _enter("loop", dict.fromkeys(_functional("loop", ops), basic.loop), override)
+
+
+def _operators(verb: str, op: Any) -> list:
+    """All overloads that ``op`` names; of several, those that write nothing."""
+    found = custom_op.overloads(op)
+    if found is None:
+        raise TypeError(
+            f"{verb}(op): op must be an operator.\n{columns([('op', short(op), kind(op))])}\n"
+            "Pass torch.ops.<library>.<name>.<overload>, or what torch.library.custom_op made."
+        )
+    return found if len(found) == 1 else [o for o in found if not facts(o).mutates]
+
+
+def _functional(verb: str, ops: tuple) -> list:
+    found = [o for op in ops for o in _operators(verb, op)]
+    for o in found:
+        if facts(o).mutates:
+            raise ValueError(
+                f"{verb}({o}): the operator writes into its arguments.\n"
+                f"{columns([('schema', str(o._schema))])}\n"
+                "Give a rule to the form that returns a new tensor; this one is derived from it."
+            )
+    return found
+
+
+def _enter(verb: str, handlers: dict[Any, Callable], override: bool) -> None:
+    for op in handlers:
+        if registry.WAYS.get(op) == "row" and not override:
+            raise ValueError(
+                f"{verb}({op}): the operator has a rule already.\n"
+                "An operator has one rule. Pass override=True to take its place."
+            )
+    for op, handler in handlers.items():
+        registry.HANDLERS[op] = handler
+        registry.WAYS[op] = "row"
+        api_calls.overruled(op)
+
+
+def _by_names(op: Any, rule: Callable) -> Callable:
+    names = facts(op).names
+
+    def handler(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+        given = (*zip(names, args, strict=False), *kwargs.items())
+        mapped = frozenset(name for name, a in given if _differs(a, level))
+        size = level.size or 1  # without examples a rule gets one blank example
+        out = rule(
+            size,
+            mapped,
+            *[_stacks(a, level) for a in args],
+            **{k: _stacks(a, level) for k, a in kwargs.items()},
+        )
+        _check(op, out, size)
+        return basic.wrapped(out if level.size else basic.without_examples(out), 0, level)
+
+    return handler
+
+
+def _differs(a: Any, level: Any) -> bool:
+    if isinstance(a, (list, tuple)):
+        return any(basic.is_mapped(b, level) for b in a)
+    return basic.is_mapped(a, level)
+
+
+def _stacks(a: Any, level: Any) -> Any:
+    """(B, *S) for what differs, all of a list if one of it does; the rest as it is."""
+    if not _differs(a, level):
+        return basic.lower(a, level)
+    if isinstance(a, (list, tuple)):
+        return [_stack(b, level) for b in a]
+    return _stack(a, level)
+
+
+def _stack(a: Any, level: Any) -> Any:
+    if not isinstance(a, torch.Tensor):
+        return a
+    if level.size:
+        return basic.stacked(a, level)
+    return basic.blank(a) if basic.is_mapped(a, level) else basic.lower(a, level)[None]
+
+
+def _check(op: Any, out: Any, size: int) -> None:
+    for o in pytree.leaves(out):
+        if isinstance(o, torch.Tensor) and (o.dim() == 0 or o.shape[0] != size):
+            raise ValueError(
+                f"batching_rule({op}): a result does not have the examples in front.\n"
+                f"{columns([('result', short(o)), ('examples', str(size))])}\n"
+                "Return (size, *S); expand what is the same for all examples."
+            )
+
+
+def torchs_rule(op: Any, otherwise: Callable) -> Callable:
+    """The rule that ``torch.library.register_vmap`` was given, in torch's own convention."""
+
+    def handler(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+        rule = custom_op.vmap_rule(op)
+        if rule is None or not level.size:
+            return otherwise(level, func, args, kwargs)
+        info = custom_op.VmapInfo(level.size, level.randomness)
+        dims = tuple(_dims(a, level) for a in args)
+        out, places = rule(
+            info,
+            dims,
+            *[_values(a, level) for a in args],
+            **{k: _values(a, level) for k, a in kwargs.items()},
+        )
+        leaves, spec = pytree.flatten(out)
+        found = pytree.prefix(places, spec)
+        if found is None:
+            raise ValueError(
+                f"vmap: the rule that torch.library.register_vmap has for {func} is at fault.\n"
+                f"{columns([('result', pytree.text(spec)), ('out_dims', short(places))])}\n"
+                "It returns (result, out_dims), with one int or None per result."
+            )
+        left = [basic.wrapped(o, p, level) for o, p in zip(leaves, found, strict=True)]
+        return pytree.unflatten(left, spec)
+
+    return handler
+
+
+def _dims(a: Any, level: Any) -> Any:
+    if isinstance(a, (list, tuple)):
+        return [_dims(b, level) for b in a]
+    return a.axis if basic.is_mapped(a, level) else None
+
+
+def _values(a: Any, level: Any) -> Any:
+    if isinstance(a, (list, tuple)):
+        return [_values(b, level) for b in a]
+    return a.value if basic.is_mapped(a, level) else basic.lower(a, level)

@@ -1,0 +1,179 @@
+"""The error of one example: what the loop would raise, and for which example.
+
+An operator that fails on the stacks is run once more for each example, in the loop's order, on
+plain tensors, until one fails as it would in the loop. That happens after a failure alone, so what
+succeeds pays nothing. What an operator would write into is copied for that, and the state of the
+random generators is put back.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from forall._compat import pytree, rng_state
+from forall._compat.dispatch_state import functions_off
+from forall._compat.op_schema import writes
+from forall._compat.wrapper_tensor import innermost
+from forall._core.call_site import users_line
+from forall._core.divergence import Parted
+from forall._core.errors import DataDependentError, columns
+from forall._core.levels import outside_all
+from forall._vmap.concretize import one_answer
+from forall._vmap.per_example import (
+    Copied,
+    all_places,
+    back_in,
+    example_of,
+    levels_of,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from forall._core.call_site import Origin
+    from forall._vmap.per_example import Places
+
+_NOT_ONE_EXAMPLES = (DataDependentError, Warning, torch.OutOfMemoryError)
+_OURS = ("vmap:", "vmap(", "jvp:", "jvp(")  # how messages of this library begin
+
+
+def tells_of_all(error: Exception) -> bool:
+    """Return True for an error of this library, which tells of all examples."""
+    return str(error).startswith(_OURS)
+
+
+class AllFailAlikeError(torch.linalg.LinAlgError):
+    """An error that all examples have, with one message."""
+
+
+def told(_level: Any, error: Exception, func: Any, args: tuple, kwargs: dict, /) -> BaseException:
+    """What to raise where the operator ``func`` failed with ``error`` for all examples at once."""
+    if isinstance(error, _NOT_ONE_EXAMPLES) or tells_of_all(error):
+        return error
+    mutates = writes(func, args)
+    if mutates:
+        args = tuple(Copied(a) if i in mutates else a for i, a in enumerate(args))
+        kwargs = {k: Copied(a) if k in mutates else a for k, a in kwargs.items()}
+    # Then every example fails, and with the same error: the first one tells it.
+    most = 1 if isinstance(error, (NotImplementedError, AllFailAlikeError)) else None
+    return first_error(str(func), func, args, kwargs, most) or error
+
+
+def first_error(
+    name: str, call: Callable, args: tuple, kwargs: dict, most: int | None = None
+) -> BaseException | None:
+    """The error of the first example for which ``call`` fails, with a note that names it.
+
+    Where some examples fail and others do not, or otherwise, they part: the function may catch it.
+    """
+    with functions_off():
+        flat, spec = pytree.flatten((args, kwargs))
+        levels = levels_of(flat)
+        if not levels:
+            return None
+        parts = most is None and all(level.parts for level in levels)
+        errors: list[Exception | None] = []
+        found: Exception | None = None
+        drawn = rng_state.states(flat)
+        try:
+            with outside_all():
+                for places in islice(all_places(levels), most):
+                    a, k = pytree.unflatten([example_of(x, places) for x in flat], spec)
+                    try:
+                        call(*a, **k)
+                        errors.append(None)
+                    except Exception as theirs:  # noqa: BLE001 - the user's error, whatever it is
+                        if found is None:
+                            found = theirs
+                            found.add_note(_note(name, places))
+                        errors.append(theirs)
+                        if not parts:
+                            break
+        finally:
+            rng_state.restore(drawn)
+    return found if found is None or not parts else _parted(errors, levels) or found
+
+
+def _parted(errors: list[Exception | None], levels: list) -> BaseException | None:
+    """What to raise where not all examples fail alike."""
+    kinds = [None if e is None else (type(e), str(e)) for e in errors]
+    known = list(dict.fromkeys(kinds))
+    codes = back_in(torch.tensor([known.index(k) for k in kinds]), levels)
+    try:
+        one_answer(codes, RuntimeError)
+    except Parted as parted:
+        return parted
+    return None
+
+
+def _note(name: str, places: Places) -> str:
+    line = users_line()
+    rows = [(name, f"at {line}", line.text())]
+    for level, number in reversed(places.items()):
+        if level.origin is not None and level.origin.is_users:
+            rows.append(_row(level.origin, number))
+    return f"{_FAILED}\n{columns(rows)}"
+
+
+_FAILED = "vmap: one example failed."
+
+
+def _row(origin: Origin, number: int) -> tuple[str, str, str]:
+    which = f"example {origin.numbers[number]} of {origin.size}, counted from 0"
+    return str(origin.call), f"at {origin.place}", which
+
+
+def name_example(error: Exception, origin: Origin, number: int) -> None:
+    """Say for which example of a call the user's own code failed, if no note has said so."""
+    row = _row(origin, number)
+    notes = getattr(error, "__notes__", [])
+    if not origin.is_users or tells_of_all(error) or any(row[2] in n for n in notes):
+        return
+    ours = [i for i, note in enumerate(notes) if note.startswith(_FAILED)]
+    if ours:
+        notes[ours[0]] += f"\n{columns([row])}"
+    else:
+        error.add_note(f"{_FAILED}\n{columns([row])}")
+
+
+def check_fits(value: torch.Tensor, dtype: torch.dtype) -> None:
+    """Raise torch's error of a number that is not in a dtype's range; it is asked of Python's."""
+    name = _NAMES.get(dtype)
+    if value.dtype in (dtype, torch.bool) or value.is_complex() or name is None:
+        return
+    low, high = _range(dtype)
+    if dtype is torch.uint8 and not value.is_floating_point():
+        low = -high  # which torch lets wrap
+    least, most = _range(value.dtype)
+    may_be_nan = value.is_floating_point() and not dtype.is_floating_point  # which does not fit
+    if not may_be_nan and low <= least and most <= high:
+        return  # whatever it is
+    with outside_all():  # a program that is being recorded makes the test too
+        v = innermost(value)
+        fits = (v >= low) & (v <= high)
+        if dtype.is_floating_point and v.is_floating_point():
+            fits |= ~v.isfinite()
+        if bool(fits.all()):
+            return
+    raise RuntimeError(f"value cannot be converted to type {name} without overflow")
+
+
+def _range(dtype: torch.dtype) -> tuple[float, float]:
+    info = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
+    return info.min, info.max
+
+
+# As torch's errors call them.
+_NAMES = {
+    torch.uint8: "uint8_t",
+    torch.int8: "int8_t",
+    torch.int16: "int16_t",
+    torch.int32: "int",
+    torch.int64: "int64_t",
+    torch.float16: "at::Half",
+    torch.bfloat16: "at::BFloat16",
+    torch.float32: "float",
+}

@@ -1,0 +1,1 @@
+"""Calls and operators that need no wrapper around what they make."""

@@ -1,0 +1,209 @@
+"""Calls without a derivative at stake, answered before the dispatcher is asked.
+
+The function mode sees `torch.sin(x)` first. Where no operand requires grad and the stacks are
+ordinary tensors, the answer is what the dispatcher would reach after autograd and the level's
+dispatch mode, in a third of the time. Of a pointwise call whose operands are all mapped alike it is
+the call on the stacks. A call in `table.DIRECT` has a rule, as its operators have.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from forall._compat.devices import function_modes
+from forall._compat.dispatch_state import (
+    below_autograd,
+    dispatch_modes,
+    functions_off,
+    in_torch_func,
+    is_autocast,
+    no_dispatch,
+    users_tangents,
+)
+from forall._compat.op_schema import facts
+from forall._compat.private_api import PLAIN, OpOverloadPacket
+from forall._vmap.batched_tensor import Batched, wrap
+from forall._vmap.memory_layout import is_open
+from forall._vmap.registry import DIRECT
+
+_NUMBERS = frozenset({int, float})
+_WORDS = frozenset({int, float, bool, str, type(None), torch.dtype})
+
+
+_known: dict[Any, Any] = {}
+
+
+def _kind(func: Any) -> Any:
+    """What answers for this function of torch or method of Tensor, if anything does."""
+    if func in DIRECT:
+        rule, ops = DIRECT[func]
+        _known[func] = None if _overruled & ops else rule
+    else:
+        _known[func] = _on_the_stacks if _is_pointwise(func) else None
+    return _known[func]
+
+
+def is_pointwise(func: Any) -> bool:
+    """Whether this function of torch, or method of Tensor, is one pointwise operator."""
+    return (_known[func] if func in _known else _kind(func)) is _on_the_stacks
+
+
+def _is_pointwise(func: Any) -> bool:
+    """Whether this is one pointwise operator."""
+    name = getattr(func, "__name__", "")
+    if func not in [getattr(home, name, None) for home in _HOMES]:
+        return False
+    packet = getattr(torch.ops.aten, name, None)
+    # Of a name like __format__ the namespace has Python's own method.
+    ops = (
+        [getattr(packet, o) for o in packet.overloads()] if type(packet) is OpOverloadPacket else []
+    )
+    on_tensors = [op for op in ops if _takes_tensors(op) and not facts(op).out_names]
+    return bool(on_tensors) and all(
+        facts(op).pointwise
+        and not facts(op).mutates
+        and not facts(op).seeded
+        and not facts(op).dynamic
+        and len(op._schema.returns) == 1
+        and op not in _overruled
+        for op in on_tensors
+    )
+
+
+_HOMES = (torch, torch.Tensor, functional)
+_overruled: set[Any] = set()
+
+
+def overruled(op: Any) -> None:
+    """Somebody gave this operator a rule of their own, so nothing here answers for it."""
+    _overruled.add(op)
+    _known.clear()
+
+
+def has_own_rule(ops: frozenset) -> bool:
+    """Whether somebody gave one of these operators a rule of their own."""
+    return not _overruled.isdisjoint(ops)
+
+
+def _takes_tensors(op: Any) -> bool:
+    """TorchScript's overloads on numbers share the name of the operator."""
+    return any("Tensor" in str(a.type) for a in op._schema.arguments)
+
+
+def answer(func: Any, args: tuple, kwargs: dict | None, level: Any, modes: int = 0) -> Any:
+    """The result, or None where the long way must be taken; ``modes`` is how many are ours."""
+    try:
+        way = _known[func]
+    except KeyError:
+        way = _kind(func)
+    if way is None or dispatch_modes() != 1 or users_tangents():
+        return None
+    if way is _on_the_stacks:
+        return _on_the_stacks(func, args, kwargs, level)
+    return _by_rule(way, func, args, kwargs or {}, level, modes)
+
+
+def _on_the_stacks(func: Any, args: tuple, kwargs: dict | None, level: Any) -> Any:
+    axis = rank = dtype = None
+    ranks_differ = False
+    values = []
+    for a in args:
+        if type(a) is Batched:
+            v = a.value
+            if a.level is not level or a.requires_grad or type(v) not in PLAIN or v.requires_grad:
+                return None
+            if dtype is None:
+                axis, rank, dtype = a.axis, v.dim(), v.dtype
+            elif a.axis != axis or v.dtype != dtype:
+                return None
+            elif v.dim() != rank:
+                if axis != 0:
+                    return None
+                ranks_differ, rank = True, max(rank, v.dim())
+            values.append(v)
+        elif type(a) in _NUMBERS:
+            values.append(a)
+        else:
+            return None
+    if axis is None or (kwargs and not are_words(kwargs)):
+        return None
+    try:
+        with no_dispatch():
+            if ranks_differ:
+                values = [_of_rank(v, rank) for v in values]
+            out = func(*values, **kwargs) if kwargs else func(*values)
+    except RuntimeError:
+        return None  # the long way tells which example failed
+    if axis and is_open(out, values):
+        return None
+    return wrap(out, axis, level)
+
+
+def _of_rank(v: Any, rank: int) -> Any:
+    """A stack whose axis is in front as one of examples with more dims, all of size 1."""
+    if type(v) in _NUMBERS or v.dim() == rank:
+        return v
+    return v.reshape(v.shape[0], *[1] * (rank - v.dim()), *v.shape[1:])
+
+
+def are_words(kwargs: dict) -> bool:
+    """Whether these say how, and neither on what nor where to."""
+    return not kwargs.get("inplace") and all(type(a) in _WORDS for a in kwargs.values())
+
+
+def _are_dims(a: Any) -> bool:
+    return type(a) in (tuple, list) and all(type(d) is int for d in a)
+
+
+def _by_rule(rule: Any, func: Any, args: tuple, kwargs: dict, level: Any, modes: int) -> Any:
+    met = []
+    given = (*args, *kwargs.values()) if kwargs else args
+    if not _mapped(given, level, torch.is_grad_enabled(), met):
+        return None
+    if "out" in kwargs or in_torch_func() or is_autocast() or function_modes() != modes:
+        return None
+    try:
+        with functions_off(), no_dispatch(), below_autograd():
+            if met and level.notes:
+                level.ledger.read_by(func, met)
+            out = rule(level, func, args, kwargs)
+    except Exception:  # noqa: BLE001 - the long way tells what is wrong, and for which example
+        return None
+    return None if out is NotImplemented else out
+
+
+def _mapped(given: Any, level: Any, recording: bool, met: list) -> bool | None:
+    """Whether any differs between the examples; None where a rule cannot take them all.
+
+    The older ones that all examples share are added to ``met``.
+    """
+    mapped = False
+    for a in given:
+        kind = type(a)
+        if kind is Batched:
+            v = a.value
+            if a.level is not level or type(v) not in PLAIN:
+                return None
+            if recording and (a.requires_grad or v.requires_grad):
+                return None
+            if a.axis is not None:
+                mapped = True
+            elif a.older:
+                met.append(a)
+        elif kind in PLAIN:
+            if recording and a.requires_grad:
+                return None
+            met.append(a)
+        elif kind in _WORDS or _are_dims(a):
+            continue
+        elif kind is not tuple and kind is not list:
+            return None
+        else:
+            inside = _mapped(a, level, recording, met)
+            if inside is None:
+                return None
+            mapped |= inside
+    return mapped

@@ -1,0 +1,439 @@
+"""Gradients that are added up over the examples before they are made.
+
+What a tensor that all examples share gets from a backward pass is the sum of what each of them
+leaves to it (`border.Share`). Each leaves a tensor of its shape: a matrix gets an outer product, a
+table gets rows of zeros but for a few. Made for N examples these take N times the memory, and the
+time to go through it. Their sum does not: the outer products add up to one product of matrices,
+and all rows go into one table.
+
+So an operator of a backward pass that makes such a thing gives an `Unmade`, which knows its sum,
+and is made when anything else is asked of it. What is linear in it, and else has only what the
+examples share, gives another: the sum of f(x) is f of the sum.
+
+NOTE [only when the call has ended]
+    While it runs, each example's own gradient is what is asked for, or is read by what comes next.
+    What passes through an ended call comes from outside, and all of it goes back there.
+"""
+
+from __future__ import annotations
+
+import functools
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from forall._compat.dispatch_state import functions_off, no_dispatch
+from forall._compat.op_schema import in_arguments
+from forall._compat.wrapper_tensor import make_wrapper
+from forall._core.levels import peels
+from forall._core.version_counter import Count
+from forall._vmap.batched_tensor import Batched, outside_counts
+from forall._vmap.rule_makers.basic import is_mapped, lower
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from forall._vmap.vmap_level import VmapLevel
+
+aten = torch.ops.aten
+Tensor = torch.Tensor
+
+
+class Unmade(Batched):
+    """A value of an ended level that is not made yet; then it is a `Batched` like any other."""
+
+    make_it: Callable[[], Any]
+    add_up: Callable[[], Tensor]
+    counts: list[Count]  # of what it is made from
+    held: int  # how many numbers that has
+    peels: bool  # whether a derivative hangs on the values of that
+    depth: int  # how many calls one inside the other it is made in
+    parts: tuple[Any, ...]  # of which it is the sum, where it is one
+
+    @property
+    def value(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.made().value
+
+    @property
+    def axis(self) -> int | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.made().axis
+
+    def graph_free(self) -> Batched:
+        with functions_off():
+            return passed(self.level, aten.alias.default, (self,))
+
+    def fresh(self) -> Batched:
+        """What it is, while it stays unmade."""
+        self._check()
+        with functions_off():
+            return self.make_it()
+
+    def made(self) -> Batched:
+        made = self.fresh()
+        with functions_off():
+            value, axis = _laid_out_as(self, made)
+        own = vars(self)
+        for name in _UNMADE:
+            del own[name]
+        _set_class(self, Batched)
+        own.update(value=value, axis=axis, family=made.family, chain=made.chain)
+        if made.family is not None:
+            made.family.add(self)
+        return self
+
+    def total(self) -> Tensor:
+        """The sum over examples, one level down."""
+        self._check()
+        with functions_off():
+            return self.add_up()
+
+    def _check(self) -> None:
+        if not all(count.holds() for count in self.counts):
+            raise RuntimeError(
+                "What a gradient is made from has been modified by an inplace operation while it "
+                "was still needed.\n"
+                "Write into a clone of it (.clone()), or after the last backward pass."
+            )
+
+
+_set_class = vars(object)["__class__"].__set__  # wrappers show another class than theirs
+_UNMADE = ("make_it", "add_up", "counts", "held", "peels", "depth", "parts")
+
+
+def _laid_out_as(shown: Tensor, made: Batched) -> tuple[Tensor, int | None]:
+    """The value of ``made``, in the strides that autograd has seen."""
+    if made.axis is None or made.stride() == shown.stride():
+        return made.value, made.axis
+    size, room = made.value.shape[made.axis], 1
+    for n, step in zip(shown.shape, shown.stride(), strict=True):
+        room += (n - 1) * step
+    value = made.value.new_empty_strided((size, *shown.shape), (room, *shown.stride()))
+    return value.copy_(made.value.movedim(made.axis, 0)), 0
+
+
+DEPTH = 50  # Python has room for so many calls, one inside the other
+
+
+def total(g: Batched) -> Tensor:
+    """The sum over the examples of an ended level."""
+    if type(g) is Unmade:
+        return g.total()
+    return g.value * g.level.size if g.axis is None else g.value.sum(g.axis)
+
+
+def flat(args: tuple) -> list:
+    found = []
+    for a in args:
+        found += a if isinstance(a, (list, tuple)) else (a,)
+    return found
+
+
+def pending(
+    level: VmapLevel, like: Tensor, given: tuple, make_it: Callable, add_up: Callable
+) -> Unmade:
+    """``like`` shows an example."""
+    shape, strides, dtype = like.shape, like.stride(), like.dtype
+    device = next(a.device for a in flat(given) if isinstance(a, Tensor))
+    new = make_wrapper(Unmade, shape, strides, 0, None, dtype, like.layout, device)
+    new.level, new.make_it, new.add_up = level, make_it, add_up
+    tensors = [a for a in flat(given) if isinstance(a, Tensor)]
+    lazy = [a for a in tensors if type(a) is Unmade]
+    new.counts = [c for a in tensors for c in _counts(a)]
+    new.held = sum(_held(a, level) for a in tensors)
+    new.peels = any(a.peels if type(a) is Unmade else peels(a) for a in tensors)
+    new.depth, new.parts = 1 + max((a.depth for a in lazy), default=0), ()
+    return new
+
+
+def _held(a: Tensor, level: VmapLevel) -> int:
+    if type(a) is Unmade:
+        return a.held
+    return a.numel() * (level.size if is_mapped(a, level) else 1)
+
+
+def _counts(a: Tensor) -> list[Count]:
+    return [Count(a), *(outside_counts(a) if isinstance(a, Batched) else ())]
+
+
+def shown(func: Any, args: tuple) -> Any:
+    """What one example of the results looks like."""
+
+    def meta(a: Any) -> Any:
+        if not isinstance(a, Tensor):
+            return a
+        return torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device="meta")
+
+    with no_dispatch():  # nobody's mode is to see it
+        shape = _shape_of(func, args)
+        tensors = [a for a in flat(args) if isinstance(a, Tensor)]
+        if shape is not None and (func in _LIE_IN_ORDER or all(map(_lies_in_order, tensors))):
+            return torch.empty(shape, dtype=tensors[0].dtype, device="meta")
+        values, _ = in_arguments(meta, args, {})
+        return func(*values)
+
+
+def entries(func: Any, args: tuple) -> int:
+    """How many one example of a result has."""
+    shape = _shape_of(func, args)
+    return shown(func, args).numel() if shape is None else prod(shape)
+
+
+def _lies_in_order(a: Tensor) -> bool:
+    return a.is_contiguous()
+
+
+def _shape_of(func: Any, args: tuple) -> Sequence[int] | None:
+    """The shape of a result of the arguments' dtype; None where torch is to be asked.
+
+    Its kernels for tensors without memory import sympy on their first use: half a second.
+    """
+    find = _SHAPES.get(func)
+    if find is None or len({a.dtype for a in flat(args) if isinstance(a, Tensor)}) > 1:
+        return None
+    return find(*args)
+
+
+def _of_product(x: Tensor, y: Tensor) -> Sequence[int]:
+    return (*x.shape[:-1], y.shape[-1])
+
+
+def _of_two_alike(x: Tensor, y: Any, *_: Any) -> Sequence[int] | None:
+    """Not of integers, which another number may make something else."""
+    alike = not isinstance(y, Tensor) or y.shape == x.shape
+    return x.shape if alike and not isinstance(y, complex) and x.is_floating_point() else None
+
+
+def _of_stack(tensors: Sequence[Tensor], dim: int = 0) -> Sequence[int] | None:
+    if len({a.shape for a in tensors}) > 1:
+        return None
+    shape = [*tensors[0].shape]
+    shape.insert(dim + len(shape) + 1 if dim < 0 else dim, len(tensors))
+    return shape
+
+
+def _of_cat(tensors: Sequence[Tensor], dim: int = 0) -> Sequence[int] | None:
+    shape = [*tensors[0].shape]
+    dim = dim % max(len(shape), 1)
+    rest = {(*a.shape[:dim], *a.shape[dim:][1:]) for a in tensors}
+    if not shape or len(rest) > 1:  # empty ones of one dim fit anywhere
+        return None
+    shape[dim] = sum(a.shape[dim] for a in tensors)
+    return shape
+
+
+def shape_of_convolution(
+    x: Tensor, w: Tensor, bias: Any, stride: Any, padding: Any, dilation: Any, *rest: Any
+) -> Sequence[int]:
+    """Of one that is not transposed."""
+    count = x.dim() - 2
+    given = ([*v] * (count // len(v)) for v in (padding, dilation, stride))  # one for all, or each
+    ways = zip(x.shape[2:], w.shape[2:], *given, strict=True)
+    return (len(x), len(w), *((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, p, d, s in ways))
+
+
+# Zeros of the shape that they are told, but for what is put in.
+_IN_ZEROS = (
+    aten.select_backward.default,
+    aten.slice_backward.default,
+    aten.diagonal_backward.default,
+)
+_OF_TWO_ALIKE = (
+    aten.add.Tensor,
+    aten.sub.Tensor,
+    aten.mul.Tensor,
+    aten.div.Tensor,
+    aten.mul.Scalar,
+    aten.div.Scalar,
+    aten.tanh_backward.default,
+    aten.sigmoid_backward.default,
+    aten.threshold_backward.default,
+    aten.gelu_backward.default,
+    aten.silu_backward.default,
+)
+_AS_IT_WAS = (
+    aten.clone.default,
+    aten.neg.default,
+    aten.flip.default,
+    aten.roll.default,
+    aten.tril.default,
+    aten.triu.default,
+)
+_SHAPES: dict[Any, Callable[..., Sequence[int] | None]] = {
+    **dict.fromkeys(_IN_ZEROS, lambda _, shape, *rest: shape),
+    **dict.fromkeys(_OF_TWO_ALIKE, _of_two_alike),
+    **dict.fromkeys(_AS_IT_WAS, lambda x, *rest: x.shape),
+    aten.mm.default: _of_product,
+    aten.bmm.default: _of_product,
+    aten.cat.default: _of_cat,
+    aten.stack.default: _of_stack,
+}
+_LIE_IN_ORDER = frozenset((*_IN_ZEROS, aten.mm.default, aten.bmm.default))  # whatever is given
+
+
+# --- what is linear ----------------------------------------------------------------------------
+
+# In the first argument; the others are no tensors.
+_OF_ONE = {
+    aten.alias.default,
+    aten.t.default,
+    aten.transpose.int,
+    aten.permute.default,
+    aten.movedim.int,
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten.reshape.default,
+    aten.flatten.using_ints,
+    aten.unflatten.int,
+    aten.expand.default,
+    aten.diagonal.default,
+    aten.squeeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.unsqueeze.default,
+    aten.slice.Tensor,
+    aten.select.int,
+    aten.clone.default,
+    aten.neg.default,
+    aten.flip.default,
+    aten.tril.default,
+    aten.triu.default,
+    aten.sum.default,
+    aten.sum.dim_IntList,
+    aten.mean.default,
+    aten.mean.dim,
+    aten.mul.Scalar,
+    aten.div.Scalar,
+    aten.select_backward.default,
+    aten.slice_backward.default,
+    aten.diagonal_backward.default,
+    aten.constant_pad_nd.default,
+    aten.cumsum.default,
+    aten.roll.default,
+    aten.repeat.default,
+    aten.split.Tensor,
+    aten.split_with_sizes.default,
+    aten.unbind.int,
+}
+# In the first argument; the others may be tensors that all examples share.
+_IN_FIRST = {
+    aten.div.Tensor,
+    aten.index.Tensor,
+    aten.index_select.default,
+    aten.gather.default,
+}
+_OF_EACH = {aten.mul.Tensor, aten.mm.default, aten.bmm.default}  # bilinear
+_SUMS = {aten.add.Tensor, aten.sub.Tensor, aten.cat.default, aten.stack.default}
+
+
+def is_linear(level: VmapLevel, func: Any, args: tuple) -> bool:
+    """Whether the sum over examples is the function's of their sum."""
+    if func in _OF_ONE:
+        return func is not aten.constant_pad_nd.default or not any(args[2:])
+    tensors = [a for a in flat(args) if isinstance(a, Tensor)]
+    mapped = [_differs(a, level) for a in tensors]
+    if func in _IN_FIRST or _is_backward(func):
+        return tensors[0] is args[0] and mapped[0] and not any(mapped[1:])
+    if func is aten.where.self:  # of what is shared each example adds its part, as to a sum
+        return not mapped[0] and _are_alike(tensors[1:])
+    if func is aten.masked_fill.Scalar:
+        return mapped == [True, False] and args[2] == 0
+    if func in _OF_EACH:
+        return mapped in ([True, False], [False, True])
+    if func not in _SUMS:
+        return False
+    joins = func in (aten.cat.default, aten.stack.default)
+    whole = all(isinstance(a, Tensor) for a in flat(args[:1] if joins else args))
+    return whole and _are_alike(tensors, shapes=func is not aten.cat.default)
+
+
+def _are_alike(tensors: list[Tensor], shapes: bool = True) -> bool:
+    """Whether nothing is broadcast, nor made another dtype."""
+    one = not shapes or len({a.shape for a in tensors}) == 1
+    return one and len({a.dtype for a in tensors}) == 1
+
+
+@functools.cache
+def _is_backward(func: Any) -> bool:
+    """Whether it is a node's of autograd: linear in what comes to it, its first argument."""
+    schema = func._schema
+    name = schema.name.removeprefix("aten::")
+    return (
+        name.endswith(("_backward", "_backward_data"))
+        and schema.arguments[0].name.startswith("grad")
+        and not any(word in name for word in ("sparse", "nested", "mkldnn"))
+    )
+
+
+def _differs(a: Any, level: VmapLevel) -> bool:
+    return (type(a) is Unmade and a.level is level) or is_mapped(a, level)
+
+
+def passed(level: VmapLevel, func: Any, args: tuple) -> Any:
+    """A linear function of what is unmade; None where it cannot be told what its results are."""
+    if func is aten.add.Tensor:
+        return _sum(level, args)
+    try:
+        like = shown(func, args)
+    except (NotImplementedError, RuntimeError):  # it has no kernel for tensors without memory
+        return None
+
+    def of(a: Any) -> Any:
+        if func in _SUMS or (func is aten.where.self and a is not args[0]):
+            return _part(a, level)
+        return total(a) if _differs(a, level) else lower(a, level)
+
+    def add_up() -> Any:
+        given, _ = in_arguments(of, args, {})
+        return func(*given)
+
+    def make_it() -> Any:
+        for a in flat(args):
+            if type(a) is Unmade:
+                a.made()
+        return level.as_it_is(func, args, {})
+
+    if isinstance(like, Tensor):
+        return pending(level, like, args, make_it, add_up)
+    totals = functools.cache(add_up)
+    found = [
+        None if x is None else pending(level, x, args, _nth(make_it, n), _nth(totals, n))
+        for n, x in enumerate(like)
+    ]
+    return type(like)(found)
+
+
+def _nth(all_of: Callable[[], Any], n: int) -> Callable[[], Any]:
+    return lambda: all_of()[n]
+
+
+def _part(a: Any, level: VmapLevel) -> Any:
+    """What a term of a sum adds, which may be the same for each example."""
+    if not isinstance(a, Tensor):
+        return a
+    return total(a) if _differs(a, level) else lower(a, level) * level.size
+
+
+def _sum(level: VmapLevel, args: tuple) -> Batched:
+    """One sum of all terms, however many steps use a parameter: none inside the other."""
+    parts = tuple(p for a in args for p in (a.parts if _is_sum(a) else (a,)))
+
+    def add_up() -> Tensor:
+        return functools.reduce(torch.add, (_part(p, level) for p in parts))
+
+    def make_it() -> Any:
+        found = parts[0].fresh() if type(parts[0]) is Unmade else parts[0]
+        for p in parts[1:]:
+            p = p.fresh() if type(p) is Unmade else p
+            found = level.as_it_is(aten.add.Tensor, (found, p), {})
+        return found
+
+    new = pending(level, shown(aten.add.Tensor, args), args, make_it, add_up)
+    new.parts, new.depth = parts, new.depth - 1
+    new.counts = [c for a in args for c in (a.counts if _is_sum(a) else _counts(a))]
+    worth = new.held <= 2 * level.size * new.numel()  # which is what adding two of them takes
+    return new if worth else new.made()
+
+
+def _is_sum(a: Any) -> bool:
+    return type(a) is Unmade and bool(a.parts)

@@ -1,0 +1,93 @@
+"""Results lie in memory as the loop's do, wherever the examples' axis is.
+
+A kernel lays out the dims of its result by the strides of its operands. Of a dim that is expanded,
+or that it indexes, no stride says where it belongs, and where the examples lie inside a stack it
+may come to lie otherwise than in one example. So the first example is asked: its result is made as
+the loop makes it, and where the stack's differs, that is copied.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from forall._compat.op_schema import in_arguments
+from forall._vmap.batched_tensor import Batched, strides_alone, wrap
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+Tensor = torch.Tensor
+
+
+def is_inside(value: Tensor, axis: int) -> bool:
+    """Whether the axis of the examples lies within another dim, in memory."""
+    strides = value.stride()
+    return any(
+        s >= strides[axis] and n > 1 and d != axis
+        for d, (s, n) in enumerate(zip(strides, value.shape, strict=True))
+    )
+
+
+def is_open(out: Any, values: list) -> bool:
+    """Whether no operand of a pointwise operator tells how the dims of its result lie."""
+    shape = None
+    for v in values:
+        if isinstance(v, Tensor) and 0 not in v.stride():
+            if shape is None:
+                shape = (out if isinstance(out, Tensor) else out[0]).shape
+            if v.shape == shape:
+                return False
+    return True
+
+
+def as_alone(level: Any, func: Any, args: tuple, kwargs: dict, out: Any) -> Any:
+    """The results of an operator on stacks, each laid out as the first example's is alone."""
+    if not level.size:
+        return out
+    given, named = in_arguments(partial(_first, level=level), args, kwargs)
+    one = func(*given, **named)
+    if isinstance(out, Tensor):
+        return _laid_out(out, one, level)
+    return type(out)(_laid_out(o, n, level) for o, n in zip(out, one, strict=True))
+
+
+def asks_first(handler: Callable, asks: Callable = is_inside) -> Callable:
+    """A handler whose results lie as the first example's where the operand's layout asks for it."""
+
+    def handle(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+        out = handler(level, func, args, kwargs)
+        x = args[0]
+        if type(x) is Batched and x.level is level and x.axis is not None and asks(x.value, x.axis):
+            return as_alone(level, func, args, kwargs, out)
+        return out
+
+    return handle
+
+
+def expanded_inside(value: Tensor, axis: int) -> bool:
+    return 0 in value.stride() and is_inside(value, axis)
+
+
+def not_in_a_row(value: Tensor, axis: int) -> bool:
+    return axis != 0 or not value.is_contiguous()
+
+
+def _first(a: Any, level: Any) -> Any:
+    if type(a) is Batched and a.level is level:
+        return a.value if a.axis is None else a.value.select(a.axis, 0)
+    return a
+
+
+def _laid_out(out: Any, one: Tensor, level: Any) -> Any:
+    if out.axis is None or out.value.layout is not torch.strided:
+        return out
+    stack, strides = out.value.movedim(out.axis, 0), one.stride()
+    pairs = zip(strides, strides_alone(stack)[1:], stack.shape[1:], strict=True)
+    if all(a == b for a, b, n in pairs if n > 1):
+        return out
+    room = 1 + sum((n - 1) * s for n, s in zip(one.shape, strides, strict=True))
+    shape = (level.size, *one.shape)
+    return wrap(stack.new_empty_strided(shape, (room, *strides)).copy_(stack), 0, level)

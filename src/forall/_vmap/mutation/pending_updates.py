@@ -1,0 +1,230 @@
+"""What examples add up in a tensor from before the call, settled when the call ends.
+
+See NOTE [older memory] in `ledger`.
+"""
+
+from __future__ import annotations
+
+from copy import copy
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from forall._compat.wrapper_tensor import Wrapper
+from forall._core.errors import shared_write
+from forall._core.levels import outside, top
+from forall._vmap import concretize
+from forall._vmap.batched_tensor import Batched
+from forall._vmap.mutation.rollback import as_it_is
+from forall._vmap.rule_makers.basic import front, is_mapped, lower
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    Place = tuple[int, tuple[int, ...], tuple[int, ...]]
+
+Tensor = torch.Tensor
+
+
+def place(t: Tensor) -> Place:
+    """Where a tensor lies in its memory."""
+    return int(t.storage_offset()), tuple(t.shape), t.stride()
+
+
+def apart(a: Place, b: Place) -> bool:
+    """Whether what lies at ``a`` certainly shares nothing with what lies at ``b``."""
+    (first, last), (other_first, other_last) = _span(a), _span(b)
+    return last < other_first or other_last < first
+
+
+def _span(p: Place) -> tuple[int, int]:
+    offset, shape, stride = p
+    return offset, offset + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
+
+
+class Step(NamedTuple):
+    """``s <- factor * s + data``: what each example does to the entries of a tensor.
+
+    ``data`` is a stack (B, *S) if ``mapped``, else the same for all examples.
+    """
+
+    factor: Any
+    data: Any
+    mapped: bool
+
+    def total(self, size: int) -> Any:
+        """What all examples add together."""
+        return self.data.sum(0, dtype=self.data.dtype) if self.mapped else self.data * size
+
+
+class Mean(NamedTuple):
+    """``s <- (n * s + data) / (n + times)``: what ``times`` calls do to an average of n."""
+
+    data: Any
+    mapped: bool
+    before: Tensor  # n, when the call began
+    times: int = 1
+
+
+class Account:
+    """What is to be done to one piece of older memory when the call ends."""
+
+    __slots__ = ("chains", "recorded", "sums")
+
+    def __init__(self) -> None:
+        self.sums: list[tuple[Place, Tensor, Callable[[], object]]] = []
+        self.chains: dict[Place, Chain | Average] = {}
+        self.recorded = False  # whether autograd has taken down any of it
+
+    def add(self, target: Tensor, update: Any, size: int) -> bool:
+        """Note a `Step` or a function that adds; False where the order of writes would matter."""
+        at = place(target)
+        chained = [p for p in self.chains if not apart(at, p)]
+        if not chained and only_adds(update):
+            self.sums.append((at, target, _adding(target, update, size)))
+            return True
+        if (
+            callable(update)
+            or any(p != at for p in chained)
+            or not all(apart(at, p) for p, *_ in self.sums)
+        ):
+            return False
+        kind = Chain if type(update) is Step else Average
+        chain = self.chains.setdefault(at, kind(target, size))
+        if type(chain) is not kind or self.recorded:
+            return False
+        chain.add(update)
+        return True
+
+    def copy(self) -> Account:
+        twin = Account()
+        twin.sums, twin.recorded = [*self.sums], self.recorded
+        twin.chains = {at: copy(chain) for at, chain in self.chains.items()}
+        return twin
+
+    def targets(self) -> list[Tensor]:
+        return [*(t for _, t, _ in self.sums), *(c.target for c in self.chains.values())]
+
+    def settle(self) -> None:
+        for _, _, add in self.sums:
+            add()
+        for chain in self.chains.values():
+            chain.settle()
+
+
+def only_adds(update: Any) -> bool:
+    if type(update) is Step:
+        return type(update.factor) is int and update.factor == 1
+    return callable(update)
+
+
+def _adding(target: Tensor, update: Any, size: int) -> Callable[[], object]:
+    if type(update) is not Step:
+        return update
+    total = update.total(size)
+    return lambda: target.add_(total)
+
+
+_EXACT = {int: torch.int64, float: torch.float64, complex: torch.complex128}
+
+
+class Chain:
+    """Steps ``s <- factor * s + data`` that each example takes, one example after another."""
+
+    __slots__ = ("data", "factor", "size", "target")
+
+    def __init__(self, target: Tensor, size: int) -> None:
+        self.target = target
+        self.size = size
+        self.factor: Any = 1
+        self.data: Any = 0  # (B, *S), or the same for all examples
+
+    def add(self, step: Step) -> None:
+        self.factor = step.factor * self.factor
+        self.data = step.factor * self.data + step.data
+
+    def settle(self) -> None:
+        """s <- a**B * s + the sum of a**(B-1-i) * data[i]."""
+        dtype, factor = self.target.dtype, self.factor
+        device = self.target.device
+        if exact := _EXACT.get(type(factor)):  # to fill does not wait for the device
+            a = torch.full((), factor, dtype=exact, device=device)
+        else:
+            a = torch.as_tensor(factor, device=device)
+        if dtype.is_floating_point:
+            a = a.to(torch.promote_types(a.dtype, torch.float64))
+        elif type(factor) is int:
+            a = a.to(dtype)
+        a = a.unsqueeze(0)
+        size, rank = self.size, max(a.dim() - 1, self.target.dim())
+        a = a.reshape(1, *(1,) * (rank + 1 - a.dim()), *a.shape[1:])
+        left = torch.arange(size - 1, -1, -1, device=a.device).reshape(size, *(1,) * rank)
+        total = ((a**left).to(dtype) * self.data).sum(0)
+        self.target.mul_((a[0] ** size).to(dtype)).add_(total)
+
+
+class Average:
+    """A `Mean` of each example, one after another: in which order is all the same."""
+
+    __slots__ = ("before", "size", "target", "times", "total")
+
+    def __init__(self, target: Tensor, size: int) -> None:
+        self.target = target
+        self.size = size
+        self.total: Any = 0
+        self.times = 0
+
+    def add(self, mean: Mean) -> None:
+        data = mean.data
+        self.total = self.total + (data.sum(0) if mean.mapped else data * self.size)
+        self.times += mean.times * self.size
+        self.before = mean.before
+
+    def settle(self) -> None:
+        average(self.target, self.total, self.before, self.times)
+
+
+def average(target: Tensor, data: Tensor, before: Tensor, times: int = 1) -> None:
+    """A `Mean`, done here or noted by the level that runs."""
+    level = noting_level()
+    if level is None or not is_shared_older(target, level):
+        before = before.to(target.dtype)
+        n = before + times
+        target.mul_(before / n).add_(data / n)
+        return
+    by_all(level, "batch_norm", target)
+    if is_mapped(before, level):
+        raise shared_write("batch_norm", target, [before])
+    while isinstance(data, Wrapper) and data.level is not level and level.is_outside(data.level):
+        if is_mapped(data, data.level):
+            raise shared_write("batch_norm", target, [data])
+        data = data.value  # of a jvp inside: statistics have no tangent
+    mapped = is_mapped(data, level)
+    with outside(level):
+        data = front(data) if mapped else lower(data, level)
+        mean = Mean(data, mapped, as_it_is(lower(before, level)), times)
+        level.ledger.note("batch_norm", target, lower(target, level), mean, level.size)
+
+
+def noting_level() -> Any:
+    """The innermost running level whose examples are calls of the function; None without one."""
+    level: Any = top()
+    while level is not None and not (hasattr(level, "ledger") and level.calls is None):
+        level = level.parent
+    return level
+
+
+def is_shared_older(t: Any, level: Any) -> bool:
+    """Whether this is a tensor from before the call, the same for all examples."""
+    if type(t) is Batched and t.level is level:
+        return t.older and t.axis is None
+    return isinstance(t, Tensor)
+
+
+def by_all(level: Any, func: Any, target: Tensor) -> None:
+    """Where only some examples do what their order shows in, they all run again, in groups."""
+    root = level.root
+    if root is not level:
+        raise concretize.apart(
+            root, [[*range(root.size)]], lambda: shared_write(str(func), target, [])
+        )

@@ -1,0 +1,83 @@
+"""Where the examples of a `vmap` take their random numbers from: its flag, its key, or a scope."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from forall._compat.dispatch_state import functions_off, no_dispatch
+from forall._core.levels import outside, stack
+from forall._random import key_scope
+from forall._random.keys import fold_each
+from forall._vmap.active_set.active_mask import Apart
+from forall._vmap.active_set.merge import is_stale, narrow
+from forall._vmap.batched_tensor import wrap
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from forall._vmap.vmap_level import VmapLevel
+
+
+class Draws:
+    """One call of `vmap`, in however many chunks: all of them draw from one key, or one count.
+
+    A key is the flag's, or the next of the scope around: then each example gets a scope of its
+    own. ``"same"`` inside a scope draws for all examples from that scope.
+    """
+
+    __slots__ = ("_count", "_key", "_outer", "flag")
+
+    def __init__(self, randomness: str | torch.Tensor) -> None:
+        self._outer = key_scope.running()
+        self._key: Callable[[], torch.Tensor] | None = None
+        self.flag = "error"
+        if isinstance(randomness, torch.Tensor):
+            self._key = lambda: randomness
+        else:
+            self.flag = randomness
+            if self._outer is not None and randomness != "same":
+                self._key = self._outer.reserve()
+        self._count = 0 if self._outer is None else self._outer.count
+
+    def scope(self, level: VmapLevel, numbers: Sequence[int]) -> Any:
+        """What the examples of ``level``, which have these numbers, draw in."""
+        key = self._key
+        if key is None:
+            if self._outer is not None:
+                self._outer.count = self._count  # for each chunk what it was for the first
+            return self._outer
+
+        def of_examples() -> torch.Tensor:
+            with outside(level), functions_off():
+                return wrap(fold_each(key(), numbers), 0, level)
+
+        return key_scope.Scope(of_examples, lambda scope: _next(scope, level))
+
+
+def _next(scope: key_scope.Scope, level: VmapLevel) -> tuple[Callable[[], torch.Tensor], Any, Any]:
+    """The key of the examples that run, the number of their next draw, and all counts after it."""
+    served = scope.count
+    outer = level.parent if stack.parted else None
+    while outer is not None:
+        if outer.root is not outer:  # its examples would need counts of their own here
+            raise Apart("random numbers for some of the examples of a vmap further out")
+        outer = outer.parent
+    if level.part is None and type(served) is int:
+        return lambda: scope.key, served, served + 1
+    acting: Any = level.acting
+    with no_dispatch(), functions_off():
+        counts = torch.full((level.size,), served) if type(served) is int else served.clone()
+        rows = slice(None) if level.part is None else acting.rows
+        now = counts[rows].clone()
+        counts[rows] = now + 1
+        number: Any = int(now[0]) if bool((now == now[0]).all()) else None
+    if number is None:
+        number = wrap(now, 0, acting)
+    return lambda: narrow(scope.key) if is_stale(scope.key) else scope.key, number, counts
+
+
+def one_draw(randomness: str) -> str:
+    """The flag of a `vmap` over directions, which move one function, and one draw, alike."""
+    return "same" if randomness == "error" and key_scope.running() is not None else randomness

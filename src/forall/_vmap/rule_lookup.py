@@ -1,0 +1,267 @@
+"""How an operator without a row finds its meaning: by tag, by schema, by decomposition, by loop.
+
+NOTE [decompositions]
+    A composite kernel, or torch's own decomposition in Python, runs on the examples with the level
+    on, so that each of its operators finds its own meaning here. It may fail where a plain tensor
+    would not: it asks for a value, or leads back to the operator it explains. Then the operator
+    runs once per example, which is right by construction.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from typing import Any
+
+import torch
+
+from forall._compat import custom_op, exception_safety, pytree
+from forall._compat.op_schema import (
+    factory_of,
+    facts,
+    functional_of,
+    writes,
+    written_by,
+)
+from forall._compat.private_api import DispatchKey, decompositions, has_kernel
+from forall._core.errors import DataDependentError, collective, slow
+from forall._core.levels import outside
+from forall._core.version_counter import counted
+from forall._vmap import custom_rules, registry
+from forall._vmap.mutation import in_place
+from forall._vmap.mutation.mutation_log import written
+from forall._vmap.rule_makers import basic
+
+
+def resolve(func: Any) -> Any:
+    """The handler for ``func``: its row, or what is found once and kept."""
+    handler = registry.HANDLERS.get(func)
+    if handler is None:
+        handler, way = _find(func)
+        if facts(func).into_lists:
+            handler = _counting(handler)
+        registry.HANDLERS[func] = handler
+        registry.WAYS[func] = way
+    return handler
+
+
+def _counting(write: Any) -> Any:
+    def handler(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+        with counted(written_by(func, args, kwargs)):
+            return write(level, func, args, kwargs)
+
+    return handler
+
+
+def _find(func: Any) -> tuple[Any, str]:
+    fact = facts(func)
+    if fact.is_collective:
+        raise collective("vmap", func)
+    if fact.mutates:
+        if torch.Tag.inplace_view in func.tags:
+            return _no_rule, "error"
+        if fact.pointwise and fact.mutates == (0,) and not fact.out_names:
+            return in_place.pointwise_in_place, "derived"
+        if func.overloadpacket.__name__.startswith("_foreach_"):
+            decomposition = _decomposition(func)  # tensor by tensor, each in place
+            if decomposition is not None:
+                return _decomposed(decomposition), "decomposed"
+        functional = functional_of(func)
+        if functional is not None:
+            return in_place.derived(functional, facts(functional).mutates), "derived"
+        factory = factory_of(func)
+        if factory is not None:
+            return _made_anew(factory), "derived"
+        if fact.out_names and len(fact.out_names) == len(fact.mutates):
+            return _loop_into_out, "loop"
+        if has_kernel(func.name(), DispatchKey.CompositeImplicitAutograd):
+            return _decomposed(_decomposition(func)), "decomposed"
+        return _loop_and_write, "loop"
+    if func.namespace == "prims" and func.overloadpacket.__name__ in _PRIMS:
+        return _as_aten(_PRIMS[func.overloadpacket.__name__]), "derived"
+    op = custom_op.definition(func)
+    if op is not None:
+        return custom_rules.torchs_rule(op, _loop), "custom"
+    if fact.dynamic:
+        return registry.HANDLERS[_BY_SHAPE], "loop"
+    if fact.pointwise:
+        return basic.pointwise, "pointwise"
+    view = _view_copied_by(func)
+    if view is not None:
+        return _copied(view), "derived"
+    decomposition = _decomposition(func)
+    if decomposition is not None:
+        return _decomposed(decomposition), "decomposed"
+    return (_loop_and_write if fact.writes else _loop), "loop"
+
+
+def _made_anew(factory: Any) -> Any:
+    """What a factory writes into out=: made anew in its dtype, then written as any out= is."""
+
+    def handler(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+        out = kwargs[facts(func).out_names[0]]
+        made = functools.partial(factory, dtype=out.dtype, device=out.device)
+        return in_place.derived(made)(level, func, args, kwargs)
+
+    return handler
+
+
+# Whose handler serves every operator that gives each example a shape of its own.
+_BY_SHAPE = torch.ops.aten.unique_dim.default
+# Torch adds its zeros without memory to our values by these, once a level has ended.
+_PRIMS = {name: getattr(torch.ops.aten, name).Tensor for name in ("add", "sub", "mul", "div")}
+
+
+def _as_aten(op: Any) -> Any:
+    """A prim takes one shape and one dtype, where the usual operator does the same."""
+    return lambda level, func, args, kwargs: resolve(op)(level, op, args, kwargs)
+
+
+def _no_rule(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    raise NotImplementedError(
+        f"vmap: {func} gives a tensor other memory or another shape in place, and has no rule.\n"
+        "Use the form that returns a new tensor."
+    )
+
+
+# --- copies of views ---------------------------------------------------------------------------
+
+
+def _view_copied_by(func: Any) -> Any | None:
+    """The view ``f`` that ``f_copy`` copies."""
+    name = func.overloadpacket.__name__
+    if not name.endswith("_copy"):
+        return None
+    packet = getattr(getattr(torch.ops, func.namespace), name.removesuffix("_copy"), None)
+    view = getattr(packet, func._overloadname, None)
+    return view if view in registry.HANDLERS else None
+
+
+def _copied(view: Any) -> Any:
+    def handler(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+        copy = torch.ops.aten.clone.default
+        with basic.level_on(level):
+            try:
+                out = view(*args, **kwargs)
+            except RuntimeError:  # a copy asks less of the memory than a view
+                dense = copy(args[0], memory_format=torch.contiguous_format)
+                out = view(dense, *args[1:], **kwargs)
+            return pytree.map_tensors(lambda t: copy(t, memory_format=torch.contiguous_format), out)
+
+    return handler
+
+
+# --- decompositions ----------------------------------------------------------------------------
+
+
+class _Running(threading.local):
+    """The decompositions this thread is in the middle of, each at its level."""
+
+    def __init__(self) -> None:
+        self.now: set[tuple[Any, int]] = set()
+
+
+_running = _Running()
+exception_safety.PUT_BACK.append(lambda *_: _running.now.clear())
+
+
+def _decomposition(func: Any) -> Any | None:
+    """``run(*args, **kwargs)`` in terms of other operators, or None."""
+    keys = [DispatchKey.CompositeImplicitAutograd]
+    if func.namespace in {"aten", "prims"}:
+        # Elsewhere this is any code for any device, not operators that we would see.
+        keys.append(DispatchKey.CompositeExplicitAutograd)
+    for key in keys:
+        if has_kernel(func.name(), key):
+            return lambda *args, **kwargs: func._op_dk(key, *args, **kwargs)
+    return decompositions().get(func)
+
+
+def _decomposed(run: Any) -> Any:
+    def handler(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+        one_by_one = _loop_and_write if facts(func).writes else _loop
+        entry = (func, level.number)
+        if entry in _running.now:
+            return one_by_one(level, func, args, kwargs)
+        _running.now.add(entry)
+        before = written.times
+        try:
+            with basic.level_on(level):
+                return run(*args, **kwargs)
+        except RuntimeError as error:
+            half_done = facts(func).writes and written.times != before
+            if half_done or not _needs_a_plain_tensor(error):
+                raise
+        finally:
+            _running.now.discard(entry)
+        return one_by_one(level, func, args, kwargs)
+
+    return handler
+
+
+def _needs_a_plain_tensor(error: RuntimeError) -> bool:
+    """Whether one example alone could do what these could not."""
+    if isinstance(error, (NotImplementedError, DataDependentError)):
+        return True
+    return any(words in str(error) for words in _NO_MEMORY)
+
+
+# What torch says where a kernel reads a wrapper's memory.
+_NO_MEMORY = ("its data is not allocated yet", "doesn't have storage")
+
+
+# --- loops -------------------------------------------------------------------------------------
+
+
+def _loop(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    _warn(func)
+    return basic.loop(level, func, args, kwargs)
+
+
+def _loop_and_write(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    """An operator that only exists in place writes into the examples' part of each target."""
+    arguments = func._schema.arguments
+    given = [*args, *(kwargs.get(a.name) for a in arguments[len(args) :])]
+    names, places = [a.name for a in arguments], writes(func, args)
+    known = {}
+    for i, value in enumerate(given):
+        if i in places or names[i] in places:
+            alias = arguments[i].alias_info
+            if alias is not None:
+                known[frozenset(alias.before_set)] = value
+            for target in value if isinstance(value, (list, tuple)) else [value]:
+                if target is not None:
+                    in_place.writable(level, func, target, [v for v in given if v is not value])
+    _warn(func)
+    out = basic.loop(level, func, args, kwargs)
+    returns = func._schema.returns
+    if len(returns) < 2:
+        return known.get(_aliased(returns[0]), out) if returns else None
+    return tuple(known.get(_aliased(r), o) for r, o in zip(returns, out, strict=True))
+
+
+def _loop_into_out(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    """An operator that only exists with out= makes a new tensor for each example."""
+    dtypes = {name: kwargs[name].dtype for name in facts(func).out_names}
+
+    def one(*a: Any, **k: Any) -> Any:
+        fresh = {n: torch.empty(0, dtype=d, device=kwargs[n].device) for n, d in dtypes.items()}
+        return func(*a, **k, **fresh)
+
+    def functional(*a: Any, **k: Any) -> Any:
+        with outside(level):
+            return basic.loop(level, one, a, k)
+
+    _warn(func)
+    return in_place.derived(functional)(level, func, args, kwargs)
+
+
+def _aliased(returned: Any) -> frozenset:
+    return frozenset() if returned.alias_info is None else frozenset(returned.alias_info.before_set)
+
+
+def _warn(func: Any) -> None:
+    slow(
+        f"vmap: {func} has no rule and runs once per example.\n"
+        "Add a rule with forall.extend.batching_rule to make it fast."
+    )

@@ -1,0 +1,88 @@
+"""Makers of handlers for operators that act along dims of each example.
+
+Where an operator takes its dims, which tensors they speak of and what it assumes when none are
+given is read from the schema once, when the row is made.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from forall._core.axes import stacked_dim, stacked_dims
+from forall._vmap.rule_makers.basic import (
+    front,
+    loop,
+    stacked,
+    wrapped,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+Tensor = torch.Tensor
+
+
+def along(op: Any, tensors: int = 1, *, empty_is_all: bool = True) -> Callable:
+    """``op(*tensors, .., dim, ..)``: (B, *S) -> (B, *R), its dims counting those of an example.
+
+    A rank-0 example lends the op an axis, and no result of it has one. With many dims, None and
+    (unless ``empty_is_all`` is off) an empty list name every dim of the example.
+    """
+    arguments = op._schema.arguments
+    where = next(i for i, a in enumerate(arguments) if a.name == "dim")
+    many = "List" in str(arguments[where].type)
+    defaults = [a.default_value for a in arguments[: where + 1]]
+    by_name = arguments[where].kwarg_only
+
+    def stack_dim(dim: Any, rank: int) -> Any:
+        if not many:
+            return stacked_dim(dim, rank)
+        if not empty_is_all and dim is not None and not len(dim):
+            return []
+        return stacked_dims(dim, rank) or [1]  # the axis lent to a number
+
+    def handler(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+        values = [stacked(a, level) for a in args[:tensors]]
+        rank = values[0].dim() - 1
+        if by_name:
+            dim = stack_dim(kwargs.get("dim", defaults[where]), rank)
+            rest, kwargs = args[tensors:], {**kwargs, "dim": dim}
+        else:
+            rest = [*args[tensors:], *defaults[len(args) :]]
+            rest[where - tensors] = stack_dim(rest[where - tensors], rank)
+        if rank:
+            return wrapped(op(*values, *rest, **kwargs), 0, level)
+        out = op(*[v.unsqueeze(1) for v in values], *rest, **kwargs)
+        if isinstance(out, Tensor):
+            return wrapped(_numbers(out), 0, level)
+        return wrapped(tuple(_numbers(o) for o in out), 0, level)
+
+    return handler
+
+
+def _numbers(out: Tensor) -> Tensor:
+    """(B, 1) or (B,) -> (B,)."""
+    return out.squeeze(1) if out.dim() == 2 else out
+
+
+def whole(rule: Callable, flat: bool = True) -> Callable:
+    """A handler from ``rule((B, N), *args)``: one result over all N entries of each example.
+
+    With ``flat`` off the rule takes (B, *S), of one dim or more: to flatten it may be a copy.
+    """
+
+    def handler(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+        v = front(args[0])
+        if v.dim() == 1:
+            v = v.unsqueeze(1)
+        elif flat or v.layout is not torch.strided:
+            v = v.flatten(1)
+        if 0 in v.shape[1:]:  # what the operator makes of no entries, or how it refuses, it says
+            if level.size:
+                return loop(level, func, args, kwargs)
+            v = v.new_empty((0, 1))
+        return wrapped(rule(v, *args[1:], **kwargs), 0, level)
+
+    return handler

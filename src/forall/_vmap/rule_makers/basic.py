@@ -1,0 +1,397 @@
+"""Makers of handlers: one rule per kind of operator."""
+
+from __future__ import annotations
+
+import functools
+from functools import cmp_to_key, partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from forall._compat.op_schema import in_arguments
+from forall._compat.private_api import pop_mode, push_mode
+from forall._compat.wrapper_tensor import Wrapper
+from forall._core.levels import act
+from forall._vmap import registry
+from forall._vmap.batched_tensor import Batched, derive, wrap
+from forall._vmap.memory_layout import as_alone, is_inside, is_open
+from forall._vmap.registry import ViewCall
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+Tensor = torch.Tensor
+
+
+def is_mapped(a: Any, level: Any) -> bool:
+    """Whether ``a`` differs between the examples of ``level``."""
+    return type(a) is Batched and a.axis is not None and a.level is level
+
+
+def is_bare(a: Any, level: Any) -> bool:
+    """Whether ``a`` is mapped, and its stack has no lazy conj or neg bit."""
+    return is_mapped(a, level) and not (a.value.is_complex() or a.value.is_neg())
+
+
+def front(a: Batched) -> Tensor:
+    """(.., B, ..) -> (B, *S)."""
+    return a.value if a.axis == 0 else a.value.movedim(a.axis, 0)
+
+
+def lower(a: Any, level: Any) -> Any:
+    """What a shared argument is one level down; lists element by element."""
+    if type(a) is Batched:
+        return a.value if a.level is level else a
+    if isinstance(a, (list, tuple)):
+        return [lower(b, level) for b in a]
+    return a
+
+
+def rank_of(a: Tensor, level: Any) -> int:
+    """The rank of one example."""
+    if type(a) is Batched and a.level is level:
+        return a.value.dim() - (a.axis is not None)
+    return a.dim()
+
+
+def stacked(a: Any, level: Any) -> Tensor:
+    """(B, *S), expanded where all examples share ``a``."""
+    if is_mapped(a, level):
+        return front(a)
+    a = lower(a, level)
+    return a.unsqueeze(0).expand(level.size, *a.shape)
+
+
+def wrapped(out: Any, axis: int | None, level: Any) -> Any:
+    """Results of an operator on stacks, as examples."""
+    if isinstance(out, Tensor):
+        return wrap(out, axis, level)
+    if isinstance(out, (list, tuple)):
+        return type(out)(wrapped(o, axis, level) for o in out)
+    return out
+
+
+# --- pointwise ---------------------------------------------------------------------------------
+
+
+def alike(level: Any, func: Any, args: tuple) -> Any:
+    """The short way for the common case: mapped operands laid out alike, and numbers."""
+    x = args[0]
+    if type(x) is not Batched or x.level is not level or x.axis is None:
+        return None
+    v, axis = x.value, x.axis
+    if v.is_complex() or v.is_neg():  # kernels do not see a lazy conj or neg bit here
+        return None
+    values = [v]
+    for y in args[1:]:
+        kind = type(y)
+        if kind is Batched:
+            w = y.value
+            if y.level is not level or y.axis != axis or w.dim() != v.dim() or w.dtype != v.dtype:
+                return None
+            if w.is_neg() or (w.dim() == 1 and w.device != v.device):
+                return None
+            values.append(w)
+        elif kind is float or kind is int or not isinstance(y, (Tensor, list, tuple)):
+            values.append(y)
+        else:
+            return None
+    out = func._op(*values)
+    if axis and is_open(out, values):
+        return as_alone(level, func, args, {}, wrapped(out, axis, level))
+    return wrap(out, axis, level) if isinstance(out, Tensor) else wrapped(out, axis, level)
+
+
+def pointwise(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    """f(x, y, ..) entry by entry: broadcasting aligns examples, not stacks."""
+    axis = rank = dtype = device = None
+    values = []
+    for a in args:
+        if type(a) is Batched and a.level is level:
+            value = a.value
+            if a.axis is not None:
+                r = value.dim() - 1
+                if axis is None:
+                    axis, rank, dtype, device = a.axis, r, value.dtype, value.device
+                elif axis != a.axis or rank != r:
+                    break
+            values.append(value)
+        else:
+            values.append(a)
+    else:
+        if not kwargs or not any(isinstance(a, Tensor) for a in kwargs.values()):
+            for v in values:
+                if isinstance(v, Tensor):
+                    if rank == 0 and (v.dtype != dtype or v.device != device):
+                        break
+                elif isinstance(v, (list, tuple)) and v and isinstance(v[0], Tensor):
+                    break
+            else:
+                if _aligned(args, values, axis, rank, level):
+                    out = func(*values, **kwargs) if kwargs else func(*values)
+                    if axis and is_open(out, values):
+                        return as_alone(level, func, args, kwargs, wrapped(out, axis, level))
+                    return (
+                        wrap(out, axis, level) if type(out) is Tensor else wrapped(out, axis, level)
+                    )
+    return _pointwise_with_care(level, func, args, kwargs)
+
+
+def _aligned(args: tuple, values: list, axis: int, rank: int, level: Any) -> bool:
+    """Whether every shared operand broadcasts within the dims right of the examples' axis."""
+    for a, v in zip(args, values, strict=True):
+        if isinstance(v, Tensor) and not is_mapped(a, level) and v.dim() > rank - axis:
+            return False
+    return True
+
+
+def _pointwise_with_care(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
+    rank = max(rank_of(a, level) for a in tensors)
+    # The condition of where takes no part in promotion.
+    condition = args[0] if func is _WHERE else None
+    common = common_dtype([t for t in tensors if t is not condition], level)
+    # A number of the CPU's goes with tensors of a device, but a stack of numbers does not.
+    device = next((t.device for t in tensors if t.device != _CPU), _CPU)
+
+    def align(a: Any) -> Any:
+        if not isinstance(a, Tensor):
+            return a
+        if is_mapped(a, level):
+            v = front(a)
+            r = v.dim() - 1
+            if r == 0 and device is not _CPU and v.device == _CPU:
+                v = v.to(device)
+            if r < rank:
+                v = v.reshape(v.shape[0], *(1,) * (rank - r), *v.shape[1:])
+        else:
+            v = lower(a, level)
+        if common is None or v.dtype in (common, torch.bool) or a is condition:
+            return v
+        return v.to(common)
+
+    values = [*map(align, args)]
+    out = func(*values, **{k: align(a) for k, a in kwargs.items()})
+    inside = [a for a in tensors if is_mapped(a, level) and is_inside(a.value, a.axis)]
+    if inside and is_open(out, values):
+        return as_alone(level, func, args, kwargs, wrapped(out, 0, level))
+    return wrapped(out, 0, level)
+
+
+_WHERE = torch.ops.aten.where.self
+_CPU = torch.device("cpu")
+
+
+def common_dtype(tensors: list[Tensor], level: Any) -> torch.dtype | None:
+    """The dtype the examples promote to, where the stacks' ranks would promote otherwise.
+
+    A rank-0 example does not promote a rank-1 tensor, though its stack has rank 1.
+    """
+    if not any(is_mapped(t, level) and rank_of(t, level) == 0 for t in tensors):
+        return None
+    ranked = {t.dtype for t in tensors if rank_of(t, level)}
+    numbers = {t.dtype for t in tensors if not rank_of(t, level)}
+    if len(ranked | numbers) < 2:
+        return None
+    best = [functools.reduce(torch.promote_types, dtypes) for dtypes in (ranked, numbers) if dtypes]
+    return _promoted(best[0], best[-1])
+
+
+@functools.cache
+def _promoted(ranked: torch.dtype, number: torch.dtype) -> torch.dtype:
+    """What a tensor of one dtype and a number of another make."""
+    return torch.result_type(
+        torch.empty(1, dtype=ranked, device="meta"), torch.empty((), dtype=number, device="meta")
+    )
+
+
+# --- views -------------------------------------------------------------------------------------
+
+
+def view(rule: Callable) -> Callable:
+    """A handler from ``rule(value, axis, *args) -> (value, axis)``, results in x's family."""
+
+    def handler(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+        x = args[0]
+        value, axis = rule(x.value, x.axis, *args[1:], **kwargs)
+        if isinstance(value, Tensor):
+            return derive(x, value, axis, ViewCall(rule, func, args[1:], kwargs, None))
+        return [
+            derive(x, v, axis, ViewCall(rule, func, args[1:], kwargs, i))
+            for i, v in enumerate(value)
+        ]
+
+    VIEWERS.add(handler)
+    return handler
+
+
+VIEWERS: set[Callable] = set()  # the handlers of views
+
+
+def views_of(base: Batched, func: Any, rest: tuple, kwargs: dict, out: Any) -> Any:
+    """Views of a shared tensor, each with the call that re-derives it should the base change."""
+    if isinstance(out, Tensor):
+        return derive(base, out, None, registry.view_call(func, rest, kwargs, None, base))
+    return type(out)(
+        derive(base, o, None, registry.view_call(func, rest, kwargs, i, base))
+        for i, o in enumerate(out)
+    )
+
+
+# --- written by hand ---------------------------------------------------------------------------
+
+
+def by_front(rule: Callable) -> Callable:
+    """A handler from ``rule(size, *args)``: mapped tensors come as a `Stack`, shared ones plain.
+
+    Without examples a rule gets one blank example, so that no operator has to bear B = 0.
+    """
+
+    def handler(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+        size = level.size or 1
+        given = [_taken(a, level) for a in args]
+        if kwargs:
+            out = rule(size, *given, **{k: _taken(a, level) for k, a in kwargs.items()})
+        else:
+            out = rule(size, *given)
+        if type(out) is Tensor and level.size:
+            return wrap(out, 0, level)
+        return wrapped(out if level.size else without_examples(out), 0, level)
+
+    return handler
+
+
+def _taken(a: Any, level: Any) -> Any:
+    if type(a) is Batched and a.level is level:
+        if a.axis is None:
+            return a.value
+        return Stack(front(a) if level.size else blank(a))
+    if isinstance(a, (list, tuple)):
+        return [_taken(b, level) for b in a]
+    return a
+
+
+def blank(a: Batched) -> Tensor:
+    """(1, *S): the one example that stands in where there is none."""
+    return a.value.new_zeros((1, *a.shape))
+
+
+def without_examples(out: Any) -> Any:
+    """(1, *S) -> (0, *S), for results of any structure."""
+    if isinstance(out, Tensor):
+        return out[:0]
+    return type(out)(map(without_examples, out)) if isinstance(out, (list, tuple)) else out
+
+
+class Stack:
+    """A mapped argument as a rule gets it: ``v`` is (B, *S)."""
+
+    __slots__ = ("v",)
+
+    def __init__(self, v: Tensor) -> None:
+        self.v = v
+
+
+# --- reaching the level from inside a handler ---------------------------------------------------
+
+
+class level_on:
+    """Let operators inside a handler reach this level once more, above its own values.
+
+    What they make anew is then of this level, and of the levels that the values ``args`` belong to
+    further out. Those that have ended are on no stack, so they are put there too. A part of a
+    level's examples acts, whoever runs now: what is made anew is for those of the values.
+    """
+
+    __slots__ = ("levels", "were")
+
+    def __init__(self, level: Any, args: tuple = ()) -> None:
+        self.levels = [*_ended(args), level]
+
+    def __enter__(self) -> None:
+        self.were = []
+        for level in self.levels:
+            root = level.root
+            push_mode(root)
+            self.were.append(root.acting)
+            act(root, level)
+
+    def __exit__(self, *_: object) -> None:
+        for level, was in zip(self.levels, self.were, strict=True):
+            pop_mode(None)
+            act(level.root, was)
+
+
+def _ended(args: tuple) -> list:
+    """The levels below the first one of ``args`` that run no more, the outermost first."""
+    found: set = set()
+    for a in args:
+        for b in a if isinstance(a, (list, tuple)) else (a,):
+            value = b.value if isinstance(b, Wrapper) else None
+            while isinstance(value, Wrapper):
+                if not value.level.active:
+                    found.add(value.level)
+                value = value.value
+    return sorted(found, key=cmp_to_key(lambda a, b: -1 if a.is_outside(b) else 1))
+
+
+# --- the last resort ---------------------------------------------------------------------------
+
+
+def loop(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    """One example after another, then stacked: right by construction."""
+    out = restacked(each(level, func, args, kwargs))
+    return wrapped(out if level.size else without_examples(out), 0, level)
+
+
+def each(level: Any, func: Any, args: tuple, kwargs: dict) -> list:
+    """What an operator gives for one example after another; for a stand-in if there are none."""
+    writes = getattr(getattr(func, "_schema", None), "is_mutable", False)  # into rows of a stack
+
+    def pick(a: Any, i: int) -> Any:
+        if is_mapped(a, level):
+            if not level.size:
+                return blank(a)[0]
+            example = a.value.select(a.axis, i)
+            return example if writes else _as_allocated(example)
+        if type(a) is Batched and a.level is level:
+            return a.value
+        return a
+
+    def one(i: int) -> Any:
+        given, named = in_arguments(partial(pick, i=i), args, kwargs)
+        return func(*given, **named)
+
+    return [*map(one, range(level.size or 1))]
+
+
+def _as_allocated(example: Tensor) -> Tensor:
+    """Return a buffer of bytes at an address that memory of its own could have.
+
+    Kernels rely on it: cuDNN's backward pass of an RNN gives other numbers, and no error, for what
+    its forward pass has put aside when that lies at a multiple of 64 bytes and not of 256.
+    """
+    if example.dtype is not torch.uint8 or type(example) is not Tensor or example.is_cpu:
+        return example
+    return example.clone() if example.data_ptr() % _ALLOCATED else example
+
+
+_ALLOCATED = 256  # bytes, of which addresses of allocated memory are multiples on accelerators
+
+
+def restacked(outs: list) -> Any:
+    """The results of all examples as stacks."""
+    head = outs[0]
+    if isinstance(head, Tensor):
+        if head.layout not in _STACKABLE:
+            raise NotImplementedError(
+                f"vmap: each example has a tensor of layout {head.layout}, which cannot be "
+                "stacked.\nMake it dense (.to_dense()) or of coordinates (.to_sparse_coo())."
+            )
+        return torch.stack(outs)
+    if isinstance(head, (list, tuple)):
+        return type(head)(restacked(list(c)) for c in zip(*outs, strict=True))
+    return head
+
+
+_STACKABLE = (torch.strided, torch.sparse_coo)

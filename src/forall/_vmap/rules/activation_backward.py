@@ -1,0 +1,59 @@
+"""Backward operators of activations: ``g * f'(x)``, entry by entry.
+
+In the rows of a Jacobian, and in its columns, only ``g`` differs. What is to be known of ``x``, an
+exponential or two for each entry, is computed once for all of them then, as what the operator gives
+for ones; the rest is a product.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from forall._vmap.registry import register
+from forall._vmap.rule_makers.basic import (
+    is_mapped,
+    lower,
+    pointwise,
+    stacked,
+    wrapped,
+)
+
+aten = torch.ops.aten
+_WIDE = (torch.float32, torch.float64)  # a slope of fewer digits would be rounded before its time
+
+
+def _sloped(point: int):
+    """A handler of an operator of g, and of x in the place ``point``."""
+
+    def handler(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+        g, *rest = args
+        x = args[point]
+        alike = g.shape == x.shape and g.dtype == x.dtype
+        if not alike or g.dtype not in _WIDE or any(is_mapped(a, level) for a in rest):
+            return _on_stacks(level, func, args, kwargs)
+        slope = func(torch.ones_like(lower(x, level)), *lower(rest, level), **kwargs)
+        return pointwise(level, aten.mul.Tensor, (g, slope), {})
+
+    return handler
+
+
+def _on_stacks(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    """On a stack of each: not all of these kernels broadcast (gelu's, log_sigmoid's)."""
+    tensors = [a for a in args if isinstance(a, torch.Tensor)]
+    if all(is_mapped(a, level) for a in tensors):
+        return pointwise(level, func, args, kwargs)
+    args = tuple(stacked(a, level) if isinstance(a, torch.Tensor) else a for a in args)
+    return wrapped(func(*args, **kwargs), 0, level)
+
+
+_POINTS = {
+    aten.gelu_backward.default: 1,
+    aten.silu_backward.default: 1,
+    aten.mish_backward.default: 1,
+    aten.softplus_backward.default: 1,
+    aten.elu_backward.default: 5,
+    aten.log_sigmoid_backward.default: 1,
+}
+register({op: _sloped(point) for op, point in _POINTS.items()})

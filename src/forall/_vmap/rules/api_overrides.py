@@ -1,0 +1,387 @@
+"""Calls that read a Python number out of a tensor before any operator is reached.
+
+``x[i]``, ``torch.full(size, v)``, ``torch.tensor([v])`` with an i or a v of each example: no number
+is needed to say what they mean, so they are put in other words.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from forall._compat.bitset import count_of
+from forall._compat.devices import new_device
+from forall._compat.dispatch_state import no_dispatch
+from forall._compat.wrapper_tensor import Wrapper
+from forall._core.errors import data_dependent, shared_write
+from forall._core.levels import lift, moves, top
+from forall._vmap.batched_tensor import (
+    Batched,
+    derive,
+    is_mapped_at_any,
+    refit,
+    same,
+)
+from forall._vmap.concretize import plain_numbers, told
+from forall._vmap.failing_example import check_fits, first_error
+from forall._vmap.mutation.mutation_log import note_read, summed_grad
+from forall._vmap.mutation.pending_updates import by_all, is_shared_older
+from forall._vmap.mutation.rollback import grad_of
+from forall._vmap.mutation.view_copies import stand
+from forall._vmap.registry import CALLS, IN_PLACE
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+aten = torch.ops.aten
+Tensor = torch.Tensor
+_EVERYTHING = slice(None)
+_BASIC = (int, slice, type(None))
+
+
+def differs(a: Any) -> bool:
+    """Whether ``a`` is one number for each example, of whatever level."""
+    return isinstance(a, Wrapper) and not a.dim() and is_mapped_at_any(a)
+
+
+def _is_place(p: Any) -> bool:
+    return differs(p) and p.dtype not in (torch.bool, torch.uint8)
+
+
+# --- x[i] --------------------------------------------------------------------------------------
+
+
+def count_consumed_dims(p: Any) -> int:
+    """Return how many dims of x an entry of an index takes."""
+    if p is None or p is Ellipsis or isinstance(p, bool):
+        return 0
+    if isinstance(p, Tensor) and p.dtype in (torch.bool, torch.uint8):
+        return p.dim()
+    return 1
+
+
+def spell_out(x: Tensor, index: Any) -> list:
+    """Return an index as a list, with slices in the place of ``...``."""
+    parts = list(index) if isinstance(index, tuple) else [index]
+    missing = x.dim() - sum(map(count_consumed_dims, parts))
+    for n, p in enumerate(parts):
+        if p is Ellipsis:
+            parts[n : n + 1] = [_EVERYTHING] * missing
+            break
+    return parts
+
+
+def _places(parts: list) -> list:
+    """x's dims, with the number that picks from them or None."""
+    places: list = []
+    for p in parts:
+        places.extend([p.long()] if _is_place(p) else [None] * count_consumed_dims(p))
+    while places and places[-1] is None:
+        places.pop()
+    return places
+
+
+def _getitem(x: Tensor, index: Any) -> Any:
+    if not any(map(_is_place, index if isinstance(index, tuple) else (index,))):
+        return NotImplemented
+    parts = spell_out(x, index)
+    places = _places(parts)
+    picked = aten.index.Tensor(x, places)
+    rest = tuple(p for p in parts if not _is_place(p))
+    picked = stand(picked, x, places)
+    return picked[rest] if rest else picked
+
+
+def _setitem(x: Tensor, index: Any, value: Any) -> Any:
+    parts = spell_out(x, index)
+    if all(_is_place(p) or type(p) in _BASIC for p in parts):
+        target = x[tuple(_EVERYTHING if _is_place(p) else p for p in parts)]
+        slots = [p.long() if _is_place(p) else None for p in parts if type(p) is not int]
+        kept = [n for n, slot in itertools.zip_longest(target.shape, slots) if slot is None]
+        aten.index_put_.default(target, slots, fit_value(value, target, len(kept)))
+        return x
+    places = _places(parts)
+    row = aten.index.Tensor(x, places)
+    row[tuple(p for p in parts if not _is_place(p))] = value
+    aten.index_put_.default(x, places, row)
+    return x
+
+
+def fit_value(value: Any, target: Tensor, rank: int) -> Tensor:
+    """Return a value as ``target[..] = value`` takes it: in its dtype, without leading 1s."""
+    if not isinstance(value, Tensor):
+        return torch.full((), value, dtype=target.dtype, device=target.device)
+    while value.dim() > rank and value.shape[0] == 1:
+        value = value[0]
+    if type(value) is Batched and value.family is not None:
+        value = value.clone()  # it may be part of the target, which index_put_ does not allow
+    return value.to(dtype=target.dtype, device=target.device)
+
+
+# --- numbers as values -------------------------------------------------------------------------
+
+
+def _dtype_of_number(v: Tensor) -> torch.dtype:
+    """What a Python number read from v would make."""
+    if v.dtype.is_floating_point:
+        return torch.get_default_dtype()
+    if v.dtype.is_complex:
+        return torch.complex128 if torch.get_default_dtype() == torch.float64 else torch.complex64
+    return torch.bool if v.dtype == torch.bool else torch.int64
+
+
+def _filled(like: Tensor, value: Tensor) -> Tensor:
+    """``like`` with one number everywhere; a number carries no derivative."""
+    requires_grad = like.requires_grad
+    check_fits(value, like.dtype)
+    out = like.detach().copy_(value.detach())
+    return out.requires_grad_() if requires_grad else out
+
+
+def _full(size: Any, fill_value: Any, *, dtype: Any = None, **options: Any) -> Any:
+    if not differs(fill_value):
+        return NotImplemented
+    dtype = dtype or _dtype_of_number(fill_value)
+    options.pop("out", None)
+    options["device"] = new_device(options.get("device"))
+    return _filled(torch.empty(size, dtype=dtype, **options), fill_value)
+
+
+def _full_like(x: Tensor, fill_value: Any, **options: Any) -> Any:
+    if not differs(fill_value):
+        return NotImplemented
+    return _filled(torch.empty_like(x, **options), fill_value)
+
+
+def _new_full(x: Tensor, size: Any, fill_value: Any, **options: Any) -> Any:
+    if not differs(fill_value):
+        return NotImplemented
+    return _filled(x.new_empty(size, **options), fill_value)
+
+
+def _any_ours(data: Any) -> bool:
+    if isinstance(data, (list, tuple)):
+        return any(map(_any_ours, data))
+    return isinstance(data, Wrapper)
+
+
+def _joined(data: Any, dtype: torch.dtype | None, device: Any) -> Tensor:
+    """Nested lists of numbers, numbers of each example among them."""
+    if isinstance(data, (list, tuple)):
+        parts = [_joined(d, dtype, device) for d in data]
+        common = parts[0].dtype
+        for p in parts[1:]:
+            common = torch.promote_types(common, p.dtype)
+        return torch.stack([p.to(common) for p in parts])
+    if isinstance(data, Tensor):
+        return data.detach().to(dtype=dtype, device=device)
+    return torch.tensor(data, dtype=dtype, device=device)
+
+
+def _tensor(
+    data: Any, *, dtype: Any = None, device: Any = None, requires_grad: bool = False, **_: Any
+) -> Any:
+    if not isinstance(data, (list, tuple)) or not _any_ours(data):
+        return NotImplemented
+    out = _joined(data, dtype, new_device(device))
+    return out.requires_grad_() if requires_grad else out
+
+
+def _new_tensor(x: Tensor, data: Any, **options: Any) -> Any:
+    return _tensor(data, **{"dtype": x.dtype, "device": x.device, **options})
+
+
+def _as_tensor(data: Any, dtype: Any = None, device: Any = None) -> Any:
+    return _tensor(data, dtype=dtype, device=device)
+
+
+def _narrow(x: Tensor, dim: int, start: Any, length: int) -> Any:
+    if not differs(start):
+        return NotImplemented
+    begin = torch.where(start < 0, start + x.shape[dim], start).long()
+    try:
+        return gather_range(x, dim % x.dim(), begin, length)
+    except (IndexError, RuntimeError) as error:  # of `index_select`, which the user has not called
+        raise first_error("narrow", torch.narrow, (x, dim, start, length), {}) or error from None
+
+
+def gather_range(x: Tensor, dim: int, begin: Tensor, length: int) -> Tensor:
+    """Return ``x.narrow(dim, begin, length)`` with a begin of each example (`standing`)."""
+    places = begin + torch.arange(length, device=begin.device)
+    return stand(x.index_select(dim, places), x, [*[None] * dim, places])
+
+
+def _tensor_split(x: Tensor, cuts: Any, dim: int = 0) -> Any:
+    if not isinstance(cuts, Tensor):
+        return NotImplemented
+    cure = "Give the places as a list."
+    places = told(cuts, lambda: data_dependent("tensor_split at places in a tensor", cure))
+    with no_dispatch():
+        where = places.tolist()
+    return torch.tensor_split(x, where, dim)
+
+
+# --- a test ------------------------------------------------------------------------------------
+
+
+def _truth(x: Tensor) -> Any:
+    """Which number x has is not asked, only whether it is one but 0."""
+    numbers = plain_numbers(x)
+    if numbers is not None:
+        with no_dispatch():
+            count = count_of(numbers if numbers.dtype is torch.bool else numbers != 0)
+        if count in (0, x.level.size):
+            return count > 0
+    if (
+        not isinstance(x, Wrapper)
+        or x.numel() != 1
+        or x.dtype is torch.bool
+        or not is_mapped_at_any(x)
+    ):
+        return NotImplemented
+    return bool(x.detach() != 0)
+
+
+# --- the tensor's own memory -------------------------------------------------------------------
+
+
+def _memory(name: str) -> Any:
+    """An ordinary tensor's memory must not be asked for through the level: it would answer."""
+
+    def call(x: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(x, Wrapper):
+            return getattr(x, name)(*args, **kwargs)
+        note_read(f"x.{name}()", x)
+        with no_dispatch():
+            return getattr(x, name)(*args, **kwargs)
+
+    return call
+
+
+def _as_alone(x: Any, *args: Any, **kwargs: Any) -> Any:
+    """Before a call that is a view or a copy depending on strides: they must be those of one."""
+    if isinstance(x, Wrapper):
+        x.alone()
+    return NotImplemented
+
+
+def _levels() -> Iterator[Any]:
+    level: Any = top()
+    while level is not None:
+        if hasattr(level, "ledger"):
+            yield level
+        level = level.parent
+
+
+def _grad(x: Tensor) -> Any:
+    for level in _levels():
+        if id(x) in level.ledger.leaves:
+            raise summed_grad(x)
+        if is_shared_older(x, level):
+            by_all(level, "x.grad", x)
+            level.ledger.read.add(grad_of(x))
+    return NotImplemented
+
+
+def _set_grad(x: Tensor, _new: Any) -> Any:
+    for level in _levels():
+        if is_shared_older(x, level):
+            by_all(level, "x.grad = ..", x)
+            level.ledger.sets_grad(x)
+    return NotImplemented
+
+
+def _set_data(x: Tensor, new: Tensor) -> Any:
+    """x.data = new: another name for new's memory, without its history."""
+    if type(x) is not Batched:
+        if type(new) is Batched:
+            raise shared_write("x.data = ..", x, [new])
+        return NotImplemented
+    if moves(x.value):
+        raise NotImplementedError(
+            "vmap: x.data = .. inside forward mode: x would lose its tangent, which it keeps.\n"
+            "Use x.copy_(..) under torch.no_grad(), or x = x + (new - x).detach()."
+        )
+    new = lift(new, x.level)
+    requires_grad, twin = x.requires_grad, derive(new, new.value, new.axis, same)
+    refit(x, new.value, new.axis)
+    x.family, x.chain, x.older = twin.family, twin.chain, twin.older
+    x.family.add(x)
+    return x.requires_grad_(requires_grad) if x.is_leaf else None
+
+
+def _set(x: Tensor, index: Any, value: Any) -> Any:
+    if type(index) is Batched and index.dtype is torch.bool and index.dim():
+        return _masked_set(x, index, value)
+    if not any(map(_is_place, index if isinstance(index, tuple) else (index,))):
+        return NotImplemented
+    return _setitem(x, index, value)
+
+
+def _masked_set(x: Tensor, mask: Tensor, value: Any) -> Any:
+    """x[mask] = value, the same for every entry: its derivative would ask how many there are."""
+    rest = x.dim() - mask.dim()
+    if rest < 0 or (isinstance(value, Tensor) and (value.dim() > rest or value.dtype != x.dtype)):
+        return NotImplemented
+    mask = mask.reshape(*mask.shape, *(1,) * rest)
+    if isinstance(value, Tensor):
+        return x.copy_(torch.where(mask, value, x))
+    return x.masked_fill_(mask, value)
+
+
+def _put(x: Tensor, indices: Any, values: Any, accumulate: bool = False) -> Any:
+    """x.index_put_((mask,), values), which is x[mask] = values."""
+    if accumulate or len(indices) != 1 or type(indices[0]) is not Batched:
+        return NotImplemented
+    (mask,) = indices
+    return (
+        _masked_set(x, mask, values) if mask.dtype is torch.bool and mask.dim() else NotImplemented
+    )
+
+
+def _writes_in_place(name: str) -> bool:
+    if name.startswith("__"):
+        return name.startswith("__i") and f"__{name[3:]}" in _NAMES
+    return name.endswith("_") and not name.startswith("_")
+
+
+_NAMES = dir(Tensor)
+IN_PLACE.update(getattr(Tensor, name) for name in _NAMES if _writes_in_place(name))
+IN_PLACE.add(Tensor.__setitem__)
+CALLS.update(
+    {
+        Tensor.__getitem__: _getitem,
+        Tensor.__setitem__: _set,
+        Tensor.index_put_: _put,
+        torch.index_put_: _put,
+        Tensor.__bool__: _truth,
+        torch.is_nonzero: _truth,
+        Tensor.is_nonzero: _truth,
+        torch.full: _full,
+        torch.full_like: _full_like,
+        Tensor.new_full: _new_full,
+        torch.tensor: _tensor,
+        Tensor.new_tensor: _new_tensor,
+        torch.as_tensor: _as_tensor,
+        torch.narrow: _narrow,
+        Tensor.narrow: _narrow,
+        torch.tensor_split: _tensor_split,
+        Tensor.tensor_split: _tensor_split,
+        Tensor.data.__set__: _set_data,
+        Tensor.grad.__get__: _grad,
+        Tensor.grad.__set__: _set_grad,
+        **{
+            getattr(home, n): _as_alone
+            for n in ("reshape", "flatten", "ravel", "as_strided", "as_strided_")
+            for home in (torch, Tensor)
+        },
+        **{
+            getattr(Tensor, n): _as_alone
+            for n in ("view", "view_as", "reshape_as", "unflatten", "contiguous")
+        },
+        **{getattr(Tensor, n): _as_alone for n in ("stride", "is_contiguous", "dim_order")},
+        **{getattr(Tensor, n): _memory(n) for n in ("numpy", "tolist", "__array__", "__dlpack__")},
+    }
+)

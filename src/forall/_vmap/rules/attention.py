@@ -1,0 +1,115 @@
+"""Fused attention: (N, H, L, E), the examples join N."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from forall._vmap.registry import register
+from forall._vmap.rule_makers.basic import (
+    Stack,
+    by_front,
+    front,
+    is_mapped,
+    lower,
+)
+
+aten = torch.ops.aten
+Tensor = torch.Tensor
+
+
+def joined(a: Any, size: int) -> Any:
+    """(B, N, *) -> (B*N, *). Seeds and counters, rank 0 or 1, are the same for all examples."""
+    if isinstance(a, Stack):
+        return a.v.flatten(0, 1) if a.v.dim() > 2 else a.v[0]
+    if isinstance(a, Tensor) and a.dim() > 1:
+        return a.expand(size, *a.shape).flatten(0, 1)
+    return a
+
+
+def mask_joined(a: Stack | Tensor | None, size: int, n: int) -> Tensor | None:
+    """A mask of rank 2 or 4 that broadcasts to (N, H, L, S), for the N of the stack."""
+    if a is None or (isinstance(a, Tensor) and (a.dim() == 2 or a.shape[0] == 1)):
+        return a
+    v = a.v if isinstance(a, Stack) else a.expand(size, *a.shape)
+    if v.dim() == 3:
+        v = v.unsqueeze(1).unsqueeze(1)
+    return v.expand(size, n, *v.shape[2:]).flatten(0, 1)
+
+
+def with_aligned_rows(mask: Tensor | None) -> Tensor | None:
+    """Return a mask whose rows begin where the memory efficient kernel reads them.
+
+    Torch pads rows before it calls the kernel. A copy of all examples lies close again.
+    """
+    if mask is None or mask.stride(-2) % ROW == 0:
+        return mask
+    n = mask.shape[-1]
+    return torch.nn.functional.pad(mask, (0, -n % ROW))[..., :n]
+
+
+ROW = 16  # entries, of which a row takes a multiple
+EFFICIENT = {
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_efficient_attention_backward.default,
+}
+
+
+def parted(out: Any, size: int) -> Any:
+    """(B*N, *) -> (B, N, *)."""
+    if not isinstance(out, Tensor):
+        return out
+    return out.unflatten(0, (size, -1)) if out.dim() > 1 else out.expand(size, *out.shape)
+
+
+def over_batch(func: Any, mask: int = -1):
+    """``mask``: the place of the mask, where it is no keyword, else -1."""
+
+    def rule(size, *args, **kwargs):
+        q = args[0]
+        n = q.v.shape[1] if isinstance(q, Stack) else q.shape[0]
+        if "attn_mask" in kwargs:
+            kwargs["attn_mask"] = mask_joined(kwargs["attn_mask"], size, n)
+        args = [
+            mask_joined(a, size, n) if i == mask else joined(a, size) for i, a in enumerate(args)
+        ]
+        if func in EFFICIENT:
+            args[mask] = with_aligned_rows(args[mask])
+        return tuple(parted(o, size) for o in func(*args, **kwargs))
+
+    return by_front(rule)
+
+
+register(
+    {
+        op: over_batch(op, mask)
+        for op, mask in (
+            (aten._scaled_dot_product_flash_attention_for_cpu.default, -1),
+            (aten._scaled_dot_product_flash_attention_for_cpu_backward.default, -1),
+            (aten._scaled_dot_product_flash_attention.default, -1),
+            (aten._scaled_dot_product_flash_attention_backward.default, -1),
+            (aten._scaled_dot_product_efficient_attention.default, 3),
+            (aten._scaled_dot_product_efficient_attention_backward.default, 4),
+            (aten._scaled_dot_product_cudnn_attention.default, 3),
+            (aten._scaled_dot_product_cudnn_attention_backward.default, 8),
+        )
+    }
+)
+
+
+def _choice(level, func, args, kwargs):
+    """The kernel torch would choose for the stack; the plain one, 0, where the stack has no N.
+
+    Also with dropout: a fused kernel draws for itself, whatever randomness the level asks for.
+    """
+    q, k, v, mask, dropout, causal = (*args, *(None, 0.0, False)[len(args) - 3 :])
+    if dropout or q.dim() != 4 or not level.size:
+        return 0
+    take = [Stack(front(a)) if is_mapped(a, level) else lower(a, level) for a in (q, k, v, mask)]
+    n = q.shape[0]
+    mask = mask_joined(take.pop(), level.size, n)
+    return func(*[joined(a, level.size) for a in take], mask, dropout, causal, **kwargs)
+
+
+register({aten._fused_sdp_choice.default: _choice})

@@ -1,0 +1,94 @@
+"""Making tensors like others, joining and copying them."""
+
+from __future__ import annotations
+
+import torch
+
+from forall._compat.symbolic_zeros import plain_zeros
+from forall._core.axes import stacked_dim
+from forall._vmap.batched_tensor import wrap
+from forall._vmap.registry import SHARED, register
+from forall._vmap.rule_makers.basic import stacked
+
+aten = torch.ops.aten
+
+
+_CHANNELS_LAST = (torch.channels_last, torch.channels_last_3d)
+
+
+def _cat(level, func, args, kwargs):
+    tensors = args[0]
+    dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
+    parts = [stacked(t, level) for t in tensors]
+    rank = max(p.dim() for p in parts) - 1
+    # An empty rank-1 example fits anything: torch drops it for old times' sake.
+    parts = [p for p in parts if not (p.dim() == 2 and p.shape[1] == 0 and rank > 1)]
+    return wrap(torch.cat(parts, stacked_dim(dim, rank)), 0, level)
+
+
+def _stack(level, func, args, kwargs):
+    tensors = args[0]
+    dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
+    parts = [stacked(t, level) for t in tensors]
+    return wrap(torch.stack(parts, stacked_dim(dim, parts[0].dim())), 0, level)
+
+
+register({aten.cat.default: _cat, aten.stack.default: _stack})
+
+
+def _same_size(level, func, args, kwargs):
+    return args[0].shape == args[1].shape
+
+
+def _new_empty_strided(level, func, args, kwargs):
+    x, size, stride = args[:3]
+    room = 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True) if n)
+    out = x.value.new_empty_strided([level.size, *size], [max(room, 1), *stride], **kwargs)
+    return wrap(out, 0, level)
+
+
+def _zeros_like_tangent(level, func, args, kwargs):
+    """Zeros for a tangent, laid out as the primal is: torch views both in the same way.
+
+    The first dims of the tangent may count tangents, as torch's own vmap asks for.
+    """
+    tangent, primal = args[:2]
+    several = tangent.shape[: kwargs.get("self_num_batch_dims", 0)]
+    reach = (max(n - 1, 0) * s for n, s in zip(primal.shape, primal.stride(), strict=True))
+    offset = primal.storage_offset()
+    room = offset + 1 + sum(reach)
+    zeros = stacked(tangent, level).new_zeros([level.size, *several, room], dtype=primal.dtype)
+    steps = [zeros.stride(d) for d in range(zeros.dim() - 1)]
+    size, stride = [level.size, *several, *primal.shape], [*steps, *primal.stride()]
+    return wrap(zeros.as_strided(size, stride, offset), 0, level)
+
+
+def _new_zeros(make):
+    def handler(level, func, args, kwargs):
+        # One zero for all: a write of per-example data promotes it.
+        return wrap(make(args[0].value, *args[1:], **kwargs), None, level)
+
+    return handler
+
+
+register(
+    {
+        aten.is_same_size.default: _same_size,
+        aten._has_same_storage_numel.default: lambda *_: True,
+        aten.new_empty_strided.default: _new_empty_strided,
+        aten._new_zeros_with_same_feature_meta.default: _zeros_like_tangent,
+        **{
+            op: _new_zeros(op)
+            for op in (
+                aten.new_zeros.default,
+                aten.new_ones.default,
+                aten.new_full.default,
+                aten.new_empty.default,
+            )
+        },
+    }
+)
+
+SHARED[aten._efficientzerotensor.default] = lambda level, func, args, kwargs: plain_zeros(
+    *args, **kwargs
+)

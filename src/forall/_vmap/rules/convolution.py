@@ -1,0 +1,372 @@
+"""Convolution and its derivative: whatever is shared stays unstacked.
+
+NOTE [where the examples go]
+    Shapes of one example: x (N, g*I, *), y (N, g*O, *), w (g*O, I, *), or (g*I, O, *) transposed.
+
+    images    x differs, w is shared   the examples join N           x (B*N, g*I)   y (B*N, g*O)
+    filters   w differs, x is shared   they join each group's O      w (g*B*O, I)   y (N, g*B*O)
+    groups    both differ              each has groups of its own    x (N, B*g*I)   y (N, B*g*O)
+
+    The derivative with respect to w has the same places: per-example images and cotangents give
+    per-example weights by groups. They may also be one matrix product per example, of cotangents
+    and of what the filter meets in the images: NOTE [products or groups].
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from forall._compat.private_api import PLAIN
+from forall._vmap.convolution_tiles import by_pieces, comes_apart
+from forall._vmap.registry import register
+from forall._vmap.rule_makers.basic import Stack, by_front
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+aten = torch.ops.aten
+Tensor = torch.Tensor
+
+
+class Images:
+    """The examples join N. What differs comes as (B, *S), what is shared as it is."""
+
+    def __init__(self, size: int, groups: int, transposed: bool) -> None:
+        self.size, self.groups, self.transposed = size, groups, transposed
+
+    def x(self, v: Tensor) -> Tensor:
+        return v.flatten(0, 1)
+
+    def x_back(self, v: Tensor) -> Tensor:
+        return v.unflatten(0, (self.size, -1))
+
+    def w(self, v: Tensor) -> Tensor:
+        return v
+
+    y, y_back = x, x_back
+
+
+class Filters(Images):
+    """The examples join the output channels of each group."""
+
+    def x(self, v: Tensor) -> Tensor:
+        return v
+
+    def y(self, v: Tensor) -> Tensor:
+        v = v.unflatten(2, (self.groups, -1))  # (B, N, g, O, *)
+        return v.movedim(0, 2).flatten(1, 3)
+
+    def y_back(self, v: Tensor) -> Tensor:
+        v = v.unflatten(1, (self.groups, self.size, -1))  # (N, g, B, O, *)
+        return v.movedim(2, 0).flatten(2, 3)
+
+    def w(self, v: Tensor) -> Tensor:
+        if self.transposed:
+            return v.movedim(0, 1).flatten(1, 2)
+        return v.unflatten(1, (self.groups, -1)).movedim(0, 1).flatten(0, 2)
+
+    def w_back(self, v: Tensor) -> Tensor:
+        if self.transposed:
+            return v.unflatten(1, (self.size, -1)).movedim(1, 0)
+        return v.unflatten(0, (self.groups, self.size, -1)).movedim(1, 0).flatten(1, 2)
+
+
+class Groups(Images):
+    """Each example gets groups of its own."""
+
+    def __init__(self, size: int, groups: int, transposed: bool) -> None:
+        super().__init__(size, size * groups, transposed)
+
+    def x(self, v: Tensor) -> Tensor:
+        return v.movedim(0, 1).flatten(1, 2)
+
+    def x_back(self, v: Tensor) -> Tensor:
+        return v.unflatten(1, (self.size, -1)).movedim(1, 0)
+
+    def w(self, v: Tensor) -> Tensor:
+        return v.flatten(0, 1)
+
+    def w_back(self, v: Tensor) -> Tensor:
+        return v.unflatten(0, (self.size, -1))
+
+    y, y_back = x, x_back
+
+
+def _all(a: Stack | Tensor, size: int) -> Tensor:
+    return a.v if isinstance(a, Stack) else a.expand(size, *a.shape)
+
+
+def _value(a: Stack | Tensor) -> Tensor:
+    return a.v if isinstance(a, Stack) else a
+
+
+def _made(x: Tensor, w: Tensor, how: Sequence[Any]) -> float:
+    """About how many entries come of each of the images (N, *): edges are left out."""
+    stride, transposed, groups = how[0], how[3], how[5]
+    steps = prod(_of_rank(stride, x.dim() - 2))
+    here, there = w.shape[1] * groups, w.shape[0]
+    return prod(x.shape[1:]) * (here / there * steps if transposed else there / here / steps)
+
+
+def _shape(a: Stack | Tensor) -> Sequence[int]:
+    """Of one example."""
+    return a.v.shape[1:] if isinstance(a, Stack) else a.shape
+
+
+def convolution(size, x, w, bias, *how):
+    """``how``: stride, padding, dilation, transposed, output_padding, groups[, flags]."""
+    geometry, groups = how[:5], how[5]
+    if not (isinstance(x, Stack) or isinstance(w, Stack)):
+        y = torch.convolution(x, w, None, *geometry, groups).unsqueeze(0)
+        return y + _per_channel(bias.v, y)
+    place = (Groups if isinstance(w, Stack) else Images) if isinstance(x, Stack) else Filters
+    within = bias if place is Images and not isinstance(bias, Stack) else None
+    if isinstance(x, Stack) and _is_product(x.v, w, *how):
+        y = _product(x.v, w, within)
+    else:
+        p = place(size, groups, transposed=geometry[3])
+        x, w = p.x(_value(x)), p.w(_value(w))
+
+        def convolved(v: Tensor) -> Tensor:
+            return torch.convolution(v, w, within, *geometry, p.groups)
+
+        in_pieces = place is Images and comes_apart(x, w)
+        y = p.y_back(by_pieces(convolved, x, _made(x, w, how)) if in_pieces else convolved(x))
+    if bias is not None and _shape(bias) != y.shape[2:3]:  # here it would be broadcast
+        raise RuntimeError(f"a bias of shape {tuple(_shape(bias))} for {y.shape[2]} filters")
+    if bias is None or within is not None:
+        return y
+    return y + _per_channel(_all(bias, size), y)
+
+
+def _per_channel(bias: Tensor, y: Tensor) -> Tensor:
+    """(B, O) -> (B, 1, O, 1..) beside y: (B, N, O, *)."""
+    return bias.reshape(bias.shape[0], 1, -1, *(1,) * (y.dim() - 3))
+
+
+def _convolution_backward(size, g, x, w, _bias_sizes, *how):
+    for_x, for_w, for_bias = how[6]
+    g, how = _all(g, size), how[:6]
+    gx = gw = None
+    if for_x and _is_product(g, w, *how):
+        gx = _product(g, w, None, back=True)
+    elif for_x:
+        place = Groups if isinstance(w, Stack) else Images
+        # Kernels ask a stand-in for its shape, and copy it if its entries lie in one place.
+        gx = _pulled(place, g, g.new_empty((size, *_shape(x))), _value(w), 0, how)
+    if for_w and isinstance(x, Stack):
+        gw = fastest(g, x.v, _shape(w), *how)(g, x.v, _shape(w), *how)
+    elif for_w:
+        gw = _pulled(Filters, g, x, g.new_empty((size, *_shape(w))), 1, how)
+    return gx, gw, g.sum([1, *range(3, g.dim())]) if for_bias else None
+
+
+def _pulled(place, g, x, w, which, how):
+    """The derivative in x (0) or w (1), of which only the shape matters."""
+    p = place(len(g), how[5], transposed=how[3])
+    x, w = p.x(x), p.w(w)
+
+    def pulled(g):
+        given = (g, x if which else x[: len(g)], w, None, *how[:5], p.groups)
+        return aten.convolution_backward.default(*given, [which == 0, which == 1, False])[which]
+
+    if which:
+        return p.w_back(pulled(p.y(g)))
+    g = p.y(g)
+    in_pieces = place is Images and comes_apart(g, w)
+    return p.x_back(by_pieces(pulled, g, prod(x.shape[1:])) if in_pieces else pulled(g))
+
+
+# --- filters of one place -------------------------------------------------------------------------
+
+# NOTE [1x1]
+#     A filter of one place meets each place once, so the convolution is a product over channels.
+#     Torch's convolution first puts the images in blocks of channels, and back. On CPU the product
+#     takes 0.36 of its time in float32, in the mean over 500 shapes; its derivative in x 0.33, and
+#     with weights of each example 0.27. In float64, which has no fast convolution, it is 0.93,
+#     0.52 and 0.35.
+
+
+def _is_product(v: Tensor, w: Stack | Tensor, *how: Any) -> bool:
+    """Whether images, or cotangents, (B, N, ..) may be multiplied with their filters."""
+    if prod(_shape(w)[2:]) != 1:
+        return False
+    (stride, padding, _, transposed, _, groups), w = how[:6], _value(w)
+    if transposed or groups != 1 or any(padding) or any(s != 1 for s in stride):
+        return False
+    # A level further out has its own rule: what is expanded here it might have to copy.
+    plain = type(v) is Tensor and type(w) in PLAIN and v.is_cpu
+    return plain and v.dtype == w.dtype and v.dtype in _MEASURED and bool(v.numel() and w.numel())
+
+
+_MEASURED = (torch.float32, torch.float64)
+
+
+def _product(v: Tensor, w: Stack | Tensor, bias: Tensor | None, back: bool = False) -> Tensor:
+    """(B, N, I, *) -> (B, N, O, *), or ``back``; ``bias`` (O,) is shared."""
+    m = w.v.flatten(2).unsqueeze(1) if isinstance(w, Stack) else w.flatten(1)  # (.., O, I)
+    m = m.mT if back else m
+    m = m.expand(*v.shape[:2], *m.shape[-2:]).flatten(0, 1)
+    x = v.flatten(0, 1).flatten(2)
+    y = torch.bmm(m, x) if bias is None else torch.baddbmm(bias.unsqueeze(1), m, x)
+    return y.view(*v.shape[:2], -1, *v.shape[3:])
+
+
+# --- per-example weights --------------------------------------------------------------------------
+
+# NOTE [products or groups]
+#     A grouped convolution is fast where its kernel finds blocks of channels and the images are
+#     large. A product pays for a copy of the images, of each entry as often as the filter meets it.
+#     The copy is fast where its runs are long: a row of the result, places last, or a row of the
+#     filter with all channels, channels last. With channels last the product itself is faster too,
+#     but each weight has to be copied into the order of one of its own (`g.view(B, -1)` is how
+#     these are asked for their norms): a lot where a weight is larger than the cotangents. What
+#     costs least was measured on CPU (benchmarks/weight_gradients.py): this choice costs 21 % more
+#     than the best of the three, in the mean over 421 shapes; groups alone 61 %, places last 50 %,
+#     channels last 76 %. Float64 has no fast convolution; elsewhere than on CPU nothing was
+#     measured, and groups stay.
+_BLOCK = 8  # channels
+_LONG = 100_000  # entries of one example's copy
+
+
+def fastest(g: Tensor, x: Tensor, filters: Sequence[int], *how: Any) -> Callable[..., Tensor]:
+    """``filters`` (g*O, I, *) is the shape of one example's weight, ``how`` as in `convolution`."""
+    places, groups = (x if how[3] else g).shape[3:], how[5]
+    blocks = x.dtype is not torch.float64 and not (
+        filters[0] // groups % _BLOCK or filters[1] % _BLOCK
+    )
+    copied = x.shape[1] * prod(places) * groups * prod(filters[1:])
+    if not x.is_cpu or (blocks and copied >= _LONG):
+        return by_groups
+    # 1x1 needs no copy at all, and float16 has no fast product of matrices that lie in rows.
+    if prod(filters[2:]) == 1 or x.dtype is torch.float16:
+        return places_last
+    is_run_long = filters[-1] * filters[1] >= places[-1]
+    is_weight_small = filters[0] // groups <= x.shape[1] * prod(places)
+    return channels_last if is_run_long and is_weight_small else places_last
+
+
+def by_groups(g, x, filters, *how):
+    """(B, N, g*O, *), (B, N, g*I, *) -> (B, g*O, I, *): each example has groups of its own."""
+    return _pulled(Groups, g, x, x.new_empty((len(x), *filters)), 1, how)
+
+
+def places_last(g, x, filters, *how):
+    """The same by one product per example, of cotangents and of what the filter meets."""
+    g, x, r = _operands(g, x, 4, filters, *how)  # (B*g, O, N*places), (B, N, g, I, *, *kernel)
+    met = x.permute(0, 2, 3, *range(4 + r, 4 + 2 * r), 1, *range(4, 4 + r))
+    met = met.reshape(len(g), prod(filters[1:]), -1)
+    return torch.bmm(g, met.mT).view(len(x), *filters)
+
+
+def channels_last(g, x, filters, *how):
+    """The same; of what the filter meets in a row, all channels lie one after another."""
+    g, x, r = _operands(g, x, 3, filters, *how)  # (B*g, O, N*places), (B, N, g, *, I, *kernel)
+    met = x.permute(0, 2, 1, *range(3, 3 + r), *range(4 + r, 4 + 2 * r), 3 + r)
+    met = met.reshape(len(g), -1, prod(filters[1:]))  # (B*g, N*places, kernel*I)
+    out = torch.bmm(g, met).view(len(x), filters[0], -1, filters[1])
+    return out.mT.contiguous().view(len(x), *filters)
+
+
+def _operands(g, x, dim, filters, stride, padding, dilation, transposed, _, groups):
+    """Cotangents as rows, windows into the images, whose places begin at ``dim``, and their rank.
+
+    Where the convolution is transposed, they change places.
+    """
+    if transposed:
+        g, x = x, g
+    r = g.dim() - 3
+    if any(padding):  # to pad by nothing would be a copy
+        x = torch.constant_pad_nd(x, [p for p in reversed(_of_rank(padding, r)) for _ in range(2)])
+    x = x.unflatten(2, (groups, -1))
+    if dim == 3:
+        x = x.movedim(3, -1).contiguous()
+    met = _windows(x, dim, g.shape[3:], filters[2:], _of_rank(stride, r), _of_rank(dilation, r))
+    g = g.movedim(1, 2).reshape(len(g) * groups, filters[0] // groups, -1)
+    return g, met, r
+
+
+def _windows(x, dim, places, kernel, stride, dilation):
+    """What the filter meets: dims from ``dim`` on become places, and dims of the filter follow."""
+    for i, (n, k, s, d) in enumerate(zip(places, kernel, stride, dilation, strict=True), dim):
+        x = x.unfold(i, d * (k - 1) + 1, s)
+        if d > 1:
+            x = x[..., ::d]
+        if x.shape[i] > n:
+            x = x.narrow(i, 0, n)
+    return x
+
+
+def _of_rank(numbers: Sequence[int], rank: int) -> Sequence[int]:
+    """Torch takes one number for all dims."""
+    return numbers if len(numbers) == rank else [*numbers] * rank
+
+
+@by_front
+def _mkldnn(size, x, w, bias, padding, stride, dilation, groups):
+    return convolution(
+        size, x, w, bias, stride, padding, dilation, False, [0] * len(stride), groups
+    )
+
+
+register(
+    {
+        aten.convolution.default: by_front(convolution),
+        aten._convolution.default: by_front(convolution),
+        aten.convolution_backward.default: by_front(_convolution_backward),
+        aten.mkldnn_convolution.default: _mkldnn,
+    }
+)
+
+
+# --- kernels by name, each a convolution with some of its arguments -------------------------------
+
+
+def _named(*extra: str, depthwise: bool = False):
+    """(x, w, kernel_size, bias, stride, padding, *extra)."""
+
+    def rule(size, x, w, kernel, bias=None, stride=None, padding=None, *rest):
+        ones, zeros = [1] * len(kernel), [0] * len(kernel)
+        more = dict(zip(extra, rest, strict=False))
+        dilation, output_padding = more.get("dilation", ones), more.get("output_padding", zeros)
+        groups = (x.v.shape[2] if isinstance(x, Stack) else x.shape[1]) if depthwise else 1
+        how = (stride or ones, padding or zeros, dilation, "output_padding" in extra)
+        return convolution(size, x, w, bias, *how, output_padding, groups)
+
+    return by_front(rule)
+
+
+@by_front
+def _slow_backward(size, g, x, w, _kernel, stride, padding, mask):
+    how = (stride, padding, [1, 1], False, [0, 0], 1, mask)
+    return _convolution_backward(size, g, x, w, None, *how)
+
+
+register(
+    {
+        aten._slow_conv2d_backward.output_mask: _slow_backward,
+        aten._slow_conv2d_forward.default: _named(),
+        aten.slow_conv3d_forward.default: _named(),
+        aten.slow_conv_dilated2d.default: _named("dilation"),
+        aten.slow_conv_dilated3d.default: _named("dilation"),
+        aten._conv_depthwise2d.default: _named("dilation", depthwise=True),
+        aten.conv_depthwise3d.default: _named("dilation", depthwise=True),
+        aten.slow_conv_transpose2d.default: _named("output_padding", "dilation"),
+        aten.slow_conv_transpose3d.default: _named("output_padding", "dilation"),
+    }
+)
+
+
+@by_front
+def _conv_tbc(size, x, w, bias, pad=0):
+    """(T, N, C) with filters (K, C, O) -> (T', N, O)."""
+    x = Stack(x.v.permute(0, 2, 3, 1)) if isinstance(x, Stack) else x.permute(1, 2, 0)
+    w = Stack(w.v.permute(0, 3, 2, 1)) if isinstance(w, Stack) else w.permute(2, 1, 0)
+    y = convolution(size, x, w, bias, [1], [pad], [1], False, [0], 1)
+    return y.permute(0, 3, 1, 2)
+
+
+register({aten.conv_tbc.default: _conv_tbc})

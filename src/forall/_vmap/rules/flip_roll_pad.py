@@ -1,0 +1,175 @@
+"""Moving entries about: (B, *S) -> (B, *R) by the same kernel, its dims one further on."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from forall._core.axes import stacked_dim, stacked_dims
+from forall._vmap.batched_tensor import wrap
+from forall._vmap.memory_layout import asks_first, expanded_inside
+from forall._vmap.registry import register
+from forall._vmap.rule_makers.basic import front, stacked
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+aten = torch.ops.aten
+
+
+def on_front(rule: Callable) -> Callable:
+    """A handler from ``rule((B, *S), *args)`` for an operator on one tensor."""
+
+    def handler(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+        return wrap(rule(front(args[0]), *args[1:], **kwargs), 0, level)
+
+    return handler
+
+
+def _flip(v, dims):
+    return v.flip(stacked_dims(dims, v.dim() - 1)) if dims and v.dim() > 1 else v.clone()
+
+
+def _roll(v, shifts, dims=()):
+    if v.dim() == 1:
+        return v.clone()
+    if not dims:
+        return v.flatten(1).roll(shifts, 1).reshape(v.shape)
+    return v.roll(shifts, stacked_dims(dims, v.dim() - 1))
+
+
+def _rot90(v, k=1, dims=(0, 1)):
+    if len(dims) != 2 or v.dim() < 3:
+        return aten.rot90.default(v[0], k, dims)  # says what is wrong
+    return aten.rot90.default(v, k, stacked_dims(dims, v.dim() - 1))
+
+
+def _triangle(op):
+    def rule(v, diagonal=0):
+        if v.dim() < 3:
+            raise RuntimeError(f"{op}: input tensor must have at least 2 dimensions")
+        return op(v, diagonal)
+
+    return rule
+
+
+def _diag_embed(v, offset=0, dim1=-2, dim2=-1):
+    return aten.diag_embed.default(
+        v, offset, stacked_dim(dim1, v.dim()), stacked_dim(dim2, v.dim())
+    )
+
+
+def _repeat(v, repeats):
+    new = len(repeats) - (v.dim() - 1)
+    if new < 0:
+        raise RuntimeError(
+            "Number of dimensions of repeat dims can not be smaller than number of dimensions of "
+            "tensor"
+        )
+    return v.reshape(v.shape[0], *(1,) * new, *v.shape[1:]).repeat(1, *repeats)
+
+
+def _pad(v, pad, value=0):
+    if len(pad) > 2 * (v.dim() - 1):
+        raise RuntimeError(
+            f"Length of pad should be no more than twice the number of dimensions of the input. "
+            f"Pad length is {len(pad)} while the input has {v.dim() - 1} dimensions."
+        )
+    return aten.constant_pad_nd.default(v, pad, value)
+
+
+register(
+    {
+        op: asks_first(on_front(rule), expanded_inside)
+        for op, rule in {
+            aten.flip.default: _flip,
+            aten.roll.default: _roll,
+            aten.rot90.default: _rot90,
+            aten.tril.default: _triangle(aten.tril.default),
+            aten.triu.default: _triangle(aten.triu.default),
+            aten.diag_embed.default: _diag_embed,
+            aten.repeat.default: _repeat,
+            aten.constant_pad_nd.default: _pad,
+        }.items()
+    }
+)
+
+
+# --- the derivatives of views: zeros of the given sizes, but for what the view shows -------------
+
+
+def _select_backward(g, sizes, dim, index):
+    return aten.select_backward(g, [g.shape[0], *sizes], stacked_dim(dim, len(sizes)), index)
+
+
+def _slice_backward(g, sizes, dim, start, end, step):
+    sizes, dim = [g.shape[0], *sizes], stacked_dim(dim, len(sizes))
+    return aten.slice_backward(g, sizes, dim, start, end, step)
+
+
+def _diagonal_backward(g, sizes, offset, dim1, dim2):
+    dims = stacked_dim(dim1, len(sizes)), stacked_dim(dim2, len(sizes))
+    return aten.diagonal_backward(g, [g.shape[0], *sizes], offset, *dims)
+
+
+def _unfold_backward(g, sizes, dim, size, step):
+    if not sizes:  # of a number: one window of one entry
+        return aten.unfold_backward(g.unsqueeze(1), [g.shape[0], 1], 1, size, step).squeeze(1)
+    return aten.unfold_backward(g, [g.shape[0], *sizes], stacked_dim(dim, len(sizes)), size, step)
+
+
+register(
+    {
+        op: on_front(rule)
+        for op, rule in {
+            aten.select_backward.default: _select_backward,
+            aten.slice_backward.default: _slice_backward,
+            aten.diagonal_backward.default: _diagonal_backward,
+            aten.unfold_backward.default: _unfold_backward,
+        }.items()
+    }
+)
+
+
+# --- a tensor with other values where a view shows it --------------------------------------------
+
+
+def _other_values(rule: Callable) -> Callable:
+    """A handler from ``rule(x, src, rank, *args)``, both (B, ..)."""
+
+    def handler(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+        x, src = stacked(args[0], level), stacked(args[1], level)
+        return wrap(rule(x, src, x.dim() - 1, *args[2:], **kwargs), 0, level)
+
+    return handler
+
+
+def _select_scatter(x, src, rank, dim, index):
+    return aten.select_scatter(x, src, stacked_dim(dim, rank), index)
+
+
+def _slice_scatter(x, src, rank, dim=0, start=None, end=None, step=1):
+    return aten.slice_scatter(x, src, stacked_dim(dim, rank), start, end, step)
+
+
+def _diagonal_scatter(x, src, rank, offset=0, dim1=0, dim2=1):
+    return aten.diagonal_scatter(x, src, offset, stacked_dim(dim1, rank), stacked_dim(dim2, rank))
+
+
+def _as_strided_scatter(x, src, rank, size, stride, storage_offset=None):
+    x = x.contiguous()
+    room = x.shape[1:].numel()
+    return aten.as_strided_scatter(
+        x, src, [x.shape[0], *size], [room, *stride], storage_offset or 0
+    )
+
+
+register(
+    {
+        aten.select_scatter.default: _other_values(_select_scatter),
+        aten.slice_scatter.default: _other_values(_slice_scatter),
+        aten.diagonal_scatter.default: _other_values(_diagonal_scatter),
+        aten.as_strided_scatter.default: _other_values(_as_strided_scatter),
+    }
+)

@@ -1,0 +1,234 @@
+"""Products of matrices in groups, as layers of experts have them: all examples in one call.
+
+Rows (R, K) in groups have a matrix each, (G, K, N); ``offs`` (G,) says where each group ends. Rows
+behind the last end are in none: the kernel leaves memory as it is there, the rule leaves zeros.
+
+With matrices that all examples share, the rows of all of them are sorted by their group: there are
+G groups still. With matrices of each example there are B * G. No offset is read: sizes depend
+on shapes alone, and what a group holds is for the kernel to know.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from forall._vmap.registry import HANDLERS, directly, register
+from forall._vmap.rule_makers.basic import Stack, by_front, loop
+
+aten = torch.ops.aten
+Tensor = torch.Tensor
+_BMM = aten.bmm.default
+
+_GROUPS = 1023  # of one call, at most: the kernel for CUDA has a thread for each
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def _handler(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    if _is_refused(*args, **kwargs):
+        return loop(level, func, args, kwargs)  # the kernel says why
+    if args[0].dim() == args[1].dim() == 3:
+        return HANDLERS[_BMM](level, _BMM, args[:2], {})
+    return _MAPPED(level, func, args, kwargs)
+
+
+def _is_refused(
+    x: Tensor,
+    w: Tensor,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> bool:
+    """Whether the kernel takes no such examples, or there is nothing for it to do."""
+    ranks = (x.dim(), w.dim())
+    if not {*ranks} <= {2, 3} or (offs is None) != (ranks == (3, 3)) or bias is not None:
+        return True
+    if offs is not None and (offs.dim() != 1 or offs.dtype is not torch.int32):
+        return True
+    groups = {a.shape[0] for a in (x, w) if a.dim() == 3}
+    groups |= set() if offs is None else {offs.shape[0]}
+    return (
+        len(groups) > 1
+        or 0 in groups
+        or x.shape[-1] != w.shape[-2]
+        or x.dtype not in _DTYPES
+        or x.dtype != w.dtype
+        or out_dtype not in (None, x.dtype)
+        or _is_misaligned(x)
+        or _is_misaligned(w)
+    )
+
+
+def _is_misaligned(x: Tensor) -> bool:
+    """Whether rows or columns begin where the kernel cannot read.
+
+    Any other layout it refuses as well. The rule does not: an example has it too where examples lie
+    side by side in a stack, while the loop's own would be dense.
+    """
+    step = _step(x)
+    return step is not None and not _is_aligned(x, step)
+
+
+def _is_aligned(x: Tensor, step: int) -> bool:
+    return step * x.element_size() % 16 == 0
+
+
+def _step(x: Tensor) -> int | None:
+    """From one row to the next, or from one column; as the kernel sees it."""
+    rows, columns = x.shape[-2:]
+    down, right = x.stride()[-2:]
+    if down == 1 and right >= max(1, rows):
+        return right
+    return down if right == 1 and down >= max(1, columns) else None
+
+
+def _in_groups(size: int, x: Stack | Tensor, w: Stack | Tensor, offs: Any, *_, **__) -> Tensor:
+    """All examples in one call, or as many as have a group each in one."""
+    ranks = (_rank(x), _rank(w))
+    most = max(1, _GROUPS // (_first(offs).shape[-1] + 1))
+    if size > most and (ranks == (2, 2) or isinstance(w if ranks == (2, 3) else x, Stack)):
+        outs = []
+        for n in range(0, size, most):
+            some = (Stack(a.v[n : n + most]) if isinstance(a, Stack) else a for a in (x, w, offs))
+            outs.append(_in_groups(min(most, size - n), *some))
+        return torch.cat(outs)
+    if ranks == (2, 2):
+        return _inner(size, x, w, offs)
+    if ranks == (2, 3):
+        return _rows(size, x, w, offs)
+    return _by_row(_rows(size, _turned(w), _turned(x), offs).mT)
+
+
+_MAPPED = by_front(_in_groups)
+
+
+def _rank(x: Stack | Tensor) -> int:
+    """Of an example."""
+    return x.v.dim() - 1 if isinstance(x, Stack) else x.dim()
+
+
+def _turned(x: Stack | Tensor) -> Stack | Tensor:
+    return Stack(x.v.mT) if isinstance(x, Stack) else x.mT
+
+
+def _first(x: Stack | Tensor) -> Tensor:
+    """The stack, or what is in the place of one."""
+    return x.v if isinstance(x, Stack) else x
+
+
+def _rows(size: int, x: Stack | Tensor, w: Stack | Tensor, offs: Stack | Tensor) -> Tensor:
+    """(B, R, K), (B, G, K, N), (B, G) -> (B, R, N)."""
+    n = _first(x).shape[-2]
+    ends = _ends(offs, n)
+    if isinstance(w, Stack):  # what is behind an example's last end is in its last group
+        rows = _by_row(_all(x, size).flatten(0, 1))
+        ends_of_all = torch.cat([ends[:, :-1].expand(size, -1), ends.new_full((size, 1), n)], 1)
+        out = _call(rows, _as_one(w.v), _one_after_another(ends_of_all, n))
+        out = out.unflatten(0, (size, n))
+    elif isinstance(offs, Stack):
+        order, ends = _sorted(ends, n)
+        rows = x.v.flatten(0, 1) if isinstance(x, Stack) else x
+        rows = rows.index_select(0, order if isinstance(x, Stack) else order % max(1, n))
+        out = _call(_by_row(rows), _fit(w), ends.sum(0))
+        back = torch.zeros_like(order).scatter(0, order, torch.arange(size * n, device=out.device))
+        out = _by_row(out.index_select(0, back)).unflatten(0, (size, n))
+    else:  # a row of each example, then the next
+        rows = _by_row(x.v.movedim(0, 1).flatten(0, 1))
+        out = _call(rows, _fit(w), ends[0] * size)
+        out = out.unflatten(0, (n, size)).movedim(1, 0)
+    behind = torch.arange(n, device=out.device) >= ends.amax(1, keepdim=True)
+    return out.masked_fill_(behind.unsqueeze(-1), 0)
+
+
+def _inner(size: int, x: Stack | Tensor, w: Stack | Tensor, offs: Stack | Tensor) -> Tensor:
+    """(B, M, K), (B, K, N), (B, G) -> (B, G, M, N): what is summed over is in groups."""
+    n = _first(w).shape[-2]
+    ends = _ends(offs, n)
+    if not isinstance(offs, Stack) and not isinstance(w, Stack):
+        columns = _by_row(x.v.mT.movedim(0, 1).flatten(1))
+        out = _call(columns.mT, _by_row(w), ends[0])
+        return out.unflatten(1, (size, -1)).movedim(1, 0)
+    if not isinstance(offs, Stack) and not isinstance(x, Stack):
+        columns = _by_row(w.v.movedim(0, 1).flatten(1))
+        out = _call(_by_row(x.mT).mT, columns, ends[0])
+        return out.unflatten(2, (size, -1)).movedim(2, 0)
+    x, w = (_by_row(_all(a, size).flatten(0, 1)) for a in (_turned(x), w))
+    groups = ends.shape[1]  # of an example, and one of what is behind
+    ends = torch.cat([ends.expand(size, -1), ends.new_full((size, 1), n)], 1)
+    out = _call(x.mT, w, _one_after_another(ends, n))
+    return out.unflatten(0, (size, groups + 1)).narrow(1, 0, groups)
+
+
+def summed(x: Tensor, w: Tensor, offs: Stack | Tensor) -> Tensor:
+    """(B, M, K), (B, K, N), (B, G) -> (G, M, N): the sum over examples of those products."""
+    size, n = w.shape[:2]
+    ends = _ends(offs, n)
+    if isinstance(offs, Stack):
+        order, ends = _sorted(ends, n)
+        x, w = (a.flatten(0, 1).index_select(0, order) for a in (x.mT, w))
+        return _call(_by_row(x).mT, _by_row(w), ends.sum(0))
+    x, w = (_by_row(a.movedim(0, 1).flatten(0, 1)) for a in (x.mT, w))
+    return _call(x.mT, w, ends[0] * size)
+
+
+# --- where groups end ----------------------------------------------------------------------------
+
+
+def _ends(offs: Stack | Tensor, n: int) -> Tensor:
+    """(B, G), or (1, G) of what is shared: where the groups of n rows end."""
+    return (offs.v if isinstance(offs, Stack) else offs.unsqueeze(0)).long().clamp(0, n)
+
+
+def _one_after_another(ends: Tensor, n: int) -> Tensor:
+    """(B, G) -> (B * G,): the same groups, where the examples' rows, n of each, are joined."""
+    return (ends + torch.arange(len(ends), device=ends.device).unsqueeze(1) * n).flatten()
+
+
+def _sorted(ends: Tensor, n: int) -> tuple[Tensor, Tensor]:
+    """The rows of all examples by their group, those of none at the end; and ends that ascend."""
+    ends = ends.cummax(1).values
+    rows = torch.arange(n, device=ends.device).expand(len(ends), n)
+    group = torch.searchsorted(ends.contiguous(), rows.contiguous(), right=True)
+    return group.flatten().argsort(stable=True), ends
+
+
+# --- what the kernel takes -----------------------------------------------------------------------
+
+
+def _call(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
+    return aten._grouped_mm.default(x, w, ends.to(torch.int32))
+
+
+def _all(x: Stack | Tensor, size: int) -> Tensor:
+    return x.v if isinstance(x, Stack) else x.expand(size, *x.shape)
+
+
+def _as_one(w: Tensor) -> Tensor:
+    """(B, G, K, N) -> (B * G, K, N), by columns where it is."""
+    if w.stride(-2) == 1 != w.stride(-1):
+        return _by_row(w.mT.flatten(0, 1)).mT
+    return _fit(w.flatten(0, 1))
+
+
+def _fit(w: Tensor) -> Tensor:
+    """By row or by column, as it is, or else by row."""
+    step = _step(w)
+    return w if step is not None and _is_aligned(w, step) else _by_row(w)
+
+
+def _by_row(x: Tensor) -> Tensor:
+    """The same, row by row, each where the kernel can read; groups of rows may begin anywhere."""
+    down, right = x.stride()[-2:]
+    columns = x.shape[-1]
+    if right == 1 and down >= max(1, columns) and _is_aligned(x, down):
+        return x
+    missing = -columns % (16 // x.element_size())
+    if missing:
+        return F.pad(x, (0, missing)).narrow(-1, 0, columns)
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+register({aten._grouped_mm.default: _handler})
+directly(aten._grouped_mm.default, F.grouped_mm)

@@ -1,0 +1,230 @@
+"""Linear algebra: the kernels take leading batch dims, so most rules only line them up.
+
+(B, *batch, *core): ``core`` is what the operator works on (2 dims of a matrix, 1 of a vector of
+pivots), ``batch`` what the examples themselves stack.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from forall._compat.op_schema import facts, met
+from forall._compat.versions import existing
+from forall._vmap import concretize
+from forall._vmap.batched_tensor import wrap
+from forall._vmap.failing_example import AllFailAlikeError
+from forall._vmap.registry import register
+from forall._vmap.rule_makers.basic import (
+    front,
+    is_mapped,
+    lower,
+    stacked,
+    wrapped,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+aten = torch.ops.aten
+Tensor = torch.Tensor
+
+
+def _stacks(operands: Sequence[Tensor], cores: Sequence[int], level: Any) -> list[Tensor]:
+    """(B, *batch, *core) each, with 1s where an example has fewer batch dims than another's."""
+    ranks = [x.dim() - core for x, core in zip(operands, cores, strict=True)]
+    most = max(ranks)
+    values = [stacked(x, level) for x in operands]
+    return [
+        v if rank == most else v.reshape(v.shape[0], *(1,) * (most - rank), *v.shape[1:])
+        for v, rank in zip(values, ranks, strict=True)
+    ]
+
+
+def _laid_out_as(x: Tensor, v: Tensor) -> Tensor:
+    """The stack ``v`` of ``x``, contiguous where one example is.
+
+    Kernels factor the transpose of what is contiguous, and formulas ask that of an example.
+    """
+    return v.contiguous() if x.is_contiguous() else v
+
+
+def _determinant(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    (x,) = args
+    return wrapped(func(_laid_out_as(x, front(x))), 0, level)
+
+
+def native(*cores: int, absent: Sequence[int] = (), columns: int | None = None) -> Callable:
+    """A handler for an operator whose first arguments have these core ranks.
+
+    ``absent`` are the results that come as an empty (0,) where they were not asked for.
+    ``columns`` is the argument whose columns are solved for one by one: if it alone differs
+    between the examples, they become more columns of one system, factored once.
+    """
+
+    def handler(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+        met.add(func)  # a backward asks of decompositions what torch asks of one example alone
+        others = [a for i, a in enumerate(args[: len(cores)]) if i != columns]
+        if columns is not None and not any(is_mapped(a, level) for a in others):
+            out = _as_columns(level, func, columns, args, kwargs)
+            return wrap(out, 0, level)
+        operands = _stacks(args[: len(cores)], cores, level)
+        out = func(*operands, *args[len(cores) :], **kwargs)
+        if not absent:
+            return wrapped(out, 0, level)
+        return type(out)(
+            wrap(o, None if i in absent and o.dim() == 1 else 0, level) for i, o in enumerate(out)
+        )
+
+    return handler
+
+
+def _as_columns(level: Any, func: Any, columns: int, args: tuple, kwargs: dict) -> Any:
+    """func with (*batch, n, B * k) for (B, *batch, n, k); rows where it solves from the right."""
+    names = facts(func).names
+    left = kwargs.get("left", True)
+    if "left" in names and names.index("left") < len(args):
+        left = args[names.index("left")]
+    below = [lower(a, level) for a in args]
+    v = front(args[columns])
+    below[columns] = _joined(v, left)
+    return _parted(func(*below, **kwargs), v, left)
+
+
+def _joined(v: Tensor, left: bool) -> Tensor:
+    *batch, n, k = v.shape[1:]
+    if left:
+        return v.movedim(0, -2).reshape(*batch, n, v.shape[0] * k)
+    return v.movedim(0, -3).reshape(*batch, v.shape[0] * n, k)
+
+
+def _parted(joined: Tensor, like: Tensor, left: bool) -> Tensor:
+    *batch, n, k = joined.shape
+    if left:
+        return joined.reshape(*batch, n, like.shape[0], like.shape[-1]).movedim(-2, 0)
+    return joined.reshape(*batch, like.shape[0], like.shape[-2], k).movedim(-3, 0)
+
+
+register(
+    {
+        **dict.fromkeys(
+            (
+                *existing(["cholesky.default", "linalg_matrix_sqrth.default"]),
+                *existing(["linalg_polar.default"]),
+                aten.cholesky_inverse.default,
+                aten.geqrf.default,
+                aten.linalg_cholesky_ex.default,
+                aten.linalg_eig.default,
+                aten.linalg_eigvals.default,
+                aten._linalg_eigvals.default,
+                aten.linalg_inv_ex.default,
+                aten.linalg_ldl_factor_ex.default,
+                aten.linalg_lu_factor_ex.default,
+            ),
+            native(2),
+        ),
+        aten._linalg_det.default: _determinant,
+        aten._linalg_slogdet.default: _determinant,
+        aten._linalg_eigh.default: native(2, absent=(1,)),
+        aten._linalg_svd.default: native(2, absent=(0, 2)),
+        aten.linalg_lu.default: native(2, absent=(0,)),
+        aten.linalg_qr.default: native(2, absent=(0,)),
+        aten.lu_unpack.default: native(2, 1, absent=(0, 1, 2)),
+        aten.linalg_householder_product.default: native(2, 1),
+        aten.triangular_solve.default: native(2, 2),
+        aten.linalg_solve_triangular.default: native(2, 2, columns=1),
+        aten.cholesky_solve.default: native(2, 2, columns=0),
+        aten._cholesky_solve_helper.default: native(2, 2, columns=0),
+        aten.linalg_lu_solve.default: native(2, 1, 2, columns=2),
+        aten.linalg_ldl_solve.default: native(2, 1, 2, columns=2),
+        aten.ormqr.default: native(2, 1, 2, columns=2),
+    }
+)
+
+
+def _is_vector(a: Tensor, b: Tensor) -> bool:
+    """Torch's rule for what stands right of a system of equations."""
+    return b.dim() == 1 or b.shape == a.shape[:-1]
+
+
+def _system(a: Tensor, b: Tensor, level: Any) -> tuple[Tensor, Tensor]:
+    """The stacks of both sides, told apart by rank once more: a vector fits a's rows exactly."""
+    vector = _is_vector(a, b)
+    a, b = _stacks((a, b), (2, 1 if vector else 2), level)
+    return a, b.expand(a.shape[:-1]) if vector else b
+
+
+def _solve_ex(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    """(result, LU, pivots, info): the last three are a's, whatever batch dims b has."""
+    a, b = args
+    left = kwargs.get("left", True)
+    if is_mapped(a, level) or (_is_vector(a, b) and not left):
+        v, w = _system(a, b, level)
+        result, *of_a = func(_laid_out_as(a, v), w, **kwargs)
+        ones = v.dim() - 1 - a.dim()
+        of_a = [wrap(o.reshape(o.shape[0], *o.shape[1 + ones :]), 0, level) for o in of_a]
+        return wrap(result, 0, level), *of_a
+    v = front(b)
+    v = v.unsqueeze(-1) if _is_vector(a, b) else v
+    result, *of_a = func(lower(a, level), _joined(v, left), **kwargs)
+    result = _parted(result, v, left)
+    result = result.squeeze(-1) if _is_vector(a, b) else result
+    return wrap(result, 0, level), *(wrap(o, None, level) for o in of_a)
+
+
+def _lstsq(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    """(solution, residuals, rank, singular values); what the driver does not give is (0,)."""
+    a, b = _system(args[0], args[1], level)
+    out = func(a, b, *args[2:], **kwargs)
+    ranked = (kwargs.get("driver") or ("gels" if a.is_cuda else "gelsy")) != "gels"
+    there = (True, out[1].dim() > 1, ranked, out[3].dim() > 1)
+    return type(out)(wrap(o, 0 if t else None, level) for o, t in zip(out, there, strict=True))
+
+
+def _pinv(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    names = [n for n in ("atol", "rtol") if isinstance(kwargs.get(n), Tensor)]
+    x, *tolerances = _stacks(
+        (args[0], *(kwargs[n] for n in names)), (2, *(0 for _ in names)), level
+    )
+    return wrap(func(x, **{**kwargs, **dict(zip(names, tolerances, strict=True))}), 0, level)
+
+
+def _matrix_exp(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    return wrap(func(front(args[0]).contiguous()), 0, level)  # the kernel views its argument
+
+
+def _combination(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    """(B, N, *S), (B, M, N) -> (B, M, *S): sums of an example's N terms."""
+    terms, coefficients = (stacked(a, level) for a in args)
+    out = torch.bmm(coefficients, terms.flatten(2))
+    return wrap(out.unflatten(2, terms.shape[2:]), 0, level)
+
+
+def _check_errors(level: Any, func: Any, args: tuple, kwargs: dict) -> None:
+    """Raise where all examples fail; part where some do, or otherwise, for they may catch it.
+
+    The stack's error names the first example that fails, as a batch element.
+    """
+    info, name = args[:2]
+    found = front(info)
+    try:
+        func(found, name, is_matrix=False)
+    except RuntimeError as error:
+        if found.dim() > 1:  # several matrices in each example
+            raise
+        cause = error
+        concretize.number(wrap(found, 0, level), lambda: cause)
+        raise AllFailAlikeError(*error.args) from None
+
+
+register(
+    {
+        aten._linalg_solve_ex.default: _solve_ex,
+        aten.linalg_lstsq.default: _lstsq,
+        aten.linalg_pinv.atol_rtol_tensor: _pinv,
+        aten.linalg_matrix_exp.default: _matrix_exp,
+        aten._compute_linear_combination.default: _combination,
+        aten._linalg_check_errors.default: _check_errors,
+    }
+)

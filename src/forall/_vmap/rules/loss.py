@@ -1,0 +1,343 @@
+"""Losses: one number per entry or row from torch's own kernel, then reduced within each example."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from forall._vmap.memory_layout import asks_first, expanded_inside
+from forall._vmap.registry import CALLS, register
+from forall._vmap.rule_makers.basic import Stack, by_front
+
+aten = torch.ops.aten
+Tensor = torch.Tensor
+NONE, MEAN, SUM = range(3)
+
+
+def reduced(x: Tensor, reduction: int) -> Tensor:
+    """(B, *S) -> (B,), or as it is."""
+    if reduction == NONE:
+        return x
+    x = x.reshape(x.shape[0], -1)
+    return x.mean(1) if reduction == MEAN else x.sum(1)
+
+
+# --- entry by entry ----------------------------------------------------------------------------
+
+
+def aligned(size: int, tensors: list) -> list[Tensor]:
+    """Stacks whose examples broadcast as the examples do, in the dtype they promote to."""
+    ranks = [rank_of(t) for t in tensors]
+    rank = max(ranks)
+    if rank and not min(ranks) and len({dtype_of(t) for t in tensors}) > 1:
+        tensors = _promoted(tensors)
+    return list(torch.broadcast_tensors(*[_ranked(t, rank, size) for t in tensors]))
+
+
+def rank_of(a: Stack | Tensor) -> int:
+    return a.v.dim() - 1 if isinstance(a, Stack) else a.dim()
+
+
+def dtype_of(a: Stack | Tensor) -> torch.dtype:
+    return a.v.dtype if isinstance(a, Stack) else a.dtype
+
+
+def _ranked(a: Stack | Tensor, rank: int, size: int) -> Tensor:
+    v = a.v if isinstance(a, Stack) else a.expand(size, *a.shape)
+    return v.reshape(size, *(1,) * (rank + 1 - v.dim()), *v.shape[1:]) if v.dim() <= rank else v
+
+
+def _promoted(tensors: list) -> list:
+    """Numbers among the examples do not promote, though their stacks would."""
+    common = torch.result_type(*(t.v[0] if isinstance(t, Stack) else t for t in tensors[:2]))
+    return [Stack(t.v.to(common)) if isinstance(t, Stack) else t.to(common) for t in tensors]
+
+
+def entries(func: Any, count: int):
+    """``func(*count tensors, reduction, *rest)``."""
+
+    def rule(size, *args):
+        reduction = args[count] if len(args) > count else MEAN
+        given = [a is not None for a in args[:count]]
+        found = iter(aligned(size, [a for a in args[:count] if a is not None]))
+        tensors = [next(found) if g else None for g in given]
+        tensors += [None] * (count - len(tensors))
+        return reduced(func(*tensors, NONE, *args[count + 1 :]), reduction)
+
+    return asks_first(by_front(rule), expanded_inside)
+
+
+def entries_backward(func: Any, count: int):
+    """``func(g, *count tensors, reduction, *rest)``."""
+
+    def rule(size, g, *args):
+        reduction = args[count] if len(args) > count else MEAN
+        given = [a is not None for a in args[:count]]
+        found = iter(aligned(size, [a for a in args[:count] if a is not None]))
+        tensors = [next(found) if t else None for t in given]
+        tensors += [None] * (count - len(tensors))
+        g = spread(g, tensors[0], reduction, size)
+        return func(g, *tensors, NONE, *args[count + 1 :])
+
+    return by_front(rule)
+
+
+def spread(g: Stack | Tensor, x: Tensor, reduction: int, size: int) -> Tensor:
+    """The cotangent of every entry of x: (B, *S), from that of the reduced loss."""
+    g = _ranked(g, x.dim() - 1, size)
+    return (g / x[0].numel() if reduction == MEAN else g).expand(x.shape)
+
+
+register(
+    {
+        aten.mse_loss.default: entries(aten.mse_loss.default, 2),
+        aten.smooth_l1_loss.default: entries(aten.smooth_l1_loss.default, 2),
+        aten.huber_loss.default: entries(aten.huber_loss.default, 2),
+        aten.soft_margin_loss.default: entries(aten.soft_margin_loss.default, 2),
+        aten.binary_cross_entropy.default: entries(aten.binary_cross_entropy.default, 3),
+        aten.binary_cross_entropy_with_logits.default: entries(
+            aten.binary_cross_entropy_with_logits.default, 4
+        ),
+    }
+    | {
+        op: entries_backward(op, count)
+        for op, count in (
+            (aten.mse_loss_backward.default, 2),
+            (aten.smooth_l1_loss_backward.default, 2),
+            (aten.huber_loss_backward.default, 2),
+            (aten.soft_margin_loss_backward.default, 2),
+            (aten.binary_cross_entropy_backward.default, 3),
+        )
+    }
+)
+
+
+# --- row by row: x (N, C) or (C,), one class or a list of classes per row -----------------------
+
+
+def rows(a: Stack | Tensor, dims: int, size: int) -> Tensor:
+    """(B, [N,] *dims) -> (B*N, *dims); a number is a row of one."""
+    v = a.v if isinstance(a, Stack) else a.expand(size, *a.shape)
+    if v.dim() == dims + 2:
+        return v.flatten(0, 1)
+    return v if v.dim() > dims else v.unsqueeze(-1)
+
+
+def row_weights(weight: Stack | Tensor, target: Tensor, size: int) -> Tensor:
+    """The weight of each row's class; target: (B*N, *)."""
+    if isinstance(weight, Stack):
+        t = target.reshape(size, -1)
+        return weight.v.gather(1, t).view(target.shape)
+    return weight.index_select(0, target.flatten()).view(target.shape)
+
+
+def _nll(func: Any, dims: int):
+    """x: ([N,] C, *), target: ([N,] *), ``dims`` of * -> the loss and the weight of its mean."""
+
+    def rule(size, x, target, weight, reduction, ignore):
+        n = rank_of(x) - 1 - dims
+        x, t = rows(x, dims + 1, size), rows(target, dims, size)
+        loss = func(x, t, None, NONE, ignore)[0]
+        counted = t != ignore
+        if weight is not None:
+            w = row_weights(weight, torch.where(counted, t, 0), size)
+            loss = loss * w
+            counted = torch.where(counted, w, 0)
+        loss, counted = loss.view(size, -1), counted.reshape(size, -1)
+        total = counted.sum(1, dtype=x.dtype) if reduction != NONE else x.new_zeros(size)
+        if reduction == NONE:
+            return loss.view(size, *(() if n < 1 else (-1,)), *t.shape[1:]), total
+        loss = loss.sum(1)
+        return (loss / total if reduction == MEAN else loss), total
+
+    return by_front(rule)
+
+
+def _nll_backward(func: Any, dims: int):
+    def rule(size, g, x, target, weight, reduction, ignore, total):
+        shape = (size, *(x.v.shape[1:] if isinstance(x, Stack) else x.shape))
+        x, t = rows(x, dims + 1, size), rows(target, dims, size)
+        g = g.v if isinstance(g, Stack) else g.expand(size, *g.shape)
+        if reduction == MEAN:
+            g = g / (total.v if isinstance(total, Stack) else total)
+        g = (
+            g.reshape(t.shape)
+            if reduction == NONE
+            else (g.reshape(size, 1).expand(size, t.numel() // size).reshape(t.shape))
+        )
+        if weight is not None:
+            g = g * row_weights(weight, torch.where(t != ignore, t, 0), size)
+        return func(g, x, t, None, NONE, ignore, x.new_ones(())).view(shape)
+
+    return by_front(rule)
+
+
+register(
+    {
+        aten.nll_loss_forward.default: _nll(aten.nll_loss_forward.default, 0),
+        aten.nll_loss2d_forward.default: _nll(aten.nll_loss2d_forward.default, 2),
+        aten.nll_loss_backward.default: _nll_backward(aten.nll_loss_backward.default, 0),
+        aten.nll_loss2d_backward.default: _nll_backward(aten.nll_loss2d_backward.default, 2),
+    }
+)
+
+
+def _shaped(out: Tensor, x: Stack | Tensor, size: int) -> Tensor:
+    """A row's results, back in their examples: (B*N, *) -> (B, [N,] *)."""
+    if rank_of(x) == 2:
+        return out.unflatten(0, (size, -1))
+    return out.flatten(0) if rank_of(x) == 0 else out
+
+
+def row_cotangent(g: Stack | Tensor, x: Stack | Tensor, reduction: int, size: int) -> Tensor:
+    n = (x.v.shape[1] if isinstance(x, Stack) else x.shape[0]) if rank_of(x) == 2 else 1
+    g = (g.v if isinstance(g, Stack) else g.expand(size, *g.shape)).reshape(size, -1)
+    g = g / n if reduction == MEAN else g
+    return g.expand(size, n).reshape(size * n)
+
+
+@by_front
+def _multi_margin(size, x, target, p=1, margin=1, weight=None, reduction=MEAN):
+    t = rows(target, 0, size)
+    out = aten.multi_margin_loss.default(rows(x, 1, size), t, p, margin, None, NONE)
+    out = out if weight is None else out * row_weights(weight, t, size)
+    return reduced(_shaped(out, x, size), reduction)
+
+
+@by_front
+def _multi_margin_backward(size, g, x, target, p, margin, weight=None, reduction=MEAN):
+    t = rows(target, 0, size)
+    g = row_cotangent(g, x, reduction, size)
+    g = g if weight is None else g * row_weights(weight, t, size)
+    func = aten.multi_margin_loss_backward.default
+    return _shaped(func(g, rows(x, 1, size), t, p, margin, None, NONE), x, size)
+
+
+@by_front
+def _multilabel(size, x, target, reduction):
+    func = aten.multilabel_margin_loss_forward.default
+    outs = func(rows(x, 1, size), rows(target, 1, size), NONE)
+    out, is_target = (_shaped(o, x, size) for o in outs)
+    return reduced(out, reduction), is_target
+
+
+@by_front
+def _multilabel_backward(size, g, x, target, reduction, is_target):
+    g = row_cotangent(g, x, reduction, size)
+    operands = (rows(a, 1, size) for a in (x, target))
+    func = aten.multilabel_margin_loss_backward.default
+    return _shaped(func(g, *operands, NONE, rows(is_target, 1, size)), x, size)
+
+
+register(
+    {
+        aten.multi_margin_loss.default: _multi_margin,
+        aten.multi_margin_loss_backward.default: _multi_margin_backward,
+        aten.multilabel_margin_loss_forward.default: _multilabel,
+        aten.multilabel_margin_loss_backward.default: _multilabel_backward,
+    }
+)
+
+
+# --- sequences: log_probs (T, N, C) --------------------------------------------------------------
+
+
+def _lengths(a: Any, size: int) -> Any:
+    return a * size if isinstance(a, list) else rows(a, 0, size)
+
+
+def _in_time(a: Stack | Tensor, size: int) -> Tensor:
+    v = a.v if isinstance(a, Stack) else a.expand(size, *a.shape)
+    return v.movedim(0, 1).flatten(1, 2)
+
+
+def _targets(a: Stack | Tensor, size: int) -> Tensor:
+    """(N, S) padded, or one after another: both go on with the next example's."""
+    return (a.v if isinstance(a, Stack) else a.expand(size, *a.shape)).flatten(0, 1)
+
+
+def _ctc(func: Any):
+    def rule(size, x, targets, inputs, lengths, *rest):
+        inputs, lengths = _lengths(inputs, size), _lengths(lengths, size)
+        outs = func(_in_time(x, size), _targets(targets, size), inputs, lengths, *rest)
+        return tuple(o.unflatten(0, (size, -1)) for o in outs)
+
+    return by_front(rule)
+
+
+def _ctc_backward(func: Any):
+    def rule(size, g, x, targets, inputs, lengths, loss, alpha, *rest):
+        out = func(
+            rows(g, 0, size),
+            _in_time(x, size),
+            _targets(targets, size),
+            _lengths(inputs, size),
+            _lengths(lengths, size),
+            rows(loss, 0, size),
+            rows(alpha, 2, size),
+            *rest,
+        )
+        return out.unflatten(1, (size, -1)).movedim(1, 0)
+
+    return by_front(rule)
+
+
+register(
+    {op: _ctc(op) for op in (aten._ctc_loss.default, aten._ctc_loss.Tensor)}
+    | {
+        op: _ctc_backward(op)
+        for op in (aten._ctc_loss_backward.default, aten._ctc_loss_backward.Tensor)
+    }
+)
+
+
+_REDUCED = {"none": 0, "mean": 1, "sum": 2}
+
+
+def _with_tensors_of_lengths(call: Any, none: Any):
+    """Answer calls with lengths in lists, or with targets or lengths on another device.
+
+    Torch puts a list of lengths into new memory by its address, which no wrapper has. It moves
+    targets and lengths from the CPU, where cuDNN wants them, for ordinary tensors alone.
+    """
+
+    def handle(x, targets, inputs, lengths, blank, reduction, zero_infinity):
+        how = _REDUCED.get(reduction, reduction)
+        if how not in (0, 1, 2) or not (isinstance(x, Tensor) and isinstance(targets, Tensor)):
+            return NotImplemented  # for torch to complain of
+        device, given = x.device, (targets, inputs, lengths)
+        if all(isinstance(n, Tensor) and n.device == device for n in given):
+            return NotImplemented
+        inputs, lengths = (
+            torch.as_tensor(n, dtype=None if isinstance(n, Tensor) else torch.int64, device=device)
+            for n in (inputs, lengths)
+        )
+        targets = targets.to(device, torch.int64)
+        out = call(x, targets, inputs, lengths, blank, none, zero_infinity)
+        if how == 1:
+            return (out / lengths.clamp_min(1)).mean()
+        return out.sum() if how == 2 else out
+
+    return handle
+
+
+def _with_signature(handle: Any, default: Any):
+    """Return a handler that takes arguments as torch's call does, whose reduction has a default."""
+
+    def call(
+        log_probs, targets, input_lengths, target_lengths, blank=0, reduction=default,
+        zero_infinity=False,
+    ):  # fmt: skip
+        if not isinstance(reduction, type(default)):
+            return NotImplemented  # for torch to complain of
+        rest = (blank, reduction, zero_infinity)
+        return handle(log_probs, targets, input_lengths, target_lengths, *rest)
+
+    return call
+
+
+CALLS[F.ctc_loss] = _with_signature(_with_tensors_of_lengths(F.ctc_loss, "none"), "mean")
+# Its schema says that the mean is the default, and torch.ctc_loss returns the loss of each.
+CALLS[torch.ctc_loss] = _with_signature(_with_tensors_of_lengths(torch.ctc_loss, 0), 0)

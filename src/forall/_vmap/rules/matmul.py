@@ -1,0 +1,370 @@
+"""The matmul family: a shared operand stays unstacked, its product is one multiplication.
+
+`product` is the one idea: where one side is shared, the examples of the other fold into its rows
+or columns. Every other operator is a reshape of its operands around it.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from forall._compat.symbolic_eye import is_identity
+from forall._vmap.registry import (
+    DIRECT,
+    HANDLERS,
+    directly,
+    register,
+)
+from forall._vmap.rule_makers.basic import Stack, by_front
+
+aten = torch.ops.aten
+Tensor = torch.Tensor
+
+
+# From so many rows on, one product is faster than one for each example, until these are as large as
+# this themselves: and what is made of results that lie by example is faster too (measured on CPU).
+_ROWS, _OWN = 16, 64
+
+
+def product(x: Stack | Tensor, w: Stack | Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """(B, *b, N, K) @ (B, *b, K, M) -> (B, *b, N, M); one side may be shared, without its B."""
+    if isinstance(x, Stack):
+        if isinstance(w, Stack):
+            return _both(x.v, w.v, dtype)
+        v = x.v
+        if v.dim() == 3:
+            b, n, _ = v.shape
+            if n > 1 and w.shape[1] > 1 and v.stride(0) != n * v.stride(1):
+                return _times(v, w.expand(b, *w.shape), dtype)  # to fold it would be a copy
+            return _times(v.flatten(0, 1), w, dtype).view(b, n, w.shape[1])
+        rows = v.movedim(0, -3)
+        out = _times(rows.flatten(-3, -2), w, dtype)
+        return out.unflatten(-2, rows.shape[-3:-1]).movedim(-3, 0)
+    if w.v.dim() == 3 and not _folds(x, w.v):
+        return _times(x.expand(w.v.shape[0], *x.shape), w.v, dtype)
+    columns = w.v.movedim(0, -2)
+    out = _times(x, columns.flatten(-2), dtype)
+    return out.unflatten(-1, columns.shape[-2:]).movedim(-2, 0)
+
+
+def _folds(x: Tensor, w: Tensor) -> bool:
+    """Whether x (N, K) is best multiplied with all examples' columns of w (B, K, M) at once."""
+    if x.layout is not torch.strided:
+        return True  # it has no expanded form
+    if w.shape[2] == 1 and is_identity(w):
+        return True
+    if w.is_cpu and min(x.shape[0], w.shape[2]) >= _OWN:
+        return False
+    return x.shape[0] >= _ROWS and w.stride(0) == w.shape[2] * w.stride(2)  # else that is a copy
+
+
+def _both(x: Tensor, w: Tensor, dtype: torch.dtype | None) -> Tensor:
+    if dtype is None and x.shape[-1] == w.shape[-2] == 1 and _is_multiplied(x, w):
+        return x * w
+    if x.dim() == 3:
+        return _times(x, w, dtype)
+    return _times(x.flatten(0, 1), w.flatten(0, 1), dtype).unflatten(0, x.shape[:2])
+
+
+def _is_multiplied(x: Tensor, w: Tensor) -> bool:
+    """Whether outer products take less as one multiplication (measured on CPU).
+
+    It reads and writes as fast as memory goes, but begins each row anew; bmm has no rows, and goes
+    through small matrices entry by entry.
+    """
+    columns = w.shape[-1]
+    return x.dtype == w.dtype != torch.bool and (columns >= 32 or x.shape[-2] * columns < 400)
+
+
+def _times(x: Tensor, w: Tensor, dtype: torch.dtype | None) -> Tensor:
+    if dtype is not None:
+        return (aten.mm if x.dim() == 2 else aten.bmm).dtype(x, w, dtype)
+    if x.dim() != 2:  # torch's function takes half of what its operator does
+        return torch.bmm(x, w)
+    fits = x.shape[1] == w.shape[0] and x.dtype == w.dtype
+    if fits and _is_square(x) and _is_read(w) and is_identity(x):
+        return _copy(w)
+    if fits and _is_square(w) and _is_read(x) and is_identity(w):
+        return _copy(x)
+    return torch.mm(x, w)
+
+
+def _is_square(x: Tensor) -> bool:
+    """Whether it certainly is: to ask a size that a tracer leaves open would fix it."""
+    rows, columns = x.shape
+    return type(rows) is int and type(columns) is int and rows == columns
+
+
+def _is_read(x: Tensor) -> bool:
+    """Whether a copy of it is what its product with an identity would be."""
+    return x.layout is torch.strided and not x.is_neg()
+
+
+def _copy(x: Tensor) -> Tensor:
+    """A matrix in memory of its own, row by row as a product is."""
+    if x.stride(0) == 1 != x.stride(1):
+        return torch.t_copy(x.t())  # in two thirds of the time of the other
+    return x.clone(memory_format=torch.contiguous_format)  # which `jit` leaves out
+
+
+def on(x: Stack | Tensor, f) -> Stack | Tensor:
+    """``f`` on a stack or on a shared value alike: it counts dims from the end."""
+    return Stack(f(x.v)) if isinstance(x, Stack) else f(x)
+
+
+def row(x: Stack | Tensor) -> Stack | Tensor:
+    return on(x, lambda v: v.unsqueeze(-2))
+
+
+def column(x: Stack | Tensor) -> Stack | Tensor:
+    return on(x, lambda v: v.unsqueeze(-1))
+
+
+@by_front
+def _mm(size, x, w, out_dtype=None):
+    return product(x, w, out_dtype)
+
+
+@by_front
+def _mv(size, w, x):
+    if isinstance(w, Stack):
+        return product(w, column(x)).squeeze(-1)
+    return _times(x.v, w.t(), None)
+
+
+def _inner(x: Stack | Tensor, y: Stack | Tensor) -> Tensor:
+    if not isinstance(x, Stack):
+        x, y = y, x
+    return product(row(x), column(y)).flatten(0) if isinstance(y, Stack) else x.v.mv(y)
+
+
+@by_front
+def _dot(size, x, y):
+    return _inner(x, y)
+
+
+@by_front
+def _vdot(size, x, y):
+    return _inner(on(x, torch.conj_physical), y)
+
+
+register(
+    {
+        aten.mm.default: _mm,
+        aten.mm.dtype: _mm,
+        aten.bmm.default: _mm,
+        aten.bmm.dtype: _mm,
+        aten.mv.default: _mv,
+        aten.dot.default: _dot,
+        aten.vdot.default: _vdot,
+    }
+)
+
+
+def affine(size, bias, x, w, *, beta=1, alpha=1) -> Tensor:
+    """Examples of beta * bias + alpha * x @ w: x (N, K), w (K, M), bias broadcast to (N, M)."""
+    mapped = isinstance(bias, Stack)
+    if (bias.v.dim() - 1 if mapped else bias.dim()) < 2:  # the same for all rows
+        if not isinstance(w, Stack) and not mapped:
+            rows = torch.addmm(bias, x.v.flatten(0, 1), w, beta=beta, alpha=alpha)
+            return rows.view(size, x.v.shape[1], w.shape[1])
+        if not isinstance(x, Stack) and isinstance(w, Stack) and _folds(x, w.v):
+            n, m = w.v.shape[0], w.v.shape[2]
+            bias = bias.v if mapped else bias
+            if bias.shape != (n, m):
+                bias = (bias.unsqueeze(1) if mapped and bias.dim() == 1 else bias).expand(n, m)
+            columns = w.v.transpose(1, 2).flatten(0, 1).t()
+            out = torch.addmm(bias.flatten(), x, columns, beta=beta, alpha=alpha)
+            return out.view(x.shape[0], n, m).transpose(0, 1)
+    x, w = (a.v if isinstance(a, Stack) else a.expand(size, *a.shape) for a in (x, w))
+    return torch.baddbmm(ranked(bias, 2), x, w, beta=beta, alpha=alpha)
+
+
+def ranked(x: Stack | Tensor, rank: int) -> Tensor:
+    """A stack whose examples got leading ones up to ``rank``; a shared tensor broadcasts as is."""
+    if not isinstance(x, Stack):
+        return x
+    v = x.v
+    missing = rank + 1 - v.dim()
+    if missing == 1:
+        return v.unsqueeze(1)
+    return v.reshape(v.shape[0], *(1,) * missing, *v.shape[1:]) if missing else v
+
+
+_addmm = by_front(affine)
+
+
+@by_front
+def _addmv(size, bias, w, x, *, beta=1, alpha=1):
+    if isinstance(w, Stack):
+        return affine(size, column(bias), w, column(x), beta=beta, alpha=alpha).squeeze(-1)
+    return affine(size, bias, row(x), w.t(), beta=beta, alpha=alpha).squeeze(-2)
+
+
+@by_front
+def _addbmm(size, bias, x, w, *, beta=1, alpha=1):
+    x = on(x, lambda v: v.movedim(-3, -2).flatten(-2))  # the sum over the batch is one over K
+    return affine(size, bias, x, on(w, lambda v: v.flatten(-3, -2)), beta=beta, alpha=alpha)
+
+
+@by_front
+def _baddbmm(size, bias, x, w, *, beta=1, alpha=1):
+    mapped = isinstance(x, Stack) or isinstance(w, Stack)
+    out = product(x, w) if mapped else torch.bmm(x, w)
+    if not (out.is_floating_point() or out.is_complex()):
+        alpha, beta = int(alpha), int(beta)  # torch's kernel takes them in the tensors' dtype
+    out = out if alpha == 1 else out * alpha
+    if beta == 0:
+        return out if mapped else out.expand(size, *out.shape)
+    return torch.add(out, ranked(bias, 3), alpha=beta)
+
+
+register(
+    {
+        aten.addmm.default: _addmm,
+        aten.addmv.default: _addmv,
+        aten.addbmm.default: _addbmm,
+        aten.baddbmm.default: _baddbmm,
+    }
+)
+
+
+@by_front
+def _linear(size, input, weight, bias=None):
+    """(*, K), (M, K), (M) -> (*, M): the rows of an example are one matrix."""
+    if rank(input) < 1 or rank(weight) != 2 or (bias is not None and rank(bias) != 1):
+        return NotImplemented
+    w = on(weight, lambda v: v.transpose(-2, -1))
+    if rank(input) == 2:
+        return product(input, w) if bias is None else affine(size, bias, input, w)
+    mapped = isinstance(input, Stack)
+    shape = (input.v if mapped else input).shape[mapped:-1]
+    x = on(input, lambda v: v.reshape(*v.shape[:mapped], shape.numel(), v.shape[-1]))
+    out = product(x, w) if bias is None else affine(size, bias, x, w)
+    return out.view(out.shape[0], *shape, out.shape[-1])
+
+
+def rank(x: Stack | Tensor) -> int:
+    """Of an example."""
+    return x.v.dim() - 1 if isinstance(x, Stack) else x.dim()
+
+
+def _matmul(level, func, args, kwargs):
+    x, w = args
+    op = _BY_RANKS.get((x.dim(), w.dim()))
+    return NotImplemented if op is None else HANDLERS[op](level, op, args, kwargs)
+
+
+_BY_RANKS = {
+    (2, 2): aten.mm.default,
+    (2, 1): aten.mv.default,
+    (1, 1): aten.dot.default,
+}
+directly(aten.mm.default, torch.mm, Tensor.mm)
+directly(aten.mv.default, torch.mv, Tensor.mv)
+directly(aten.dot.default, torch.dot, Tensor.dot)
+directly(aten.bmm.default, torch.bmm, Tensor.bmm)
+directly(aten.addmm.default, torch.addmm, Tensor.addmm)
+_OPS = {*_BY_RANKS.values(), aten.addmm.default, aten.t.default, aten.transpose.int}
+DIRECT[torch.nn.functional.linear] = (_linear, _OPS)
+for _call in (torch.matmul, Tensor.matmul, Tensor.__matmul__):
+    DIRECT[_call] = (_matmul, _OPS)
+
+
+# --- integers -----------------------------------------------------------------------------------
+
+
+@by_front
+def _int_mm(size, x, w):
+    """int8 (N, K) @ (K, M) -> int32. Batches have no kernel; doubles hold these sums exactly."""
+    if not isinstance(w, Stack):
+        return aten._int_mm.default(x.v.flatten(0, 1), w).unflatten(0, x.v.shape[:2])
+    if not isinstance(x, Stack):
+        out = aten._int_mm.default(x, w.v.movedim(0, 1).flatten(1))
+        return out.unflatten(1, (size, -1)).movedim(1, 0)
+    return torch.bmm(x.v.double(), w.v.double()).to(torch.int32)
+
+
+register({aten._int_mm.default: _int_mm})
+
+
+# --- relatives ---------------------------------------------------------------------------------
+
+
+@by_front
+def _cross(size, x, y, *, dim=-1):
+    dim = dim if dim < 0 else dim + 1
+    return aten.linalg_cross.default(led(x), led(y), dim=dim)
+
+
+def led(x: Stack | Tensor) -> Tensor:
+    """(B, *S), or (1, *S) of a shared tensor: for operators that broadcast."""
+    return x.v if isinstance(x, Stack) else x.unsqueeze(0)
+
+
+@by_front
+def _trilinear(size, x, y, z, expand1, expand2, expand3, sumdim, unroll_dim=1):
+    """An einsum: every operand lacks the dims it expands, the result those it sums."""
+    rank = len(expand1) + (x.v.dim() - 1 if isinstance(x, Stack) else x.dim())
+    operands = []
+    for a, without in ((x, expand1), (y, expand2), (z, expand3)):
+        dims = [d for d in range(rank) if d not in without]
+        operands += (a.v, [rank, *dims]) if isinstance(a, Stack) else (a, dims)
+    kept = [d for d in range(rank) if d not in sumdim]
+    return torch.einsum(*operands, [rank, *kept])
+
+
+@by_front
+def _cdist(size, x, y, p, compute_mode):
+    rank = max(a.v.dim() - 1 if isinstance(a, Stack) else a.dim() for a in (x, y))
+    return aten._cdist_forward.default(ranked(x, rank), ranked(y, rank), p, compute_mode)
+
+
+@by_front
+def _cdist_backward(size, g, x, y, p, dist):
+    """Every operand in full: the kernel reads them by rows."""
+    batch = dist.v.shape[1:-2] if isinstance(dist, Stack) else dist.shape[:-2]
+    g, x, y, dist = (
+        v.expand(size, *batch, *v.shape[-2:]).contiguous()
+        for v in (ranked(a, len(batch) + 2) for a in (g, x, y, dist))
+    )
+    return aten._cdist_backward.default(g, x, y, p, dist)
+
+
+def _pairs(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The differences (B, P, K) of all pairs of rows of x: (B, N, K), and which rows they are."""
+    i, j = torch.triu_indices(x.shape[1], x.shape[1], 1, device=x.device).unbind()
+    return x.index_select(1, i) - x.index_select(1, j), i, j
+
+
+@by_front
+def _pdist(size, x, p=2.0):
+    return torch.linalg.vector_norm(_pairs(x.v)[0], p, -1)
+
+
+@by_front
+def _pdist_backward(size, g, x, p, dist):
+    g, x, dist = led(g).unsqueeze(-1), led(x), led(dist).unsqueeze(-1)
+    difference, i, j = _pairs(x)
+    if p == 0:
+        pull = torch.zeros_like(g * difference)
+    elif p == float("inf"):
+        pull = difference.sign() * (difference.abs() == dist) * g
+    else:
+        # |d|^(p-1) / dist^(p-1), kept finite where rows coincide.
+        ratio = torch.where(dist == 0, 0, difference.abs() / dist).pow(p - 1)
+        pull = torch.where(dist == 0, 0, difference.sign() * ratio * g)
+    zero = pull.new_zeros(pull.shape[0], *x.shape[1:])
+    return zero.index_add(1, i, pull).index_add(1, j, -pull)
+
+
+register(
+    {
+        aten.linalg_cross.default: _cross,
+        aten._trilinear.default: _trilinear,
+        aten._cdist_forward.default: _cdist,
+        aten._cdist_backward.default: _cdist_backward,
+        aten._pdist_forward.default: _pdist,
+        aten._pdist_backward.default: _pdist_backward,
+    }
+)

@@ -1,0 +1,251 @@
+"""What is kin to nothing else: counting into bins, segments, checks of values."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import torch
+
+from forall._core.axes import wrap_dim
+from forall._vmap.batched_tensor import wrap
+from forall._vmap.mutation.in_place import pointwise_in_place
+from forall._vmap.registry import register
+from forall._vmap.rule_makers.basic import (
+    Stack,
+    by_front,
+    lower,
+    pointwise,
+    stacked,
+)
+
+aten = torch.ops.aten
+Tensor = torch.Tensor
+
+
+# --- Python's in-place operators, which lack the tag ---------------------------------------------
+
+register(
+    {
+        getattr(getattr(aten, name), overload): pointwise_in_place
+        for name in ("__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__")
+        for overload in ("Tensor", "Scalar")
+    },
+    way="pointwise",
+)
+
+
+# Pointwise, though without the tag.
+register(
+    dict.fromkeys(
+        (
+            aten.floor_divide.default,
+            aten.floor_divide.Scalar,
+            aten.hardshrink_backward.default,
+            aten.softshrink_backward.default,
+            aten.hardsigmoid_backward.default,
+            aten.hardswish.default,
+            aten.hardswish_backward.default,
+            aten.hardtanh_backward.default,
+            aten.leaky_relu_backward.default,
+            aten._prelu_kernel.default,
+            aten._prelu_kernel_backward.default,
+            aten.rsub.Tensor,
+            aten._add_relu.Tensor,
+            aten._add_relu.Scalar,
+        ),
+        pointwise,
+    ),
+    way="pointwise",
+)
+
+
+# --- counting ----------------------------------------------------------------------------------
+
+
+def _rows(a: Any, size: int) -> Tensor:
+    """(B, N), whatever the shape of one example."""
+    v = a.v if isinstance(a, Stack) else a.unsqueeze(0).expand(size, *a.shape)
+    return v.reshape(size, -1)
+
+
+def _tally(bins: Tensor, weights: Any, valid: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+    """(B, N) places and weights, where there are any -> (B, count) sums."""
+    weights = valid.to(dtype) if weights is None else torch.where(valid, weights, 0)
+    out = weights.new_zeros((bins.shape[0], count))
+    return out.scatter_add(1, torch.where(valid, bins, 0), weights)
+
+
+def _outer_edges(x: Tensor, limits: Any, room: float) -> tuple[Any, Any]:
+    """Torch's range for bins: without limits that of the values; an empty one gets room."""
+    if limits is None and x.shape[1]:
+        low, high = x.amin(1, keepdim=True), x.amax(1, keepdim=True)
+    else:
+        low, high = (x.new_full((x.shape[0], 1), limit) for limit in limits or (0, 1))
+    aten._assert_async.msg(
+        (low.isfinite() & high.isfinite()).all(), "histogram: the range of values is not finite"
+    )
+    flat = low == high
+    return torch.where(flat, low - room, low), torch.where(flat, high + room, high)
+
+
+@by_front
+def _histc(size, x, bins=100, min=0, max=0):
+    x = _rows(x, size)
+    of_values = min == max == 0 and x.shape[1]
+    low, high = _outer_edges(x, None if of_values else (min, max), 1)
+    valid = (x >= low) & (x <= high)
+    # In the kernel's own order of operations: entries lie on the edges more often than not.
+    place = torch.where(valid, (x - low) * bins / (high - low), 0).long().clamp(max=bins - 1)
+    return _tally(place, None, valid, bins, x.dtype)
+
+
+def _histogram(x: Tensor, edges: Tensor, weight: Any, density: bool) -> tuple[Tensor, Tensor]:
+    """(B, N), (B, bins + 1): a bin holds its left edge, the last one its right edge too."""
+    count = edges.shape[1] - 1
+    valid = (x >= edges[:, :1]) & (x <= edges[:, -1:])
+    place = torch.searchsorted(edges, x.contiguous(), right=True) - 1
+    out = _tally(place.clamp(0, count - 1), weight, valid, count, x.dtype)
+    if density:
+        out = out / out.sum(1, keepdim=True) / edges.diff(dim=1)
+    return out, edges
+
+
+def _pairs(low: Tensor, high: Tensor) -> zip:
+    return zip(low.squeeze(1).unbind(), high.squeeze(1).unbind(), strict=True)
+
+
+@by_front
+def _histogram_counts(size, x, bins=100, *, range=None, weight=None, density=False):
+    x = _rows(x, size)
+    low, high = _outer_edges(x, range, 0.5)
+    # Edges to the last bit: linspace does not round as its formula would.
+    edges = torch.stack(
+        [
+            torch.linspace(a, b, bins + 1, dtype=x.dtype, device=x.device)
+            for a, b in _pairs(low, high)
+        ]
+    )
+    return _histogram(x, edges, None if weight is None else _rows(weight, size), density)
+
+
+@by_front
+def _histogram_edges(size, x, bins, *, weight=None, density=False):
+    weight = None if weight is None else _rows(weight, size)
+    return _histogram(_rows(x, size), _rows(bins, size).contiguous(), weight, density)
+
+
+def _columns(x: Any, size: int) -> Tensor:
+    """(B, N, D): points of D coordinates, whatever the shape of one example."""
+    v = x.v if isinstance(x, Stack) else x.unsqueeze(0).expand(size, *x.shape)
+    return v.reshape(size, -1, v.shape[-1])
+
+
+def _edges(x: Tensor, bins: list[int], limits: list[float] | None) -> list[Tensor]:
+    """(B, N, D) -> (B, bins + 1) for each coordinate."""
+    found = []
+    for d, n in enumerate(bins):
+        low, high = _outer_edges(x[..., d], limits and limits[2 * d : 2 * d + 2], 0.5)
+        ends = [torch.linspace(a, b, n + 1, dtype=x.dtype) for a, b in _pairs(low, high)]
+        found.append(torch.stack(ends).to(x.device))
+    return found
+
+
+def _histogram_of_points(x: Tensor, edges: list[Tensor], weight: Any, density: bool) -> Tensor:
+    """(B, N, D) and (B, bins + 1) for each coordinate -> (B, *bins)."""
+    place, valid = torch.zeros_like(x[..., 0], dtype=torch.long), True
+    for d, e in enumerate(edges):
+        along = x[..., d].contiguous()
+        valid = valid & (along >= e[:, :1]) & (along <= e[:, -1:])
+        at = torch.searchsorted(e.contiguous(), along, right=True) - 1
+        place = place * (e.shape[1] - 1) + at.clamp(0, e.shape[1] - 2)
+    counts = [e.shape[1] - 1 for e in edges]
+    out = _tally(place, weight, valid, prod(counts), x.dtype).unflatten(1, counts)
+    if density:
+        out = out / out.flatten(1).sum(1).view(-1, *(1,) * len(counts))
+        for d, e in enumerate(edges):
+            shape = [-1, *(counts[d] if d == i else 1 for i in range(len(counts)))]
+            out = out / e.diff(dim=1).view(shape)
+    return out
+
+
+@by_front
+def _edges_of_points(size, x, bins, *, range=None, weight=None, density=False):
+    return _edges(_columns(x, size), bins, range)
+
+
+@by_front
+def _points_by_counts(size, x, bins, *, range=None, weight=None, density=False):
+    x, weight = _columns(x, size), None if weight is None else _rows(weight, size)
+    return _histogram_of_points(x, _edges(x, bins, range), weight, density)
+
+
+@by_front
+def _points_by_edges(size, x, bins, *, weight=None, density=False):
+    weight = None if weight is None else _rows(weight, size)
+    return _histogram_of_points(_columns(x, size), [_rows(e, size) for e in bins], weight, density)
+
+
+register(
+    {
+        aten._histogramdd_bin_edges.default: _edges_of_points,
+        aten._histogramdd_from_bin_cts.default: _points_by_counts,
+        aten._histogramdd_from_bin_tensors.default: _points_by_edges,
+        aten.histc.default: _histc,
+        aten.histogram.bin_ct: _histogram_counts,
+        aten.histogram.bins_tensor: _histogram_edges,
+    }
+)
+
+
+# --- segments ----------------------------------------------------------------------------------
+
+
+def _segment_reduce(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    """The kernel takes batch dims before the axis, for data and lengths alike."""
+    kwargs = {k: stacked(a, level) if isinstance(a, Tensor) else a for k, a in kwargs.items()}
+    kwargs["axis"] = wrap_dim(kwargs.get("axis", 0), args[0].dim()) + 1
+    if not level.size:
+        kwargs["unsafe"] = True  # the check of the lengths asks for their sum, and there is none
+    return wrap(func(stacked(args[0], level), *args[1:], **kwargs), 0, level)
+
+
+def _segment_reduce_backward(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    kwargs = {k: stacked(a, level) if isinstance(a, Tensor) else a for k, a in kwargs.items()}
+    kwargs["axis"] = wrap_dim(kwargs.get("axis", 0), args[2].dim()) + 1
+    return wrap(func(*(stacked(a, level) for a in args[:3]), *args[3:], **kwargs), 0, level)
+
+
+register(
+    {
+        aten.segment_reduce.default: _segment_reduce,
+        aten._segment_reduce_backward.default: _segment_reduce_backward,
+    }
+)
+
+
+# --- what a wrapper cannot do --------------------------------------------------------------------
+
+
+def _lazy_clone(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    """Copy on write is a matter of the memory, which is the stack's."""
+    return wrap(args[0].value.clone(), args[0].axis, level)
+
+
+register({aten._lazy_clone.default: _lazy_clone})
+
+
+# --- checks of values --------------------------------------------------------------------------
+
+
+def _assert_all(level: Any, func: Any, args: tuple, kwargs: dict) -> None:
+    func((lower(args[0], level) != 0).all(), *args[1:], **kwargs)
+
+
+register(
+    {
+        aten._assert_async.default: _assert_all,
+        aten._assert_async.msg: _assert_all,
+        aten._foobar.default: pointwise,
+    }
+)

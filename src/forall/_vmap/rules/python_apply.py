@@ -1,0 +1,83 @@
+"""``apply_``, ``map_`` and ``map2_``: a function of Python's on each entry, read from memory.
+
+They pass the dispatcher by, so a wrapper, which has no memory, would crash the process.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from forall._compat.dispatch_state import functions_off
+from forall._compat.wrapper_tensor import ENTRYWISE, Wrapper
+from forall._core.errors import shared_write
+from forall._core.levels import outside, top
+from forall._vmap.batched_tensor import Batched
+from forall._vmap.mutation.mutation_log import note_read
+from forall._vmap.per_example import (
+    all_places,
+    back_in,
+    example_of,
+    levels_of,
+)
+from forall._vmap.registry import CALLS
+
+Tensor = torch.Tensor
+
+
+def _entrywise(name: str) -> Any:
+    method = getattr(Tensor, name)
+
+    def call(x: Tensor, *others_and_function: Any) -> Any:
+        *others, function = others_and_function
+        tensors = [x, *others]
+        if top() is None and not any(isinstance(t, Wrapper) for t in tensors):
+            return NotImplemented
+        if any(t.requires_grad for t in tensors):
+            raise RuntimeError(
+                f"{name}: a function of Python's has no derivative, and a tensor requires grad.\n"
+                f"Use x.detach().{name}(..), or torch's functions."
+            )
+        for t in others:
+            if not isinstance(t, Wrapper):
+                note_read(f"x.{name}()", t)
+        around = _levels()
+        if any(hasattr(level, "ledger") for level in around) and _is_shared_older(x):
+            raise shared_write(f"x.{name}()", x, [])  # each example would go on from the last
+        levels, root = levels_of(tensors), around[-1] if around else None
+        found = []
+        for places in all_places(levels):  # in the order of the loop
+            with outside(root) if root is not None else nullcontext():
+                with functions_off():
+                    first, *rest = (example_of(t, places) for t in tensors)
+                    first = first.clone()
+                found.append(method(first, *rest, function))  # who records calls is to see this
+        if not levels:
+            return x.copy_(found[0])
+        with functions_off(), outside(levels[0]):
+            out = back_in(torch.stack(found), levels)
+        return x.copy_(out)
+
+    return call
+
+
+def _is_shared_older(t: Any) -> bool:
+    while isinstance(t, Wrapper):
+        if type(t) is Batched and (t.axis is not None or not t.older):
+            return False
+        t = t.value
+    return True
+
+
+def _levels() -> list[Any]:
+    """The innermost first."""
+    found, level = [], top()
+    while level is not None:
+        found.append(level)
+        level = level.parent
+    return found
+
+
+CALLS.update({getattr(Tensor, name): _entrywise(name) for name in ENTRYWISE})

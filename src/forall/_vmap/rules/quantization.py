@@ -1,0 +1,158 @@
+"""Quantisation, real and simulated: one scale for all examples, or a channel for each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from forall._core.axes import wrap_dim
+from forall._vmap.batched_tensor import wrap
+from forall._vmap.registry import register
+from forall._vmap.rule_makers.basic import (
+    Stack,
+    by_front,
+    front,
+    is_mapped,
+    lower,
+    pointwise,
+    stacked,
+)
+
+aten = torch.ops.aten
+Tensor = torch.Tensor
+
+
+# --- fake quantisation -------------------------------------------------------------------------
+
+
+def _by_channel(x: Tensor, scale: Tensor, zero: Tensor, *limits: int) -> list[Tensor]:
+    """(B, C, *S), (B, C), (B, C): the examples' channels are as good as one example's."""
+    out = aten.fake_quantize_per_channel_affine_cachemask.default(
+        x.flatten(0, 1), scale.flatten(), zero.flatten(), 0, *limits
+    )
+    return [o.reshape(x.shape) for o in out]
+
+
+def _fake_quantize_channels(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    x, scale, zero = (stacked(a, level) for a in args[:3])
+    dim = wrap_dim(args[3], args[0].dim()) + 1
+    out = _by_channel(x.movedim(dim, 1), scale, zero, *args[4:])
+    return tuple(wrap(o.movedim(1, dim), 0, level) for o in out)
+
+
+def _fake_quantize_tensor(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    if not any(is_mapped(a, level) for a in args[1:4]):
+        return pointwise(level, func, args, kwargs)
+    x, *by = (stacked(a, level) for a in args[:4])
+    scale, zero, on = (a.reshape(a.shape[0], 1) for a in by)
+    flat = x.reshape(x.shape[0], 1, args[0].numel())
+    out, mask = (o.reshape(x.shape) for o in _by_channel(flat, scale, zero.int(), *args[4:]))
+    on = on.reshape(-1, *(1,) * args[0].dim()) >= 1
+    return wrap(torch.where(on, out, x), 0, level), wrap(mask | ~on, 0, level)
+
+
+register(
+    {
+        aten.fake_quantize_per_tensor_affine_cachemask.default: pointwise,
+        aten.fake_quantize_per_channel_affine_cachemask.default: _fake_quantize_channels,
+        aten._fake_quantize_per_tensor_affine_cachemask_tensor_qparams.default: (
+            _fake_quantize_tensor
+        ),
+    }
+)
+
+
+# --- with a scale that is learned ----------------------------------------------------------------
+
+
+def _learned(op: Any, tensors: int, *, by_channel: bool):
+    """``op(*tensors, scale, zero, [axis,] ..)``: the examples are channels, or have some each."""
+
+    def rule(size, *args):
+        given, rest = [_all(a, size) for a in args[: tensors + 2]], list(args[tensors + 2 :])
+        *xs, scale, zero = given
+        rank = xs[0].dim() - 1
+        dim = wrap_dim(rest.pop(0), rank) + 1 if by_channel else 1
+        if tensors == 2 and not by_channel:  # the kernel for one scale rounds so, going back
+            zero = (zero + 0.5).clamp(*rest[:2]).trunc()
+        xs = [x.movedim(dim, 1) if by_channel else x.unsqueeze(1) for x in xs]
+        outs = op(*(x.flatten(0, 1) for x in xs), scale.flatten(), zero.flatten(), 0, *rest)
+        x, *of_scale = outs if isinstance(outs, tuple) else (outs,)
+        x = x.reshape(xs[0].shape)
+        x = x.movedim(1, dim) if by_channel else x.squeeze(1)
+        return (x, *(o.reshape(scale.shape) for o in of_scale)) if of_scale else x
+
+    return by_front(rule)
+
+
+def _all(a: Stack | Tensor, size: int) -> Tensor:
+    return a.v if isinstance(a, Stack) else a.expand(size, *a.shape)
+
+
+_FORWARD = aten._fake_quantize_learnable_per_channel_affine.default
+_BACKWARD = aten._fake_quantize_learnable_per_channel_affine_backward.default
+register(
+    {
+        _FORWARD: _learned(_FORWARD, 1, by_channel=True),
+        _BACKWARD: _learned(_BACKWARD, 2, by_channel=True),
+        aten._fake_quantize_learnable_per_tensor_affine.default: _learned(
+            _FORWARD, 1, by_channel=False
+        ),
+        aten._fake_quantize_learnable_per_tensor_affine_backward.default: _learned(
+            _BACKWARD, 2, by_channel=False
+        ),
+    }
+)
+
+
+# --- quantised tensors ---------------------------------------------------------------------------
+
+
+def _one_scale(func: Any, args: tuple, level: Any) -> list:
+    """The arguments after the first, one level down; a stack has one scale for all examples."""
+    if any(is_mapped(a, level) for a in args[1:]):
+        raise _no_stack(func)
+    return [lower(a, level) for a in args[1:]]
+
+
+def _no_stack(func: Any) -> NotImplementedError:
+    return NotImplementedError(
+        f"vmap: {func} would give each example a scale of its own, and quantised tensors that "
+        "differ in scale have no stack.\nGive all examples one scale, or use torch.fake_quantize_*."
+    )
+
+
+def _quantize(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    rest = _one_scale(func, args, level)
+    return wrap(func(args[0].value, *rest, **kwargs), args[0].axis, level)
+
+
+def _quantize_channels(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    scales, zeros, axis, *rest = _one_scale(func, args, level)
+    axis = wrap_dim(axis, args[0].dim()) + 1
+    return wrap(func(front(args[0]), scales, zeros, axis, *rest, **kwargs), 0, level)
+
+
+def _refused(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    raise _no_stack(func)
+
+
+def _of_stack(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    out = func(args[0].value, *args[1:], **kwargs)
+    return wrap(out, args[0].axis, level) if isinstance(out, Tensor) else out
+
+
+register(
+    {
+        aten.quantize_per_tensor.default: _quantize,
+        aten.quantize_per_tensor.tensor_qparams: _quantize,
+        aten.quantize_per_channel.default: _quantize_channels,
+        aten.quantize_per_tensor_dynamic.default: _refused,
+        aten.quantize_per_tensor.tensors: _refused,
+        aten.dequantize.self: _of_stack,
+        aten.int_repr.default: _of_stack,
+        aten.q_scale.default: _of_stack,
+        aten.q_zero_point.default: _of_stack,
+    }
+)

@@ -1,0 +1,399 @@
+"""Random draws, as the level's ``randomness`` says.
+
+``"error"`` refuses, ``"different"`` draws (B, *S), ``"same"`` draws one S for all examples: two
+examples with other parameters still see the same draw underneath. Where the level has a scope
+(`forall.random.scope`) no flag is asked: the scope's key draws, for each example its own.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from forall._compat import rng_state
+from forall._compat.private_api import DispatchKey, OpOverload
+from forall._compat.shapes import broadcast_shapes
+from forall._core.errors import columns
+from forall._random import torch_ops
+from forall._random.key_scope import running
+from forall._vmap.batched_tensor import wrap
+from forall._vmap.mutation.in_place import writable
+from forall._vmap.registry import HANDLERS, SHARED, register
+from forall._vmap.rule_makers.basic import (
+    front,
+    is_mapped,
+    level_on,
+    lower,
+    rank_of,
+    stacked,
+    wrapped,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+aten = torch.ops.aten
+Tensor = torch.Tensor
+
+
+def refused(func: Any) -> RuntimeError:
+    name = func.overloadpacket.__name__
+    return RuntimeError(
+        f"vmap: {name} draws random numbers, and randomness='error' forbids that.\n"
+        + columns(
+            [
+                ("randomness='different'", "each example draws its own"),
+                ("randomness='same'", "one draw serves all examples"),
+                ("randomness=random.key(0)", "each example draws its own, by forall.random's key"),
+            ]
+        )
+        + "\nSay which to vmap, or draw outside it."
+    )
+
+
+def seeded(rule: Callable) -> Callable:
+    """The same rule, after the level has been asked whether draws are allowed."""
+
+    def handler(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+        if level.randomness == "error":
+            raise refused(func)
+        return rule(level, func, args, kwargs)
+
+    return handler
+
+
+def random(rules: dict[Any, Callable]) -> None:
+    """Enter rows that also act where no argument differs between the examples."""
+    rows = {op: seeded(rule) for op, rule in rules.items()}
+    register(rows)
+    SHARED.update(rows)
+
+
+# --- in place ------------------------------------------------------------------------------------
+
+
+def _fill(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    """x.uniform_() and its like: the draw alone says what x holds."""
+    x, *rest = args
+    if level.randomness == "same" and not any(is_mapped(a, level) for a in rest):
+        rest = [lower(a, level) for a in rest]
+        if not is_mapped(x, level):
+            func(lower(x, level), *rest, **kwargs)
+            return x
+        target = writable(level, func, x, [])
+        one = target.new_empty(target.shape[1:])
+        target.copy_(func(one, *rest, **kwargs))
+        return x
+    target = writable(level, func, x, list(rest))
+    if level.randomness == "same":  # bernoulli_(p) with a p of each example
+        drawn = torch.rand(target.shape[1:], device=target.device, **kwargs)
+        target.copy_(drawn < _lined(rest[0], target.dim() - 1, level))
+    else:
+        func(target, *[_lined(a, target.dim() - 1, level) for a in rest], **kwargs)
+    return x
+
+
+def _lined(a: Any, rank: int, level: Any) -> Any:
+    """(B, 1, .., *P) against (B, *S)."""
+    if not is_mapped(a, level):
+        return lower(a, level)
+    v = front(a)
+    return v.reshape(v.shape[0], *(1,) * (rank - v.dim() + 1), *v.shape[1:])
+
+
+random(
+    dict.fromkeys(
+        (
+            aten.uniform_.default,
+            aten.normal_.default,
+            aten.exponential_.default,
+            aten.geometric_.default,
+            aten.cauchy_.default,
+            aten.log_normal_.default,
+            aten.random_.default,
+            aten.random_.to,
+            getattr(aten.random_, "from"),
+            aten.bernoulli_.float,
+            aten.bernoulli_.Tensor,
+        ),
+        _fill,
+    )
+)
+
+
+# --- new tensors ---------------------------------------------------------------------------------
+
+
+def made(place: int) -> Callable:
+    """An operator whose argument ``place`` is the size."""
+
+    def rule(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+        if level.randomness == "same":
+            return wrap(func(*args, **kwargs), None, level)
+        args = (*args[:place], [level.size, *args[place]], *args[place + 1 :])
+        return wrap(func(*args, **kwargs), 0, level)
+
+    return rule
+
+
+def _like(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    """x gives nothing but shape, dtype and device."""
+    x, *rest = args
+    if any(is_mapped(a, level) for a in rest):  # randint_like(x, high): no number to give below
+        raise refused(func) from None
+    value = stacked(x, level)
+    if level.randomness == "same":
+        one = value.new_empty(value.shape[1:])
+        return wrap(func(one, *rest, **kwargs), None, level)
+    return wrap(func(value, *rest, **kwargs), 0, level)
+
+
+def _permutation(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    n, generator = args[0], kwargs.pop("generator", None)
+    options = {"dtype": torch.int64, **{k: v for k, v in kwargs.items() if v is not None}}
+    if level.randomness == "same":
+        drawn = aten.randperm.generator(n, generator=generator, **options)
+        return wrap(drawn, None, level)
+    # Ranks of doubles: two of them are equal too rarely to tell.
+    keys = torch.rand(
+        level.size, n, generator=generator, dtype=torch.float64, device=kwargs.get("device")
+    )
+    return wrap(keys.argsort(1).to(options["dtype"]), 0, level)
+
+
+random(
+    {
+        aten.rand.default: made(0),
+        aten.rand.generator: made(0),
+        aten.randn.default: made(0),
+        aten.randn.generator: made(0),
+        aten.randint.default: made(1),
+        aten.randint.generator: made(1),
+        aten.randint.low: made(2),
+        aten.randint.low_generator: made(2),
+        aten.normal.float_float: made(2),
+        aten.randperm.default: _permutation,
+        aten.randperm.generator: _permutation,
+        **{
+            getattr(packet, name): _like
+            for packet in (aten.rand_like, aten.randn_like, aten.randint_like)
+            for name in packet.overloads()
+            if "out" not in name and "Tensor" not in name
+        },
+    }
+)
+
+
+# --- with parameters of each example -------------------------------------------------------------
+
+
+def _normal(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    """mean + std z, in the dtype of the mean, or of std where the mean is a number."""
+    args = (*args, 1.0)[:2]  # std where it is left away
+    given = [a for a in args if isinstance(a, Tensor)]
+    shape = broadcast_shapes(*(a.shape for a in given))
+    ours = any(is_mapped(a, level) for a in given)
+    mean, std = (_lined(a, len(shape), level) if isinstance(a, Tensor) else a for a in args)
+    head = mean if isinstance(mean, Tensor) else std
+    several = level.randomness == "different"
+    z = head.new_empty([level.size, *shape] if several else shape).normal_(**kwargs)
+    if ours and not several:
+        z = z.expand(level.size, *shape)
+    out = torch.add(torch.mul(z, std), mean).to(head.dtype)
+    return wrap(out, 0 if ours or several else None, level)
+
+
+def _per_example(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    """Each example draws from the same place in the generator's stream."""
+    generator = rng_state.of((*args, *kwargs.values()))
+    start = generator.get_state()
+    outs = []
+    for i in range(level.size):
+        generator.set_state(start)
+        mine = [stacked(a, level)[i] if isinstance(a, Tensor) else a for a in args]
+        outs.append(func(*mine, **kwargs))
+    if isinstance(outs[0], tuple):
+        return tuple(wrap(torch.stack(o), 0, level) for o in zip(*outs, strict=True))
+    return wrap(torch.stack(outs), 0, level)
+
+
+def parametrised(draw: Callable) -> Callable:
+    """A rule from ``draw(func, stacks, rest, kwargs)``, which draws for all examples at once."""
+
+    def rule(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+        tensors = [a for a in args if isinstance(a, Tensor)]
+        rest = [a for a in args if not isinstance(a, Tensor)]
+        mapped = any(is_mapped(a, level) for a in tensors)
+        if level.randomness == "same" and not mapped:
+            out = func(*[lower(a, level) for a in args], **kwargs)
+            return wrapped(out, None, level)
+        if level.randomness == "same" and level.size:
+            return _per_example(level, func, args, kwargs)
+        rank = max(rank_of(a, level) for a in tensors)
+        stacks = [stacked(a, level) for a in tensors]
+        stacks = [v.reshape(v.shape[0], *(1,) * (rank + 1 - v.dim()), *v.shape[1:]) for v in stacks]
+        return wrapped(draw(func, stacks, rest, kwargs), 0, level)
+
+    return rule
+
+
+def _entrywise(func: Any, stacks: list[Tensor], rest: list, kwargs: dict) -> Any:
+    return func(*stacks, *rest, **kwargs)
+
+
+def _multinomial(func: Any, stacks: list[Tensor], rest: list, kwargs: dict) -> Tensor:
+    (p,) = stacks
+    n = rest[0] if rest else kwargs["num_samples"]
+    if p.numel() == 0:
+        return p.new_empty((*p.shape[:-1], n), dtype=torch.int64)
+    return func(p.reshape(-1, p.shape[-1]), *rest, **kwargs).reshape(*p.shape[:-1], n)
+
+
+def _dropout(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    """(x * mask / (1 - p), mask); evaluation draws nothing."""
+    x, p, train = args
+    if train is False or p == 0:
+        with level_on(level):
+            return aten.clone.default(x), aten.ones_like.default(x, dtype=torch.bool)
+    if level.randomness == "error":
+        raise refused(func)
+    if level.randomness == "same":
+        value = stacked(x, level)
+        mask = value.new_empty(value.shape[1:], dtype=torch.bool).bernoulli_(1 - p)
+        mask = mask.expand(value.shape)
+        scale = 0.0 if p == 1 else 1 / (1 - p)
+        return wrap(value * mask * scale, 0, level), wrap(mask, 0, level)
+    return wrapped(func(stacked(x, level), p, train), 0, level)
+
+
+def _leaky(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    """rrelu: the noise is kept, as the slope of each negative entry; evaluation draws nothing."""
+    x, noise, lower_, upper, training, *_ = (*args, *(0.125, 1 / 3, False)[len(args) - 2 :])
+    given = {"generator": args[5]} if len(args) > 5 else kwargs
+    in_place = func is aten.rrelu_with_noise_.default
+    with level_on(level):
+        if not training:
+            slope = (lower_ + upper) / 2
+            out = aten.leaky_relu.default(x, slope)
+        else:
+            if level.randomness == "error":
+                raise refused(func)
+            drawn = aten.uniform_.default(aten.empty_like.default(noise), lower_, upper, **given)
+            slopes = torch.where(x <= 0, drawn, 1.0)
+            aten.copy_.default(noise, slopes)
+            out = aten.mul.Tensor(x, slopes)
+        return aten.copy_.default(x, out) if in_place else out
+
+
+_MAYBE = {
+    aten.native_dropout.default: _dropout,
+    aten.rrelu_with_noise.default: _leaky,
+    aten.rrelu_with_noise_.default: _leaky,
+}
+register(_MAYBE)
+SHARED.update(_MAYBE)
+random(
+    {
+        aten.normal.Tensor_float: _normal,
+        aten.normal.float_Tensor: _normal,
+        aten.normal.Tensor_Tensor: _normal,
+        aten.poisson.default: parametrised(_entrywise),
+        aten.binomial.default: parametrised(_entrywise),
+        aten._standard_gamma.default: parametrised(_entrywise),
+        aten._sample_dirichlet.default: parametrised(_entrywise),
+        aten.multinomial.default: parametrised(_multinomial),
+    }
+)
+
+
+# --- in other words ----------------------------------------------------------------------------
+
+
+def _decomposed(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    """Torch's own words for it: a buffer, and a draw into the buffer."""
+    with level_on(level):
+        return func._op_dk(DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
+
+
+def _bernoulli(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    """x may be the probabilities, or give the shape only, with one p."""
+    x, *p = args
+    with level_on(level):
+        return aten.bernoulli_(aten.empty_like.default(x), *(p or [x]), **kwargs)
+
+
+random(
+    {
+        aten.bernoulli.default: _bernoulli,
+        aten.bernoulli.Tensor: _bernoulli,
+        aten.bernoulli.p: _bernoulli,
+        **dict.fromkeys(
+            (
+                aten.uniform.default,
+                aten.exponential.default,
+                aten.geometric.default,
+                aten.cauchy.default,
+                aten.log_normal.default,
+                aten.random.default,
+                aten.random.to,
+                getattr(aten.random, "from"),
+                aten.normal_functional.default,
+            ),
+            _decomposed,
+        ),
+    }
+)
+
+
+# --- operators of others that drop out ---------------------------------------------------------
+
+
+def dropping_out(handler: Callable) -> Callable:
+    """Attention and the like draw only where their probability of dropout is not 0."""
+
+    def handle(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+        ours = any(is_mapped(a, level) for a in (*args, *kwargs.values()))
+        if torch_ops.probability(func, args, kwargs):
+            if level.randomness == "error":
+                raise refused(func)
+            if level.randomness == "same" and ours:
+                return _per_example(level, func, args, kwargs)
+            if level.randomness == "different" and not ours:
+                first, *rest = args
+                return handler(level, func, (wrap(stacked(first, level), 0, level), *rest), kwargs)
+        if ours:
+            return handler(level, func, args, kwargs)
+        kwargs = {k: lower(a, level) for k, a in kwargs.items()}
+        return wrapped(func(*[lower(a, level) for a in args], **kwargs), None, level)
+
+    return handle
+
+
+def keyed(handler: Callable) -> Callable:
+    """The scope's draw is made of ordinary operators on examples, so the level maps those.
+
+    A level that runs while no scope does recomputes what was first computed without one.
+    """
+
+    def handle(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+        scope = level.scope
+        if (
+            scope is None
+            or (level.active and running() is None)
+            or not torch_ops.draws(func, args, kwargs)
+        ):
+            rng_state.note((*args, *kwargs.values()))
+            return handler(level, func, args, kwargs)
+        with level_on(level):
+            return scope.draw(func, args, kwargs)
+
+    return handle
+
+
+for _op, _handler in list(HANDLERS.items()):  # the rules of the other files, entered before
+    # the tag alone: `facts` of every operator here would read a schema each at import
+    if isinstance(_op, OpOverload) and torch.Tag.nondeterministic_seeded in _op.tags:
+        if _op not in SHARED:
+            SHARED[_op] = dropping_out(_handler)
+        SHARED[_op] = HANDLERS[_op] = keyed(SHARED[_op])

@@ -1,0 +1,167 @@
+"""Recurrent networks: with one weight for all examples, these join the batch of one fused call.
+
+The calls of torch's API are answered whole where no derivative is at stake. Where one is, autograd
+records what they are made of: ordinary operators, or one layer of an LSTM as oneDNN has it.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from forall._compat.devices import on_device
+from forall._compat.dispatch_state import no_dispatch
+from forall._compat.op_schema import in_lists
+from forall._compat.private_api import pack_padded, pad_packed
+from forall._compat.wrapper_tensor import Wrapper
+from forall._core.errors import data_dependent
+from forall._vmap.batched_tensor import is_mapped_at_any, wrap
+from forall._vmap.concretize import told
+from forall._vmap.registry import CALLS, DIRECT
+from forall._vmap.rule_makers.basic import is_mapped, lower, stacked
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+aten = torch.ops.aten
+Tensor = torch.Tensor
+
+
+# --- examples join the batch ---------------------------------------------------------------------
+
+
+def joined(a: Any, dim: int, level: Any) -> Any:
+    """(B, *S) -> (*S with B * N at ``dim``)."""
+    if isinstance(a, (list, tuple)):
+        return [joined(b, dim, level) for b in a]
+    return stacked(a, level).movedim(0, dim).flatten(dim, dim + 1)
+
+
+def parted(out: Any, dim: int, level: Any) -> Any:
+    """(*S with B * N at ``dim``) -> examples."""
+    if isinstance(out, (list, tuple)):
+        return tuple(parted(o, dim, level) for o in out)
+    return wrap(out.unflatten(dim, (level.size, -1)), dim, level)
+
+
+def _are_shared(params: Sequence, level: Any) -> bool:
+    return level.size > 0 and not any(is_mapped(p, level) for p in params)
+
+
+def _cell(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    """x (N, I), hidden (N, H) or a pair of them, then the parameters."""
+    x, hidden, *params = args
+    if kwargs or not _are_shared(params, level) or x.dim() != 2:
+        return NotImplemented
+    given = (joined(x, 0, level), joined(hidden, 0, level))
+    return parted(func(*given, *(lower(p, level) for p in params)), 0, level)
+
+
+def _layers(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    """x (T, N, I), hidden (L, N, H), a list of parameters, then words."""
+    if isinstance(args[1], Tensor) and args[1].dim() == 1:
+        return _packed_layers(level, func, args, kwargs)
+    x, hidden, params, *words = args
+    if not _joins(params, words, level):
+        return NotImplemented
+    dim = 0 if words[-1] else 1
+    given = (joined(x, dim, level), joined(hidden, 1, level))
+    out, *state = func(*given, [lower(p, level) for p in params], *words)
+    return parted(out, dim, level), *parted(state, 1, level)
+
+
+def _packed_layers(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    """x (S, I) are the rows of each step one after another, ``sizes`` how many a step has.
+
+    The examples' rows of one place lie together, so that those that last longest stay in front.
+    """
+    x, sizes, hidden, params, *words = args
+    if not _joins(params, words, level):
+        return NotImplemented
+
+    def inmost(a: torch.Tensor, dim: int) -> torch.Tensor:
+        return stacked(a, level).movedim(0, dim + 1).flatten(dim, dim + 1)
+
+    hidden = in_lists(partial(inmost, dim=1), hidden)
+    given = (inmost(x, 0), lower(sizes, level) * level.size, hidden)
+    out, *state = func(*given, [lower(p, level) for p in params], *words)
+    found = [(out, 0), *((s, 1) for s in state)]
+    return tuple(wrap(o.unflatten(dim, (-1, level.size)), dim + 1, level) for o, dim in found)
+
+
+def _joins(params: Sequence, words: Sequence, level: Any) -> bool:
+    """Whether all examples can be one call: they have one weight, and nothing is dropped out."""
+    _, layers, dropout, train, *_ = words
+    return _are_shared(params, level) and not (train and dropout and layers > 1)
+
+
+_CELLS = (torch.lstm_cell, torch.gru_cell, torch.rnn_tanh_cell, torch.rnn_relu_cell)
+_LAYERS = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
+
+
+def _operators(call: Callable) -> set:
+    packet = getattr(aten, call.__name__)
+    return {getattr(packet, name) for name in packet.overloads()}
+
+
+DIRECT.update({call: (_cell, _operators(call)) for call in _CELLS})
+DIRECT.update({call: (_layers, _operators(call)) for call in _LAYERS})
+
+
+# --- packed sequences ----------------------------------------------------------------------------
+
+
+def _of_all(a: Any, what: str) -> Any:
+    """What torch's kernel reads from memory. Where it differs between the examples they part."""
+    if is_mapped_at_any(a):
+        return told(
+            a,
+            lambda: data_dependent(
+                f"to read {what} of a packed sequence",
+                "Pad to one length, and mask what is padded.",
+            ),
+        )
+    while isinstance(a, Wrapper):
+        a = a.value
+    return a
+
+
+def _packed(x: Tensor, lengths: Tensor, batch_first: bool) -> Any:
+    """The rows of x that are no padding, step by step, and how many each step has."""
+    if not isinstance(x, Wrapper) and not isinstance(lengths, Wrapper):
+        return NotImplemented
+    lengths = _of_all(lengths, "lengths")
+    with no_dispatch():
+        places = torch.arange(x.shape[0] * x.shape[1], device="cpu").view(x.shape[:2])
+        places, sizes = pack_padded(places, lengths, batch_first)
+    return x.flatten(0, 1).index_select(0, on_device(places, x.device)), sizes
+
+
+def _padded(x: Tensor, sizes: Tensor, batch_first: bool, padding: float, total: int) -> Any:
+    """The rows in their places, where there is none a row of padding."""
+    if not isinstance(x, Wrapper) and not isinstance(sizes, Wrapper):
+        return NotImplemented
+    sizes = _of_all(sizes, "batch_sizes")
+    rows = x.shape[0]
+    with no_dispatch():
+        places = torch.arange(rows, device="cpu")
+        places, lengths = pad_packed(places, sizes, batch_first, rows, total)
+        shape, places = places.shape, places.flatten()
+    whole = torch.cat([x, x.new_full((1, *x.shape[1:]), padding)])
+    return whole.index_select(0, on_device(places, x.device)).unflatten(0, shape), lengths
+
+
+def _with_plain_sizes(call: Callable) -> Callable:
+    def answer(x: Any, sizes: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(sizes, Wrapper) or sizes.dim() != 1:
+            return NotImplemented
+        return call(x, _of_all(sizes, "batch_sizes"), *args, **kwargs)
+
+    return answer
+
+
+CALLS[pack_padded] = _packed
+CALLS[pad_packed] = _padded
+CALLS.update({call: _with_plain_sizes(call) for call in _LAYERS})

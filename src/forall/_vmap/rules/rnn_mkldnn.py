@@ -1,0 +1,140 @@
+"""One layer of an LSTM as oneDNN has it, and its derivative.
+
+With one weight for all examples, they join the batch of one fused call. The derivative of a weight
+is each example's own, so it is put in other words: the gates of all steps at once, since the hidden
+states are known; back through time, one product a step; then each weight by one product.
+
+Source: Hochreiter and Schmidhuber, "Long short-term memory" (1997).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from forall._vmap.batched_tensor import wrap
+from forall._vmap.registry import register
+from forall._vmap.rule_makers.basic import (
+    Stack,
+    by_front,
+    is_mapped,
+    lower,
+    stacked,
+    wrapped,
+)
+
+aten = torch.ops.aten
+Tensor = torch.Tensor
+
+
+def _joined(a: Tensor, dim: int, level: Any) -> Tensor:
+    """(B, *S) -> (*S with B * N at ``dim``). The kernel reads memory as if it had no gaps."""
+    return stacked(a, level).movedim(0, dim).flatten(dim, dim + 1).contiguous()
+
+
+def _layer(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    """x (T, N, I), weights (4H, I) and (4H, H), biases (4H,), states (N, H)."""
+    x, *params, h, c = args[:7]
+    if not level.size or any(is_mapped(p, level) for p in params):
+        found = _in_other_words(level, func, args, kwargs)
+        return *found, wrap(torch.empty(0, dtype=torch.uint8), None, level)
+    given = (_joined(x, 1, level), *(lower(p, level).contiguous() for p in params))
+    states = (_joined(h, 0, level), _joined(c, 0, level))
+    *outs, workspace = func(*given, *states, *args[7:])
+    outs = [
+        wrap(o.unflatten(dim, (level.size, -1)), dim, level)
+        for o, dim in zip(outs, (1, 0, 0), strict=True)
+    ]
+    # It holds all examples in an order of its own; only the fused backward could read it.
+    return *outs, wrapped(workspace, None, level)
+
+
+@by_front
+def _in_other_words(size, x, w, u, b, d, h, c, reverse, sizes, mode, hidden, layers, biases, *_):
+    stacks = [_precise(_stack(a, size)) for a in (x, h, c)]
+    w, u, b, d = ((p.v if isinstance(p, Stack) else p) for p in (w, u, b, d))
+    x, h, c = stacks
+    given = _inputs(x, w, b, d, biases)
+    steps = given.unbind(1)
+    outs = []
+    for step in reversed(steps) if reverse else steps:
+        i, f, g, o = (step + h @ _precise(u).mT).chunk(4, -1)
+        c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+        h = o.sigmoid() * c.tanh()
+        outs.append(h)
+    return tuple(a.to(w.dtype) for a in (torch.stack(outs[:: -1 if reverse else 1], 1), h, c))
+
+
+def _inputs(x: Tensor, w: Tensor, b: Tensor, d: Tensor, biases: bool) -> Tensor:
+    """(B, T, N, I) -> (B, T, N, 4H): what the input gives to the gates of all steps."""
+    out = _by(x, w.mT)
+    if not biases:
+        return out
+    b = _precise(b + d)
+    return out + (b.unsqueeze(1).unsqueeze(1) if b.dim() == 2 else b)
+
+
+def _by(x: Tensor, w: Tensor) -> Tensor:
+    """(B, T, N, I) by (B, I, O), or by one (I, O) for all."""
+    return (x.flatten(1, 2) @ _precise(w)).unflatten(1, x.shape[1:3])
+
+
+def _stack(a: Any, size: int) -> Tensor:
+    return a.v if isinstance(a, Stack) else a.expand(size, *a.shape)
+
+
+def _precise(a: Tensor) -> Tensor:
+    """oneDNN keeps the state of half-precision layers in float32."""
+    return a.float() if a.dtype in (torch.float16, torch.bfloat16) else a
+
+
+@by_front
+def _backward(
+    size, x, w, u, b, d, h, c, y, hy, cy, gy, gh, gc, reverse, mode, hidden, layers, biases, *_
+):
+    given = (x, h, c, y, *(torch.zeros_like(h) if g is None else g for g in (gh, gc)))
+    dtype = (w.v if isinstance(w, Stack) else w).dtype
+    x, h, c, y, gh, gc = (_precise(_stack(a, size)) for a in given)
+    gy = torch.zeros_like(y) if gy is None else _precise(_stack(gy, size))
+    w, u, b, d = ((p.v if isinstance(p, Stack) else p) for p in (w, u, b, d))
+    if reverse:
+        x, y, gy = x.flip(1), y.flip(1), gy.flip(1)
+    before = torch.cat([h.unsqueeze(1), y[:, :-1]], 1)
+    gates = _inputs(x, w, b, d, biases) + _by(before, u.mT)
+    by_gate, gh, gc = _through_time(gates, c, _precise(u), gy, gh, gc)
+    rows = by_gate.flatten(1, 2)
+    gx = _by(by_gate, w)
+    gb = rows.sum(1)
+    found = (rows.mT @ x.flatten(1, 2), rows.mT @ before.flatten(1, 2), gb, gb, gh, gc)
+    return tuple(a.to(dtype) for a in (gx.flip(1) if reverse else gx, *found))
+
+
+def _through_time(gates: Tensor, c: Tensor, u: Tensor, gy: Tensor, gh: Tensor, gc: Tensor) -> tuple:
+    """The cotangents of the gates (B, T, N, 4H), and of the first states."""
+    i, f, g, o = gates.chunk(4, -1)
+    i, f, g, o = i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
+    cells = [c]
+    for forget, new in zip(f.unbind(1), (i * g).unbind(1), strict=True):
+        cells.append(forget * cells[-1] + new)
+    seen = torch.stack(cells[1:], 1).tanh()
+    before = torch.stack(cells[:-1], 1)
+    by_cell = torch.stack([g * i * (1 - i), before * f * (1 - f), i * (1 - g * g)], -2).unbind(1)
+    by_out = (seen * o * (1 - o)).unsqueeze(-2).unbind(1)
+    to_cell = (o * (1 - seen * seen)).unbind(1)
+    found = []
+    for t in reversed(range(gy.shape[1])):
+        gh = gh + gy[:, t]
+        gc = gc + gh * to_cell[t]
+        parts = (gc.unsqueeze(-2) * by_cell[t], gh.unsqueeze(-2) * by_out[t])
+        found.append(torch.cat(parts, -2).flatten(-2))
+        gh, gc = found[-1] @ u, gc * f[:, t]
+    return torch.stack(found[::-1], 1), gh, gc
+
+
+register(
+    {
+        aten.mkldnn_rnn_layer.default: _layer,
+        aten.mkldnn_rnn_layer_backward.default: _backward,
+    }
+)

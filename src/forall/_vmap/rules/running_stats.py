@@ -1,0 +1,91 @@
+"""Running statistics that a norm updates by the way: those its operators cannot answer for.
+
+``BatchNorm(momentum=None)`` averages over all calls: it reads how many there were as a Python
+number, which differs from example to example. Torch's instance norm writes the mean of a
+computation on copies. Both are put in other words: the norm alone, on statistics of its own, and
+an update of the running ones.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn import functional as F
+
+from forall._compat.devices import PASSES_ON
+from forall._compat.dispatch_state import functions_off
+from forall._compat.private_api import BATCH_NORM
+from forall._vmap.function_mode import Sharing
+from forall._vmap.mutation.pending_updates import average, is_shared_older, noting_level
+from forall._vmap.registry import CALLS
+from forall._vmap.rule_makers.basic import is_mapped
+
+if TYPE_CHECKING:
+    from types import CodeType
+
+Tensor = torch.Tensor
+
+
+def _float(counter: Tensor) -> Any:
+    """float(num_batches_tracked), which the module asks for right before it calls batch_norm."""
+    level = noting_level()
+    if level is None or not _asked_by(BATCH_NORM):
+        return NotImplemented
+    if not (is_shared_older(counter, level) or is_mapped(counter, level)):
+        return NotImplemented
+    level.counted = counter
+    return 1.0
+
+
+def _asked_by(code: CodeType) -> bool:
+    """Whether the API call that is answered was made there."""
+    frame = sys._getframe(2)
+    while frame is not None and (
+        frame.f_globals.get("__name__") == Sharing.__module__ or frame.f_code is PASSES_ON
+    ):
+        frame = frame.f_back
+    return frame is not None and frame.f_code is code
+
+
+def _batch_norm(x: Tensor, running_mean: Any, running_var: Any, *args: Any, **kwargs: Any) -> Any:
+    level = noting_level()
+    counter = None if level is None else level.counted
+    if counter is None:
+        return NotImplemented
+    level.counted = None
+    with functions_off():
+        own = torch.zeros_like(running_mean), torch.zeros_like(running_var)
+        out = F.batch_norm(x, *own, *args, **kwargs)  # of momentum 1: what the batch says alone
+        with torch.no_grad():
+            for running, batch in zip((running_mean, running_var), own, strict=True):
+                if is_shared_older(running, level):
+                    average(running, batch, counter)
+                else:
+                    running.add_((batch - running) / counter)
+    return out
+
+
+def _instance_norm(
+    x: Tensor,
+    running_mean: Any = None,
+    running_var: Any = None,
+    weight: Any = None,
+    bias: Any = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Any:
+    if running_mean is None or not use_input_stats:
+        return NotImplemented
+    with functions_off():
+        own = torch.zeros_like(running_mean), torch.zeros_like(running_var)
+        out = F.instance_norm(x, *own, weight, bias, True, 1.0, eps)
+        with torch.no_grad():
+            for running, batch in zip((running_mean, running_var), own, strict=True):
+                running.mul_(1 - momentum).add_(batch, alpha=momentum)
+    return out
+
+
+CALLS.update({Tensor.__float__: _float, F.batch_norm: _batch_norm, F.instance_norm: _instance_norm})

@@ -1,0 +1,162 @@
+"""Other layouts. Sparse in coordinates: examples are one more sparse dim, in front.
+
+Examples may differ in how many entries they have; a stack does not mind.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from forall._compat.dispatch_state import no_dispatch
+from forall._compat.private_api import SPARSE_SUM
+from forall._core.errors import data_dependent
+from forall._core.sparse_operands import COMPRESSING
+from forall._vmap.batched_tensor import Batched, wrap
+from forall._vmap.concretize import told
+from forall._vmap.registry import CALLS, register
+from forall._vmap.rule_makers.basic import (
+    front,
+    is_mapped,
+    level_on,
+    lower,
+    stacked,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+aten = torch.ops.aten
+Tensor = torch.Tensor
+
+
+def _coordinates(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    """indices (B, D, N), values (B, N, *S) -> (B, *sizes): all examples' entries in one list."""
+    sparse, dense, sizes, indices, values = args
+    i, v = (stacked(a, level) for a in (indices, values))
+    which = torch.arange(len(i), device=i.device).view(-1, 1, 1).expand(-1, 1, i.shape[2])
+    i = torch.cat([which, i], 1).movedim(0, 1).flatten(1)  # (1 + D, B * N)
+    out = func(sparse + 1, dense, [len(v), *sizes], i, v.flatten(0, 1), **kwargs)
+    return wrap(out, 0, level)
+
+
+def _to_sparse(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    """With examples for the first dim that is sparse."""
+    x, how = args[0], {**kwargs}
+    dims = args[1] if len(args) > 1 else x.dim() - (how.pop("dense_dim", None) or 0)
+    if how.get("layout") not in {None, torch.sparse_coo}:
+        raise _no_stack(how["layout"])
+    return wrap(front(x).to_sparse(dims + 1), 0, level)
+
+
+def _on_stack(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    return wrap(func(args[0].value, *args[1:], **kwargs), args[0].axis, level)
+
+
+def _is_coalesced(level: Any, func: Any, args: tuple, kwargs: dict) -> bool:
+    return func(lower(args[0], level))
+
+
+def _mask(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    """The entries of a dense example where a sparse one has some."""
+    x, mask = args
+    if not is_mapped(mask, level) or mask.axis:
+        raise _no_stack("sparse, where the mask is the same for all")
+    return wrap(func(stacked(x, level), mask.value, **kwargs), 0, level)
+
+
+def _values(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    """(B * N, *S), one example's after another's: as many for each, or they have no stack."""
+    x = args[0].value
+    which = x._indices()[0]
+    counts = which.bincount(minlength=level.size)
+    if args[0].axis or bool((which.diff() < 0).any() | (counts != counts[:1]).any()):
+        raise _no_stack("sparse, whose values do not come in equal numbers,")
+    return wrap(func(x).unflatten(0, (level.size, -1)), 0, level)
+
+
+def _addmm(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    """beta * x + alpha * (a @ b), where x is not read for a beta of 0."""
+    x, a, b = args
+    alpha, beta = kwargs.get("alpha", 1), kwargs.get("beta", 1)
+    with level_on(level):
+        out = aten.mm.default(a, b)
+        out = out if alpha == 1 else aten.mul.Tensor(out, alpha)
+        return aten.add.Tensor(out, x, alpha=beta) if beta else out
+
+
+def _sum(x: Any, dim: Any = None, dtype: Any = None) -> Any:
+    """Of all entries, which may be as many as they like."""
+    if type(x) is not Batched or dim is not None or x.layout is not torch.sparse_coo:
+        return NotImplemented
+    return x.to_dense().sum(dtype=dtype)
+
+
+def _in_coordinates(
+    indices: Any, values: Any = None, *size: Any, check_invariants: Any = None, **how: Any
+) -> Any:
+    """With the size that torch would read off the indices, in C++."""
+    size = (how.pop("size"),) if "size" in how else size
+    checks = torch.sparse.check_sparse_tensor_invariants.is_enabled()
+    checks = checks if check_invariants is None else check_invariants
+    if values is None or (size and not checks):
+        return NotImplemented
+    indices, values = (a if isinstance(a, Tensor) else torch.tensor(a) for a in (indices, values))
+    if indices.dim() != 2 or not indices.numel():
+        return NotImplemented
+    size = _size(indices, values.shape[1:], size, checks)
+    return torch.sparse_coo_tensor(indices, values, size, check_invariants=False, **how)
+
+
+def _size(indices: Tensor, dense: Any, size: tuple, checks: bool) -> torch.Size:
+    """What torch finds, or finds wrong, with entries in the corners of a box around all of them."""
+    low, high = indices.amin(1).clamp_max(0), indices.amax(1)  # of low ones, that none is below 0
+    box = told(torch.stack([low, high], 1), _differs)
+    with no_dispatch():
+        zeros = torch.zeros(2, *dense, device=box.device)
+        return torch.sparse_coo_tensor(box, zeros, *size, check_invariants=checks).shape
+
+
+def _differs() -> Exception:
+    return data_dependent("torch.sparse_coo_tensor without a size", "Give it the size.")
+
+
+def _no_stack(layout: Any) -> NotImplementedError:
+    return NotImplementedError(
+        f"vmap: the examples of a tensor of layout {layout} have no stack.\n"
+        "Use torch.sparse_coo_tensor or x.to_sparse(), in coordinates, or convert outside vmap."
+    )
+
+
+def _refused(layout: Any) -> Callable:
+    def handler(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+        raise _no_stack(layout)
+
+    return handler
+
+
+def _compressed(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    raise _no_stack(kwargs["layout"])
+
+
+register(
+    {
+        **dict.fromkeys(COMPRESSING, _compressed),
+        aten.to_mkldnn.default: _refused("torch._mkldnn"),
+        aten._to_sparse_csr.default: _refused("torch.sparse_csr"),
+        aten._to_sparse_csc.default: _refused("torch.sparse_csc"),
+        aten._to_sparse_bsr.default: _refused("torch.sparse_bsr"),
+        aten._to_sparse_bsc.default: _refused("torch.sparse_bsc"),
+        aten._sparse_coo_tensor_with_dims_and_tensors.default: _coordinates,
+        aten._to_sparse.default: _to_sparse,
+        aten._to_sparse.sparse_dim: _to_sparse,
+        aten._to_dense.default: _on_stack,
+        aten._coalesce.default: _on_stack,
+        aten._values.default: _values,
+        aten.is_coalesced.default: _is_coalesced,
+        aten.sparse_mask.default: _mask,
+        aten._sparse_addmm.default: _addmm,
+    }
+)
+CALLS.update({SPARSE_SUM: _sum, torch.sparse_coo_tensor: _in_coordinates})

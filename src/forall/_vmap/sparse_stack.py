@@ -1,0 +1,55 @@
+"""Sparse tensors.
+
+One that all examples share needs no stand-in. What stacks with one among them cannot do, an
+operator does for one example after another, as the loop would.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from forall._compat import pytree
+from forall._compat.op_schema import facts
+from forall._compat.wrapper_tensor import Wrapper
+from forall._core.errors import slow
+from forall._core.sparse_operands import COMPRESSED, constant, is_sparse
+from forall._vmap.batched_tensor import Batched
+from forall._vmap.rule_makers import basic
+
+_ALIAS = torch.ops.aten.alias.default
+
+
+def stands_for_itself(out: Any, args: tuple) -> bool:
+    """Whether a result that all examples share goes on as it is: no history would be lost."""
+    return is_sparse(out) and not any(
+        type(a) is Batched and a.requires_grad and torch.is_grad_enabled() for a in args
+    )
+
+
+def of_coordinates(stack: torch.Tensor) -> torch.Tensor:
+    """Compressed rows as coordinates: only these have one tensor for all examples."""
+    return stack.to_sparse() if stack.layout in COMPRESSED else stack
+
+
+def can_run_apart(func: Any, args: tuple, kwargs: dict) -> bool:
+    """Whether an operator that has failed on stacks may do for one example after another."""
+    if not any(is_sparse(a) for a in pytree.leaves((args, kwargs))):
+        return False
+    fact = facts(func)
+    return not fact.mutates and not fact.seeded
+
+
+def apart(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    """One example after another, with a warning."""
+    if func is _ALIAS and not isinstance(args[0], Wrapper):  # compressed rows have no such view
+        return constant(args[0])
+    outs = basic.each(level, func, args, kwargs)
+    slow(
+        f"vmap: {func} has no rule for a tensor of this layout and runs once per example.\n"
+        "Use .to_dense() to make it fast."
+    )
+    out = basic.restacked(outs)
+    out = out if level.size else basic.without_examples(out)
+    return basic.wrapped(out, 0, level)
