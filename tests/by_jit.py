@@ -23,9 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forall._compat import exception_safety, pytree, rng_state
+from forall._compat import pytree, rng_state
 from forall._compat.private_api import has_global_hooks, version
 from forall._compat.storage import has_memory
+from forall._compat.transform_call import call_transform
 from forall._core.call_site import OURS
 from forall._jit.auto.policy import Replays, _is_same, _same
 from forall._jit.backends.python_source import function
@@ -93,7 +94,7 @@ class ByJit(Replays):
     @not_the_users
     def run(self, args: tuple, kwargs: dict, instead: Any) -> Any:
         # One outermost call: a transform inside would take what this one has set for its caller's.
-        return exception_safety.call(self._compared, args, kwargs, instead)
+        return call_transform(self._compared, args, kwargs, instead)
 
     @not_the_users
     def _compared(self, args: tuple, kwargs: dict, instead: Any) -> Any:

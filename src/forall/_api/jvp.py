@@ -13,7 +13,6 @@ from forall._api.execution.auto_replay import is_on, replay, told
 from forall._api.typing import R, Ts, X
 from forall._autodiff import jvp_level
 from forall._compat import (
-    exception_safety,
     functorch_interop,
     profiler,
     pytree,
@@ -21,6 +20,7 @@ from forall._compat import (
 from forall._compat.dispatch_state import forward_level, functions_off
 from forall._compat.jagged_layout import Jagged, with_rows
 from forall._compat.tensor_subclass import bare, carried
+from forall._compat.transform_call import call_transform
 from forall._core.errors import Call
 from forall._core.escaped_values import what_is_left
 from forall._core.levels import lift, top
@@ -103,7 +103,7 @@ def jvp(
     eager = functools.partial(_jvp, strict, has_aux)
     if is_on():
         return replay(func, eager, primals, tangents, how=how)
-    return exception_safety.call(eager, func, primals, tangents)
+    return call_transform(eager, func, primals, tangents)
 
 
 def _jvp(strict: bool, has_aux: bool, func: Callable, primals: Any, tangents: Any) -> Any:

@@ -26,13 +26,13 @@ from forall._autodiff.linear_tape import (
     tape,
 )
 from forall._compat import (
-    exception_safety,
     functorch_interop,
     profiler,
     pytree,
 )
 from forall._compat.dispatch_state import forward_level
 from forall._compat.tensor_subclass import bare, carried
+from forall._compat.transform_call import call_transform
 from forall._core.errors import Call, columns, short
 from forall._core.escaped_values import flatten
 from forall._core.levels import lift, top
@@ -98,7 +98,7 @@ def linearize(func: Callable, *primals: Any) -> tuple[Any, Callable]:
     if is_on() and not torch.is_inference_mode_enabled():  # in which it makes other tensors
         value, found = replay(func, _linearized, *primals, how=how)
     else:
-        value, found = exception_safety.call(_linearized, func, *primals)
+        value, found = call_transform(_linearized, func, *primals)
     if type(found) is tuple:
         linear, out_spec, constants = found
         return value, _pushing(call, flat, spec, _played(call, linear.play, constants), out_spec)
@@ -215,6 +215,6 @@ def _pushing(call: Call, flat: list, spec: Any, play: Callable, out_spec: Any) -
         """The derivative at the point, in the direction of ``tangents``."""
         seeds = argument_checks.tangents(call, flat, spec, tangents)
         argument_checks.alike(call, flat, seeds)
-        return pytree.unflatten(exception_safety.call(play, seeds), out_spec)
+        return pytree.unflatten(call_transform(play, seeds), out_spec)
 
     return jvp_fn

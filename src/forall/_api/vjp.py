@@ -13,7 +13,6 @@ from forall._api.execution.auto_replay import replayed
 from forall._api.typing import R, Ts, X
 from forall._autodiff import jvp_level, reverse_mode
 from forall._compat import (
-    exception_safety,
     functorch_interop,
     profiler,
     pytree,
@@ -23,6 +22,7 @@ from forall._compat.dispatch_state import functions_off, torch_funcs
 from forall._compat.inference_mode import ordinary
 from forall._compat.lazy_bits import lazy_zeros_pass
 from forall._compat.tensor_subclass import bare
+from forall._compat.transform_call import call_transform
 from forall._compat.wrapper_tensor import has_history
 from forall._core.errors import Call
 from forall._core.levels import Level, lift, outside, top
@@ -92,7 +92,7 @@ def vjp(func: Callable, *primals: Any, has_aux: bool = False) -> Any:
     if functorch_interop.needed():
         return functorch_interop.call("vjp", func, *primals, has_aux=has_aux)
     call = Call("vjp", func)
-    pull, value, aux = exception_safety.call(pullback, call, replayed(func), primals, has_aux)
+    pull, value, aux = call_transform(pullback, call, replayed(func), primals, has_aux)
 
     @functorch_interop.left_to_python
     def vjp_fn(
@@ -101,7 +101,7 @@ def vjp(func: Callable, *primals: Any, has_aux: bool = False) -> Any:
         """Pull cotangents, shaped like the output, back to the primals."""
         del create_graph  # decided by what the result can reach
         cots = argument_checks.cotangents(call, pull.outputs, pull.out_spec, cotangents)
-        found = exception_safety.call(pull.at, top(), cots, retain_graph=retain_graph)
+        found = call_transform(pull.at, top(), cots, retain_graph=retain_graph)
         return pull.moved.shaped(found)
 
     return (value, vjp_fn, aux) if has_aux else (value, vjp_fn)

@@ -29,8 +29,8 @@ from forall._compat import (
 from forall._compat.dispatch_state import functions_off
 from forall._compat.tensor_subclass import carried, is_dressed, undressed
 from forall._compat.wrapper_tensor import Wrapper
-from forall._core.call_site import Origin, users_instruction
-from forall._core.errors import Call
+from forall._core.call_site import users_instruction
+from forall._core.errors import Call, Origin
 from forall._core.levels import top
 from forall._divergence.batched_scalar import Number, as_tensor
 from forall._random.key_scope import entered as drawing_in

@@ -30,7 +30,7 @@ from forall._compat.wrapper_tensor import (
     shell,
 )
 from forall._core import nested_tensor
-from forall._core.errors import marks, short, shown
+from forall._core.errors import marks, short
 from forall._core.escaped_values import (
     called,
     dispatched,
@@ -39,7 +39,7 @@ from forall._core.escaped_values import (
     meets_ended,
     what_is_left,
 )
-from forall._core.host_reads import numbers_told
+from forall._core.host_reads import numbers_told, shown
 from forall._core.levels import complete, graph_free, outside, outside_all, second_name
 
 if TYPE_CHECKING:

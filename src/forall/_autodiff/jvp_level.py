@@ -49,7 +49,7 @@ from forall._compat.private_api import DispatchMode, split_tangent
 from forall._compat.symbolic_zeros import LINEAR, plain_zeros, simpler
 from forall._compat.tensor_subclass import has_posed_class, posing, taken_out
 from forall._core import nested_tensor
-from forall._core.errors import collective, columns, explain, short
+from forall._core.errors import collective, columns, short
 from forall._core.escaped_values import left_over
 from forall._core.host_reads import numbers_told
 from forall._core.levels import (
@@ -204,7 +204,7 @@ class JvpLevel(Level, DispatchMode):
                 return self._run_beside(func, args, kwargs or {})
             return self.run(func, args, kwargs or {})
         except Exception as error:
-            explain(error, self, func, args, kwargs or {})
+            self.raise_told(error, func, args, kwargs or {})
             raise
 
     def _of_jagged(self, func: Any, args: tuple, kwargs: dict) -> Any:

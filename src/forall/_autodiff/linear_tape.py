@@ -18,7 +18,7 @@ from forall._compat.private_api import OpOverload, functions_pass, split_tangent
 from forall._compat.storage import has_memory, storage_of
 from forall._compat.symbolic_zeros import LINEAR, simpler
 from forall._compat.wrapper_tensor import Wrapper, innermost, shell
-from forall._core.errors import shown
+from forall._core.host_reads import shown
 from forall._core.levels import Level, at, deepest
 from forall._core.sparse_operands import is_sparse
 

@@ -18,9 +18,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 from torch.autograd import forward_ad
-from torch.compiler import is_dynamo_compiling as is_compiling
 
-from forall._compat import trace_modes
 from forall._compat.private_api import (
     pop_functions,
     pop_mode,
@@ -110,16 +108,15 @@ def contextmanager(func: Callable[P, Iterator[T]]) -> Callable[P, AbstractContex
     return made
 
 
-def call(func: Callable, /, *args: Any, **kwargs: Any) -> Any:
+def is_inside_call() -> bool:
+    """True while an outermost call of this thread restores the state if it fails."""
+    return _now.before is not None
+
+
+def call_and_restore(func: Callable, /, *args: Any, **kwargs: Any) -> Any:
     """``func(*args, **kwargs)``, after which this thread's state is as before if it fails."""
     global _ever_called  # noqa: PLW0603 - of the process, and set once
-    if is_compiling() or _now.before is not None:
-        return func(*args, **kwargs)
     _ever_called = True
-    if trace_modes.trace_before_autograd():
-        from forall._compat import export_tracer  # which needs what needs this
-
-        return export_tracer.call(call, func, *args, **kwargs)
     try:
         _now.before = _found()
         result = func(*args, **kwargs)

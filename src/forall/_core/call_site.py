@@ -13,10 +13,8 @@ import torch
 from forall._compat.devices import PASSES_ON
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from types import CodeType, FrameType
 
-    from forall._core.errors import Call
 
 TORCH, OURS = (
     f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1])
@@ -47,26 +45,6 @@ class Place(NamedTuple):
     def text(self) -> str:
         """What is written there, as far as it is known."""
         return linecache.getline(self.file, self.line).strip()
-
-
-class Origin(NamedTuple):
-    """The call of a transform that a level serves, for messages to name it."""
-
-    call: Call
-    at: tuple[CodeType, int]  # the user's code, and the instruction that it is at
-    numbers: Sequence[int]  # of the level's examples, among all of the call
-    size: int  # how many examples the call has
-
-    @property
-    def is_users(self) -> bool:
-        """Whether the user wrote the call, not another transform of ours."""
-        return not (getattr(self.call.func, "__module__", None) or "").startswith("forall._")
-
-    @property
-    def place(self) -> Place:
-        code, at = self.at
-        lines = (line for start, end, line in code.co_lines() if start <= at < end)
-        return Place(code.co_filename, next(lines, None) or code.co_firstlineno)
 
 
 def users_frame(frame: FrameType, others: tuple[str, ...] = _NOT_THE_USERS) -> FrameType:

@@ -8,17 +8,16 @@ from __future__ import annotations
 import functools
 import re
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from forall._compat.dispatch_state import functions_are_off, functions_off, no_dispatch
 from forall._compat.wrapper_tensor import Wrapper
 from forall._core.call_site import Place, users_line
 
 if TYPE_CHECKING:
-    from forall._core.call_site import Origin
-    from forall._core.levels import Level
+    from collections.abc import Sequence
+    from types import CodeType
 
 
 class PerformanceWarning(UserWarning):
@@ -69,20 +68,6 @@ def _shown(value: object) -> str:
     return repr(value)
 
 
-def shown(value: torch.Tensor) -> str:
-    """The numbers behind a wrapper. To print must not fail, whatever is active around it."""
-    from forall._core.host_reads import numbers_told
-
-    numbers_told()
-    if isinstance(value, Wrapper):
-        return repr(value)
-    try:
-        with functions_off(), no_dispatch():
-            return repr(value)
-    except Exception:  # noqa: BLE001 - a tensor subclass, say, that cannot be read here
-        return short(value)
-
-
 def marks(value: Wrapper) -> str:
     """What repr tells besides: the history, and that the time of a value is over."""
     text = ""
@@ -118,6 +103,26 @@ class Call:
     def __str__(self) -> str:
         options = "".join(f", {name}={short(value)}" for name, value in self.options.items())
         return f"{self.verb}({name_of(self.func)}{options})"
+
+
+class Origin(NamedTuple):
+    """The call of a transform that a level serves, for messages to name it."""
+
+    call: Call
+    at: tuple[CodeType, int]  # the user's code, and the instruction that it is at
+    numbers: Sequence[int]  # of the level's examples, among all of the call
+    size: int  # how many examples the call has
+
+    @property
+    def is_users(self) -> bool:
+        """Whether the user wrote the call, not another transform of ours."""
+        return not (getattr(self.call.func, "__module__", None) or "").startswith("forall._")
+
+    @property
+    def place(self) -> Place:
+        code, at = self.at
+        lines = (line for start, end, line in code.co_lines() if start <= at < end)
+        return Place(code.co_filename, next(lines, None) or code.co_firstlineno)
 
 
 def data_dependent(op: str, cure: str) -> DataDependentError:
@@ -174,16 +179,6 @@ def collective(transform: str, func: object) -> RuntimeError:
         "Return what is to be communicated, and call torch.distributed on the result, "
         f"outside {transform}."
     )
-
-
-def explain(error: Exception, level: Level, func: Any, args: tuple, kwargs: dict) -> None:
-    """Raise what the level tells of an operator's failure; if that is ``error``, the caller does.
-
-    Not where a handler is at work: the operator that it explains will tell.
-    """
-    theirs = error if functions_are_off() else level.told(error, func, args, kwargs)
-    if theirs is not error:
-        raise theirs from None
 
 
 _WANTS_RANK = re.compile(r"(?i)(expect|should be).*\b[1-5]-?D\b")

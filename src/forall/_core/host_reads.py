@@ -5,7 +5,12 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from forall._compat.dispatch_state import functions_off, no_dispatch
+from forall._compat.wrapper_tensor import Wrapper
 from forall._core.call_site import OURS, users_frame
+from forall._core.errors import short
 from forall._core.levels import stack
 
 if TYPE_CHECKING:
@@ -24,3 +29,15 @@ def numbers_told(same: Callable[[], Any] | None = None) -> None:
     for listener in stack.listening:
         if listener.writes:
             listener.heard(frame, same)
+
+
+def shown(value: torch.Tensor) -> str:
+    """The numbers behind a wrapper. To print must not fail, whatever is active around it."""
+    numbers_told()
+    if isinstance(value, Wrapper):
+        return repr(value)
+    try:
+        with functions_off(), no_dispatch():
+            return repr(value)
+    except Exception:  # noqa: BLE001 - a tensor subclass, say, that cannot be read here
+        return short(value)

@@ -14,6 +14,7 @@ NOTE [inside and outside]
 from __future__ import annotations
 
 from contextlib import nullcontext
+from itertools import count
 from types import NoneType
 from typing import TYPE_CHECKING, Any
 from weakref import ref
@@ -22,6 +23,7 @@ import torch
 
 from forall._compat import exception_safety, fsdp
 from forall._compat.dispatch_state import (
+    functions_are_off,
     functions_off,
     in_torch_func,
     is_mode_on,
@@ -38,14 +40,27 @@ from forall._compat.jagged_layout import (
 )
 from forall._compat.private_api import pop_mode, push_mode
 from forall._compat.wrapper_tensor import Wrapper
-from forall._core.level_order import numbered
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from forall._core.call_site import Origin
+    from forall._core.errors import Origin
 
     Function = Callable[..., tuple[torch.Tensor, ...]]
+
+
+_numbers = count(1)
+
+
+def numbered(before: Level | None) -> tuple[Any, Any]:
+    """A new level's place, after all others or just ``before`` one; and the room below it."""
+    n = next(_numbers)
+    if before is None:
+        return n, 1
+    from fractions import Fraction  # few need it
+
+    below = before.room * Fraction(1, n + 1)
+    return before.number - below, below / n
 
 
 class Level:
@@ -132,6 +147,15 @@ class Level:
     def told(self, error: Exception, func: Any, args: tuple, kwargs: dict, /) -> BaseException:
         """What to raise where an operator failed: a level of examples says for which one."""
         return error if self.parent is None else self.parent.told(error, func, args, kwargs)
+
+    def raise_told(self, error: Exception, func: Any, args: tuple, kwargs: dict) -> None:
+        """Raise what the level tells of an operator's failure, unless that is ``error`` itself.
+
+        Nothing is raised within a handler's work: the operator that it explains will tell.
+        """
+        theirs = error if functions_are_off() else self.told(error, func, args, kwargs)
+        if theirs is not error:
+            raise theirs from None
 
     def run_afterwards(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """One operator of the user's when the level has ended."""

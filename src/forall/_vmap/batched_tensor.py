@@ -35,7 +35,7 @@ from forall._compat.wrapper_tensor import (
 from forall._compat.wrapper_tensor import strides as strides_of
 from forall._core import nested_tensor
 from forall._core.divergence import Apart
-from forall._core.errors import columns, escaped, marks, no_memory, short, shown
+from forall._core.errors import columns, escaped, marks, no_memory, short
 from forall._core.escaped_values import (
     called,
     dispatched,
@@ -43,7 +43,7 @@ from forall._core.escaped_values import (
     left_over,
     what_is_left,
 )
-from forall._core.host_reads import numbers_told
+from forall._core.host_reads import numbers_told, shown
 from forall._core.levels import Level, outside
 from forall._core.version_counter import Count
 

@@ -33,7 +33,7 @@ from forall._vmap.per_example import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from forall._core.call_site import Origin
+    from forall._core.errors import Origin
     from forall._vmap.per_example import Places
 
 _NOT_ONE_EXAMPLES = (DataDependentError, Warning, torch.OutOfMemoryError)

@@ -38,7 +38,7 @@ from forall._compat.tensor_subclass import (
 )
 from forall._compat.wrapper_tensor import Wrapper
 from forall._core import nested_tensor
-from forall._core.errors import collective, explain, note_missing_axis
+from forall._core.errors import collective, note_missing_axis
 from forall._core.levels import (
     Level,
     at,
@@ -228,7 +228,7 @@ class VmapLevel(Level, DispatchMode):
         except Exception as error:
             if sparse_stack.can_run_apart(func, args, kwargs or {}):
                 return level._run_apart(func, args, kwargs or {})
-            explain(error, level, func, args, kwargs or {})
+            level.raise_told(error, func, args, kwargs or {})
             raise
 
     def _run_apart(self, func: Any, args: tuple, kwargs: dict) -> Any:
@@ -236,7 +236,7 @@ class VmapLevel(Level, DispatchMode):
             with functions_off():
                 return sparse_stack.apart(self, func, args, kwargs)
         except Exception as error:
-            explain(error, self, func, args, kwargs)
+            self.raise_told(error, func, args, kwargs)
             raise
 
     def run(self, func: Any, args: tuple, kwargs: dict) -> Any:

@@ -31,6 +31,7 @@ from forall._api.execution import fresh_closures
 from forall._compat import exception_safety, functorch_interop, profiler
 from forall._compat.dispatch_state import dispatch_modes
 from forall._compat.trace_modes import trace_before_autograd
+from forall._compat.transform_call import call_transform
 from forall._core import config
 from forall._core.errors import Call
 from forall._core.levels import stack
@@ -85,7 +86,7 @@ class Calls:
             instead = functools.partial(exception_safety.call, eager, func, *args, **kwargs)
             return replays.run((given, *args) if given else args, kwargs, instead)
         start = perf_counter()
-        result = exception_safety.call(eager, func, *args, **kwargs)
+        result = call_transform(eager, func, *args, **kwargs)
         self.spent += perf_counter() - start
         self.count += 1
         if self.count >= _CALLS and self.spent >= config.now.patience and _can_record():
@@ -419,9 +420,9 @@ def _transformed(
                     return found[0]
             replays = None if last is None else last.replays
             if not is_on() or (replays is not None and replays.newest is None and replays.passes()):
-                return exception_safety.call(eager, func, *args, **kwargs)
+                return call_transform(eager, func, *args, **kwargs)
             if may_change and key != _key_of(how):
-                return exception_safety.call(eager, func, *args, **kwargs)
+                return call_transform(eager, func, *args, **kwargs)
             calls, given = fixed or _place(func, key, own)
             last = calls  # to find them may take longer than what they say
             if known is None or known.times.replays >= _TIMED:

@@ -20,7 +20,7 @@ from forall._compat.dispatch_state import AUTOGRAD, functions_off, is_excluded
 from forall._compat.op_schema import in_arguments
 from forall._compat.private_api import DispatchMode, functions_pass
 from forall._compat.wrapper_tensor import Wrapper, make_wrapper
-from forall._core.errors import shown
+from forall._core.host_reads import shown
 from forall._core.levels import Level, complete, second_name, stack, top
 
 aten = torch.ops.aten

@@ -17,10 +17,11 @@ from weakref import ref
 
 import torch
 
-from forall._compat import exception_safety, pytree, rng_state
+from forall._compat import pytree, rng_state
 from forall._compat.autograd_graph import node_of
 from forall._compat.native_guards import writes_into
 from forall._compat.private_api import has_global_hooks
+from forall._compat.transform_call import call_transform
 from forall._core import config
 from forall._core.python_state import Unwatched
 from forall._jit.auto.purity import doubt
@@ -113,12 +114,10 @@ class Replays(Unwatched):
             return instead()
         recorded = self.known.get(kind)
         if recorded is None:
-            return exception_safety.call(
-                self._not_known, _Call(kind, args, kwargs, instead, leaves)
-            )
+            return call_transform(self._not_known, _Call(kind, args, kwargs, instead, leaves))
         recorded.used = self.attempts.looks
         if type(recorded) is _Begun:
-            return exception_safety.call(self._one_more_step, kind, recorded, instead)
+            return call_transform(self._one_more_step, kind, recorded, instead)
         if not recorded.stands(tensors, nodes):
             self._changed(kind, recorded)
             return instead()

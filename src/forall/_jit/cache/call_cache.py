@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from forall._compat import exception_safety, pytree
+from forall._compat import pytree
+from forall._compat.transform_call import call_transform
 from forall._core.errors import Call, name_of, slow
 from forall._core.python_state import Unwatched
 from forall._jit.cache.cache_info import (
@@ -125,7 +126,7 @@ class Kinds(Unwatched):
         if made is None or not made.stands(tensors, nodes):
             self.misses += 1
             if made is None or not made.failed or made.times <= _TIMES:
-                return exception_safety.call(self._first, kind, given, leaves)
+                return call_transform(self._first, kind, given, leaves)
             self._as_it_is(kind, given, "what it asks of numbers changes from call to call")
             return self.func(*args, **kwargs)
         if made is self.newest:
