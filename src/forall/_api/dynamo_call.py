@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forall._api import mapped_inputs
-from forall._compat.dynamo_operator import (
+from forall._compat.dynamo_operator import TransformInGraph
+from forall._compat.dynamo_trees import (
     Ordered,
-    TransformInGraph,
     check_names,
     map_leaves,
     operand,

@@ -132,7 +132,9 @@ class Explanation:
 
     def plot(self, path: Any = None) -> Any:
         """Examples over steps, one colour for each line, by matplotlib; a figure, or a file."""
-        return explain_plot.draw(self, path)
+        size = explain_plot.counted(self.examples, "example")
+        title = f"{self.call}: {size}\n{self.ways[-1]}"
+        return explain_plot.draw(title, self.examples, self.steps, path)
 
 
 def _explanation(mapped: Callable, report: Report, result: Any) -> Explanation:

@@ -9,8 +9,8 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from forall._api.explain import Explanation
     from forall._core.call_site import Place
+    from forall._divergence.report_records import Step
 
 # Told apart by people who see few colours, too (Okabe and Ito, 2008); then again from the first.
 COLOURS = (
@@ -19,7 +19,7 @@ COLOURS = (
 NOBODY = "#F2F2F2"
 
 
-def draw(explanation: Explanation, path: Any) -> Any:
+def draw(title: str, examples: int, steps: Sequence[Step], path: Any) -> Any:
     """A figure; written to ``path`` where there is one."""
     try:
         from matplotlib import colors, figure
@@ -28,12 +28,10 @@ def draw(explanation: Explanation, path: Any) -> Any:
             "Explanation.plot(): it draws with matplotlib, which is not installed.\n"
             "Install it (pip install matplotlib), or print the explanation."
         ) from None
-    steps = explanation.steps
     places = sorted({step.place for step in steps})
     made = figure.Figure(figsize=(9, 5 + 0.25 * len(places)), layout="constrained", dpi=130)
     axes = made.subplots()
-    size = counted(explanation.examples, "example")
-    axes.set_title(f"{explanation.call}: {size}\n{explanation.ways[-1]}")
+    axes.set_title(title)
     axes.set_xlabel("step: one test on values, in the order of execution")
     axes.set_ylabel("example")
     if not steps:
@@ -42,12 +40,12 @@ def draw(explanation: Explanation, path: Any) -> Any:
         shades = [NOBODY, *(COLOURS[n % len(COLOURS)] for n in range(len(places)))]
         norm = colors.BoundaryNorm([n - 0.5 for n in range(len(shades) + 1)], len(shades))
         axes.imshow(
-            _table(explanation, places),
+            _table(examples, steps, places),
             cmap=colors.ListedColormap(shades),
             norm=norm,
             aspect="auto",
             interpolation="nearest",
-            extent=(0.5, len(steps) + 0.5, explanation.examples - 0.5, -0.5),
+            extent=(0.5, len(steps) + 0.5, examples - 0.5, -0.5),
         )
         for axis in (axes.xaxis, axes.yaxis):
             axis.get_major_locator().set_params(integer=True)
@@ -58,13 +56,11 @@ def draw(explanation: Explanation, path: Any) -> Any:
     return path
 
 
-def _table(explanation: Explanation, places: list[Place]) -> Any:
+def _table(examples: int, steps: Sequence[Step], places: list[Place]) -> Any:
     """(examples, steps): which line it is, from 1, for those who take it."""
     number = {place: n for n, place in enumerate(places, 1)}
-    table = torch.zeros(
-        (explanation.examples, len(explanation.steps)), dtype=torch.uint8, device="cpu"
-    )
-    for column, step in enumerate(explanation.steps):
+    table = torch.zeros((examples, len(steps)), dtype=torch.uint8, device="cpu")
+    for column, step in enumerate(steps):
         table[[*step.examples], column] = number[step.place]
     return table.numpy()
 

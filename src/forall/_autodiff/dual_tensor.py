@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from forall._autodiff.sparse_errors import no_tangent
 from forall._compat.dispatch_state import (
     autograd_below,
     forward_on,
     functions_off,
     no_dispatch,
 )
+from forall._compat.inference_mode import ordinary
 from forall._compat.jagged_layout import Jagged
+from forall._compat.lazy_bits import attach_tangent
 from forall._compat.private_api import split_tangent, subclass_functions_off
 from forall._compat.tensor_subclass import (
     called_by_class,
@@ -40,10 +43,25 @@ from forall._core.escaped_values import (
     what_is_left,
 )
 from forall._core.host_reads import numbers_told, shown
-from forall._core.levels import complete, graph_free, outside, outside_all, second_name
+from forall._core.levels import Level, complete, graph_free, outside, outside_all, second_name
+from forall._core.sparse_operands import is_sparse
 
-if TYPE_CHECKING:
-    from forall._autodiff.jvp_level import JvpLevel
+
+class DualLevel(Level):
+    """The state of a level whose values are duals."""
+
+    def __init__(self, parent: Level | None, outer_grad: bool) -> None:
+        super().__init__(parent)
+        self.outer_grad = outer_grad
+        self.outer_history = False  # whether an argument had one
+        self.tapes: Any = None  # what writes down the tangents, where `linearize` asks for it
+
+    def halves(self, a: Any) -> tuple[Any, torch.Tensor | None]:
+        """An argument's primal and tangent, inside `autograd_below`."""
+        if type(a) is not Dual or a.level is not self:
+            return a, None
+        primal, tangent = split_tangent(a.value, level=0)
+        return primal, complete(tangent)
 
 
 class Dual(Wrapper):
@@ -158,7 +176,7 @@ def _check_classes(tensor: Any, num_classes: Any = -1) -> None:
             _ONE_HOT(tensor.detach(), num_classes)
 
 
-def wrap(value: torch.Tensor, level: JvpLevel) -> Dual:
+def wrap(value: torch.Tensor, level: DualLevel) -> Dual:
     d = shell(Dual, value)
     own = d.__dict__
     own["value"], own["level"] = value, level
@@ -201,10 +219,20 @@ class Keep(torch.autograd.Function):
         return t
 
 
-def unpack(y: torch.Tensor, level: JvpLevel) -> tuple[torch.Tensor, torch.Tensor | None]:
+def unpack(y: torch.Tensor, level: DualLevel) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The primal and the tangent (None where it is zero), as tensors from just outside."""
     if not isinstance(y, Dual) or y.level is not level:
         return y, None
     with functions_off(), forward_on():
         primal, tangent = split_tangent(y.value, level=0)
     return primal, complete(tangent)
+
+
+def make_dual(primal: torch.Tensor, tangent: torch.Tensor, level: DualLevel) -> Dual:
+    """A value of ``level`` with this tangent; both are tensors from just outside it."""
+    if is_sparse(primal):
+        raise no_tangent(primal)
+    primal, tangent = ordinary(primal), ordinary(tangent)
+    level.outer_history |= primal.requires_grad or tangent.requires_grad
+    with functions_off(), torch.enable_grad(), forward_on():
+        return wrap(attach_tangent(primal, tangent), level)

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from forall._autodiff import jvp_level
 from forall._autodiff.decompositions.backwards import BACKWARD
 from forall._autodiff.decompositions.table import READ, steps
+from forall._autodiff.dual_tensor import Dual, DualLevel, make_dual, unpack, wrap
 from forall._autodiff.reverse_mode import (
     Run,
     closed,
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     Function = Callable[..., tuple[torch.Tensor, ...]]
 
 
-def lowered(h: Function, args: tuple, level: jvp_level.JvpLevel) -> tuple:
+def lowered(h: Function, args: tuple, level: DualLevel) -> tuple:
     """``h``, a function of tensors just outside ``level``, on values of ``level``."""
     args = tuple(lift(a, level) for a in args)
     if torch.is_grad_enabled() and any(a.requires_grad for a in args):
@@ -57,7 +57,7 @@ def lowered(h: Function, args: tuple, level: jvp_level.JvpLevel) -> tuple:
     return _derived(h, args, level)[0]
 
 
-def handed_on(h: Function, args: tuple, level: jvp_level.JvpLevel) -> tuple:
+def handed_on(h: Function, args: tuple, level: DualLevel) -> tuple:
     """`lowered`, for ``h`` of any level: those further out take it apart likewise."""
 
     def further_out(h: Function) -> Function:
@@ -91,7 +91,7 @@ def push_by_rule(h: Function, moving: Sequence[int], counts: list[int]) -> Funct
 
 
 def _derived(
-    h: Function, args: tuple, level: jvp_level.JvpLevel, asked: Sequence[int] = ()
+    h: Function, args: tuple, level: DualLevel, asked: Sequence[int] = ()
 ) -> tuple[tuple, list]:
     """Values and tangents of ``h``, also where the tangents are written down."""
     if level.tapes is not None and level.outer_grad and getattr(h, "enters", False):
@@ -99,16 +99,14 @@ def _derived(
     return _pushed(h, args, level, asked)
 
 
-def _noted(
-    h: Function, args: tuple, level: jvp_level.JvpLevel, asked: Sequence[int]
-) -> tuple[tuple, list]:
+def _noted(h: Function, args: tuple, level: DualLevel, asked: Sequence[int]) -> tuple[tuple, list]:
     """``h`` as one step of a tangent program, which derives it anew with each push.
 
     What `_pushed` does to a tape is without history, where ``h`` takes its values to a level of its
     own: there history hangs on wrappers, and the tape is further in.
     """
     with outside(level), autograd_below(grad=True, forward=False):
-        pairs = [jvp_level.unpack(a, level) for a in args]
+        pairs = [unpack(a, level) for a in args]
         n = len(pairs)
         moving = [i for i, (_, t) in enumerate(pairs) if t is not None]
         values: list[tuple[torch.Tensor | None, bool]] = []  # and whether each is constant
@@ -116,11 +114,11 @@ def _noted(
         def step(*both: torch.Tensor) -> tuple[torch.Tensor, ...]:
             given = list(both[:n])
             with forward_level(), torch.enable_grad():
-                here = jvp_level.JvpLevel(top(), outer_grad=True)
+                here: DualLevel = type(level)(top(), outer_grad=True)
                 for i, t in zip(moving, both[n:], strict=True):
-                    given[i] = jvp_level.make_dual(given[i], t, here)
+                    given[i] = make_dual(given[i], t, here)
                 outs, constant = _pushed(h, tuple(given), here, asked)
-                halves = [(y, None) if y is None else jvp_level.unpack(y, here) for y in outs]
+                halves = [(y, None) if y is None else unpack(y, here) for y in outs]
             still = set(map(id, constant))
             values[:] = [(y, id(o) in still) for o, (y, _) in zip(outs, halves, strict=True)]
             return tuple(torch.zeros_like(y) if t is None else t for y, t in halves if _moves(y))
@@ -130,11 +128,7 @@ def _noted(
         out, constant = [], []
         for y, is_constant in values:
             if y is not None:
-                y = (
-                    jvp_level.make_dual(y, next(noted), level)
-                    if _moves(y)
-                    else jvp_level.wrap(y, level)
-                )
+                y = make_dual(y, next(noted), level) if _moves(y) else wrap(y, level)
             out.append(y)
             if is_constant:
                 constant.append(y)
@@ -145,10 +139,10 @@ def _moves(y: torch.Tensor | None) -> bool:
     return y is not None and (y.is_floating_point() or y.is_complex())
 
 
-def transposed(func: Any, args: tuple, kwargs: dict, level: jvp_level.JvpLevel) -> Any:
+def transposed(func: Any, args: tuple, kwargs: dict, level: DualLevel) -> Any:
     """An operator on values of ``level``, its tangents from the backward that torch has."""
     flat, spec = pytree.flatten((args, kwargs))
-    places = [i for i, a in enumerate(flat) if type(a) is jvp_level.Dual]
+    places = [i for i, a in enumerate(flat) if type(a) is Dual]
     shape: list[Any] = []
 
     def h(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -164,7 +158,7 @@ def transposed(func: Any, args: tuple, kwargs: dict, level: jvp_level.JvpLevel) 
     return pytree.unflatten(list(outs), shape[0])
 
 
-def without_formula(func: Any, args: tuple, kwargs: dict, level: jvp_level.JvpLevel) -> Any:
+def without_formula(func: Any, args: tuple, kwargs: dict, level: DualLevel) -> Any:
     """An operator on values of ``level`` where no formula of torch's holds.
 
     In small steps if there are any, or `transposed`.
@@ -180,7 +174,7 @@ def without_formula(func: Any, args: tuple, kwargs: dict, level: jvp_level.JvpLe
 
 
 @contextmanager
-def _as_innermost(level: jvp_level.JvpLevel) -> Iterator[None]:
+def _as_innermost(level: DualLevel) -> Iterator[None]:
     """Variables made here are of this level: one further in has handed its operator on."""
     was = stack.top
     if level.active:
@@ -191,9 +185,7 @@ def _as_innermost(level: jvp_level.JvpLevel) -> Iterator[None]:
         stack.top = was
 
 
-def _in_steps(
-    func: Any, small: Callable, args: tuple, kwargs: dict, level: jvp_level.JvpLevel
-) -> Any:
+def _in_steps(func: Any, small: Callable, args: tuple, kwargs: dict, level: DualLevel) -> Any:
     """The results that move in small steps; the kernel for the others, and for what it writes.
 
     Steps of what does not move are run at this level too: autograd is off here, and on further out.
@@ -202,20 +194,20 @@ def _in_steps(
     if len(func._schema.returns) == 1:
         return small(*args, **kwargs)
     with outside(level), autograd_below(grad=False, forward=False):
-        primals, named = pytree.map_tensors(lambda a: jvp_level.unpack(a, level)[0], (args, kwargs))
+        primals, named = pytree.map_tensors(lambda a: unpack(a, level)[0], (args, kwargs))
         found = func(*primals, **named)
-    kernel = pytree.map_tensors(lambda t: jvp_level.wrap(t, level), found)
+    kernel = pytree.map_tensors(lambda t: wrap(t, level), found)
     given = (kernel, *args) if func in READ else args
     moving = small(*given, **kwargs)
     moving = moving if isinstance(moving, tuple) else (moving,)
     return (*moving, *kernel[len(moving) :])
 
 
-def _at_level(a: torch.Tensor, level: jvp_level.JvpLevel) -> torch.Tensor:
+def _at_level(a: torch.Tensor, level: DualLevel) -> torch.Tensor:
     """A tensor that may have a derivative further out as a value of the level."""
-    if (type(a) is jvp_level.Dual and a.level is level) or not _moves(a):
+    if (type(a) is Dual and a.level is level) or not _moves(a):
         return a
-    return jvp_level.wrap(a, level)
+    return wrap(a, level)
 
 
 class _Lowered(torch.autograd.Function):
@@ -272,14 +264,14 @@ def _drawing_again(h: Function, args: tuple) -> Function:
 
 
 def _pushed(
-    h: Function, args: tuple, level: jvp_level.JvpLevel, asked: Sequence[int] = ()
+    h: Function, args: tuple, level: DualLevel, asked: Sequence[int] = ()
 ) -> tuple[tuple, list]:
     """Values and tangents of ``h`` by transposing its pull-back.
 
     Beside them the values that depend neither on what moves nor on the arguments ``asked`` about.
     """
     with outside(level), autograd_below(grad=True, forward=False), Run() as run:
-        pairs = [jvp_level.unpack(a, level) for a in args]
+        pairs = [unpack(a, level) for a in args]
         moving = [i for i, (_, t) in enumerate(pairs) if t is not None]
         xs = [p for p, _ in pairs]
         own = {i: variable(xs[i]) for i in {*moving, *asked}}
@@ -302,11 +294,7 @@ def _pushed(
             tangent = next(pushed) if moving and varies else None
             y = graph_free(y) if id(y) in free else y
             tangent = graph_free(tangent) if id(tangent) in free else tangent
-            out.append(
-                jvp_level.wrap(y, level)
-                if tangent is None
-                else jvp_level.make_dual(y, tangent, level)
-            )
+            out.append(wrap(y, level) if tangent is None else make_dual(y, tangent, level))
             if not varies:
                 constant.append(out[-1])
         return tuple(out), constant

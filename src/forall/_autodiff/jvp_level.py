@@ -15,11 +15,13 @@ import torch
 
 from forall._autodiff.dual_tensor import (
     Dual,
+    DualLevel,
     Keep,
     Share,
     unpack,
     wrap,
 )
+from forall._autodiff.jvp_by_double_vjp import handed_on, transposed, without_formula
 from forall._autodiff.jvp_fixes import (
     FILLED,
     ODD,
@@ -28,7 +30,6 @@ from forall._autodiff.jvp_fixes import (
     out_of_place,
 )
 from forall._autodiff.product_jvp import PRODUCTS, of_one_factor
-from forall._autodiff.sparse_errors import no_tangent
 from forall._compat import pytree
 from forall._compat.dispatch_state import (
     ACCUMULATION,
@@ -36,16 +37,14 @@ from forall._compat.dispatch_state import (
     accumulating_on,
     apply_function,
     autograd_below,
-    forward_on,
     functions_off,
     is_excluded,
     is_forward_enabled,
 )
-from forall._compat.inference_mode import ordinary
 from forall._compat.jagged_layout import Jagged, with_held_rows
-from forall._compat.lazy_bits import attach_tangent, moving
+from forall._compat.lazy_bits import moving
 from forall._compat.op_schema import facts, functional_of, written_by
-from forall._compat.private_api import DispatchMode, split_tangent
+from forall._compat.private_api import DispatchMode
 from forall._compat.symbolic_zeros import LINEAR, plain_zeros, simpler
 from forall._compat.tensor_subclass import has_posed_class, posing, taken_out
 from forall._core import nested_tensor
@@ -54,7 +53,6 @@ from forall._core.escaped_values import left_over
 from forall._core.host_reads import numbers_told
 from forall._core.levels import (
     Level,
-    complete,
     entered,
     graph_free,
     level_of,
@@ -80,15 +78,12 @@ def _is_value(a: Any) -> bool:
     return level_of(a) is not None if isinstance(a, torch.Tensor) else False
 
 
-class JvpLevel(Level, DispatchMode):
+class JvpLevel(DualLevel, DispatchMode):
     """What runs while `jvp` calls the user's function."""
 
     def __init__(self, parent: Level | None, outer_grad: bool) -> None:
         DispatchMode.__init__(self)
-        Level.__init__(self, parent)
-        self.outer_grad = outer_grad
-        self.outer_history = False  # whether an argument had one
-        self.tapes: Any = None  # what writes down the tangents, where `linearize` asks for it
+        DualLevel.__init__(self, parent, outer_grad)
         self.left_on: list[torch.Tensor] = []  # leaves that got a gradient of this level
         # Arguments from outside, by identity, and the values that stand for those that were used:
         # what is written into an argument may have a tangent.
@@ -157,8 +152,6 @@ class JvpLevel(Level, DispatchMode):
             return func(*args, **kwargs)
 
     def push(self, h: Any, args: tuple) -> tuple:
-        from forall._autodiff.jvp_by_double_vjp import handed_on
-
         return handed_on(h, args, self)
 
     def under(self, tensors: list, f: Any) -> Dual:
@@ -284,8 +277,6 @@ class JvpLevel(Level, DispatchMode):
             if functional is not None and (fact.out_names or functional in ODD):
                 return self._out(functional, fact, args, kwargs)
         if (func in ODD or fact.foreign) and grad and self._lacks_formula(func, args, kwargs):
-            from forall._autodiff.jvp_by_double_vjp import without_formula
-
             return without_formula(func, args, kwargs, self)
         if func in PRODUCTS and grad:
             with functions_off():
@@ -321,8 +312,6 @@ class JvpLevel(Level, DispatchMode):
                     raise
                 if draws is not None:
                     draws()
-                from forall._autodiff.jvp_by_double_vjp import transposed
-
                 return transposed(func, args, kwargs, self)
             if fact.mutates:
                 return self._written(func, args, kwargs, out)
@@ -339,13 +328,6 @@ class JvpLevel(Level, DispatchMode):
         if type(a) is Dual and a.level is self:
             return getattr(a, "is_of_outside", False)
         return isinstance(a, torch.Tensor)
-
-    def halves(self, a: Any) -> tuple[Any, torch.Tensor | None]:
-        """An argument's primal and tangent, inside `autograd_below`."""
-        if type(a) is not Dual or a.level is not self:
-            return a, None
-        primal, tangent = split_tangent(a.value, level=0)
-        return primal, complete(tangent)
 
     def _is_at_stake(self, a: Any) -> bool:
         return type(a) is Dual and (a.requires_grad or self.moves(a))
@@ -404,13 +386,3 @@ class JvpLevel(Level, DispatchMode):
         if isinstance(out, (list, tuple)):
             return type(out)(known[id(o)] if id(o) in known else self._above(o) for o in out)
         return known[id(out)] if id(out) in known else self._above(out)
-
-
-def make_dual(primal: torch.Tensor, tangent: torch.Tensor, level: JvpLevel) -> Dual:
-    """A value of ``level`` with this tangent; both are tensors from just outside it."""
-    if is_sparse(primal):
-        raise no_tangent(primal)
-    primal, tangent = ordinary(primal), ordinary(tangent)
-    level.outer_history |= primal.requires_grad or tangent.requires_grad
-    with functions_off(), torch.enable_grad(), forward_on():
-        return wrap(attach_tangent(primal, tangent), level)

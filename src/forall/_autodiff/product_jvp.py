@@ -6,16 +6,14 @@ an inf is nan there, where reverse mode has the derivative.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from forall._autodiff.dual_tensor import DualLevel
 from forall._compat.dispatch_state import autograd_below, in_backward, users_tangents
 from forall._compat.lazy_bits import attach_tangent
 from forall._compat.private_api import split_tangent
-
-if TYPE_CHECKING:
-    from forall._autodiff.jvp_level import JvpLevel
 
 aten = torch.ops.aten
 
@@ -39,7 +37,7 @@ _UNBIASED = {
 PRODUCTS = frozenset(_FACTORS)
 
 
-def of_one_factor(level: JvpLevel, func: Any, args: tuple, kwargs: dict) -> Any:
+def of_one_factor(level: DualLevel, func: Any, args: tuple, kwargs: dict) -> Any:
     """A product with its tangent, one level down, where exactly one factor moves; else None.
 
     Where torch has no formula, also where both do.

@@ -24,7 +24,7 @@ from torch._dynamo.variables.higher_order_ops import (
 from torch._ops import HigherOrderOperator
 from torch.utils import _pytree
 
-from forall._compat.dynamo_operator import call_in_graph, one_example
+from forall._compat.dynamo_trees import call_in_graph, one_example
 
 
 class TransformVariable(TorchHigherOrderOperatorVariable):

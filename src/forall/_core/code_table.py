@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from types import CodeType
 from typing import TYPE_CHECKING, Generic, TypeVar, overload
 from weakref import ref
 
 if TYPE_CHECKING:
-    from types import CodeType
+    from collections.abc import Iterator
 
 V = TypeVar("V")
 D = TypeVar("D")
@@ -61,3 +62,11 @@ class CodeSet(CodeTable[None]):
         """Have this code in the set."""
         if code not in self:
             self[code] = None
+
+
+def codes_of(code: CodeType) -> Iterator[CodeType]:
+    """A function's code, and that of all that are written inside it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from codes_of(constant)

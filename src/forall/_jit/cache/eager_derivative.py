@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
@@ -20,15 +20,25 @@ from forall._compat.dispatch_state import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from forall._jit.cache.differentiable_entry import Differentiated
-
     Tensor = torch.Tensor
+
+
+class Repeatable(Protocol):
+    """A recorded call that knows how to be made once more, and where its gradients go."""
+
+    program: Any
+    guards: Any
+    settings: Any
+    captured: Any
+    back: Any
+    given: Any
+    again: Any
 
 
 class Call(NamedTuple):
     """A recorded call, to be made as it would have been had it not been recorded."""
 
-    recorded: Differentiated
+    recorded: Repeatable
     drawn: Any  # the states of the generators before it
     unchanged: bool  # so far
 
@@ -113,7 +123,7 @@ def _along(
 
 
 def stood_in(
-    again: Callable, recorded: Differentiated, tensors: Sequence[Tensor], through: Callable
+    again: Callable, recorded: Repeatable, tensors: Sequence[Tensor], through: Callable
 ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
     """Others in the inputs' place, where gradients stop as in the recording; and their results."""
     # An argument that is also captured is one tensor, if it was one to the recording.

@@ -12,10 +12,11 @@ from __future__ import annotations
 import re
 from functools import cached_property
 from itertools import dropwhile, islice
-from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from forall._compat import pure_functions
+from forall._core.code_table import codes_of
 from forall._core.python_state import in_constant, is_no_users
 
 if TYPE_CHECKING:
@@ -159,14 +160,6 @@ def _is_method(value: Any) -> bool:
 
 def _finds_any(name: str, names: dict[str, Any]) -> bool:
     return name in BY_ANY_NAME or (name in _BUILT_IN and name not in names)
-
-
-def codes_of(code: CodeType) -> Iterator[CodeType]:
-    """A function's code, and that of all that are written inside it."""
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from codes_of(constant)
 
 
 def asked_by_text(instructions: Iterable[dis.Instruction]) -> tuple[set[str], bool]:

@@ -11,6 +11,7 @@ import functools
 from types import FunctionType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any
 
+from forall._core.code_table import codes_of
 from forall._core.python_state import (
     contents,
     home_of,
@@ -18,7 +19,7 @@ from forall._core.python_state import (
     is_no_users,
     is_none_by_name,
 )
-from forall._jit.guards.attribute_names import SKIPPED, codes_of
+from forall._jit.guards.attribute_names import SKIPPED
 from forall._jit.guards.module_names import ways
 
 if TYPE_CHECKING:

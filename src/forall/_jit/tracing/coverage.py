@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from forall._compat.exception_safety import contextmanager
 from forall._compat.private_api import PLAIN
 from forall._core import python_state
-from forall._jit.guards.attribute_names import codes_of
+from forall._core.code_table import codes_of
 from forall._jit.search_budget import (
     NEVER,
     TOO_LONG,

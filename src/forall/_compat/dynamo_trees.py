@@ -1,0 +1,160 @@
+"""Trees and calls in a compiled function's graph; see NOTE [transforms in a compiled function].
+
+Dynamo reads the functions on trees, as Python does; the other two are nodes of its graphs.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._pytree import SUPPORTED_NODES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_SEQUENCES = (tuple, list)
+_DICTS = (dict, OrderedDict)
+
+
+def is_named(tree: Any) -> bool:
+    return isinstance(tree, tuple) and hasattr(tree, "_fields")
+
+
+def map_leaves(f: Callable, tree: Any, ordered: Callable = OrderedDict) -> Any:
+    """Return the tree with ``f`` of each leaf in its place; a graph may hold its nodes.
+
+    ``ordered`` makes what is in the place of an OrderedDict, out of a dict.
+    """
+    if type(tree) in _SEQUENCES:
+        return type(tree)([map_leaves(f, x, ordered) for x in tree])
+    if type(tree) in _DICTS:
+        found = {key: map_leaves(f, x, ordered) for key, x in tree.items()}
+        return found if type(tree) is dict else ordered(found)
+    if is_named(tree):
+        return type(tree)(*[map_leaves(f, x, ordered) for x in tree])
+    return f(tree)
+
+
+def tensors_of(tree: Any) -> list[torch.Tensor]:
+    found = []
+
+    def look(leaf: Any) -> None:
+        if isinstance(leaf, torch.Tensor):
+            found.append(leaf)
+
+    map_leaves(look, tree)
+    return found
+
+
+def with_tensors(tree: Any, tensors: Any) -> Any:
+    """Return the tree with these tensors, in order, in the place of its own."""
+    left = list(tensors)
+
+    def put(leaf: Any) -> Any:
+        return left.pop(0) if isinstance(leaf, torch.Tensor) else leaf
+
+    return map_leaves(put, tree)
+
+
+class Ordered(NamedTuple):
+    """An OrderedDict in a graph, whose dicts are all of one class."""
+
+    items_of: dict
+
+
+_CONSTANTS = (bool, int, float, complex, str, type(None))
+
+
+def check_names(options: dict, kwargs: dict) -> None:
+    """Break the graph where an argument that was passed by position is named.
+
+    What the transform gets from Dynamo is a graph, whose arguments have no names.
+    """
+    dims, names = options.get("in_dims"), options.get("argnames")
+    if isinstance(dims, dict):
+        if not all(name in kwargs for name in dims):
+            torch._dynamo.graph_break(
+                msg="in_dims names an argument that is passed by position. In a compiled function "
+                "pass it by keyword: vmap(f, in_dims={'x': 0})(x=x)."
+            )
+    elif names is not None:
+        for name in names if isinstance(names, tuple) else (names,):
+            if name not in kwargs:
+                torch._dynamo.graph_break(
+                    msg="argnames names an argument that is passed by position. In a compiled "
+                    "function pass it by keyword, or give argnums."
+                )
+
+
+def operand(leaf: Any) -> Any:
+    """Return what a graph holds of an argument; the function itself keeps what is no tensor."""
+    if isinstance(leaf, torch.Tensor) or type(leaf) in _CONSTANTS:
+        return leaf
+    if _is_tree(type(leaf)):
+        torch._dynamo.graph_break(
+            msg="A transform of forall in a compiled function takes trees of tuples, lists and "
+            "dicts. Pass the tensors of this object, or call the transform outside."
+        )
+    return None
+
+
+def _is_tree(kind: type) -> bool:
+    """Return True for a class whose objects have leaves of their own. Dynamo runs it."""
+    return kind in SUPPORTED_NODES
+
+
+_is_tree._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def call_in_graph(func: Callable, args: tuple, kwargs: dict) -> Any:
+    """Return ``func(*args, **kwargs)``, for a function that a transform has returned."""
+    args, kwargs = thaw((args, kwargs))
+    with answer_forward_mode():
+        return func(*args, **kwargs)
+
+
+def one_example(x: torch.Tensor, dim: int | None) -> torch.Tensor:
+    """Return a tensor for which a function is traced: one example along ``dim``, or all of ``x``.
+
+    It requires grad, and is no leaf: Dynamo leaves the backward of a custom Function out of a graph
+    in which nothing does, and a function may write to its arguments.
+    """
+    if dim is not None:
+        shape = x.shape[:dim] + x.shape[dim + 1 :]
+        x = x.select(dim, 0) if x.shape[dim] else x.new_empty(shape)
+    x = x.detach()
+    with torch.enable_grad():
+        return x.requires_grad_().clone() if x.is_floating_point() or x.is_complex() else x
+
+
+_KINDS = torch._C._TorchDispatchModeKey.FUNCTIONAL, torch._C._TorchDispatchModeKey.FAKE
+
+
+def answer_forward_mode() -> Any:
+    """Return a context in which forward mode gets its answers about functional and fake tensors.
+
+    Torch keeps the answer of a fake tensor under a key that does not tell its memory.
+    """
+    from forall._compat.export_tracer import Recorded
+
+    if not any(torch._C._get_dispatch_mode(kind) for kind in _KINDS):
+        return nullcontext()
+    around = any(type(mode) is Recorded for mode in _get_current_dispatch_mode_stack())
+    return nullcontext() if around else Recorded()
+
+
+def thaw(tree: Any) -> Any:
+    """Return a tree of a node with ordinary lists and dicts; nodes keep immutable ones."""
+    if isinstance(tree, list):
+        return [thaw(x) for x in tree]
+    if isinstance(tree, dict):
+        return {key: thaw(x) for key, x in tree.items()}
+    if type(tree) is Ordered:
+        return OrderedDict(thaw(tree.items_of))
+    if is_named(tree):
+        return type(tree)(*map(thaw, tree))
+    return tuple(map(thaw, tree)) if type(tree) is tuple else tree
