@@ -1,1 +1,1 @@
-"""Floor 2: what vjp and jvp mean, thin over torch's autograd."""
+"""Floor 2: vjp and jvp, thin layers over torch's autograd."""

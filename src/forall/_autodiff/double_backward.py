@@ -1,7 +1,7 @@
-"""Hooks of a pass: a second one through a backward that torch does not differentiate rightly.
+"""Hooks for double backward through nodes whose backward torch does not differentiate rightly.
 
-The numbers stay the kernel's. The history that torch puts on them says that there is no derivative;
-a hook on the node puts another in its place, the pull-back in small steps, computed if it is asked.
+The gradients stay the kernel's. Torch's history for them says that there is no derivative. A hook
+on the node replaces that history by a decomposed pull-back, computed if it is needed.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 
 class hooked:
-    """While a pass runs, nodes of its graph have the hooks that torch's backwards lack.
+    """Keep hooks on the graph's nodes while a backward pass runs.
 
-    In one that is to be differentiated, nodes in `NODES` can be, and those that are marked not to
-    be say so. In any, decompositions ask whether a loss depends on the phase of vectors.
+    With ``create_graph``, nodes in `NODES` get a derivative, and those marked
+    @once_differentiable an error. In any pass, eigendecompositions get the check of phases.
     """
 
     __slots__ = ("handles",)
@@ -84,7 +84,7 @@ class _Hook:
 
 
 class _Twice(torch.autograd.Function):
-    """Gradients that a kernel found, with the history of ``pull`` at the cotangent and tensors."""
+    """A node that returns a kernel's gradients, and whose backward is that of ``pull``."""
 
     @staticmethod
     def forward(ctx, pull: Callable, wanted: list[int], *rest):

@@ -1,4 +1,4 @@
-"""`Dual`, a value of a jvp level, and the autograd nodes through which values cross its border."""
+"""Dual tensors, the values of a jvp level, and the autograd nodes that convert to and from them."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class DualLevel(Level):
 
 
 class Dual(Wrapper):
-    """A primal and its tangent under one jvp level; ``value`` carries both."""
+    """A dual tensor: a primal and its tangent under one jvp level, both carried by ``value``."""
 
     value: torch.Tensor
 
@@ -104,7 +104,7 @@ class Dual(Wrapper):
         with outside(self.level), functions_off():
             moved = self.value.alone(gaps)
             tangent = self.level._unpacked(self)[1] if moved else None
-            # Torch laid the tangent out as the primal was, with gaps if that had some.
+            # Torch gave the tangent the strides of the primal, with gaps if that had any.
             if isinstance(tangent, Wrapper) and not tangent.alone(gaps=True):
                 raise NotImplementedError(
                     "jvp: a view by strides of a tensor whose tangent is laid out otherwise.\n"
@@ -114,7 +114,7 @@ class Dual(Wrapper):
         return moved
 
     def detach_(self) -> Dual:
-        """Autograd's own kernel knows of the wrapper alone; the tangent hangs on the value."""
+        """Detach the value too: autograd's own kernel detaches the wrapper alone."""
         if is_over(self.level):
             return left(self).detach_()  # pyright: ignore[reportReturnType]
         self.value = torch.Tensor.detach(self).value
@@ -123,13 +123,13 @@ class Dual(Wrapper):
 
     @property
     def data(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Autograd's own leaves what lies below as it is, with the tangent."""
+        """An alias of this tensor without history, and without the tangent of its value."""
         with outside(self.level), functions_off():
             return wrap(self.value.data, self.level)
 
     @data.setter
     def data(self, new: torch.Tensor) -> None:
-        """Another name for new's memory; tangent and history stay what they were."""
+        """Make this tensor an alias of new's memory, with its own tangent and history unchanged."""
         level = self.level
         with outside(level), autograd_below(grad=True, forward=True):
             value = self.value.view_as(self.value)
@@ -165,11 +165,11 @@ _ONE_HOT = torch.nn.functional.one_hot
 
 
 def _check_classes(tensor: Any, num_classes: Any = -1) -> None:
-    """Raise torch's error of a class that does not exist, which it leaves out for wrappers."""
+    """Raise torch's error for a class out of range: torch omits this check for wrappers."""
     tensor = innermost(tensor)
     if isinstance(num_classes, torch.Tensor) or not tensor.numel():
         return
-    with outside_all():  # a program that is being recorded makes the test too
+    with outside_all():  # a program that is being recorded includes the check
         fails = has_unknown_class(tensor, num_classes)
     if fails:
         with functions_off(), no_dispatch():
@@ -184,7 +184,7 @@ def wrap(value: torch.Tensor, level: DualLevel) -> Dual:
 
 
 class Share(torch.autograd.Function):
-    """A tensor from outside that requires grad, at a jvp level: itself, without a tangent."""
+    """The node that lifts an outer tensor which requires grad to a jvp level, without a tangent."""
 
     @staticmethod
     def forward(tensor, level):
@@ -200,7 +200,7 @@ class Share(torch.autograd.Function):
 
 
 class Keep(torch.autograd.Function):
-    """A value kept after the call, which is its primal: what comes back goes on to the value."""
+    """The node that replaces a dual tensor by its primal after the call, with its history."""
 
     @staticmethod
     def forward(dual, primal):
@@ -220,7 +220,7 @@ class Keep(torch.autograd.Function):
 
 
 def unpack(y: torch.Tensor, level: DualLevel) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The primal and the tangent (None where it is zero), as tensors from just outside."""
+    """Return the primal and the tangent (None for zero) as tensors of the next outer level."""
     if not isinstance(y, Dual) or y.level is not level:
         return y, None
     with functions_off(), forward_on():

@@ -1,8 +1,8 @@
-"""Forward mode out of reverse mode, where there is no forward formula: the transpose, twice.
+"""Forward mode by two reverse passes (the double-backward trick), where no forward formula exists.
 
-The pull-back u -> J^T u is linear in u, so its own pull-back is the push-forward t -> J t. That is
-how a custom autograd.Function, whose author wrote a backward alone, gets its tangent: from that
-backward, never from the operators of its forward.
+The pull-back u -> J^T u is linear in u, so its own pull-back is the push-forward t -> J t. A custom
+autograd.Function that has a backward but no jvp gets its tangent so: from that backward, never from
+the operators of its forward.
 
 Source: Townsend, "A new trick for calculating Jacobian vector products" (2017).
 """
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 
 def lowered(h: Function, args: tuple, level: DualLevel) -> tuple:
-    """``h``, a function of tensors just outside ``level``, on values of ``level``."""
+    """Run ``h``, a function of tensors of the next outer level, on values of ``level``."""
     args = tuple(lift(a, level) for a in args)
     if torch.is_grad_enabled() and any(a.requires_grad for a in args):
         return apply_users(_Lowered, h, level, *args)
@@ -58,7 +58,7 @@ def lowered(h: Function, args: tuple, level: DualLevel) -> tuple:
 
 
 def handed_on(h: Function, args: tuple, level: DualLevel) -> tuple:
-    """`lowered`, for ``h`` of any level: those further out take it apart likewise."""
+    """Run ``h`` on values of ``level``; outer levels that are differentiated push it likewise."""
 
     def further_out(h: Function) -> Function:
         def run_there(*values: torch.Tensor) -> tuple:
@@ -71,10 +71,11 @@ def handed_on(h: Function, args: tuple, level: DualLevel) -> tuple:
 
 
 def push_by_rule(h: Function, moving: Sequence[int], counts: list[int]) -> Function:
-    """``h`` of its arguments and of the tangents of those that move, in torch's forward mode.
+    """Return the push-forward of ``h`` in torch's forward mode.
 
-    It gives the results of ``h``, whose number it puts into ``counts``, and then the tangents of
-    those that can have one. A Function's own ``jvp`` is called on the way.
+    It takes the arguments, then tangents of the arguments ``moving``. It returns the results of
+    ``h``, whose number it stores in ``counts``, then tangents of those that can have one. It calls
+    a custom Function's own ``jvp``.
     """
 
     def push(*both: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -93,23 +94,23 @@ def push_by_rule(h: Function, moving: Sequence[int], counts: list[int]) -> Funct
 def _derived(
     h: Function, args: tuple, level: DualLevel, asked: Sequence[int] = ()
 ) -> tuple[tuple, list]:
-    """Values and tangents of ``h``, also where the tangents are written down."""
+    """Return values and tangents of ``h``, also if the tangents are recorded on a tape."""
     if level.tapes is not None and level.outer_grad and getattr(h, "enters", False):
         return _noted(_drawing_again(h, args), args, level, asked)
     return _pushed(h, args, level, asked)
 
 
 def _noted(h: Function, args: tuple, level: DualLevel, asked: Sequence[int]) -> tuple[tuple, list]:
-    """``h`` as one step of a tangent program, which derives it anew with each push.
+    """Record ``h`` as one step of the tangent program, which differentiates it with each push.
 
-    What `_pushed` does to a tape is without history, where ``h`` takes its values to a level of its
-    own: there history hangs on wrappers, and the tape is further in.
+    If ``h`` lifts its values to a level of its own, a tape inside it would have no history, which
+    is on that level's wrappers.
     """
     with outside(level), autograd_below(grad=True, forward=False):
         pairs = [unpack(a, level) for a in args]
         n = len(pairs)
         moving = [i for i, (_, t) in enumerate(pairs) if t is not None]
-        values: list[tuple[torch.Tensor | None, bool]] = []  # and whether each is constant
+        values: list[tuple[torch.Tensor | None, bool]] = []  # each with True if it is constant
 
         def step(*both: torch.Tensor) -> tuple[torch.Tensor, ...]:
             given = list(both[:n])
@@ -140,7 +141,7 @@ def _moves(y: torch.Tensor | None) -> bool:
 
 
 def transposed(func: Any, args: tuple, kwargs: dict, level: DualLevel) -> Any:
-    """An operator on values of ``level``, its tangents from the backward that torch has."""
+    """Run an operator on values of ``level``, with tangents from torch's backward of it."""
     flat, spec = pytree.flatten((args, kwargs))
     places = [i for i, a in enumerate(flat) if type(a) is Dual]
     shape: list[Any] = []
@@ -159,9 +160,9 @@ def transposed(func: Any, args: tuple, kwargs: dict, level: DualLevel) -> Any:
 
 
 def without_formula(func: Any, args: tuple, kwargs: dict, level: DualLevel) -> Any:
-    """An operator on values of ``level`` where no formula of torch's holds.
+    """Run an operator on values of ``level`` for which torch has no correct forward formula.
 
-    In small steps if there are any, or `transposed`.
+    It is decomposed if it has a decomposition, or else differentiated by transposing its backward.
     """
     with functions_off():
         if (small := steps(func)) is not None:
@@ -175,7 +176,10 @@ def without_formula(func: Any, args: tuple, kwargs: dict, level: DualLevel) -> A
 
 @contextmanager
 def _as_innermost(level: DualLevel) -> Iterator[None]:
-    """Variables made here are of this level: one further in has handed its operator on."""
+    """Make ``level`` the innermost one, at which variables are made.
+
+    A level further in may have passed its operator on to this one.
+    """
     was = stack.top
     if level.active:
         stack.top = level
@@ -186,9 +190,9 @@ def _as_innermost(level: DualLevel) -> Iterator[None]:
 
 
 def _in_steps(func: Any, small: Callable, args: tuple, kwargs: dict, level: DualLevel) -> Any:
-    """The results that move in small steps; the kernel for the others, and for what it writes.
+    """Compute results that have tangents by the decomposition, and others by the kernel.
 
-    Steps of what does not move are run at this level too: autograd is off here, and on further out.
+    Steps without tangents run at this level too: autograd is off here, and on further out.
     """
     args, kwargs = pytree.map_tensors(lambda a: _at_level(a, level), (args, kwargs))
     if len(func._schema.returns) == 1:
@@ -204,18 +208,18 @@ def _in_steps(func: Any, small: Callable, args: tuple, kwargs: dict, level: Dual
 
 
 def _at_level(a: torch.Tensor, level: DualLevel) -> torch.Tensor:
-    """A tensor that may have a derivative further out as a value of the level."""
+    """Return a tensor that an outer level may differentiate as a value of the level."""
     if (type(a) is Dual and a.level is level) or not _moves(a):
         return a
     return wrap(a, level)
 
 
 class _Lowered(torch.autograd.Function):
-    """The node at a jvp level; its backward is the pull-back of ``h``, lowered likewise."""
+    """The node of ``h`` at a jvp level. Its backward is the pull-back of ``h``, lowered too."""
 
     @staticmethod
     def forward(ctx, h, level, *args):
-        # Zeros for an output that nobody used would be made where examples are out of sight.
+        # Zeros for an unused output would be made without the batch axes of outer levels.
         ctx.set_materialize_grads(False)
         ctx.h, ctx.level = _drawing_again(h, args), level
         ctx.save_for_backward(*args)
@@ -246,7 +250,7 @@ class _Lowered(torch.autograd.Function):
 
 
 def _drawing_again(h: Function, args: tuple) -> Function:
-    """``h``, drawing at any later time the random numbers that it would draw now."""
+    """Return ``h`` such that it always draws the random numbers that it would draw now."""
     again, states = resuming(operator.call), rng_state.states(args)
 
     def drawing_again(h: Function) -> Function:
@@ -266,9 +270,10 @@ def _drawing_again(h: Function, args: tuple) -> Function:
 def _pushed(
     h: Function, args: tuple, level: DualLevel, asked: Sequence[int] = ()
 ) -> tuple[tuple, list]:
-    """Values and tangents of ``h`` by transposing its pull-back.
+    """Return the values of ``h`` with tangents, computed by transposing its pull-back.
 
-    Beside them the values that depend neither on what moves nor on the arguments ``asked`` about.
+    The second result lists the values that depend neither on arguments with tangents nor on the
+    arguments ``asked``.
     """
     with outside(level), autograd_below(grad=True, forward=False), Run() as run:
         pairs = [unpack(a, level) for a in args]
@@ -280,14 +285,14 @@ def _pushed(
         by = _by_rule if moving and hasattr(h, "rule") else _by_transposing
         ys, found = by(h, given, moving, ts)
         varying = [y for y in ys if y is not None and y.requires_grad]
-        # Not by an argument alone: a backward may read what it was not given.
+        # A tangent may lead outside by other ways than the arguments: a backward may capture.
         tangents = [t for t in found if t is not None and t.requires_grad]
         both = [*varying, *tangents]
         free = {*map(id, inward(both, run) if level.outer_grad else both)}
         pushed = iter(found)
         out, constant = [], []
         for y in ys:
-            if y is None:  # a gradient that a backward operator was not asked for
+            if y is None:  # a gradient that was not requested of a backward operator
                 out.append(None)
                 continue
             varies = y.requires_grad
@@ -301,7 +306,7 @@ def _pushed(
 
 
 def _by_rule(h: Any, args: list, moving: list[int], ts: list) -> tuple[Sequence, list]:
-    """Results, and the tangents of those that vary, by the rule that ``h`` has."""
+    """Return the results, and the tangents of those that vary, by the rule of ``h``."""
     counts: list[int] = []
     both = h.rule(moving, counts)(*args, *ts)
     ys, tangents = both[: counts[0]], iter(both[counts[0] :])
@@ -310,7 +315,7 @@ def _by_rule(h: Any, args: list, moving: list[int], ts: list) -> tuple[Sequence,
 
 
 def _by_transposing(h: Function, args: list, moving: list[int], ts: list) -> tuple[Sequence, list]:
-    """The same, by transposing the pull-back of ``h``."""
+    """Return the results, and the tangents of those that vary, by transposing the pull-back."""
     ys = h(*args)
     live = [y for y in ys if y is not None and y.requires_grad] if moving else []
     us = [leaf(torch.zeros_like(y)) for y in live]
@@ -318,7 +323,10 @@ def _by_transposing(h: Function, args: list, moving: list[int], ts: list) -> tup
 
 
 def _transposed(ys: list, us: list, xs: list, ts: list) -> list:
-    """J t for outputs ``ys`` of variables ``xs``, by a variable u like each; None for zeros."""
+    """Return J t for outputs ``ys`` of variables ``xs``, with None for zeros.
+
+    ``us`` are variables like the outputs, ``ts`` the tangents of ``xs``.
+    """
     if not ys:
         return []
     pulled = _pulled_apart(ys, us, xs)
@@ -328,10 +336,10 @@ def _transposed(ys: list, us: list, xs: list, ts: list) -> list:
 
 
 def _pulled_apart(ys: list, us: list, xs: list) -> list:
-    """The cotangents ``us`` pulled back, real outputs and complex ones each by themselves.
+    """Pull the cotangents ``us`` back, real outputs and complex ones in separate passes.
 
-    Torch's backward of a decomposition scatters a real cotangent into what it makes of a complex
-    one, and the derivative of that would be complex.
+    Torch's backward of a decomposition adds a real cotangent to a complex one, and the derivative
+    of that would be complex.
     """
     found: list = [None] * len(xs)
     for kind in {y.is_complex() for y in ys}:
@@ -343,7 +351,7 @@ def _pulled_apart(ys: list, us: list, xs: list) -> list:
 
 
 def _refuse_unrecorded(pulled: list, ys: list, xs: list) -> None:
-    """A gradient without history is none, or the backward has hidden how it comes about."""
+    """Raise if a gradient has no history and is not zero: its backward has hidden operators."""
     hidden = [x for p, x in zip(pulled, xs, strict=True) if p is not None and not p.requires_grad]
     if not hidden:
         return
@@ -359,7 +367,7 @@ def _refuse_unrecorded(pulled: list, ys: list, xs: list) -> None:
 
 
 def _is_something(t: torch.Tensor) -> bool:
-    """Whether any number of any example is not zero, or may be, where a tensor has no numbers."""
+    """True if any entry of any example is not zero, or for a tracer's tensor, which has none."""
     if is_traced(innermost(t)):
         return True
     with no_dispatch(), functions_off():

@@ -1,8 +1,8 @@
-"""Torch's forward formulas that cannot be taken at their word, and what is done instead.
+"""Torch's forward-mode formulas that are wrong, or wrong when they are differentiated again.
 
-A formula is run one level down, so a second derivative differentiates the formula itself. Some read
-what their operator saved (a mean, a factorisation), which has no derivative of its own: torch does
-not differentiate its forward formulas a second time, and terms would go missing without a word.
+A formula runs one level down, so a second derivative differentiates the formula itself. Some
+formulas read values that their operator saved (a mean, a factorisation) and that have no derivative
+of their own. Torch never differentiates its forward formulas, so terms would silently be missing.
 """
 
 from __future__ import annotations
@@ -27,18 +27,19 @@ aten = torch.ops.aten
 
 _WRONG = frozenset(
     {
-        aten.scatter_reduce.two,  # zero where the product is not
-        aten.triangular_solve.default,  # of the transposed system another triangle
-        aten.normal.Tensor_Tensor,  # of the mean's shape, though the deviation's is larger
-        aten.masked_scatter_backward.default,  # of the gradient's shape, not of the source's
+        aten.scatter_reduce.two,  # the tangent is zero where that of the product is not
+        aten.triangular_solve.default,  # the wrong triangle for a transposed system
+        aten.normal.Tensor_Tensor,  # the shape of the mean, even if that of std is larger
+        aten.masked_scatter_backward.default,  # the shape of the gradient, not of the source
         *WRONG_FORMULAS,
     }
 )
 
-# Right once. Their backwards are right at any order, so the push-forward is taken from these.
+# Right for first derivatives. Their backwards are right at any order, so for higher derivatives the
+# push-forward is derived from these.
 _ONCE = frozenset(
     {
-        # read what was saved
+        # read saved values
         aten._linalg_det.default,
         aten._linalg_slogdet.default,
         aten._linalg_solve_ex.default,
@@ -51,10 +52,10 @@ _ONCE = frozenset(
         aten._batch_norm_with_update.default,
         aten.cudnn_batch_norm.default,
         aten.miopen_batch_norm.default,
-        # give zeros, and rows of minus infinity, a case of their own that lacks terms
+        # have a special case for zeros, or rows of minus infinity, that lacks terms
         aten.cumprod.default,
         aten._safe_softmax.default,
-        # write over what they use
+        # overwrite values that they use
         aten.linalg_householder_product.default,
         aten.copysign.Tensor,
         aten.copysign.Scalar,
@@ -63,11 +64,11 @@ _ONCE = frozenset(
         aten.renorm.default,
         aten.std.correction,
         aten.std_mean.correction,
-        # call what has no derivative
+        # call an operator without a derivative
         aten.glu.default,
         aten.glu_backward.default,
         aten.hardsigmoid.default,
-        # write into zeros without memory, or have a reverse pass that does
+        # write into zero tensors without memory, or their backward does
         aten.mse_loss.default,
         aten.mse_loss_backward.default,
         aten.huber_loss.default,
@@ -80,10 +81,10 @@ _ONCE = frozenset(
     }
     - _WRONG
 )
-# Right at any order of forward mode; in reverse, nan from the diagonal of a quotient.
+# Right at any order of forward mode; in reverse mode nan, from the diagonal of a quotient.
 _FORWARD = frozenset({aten._linalg_eigh.default})
 
-# Formulas that write over a power or an exponential of theirs unless tensors are of a subclass.
+# Formulas that overwrite a power or an exponential of theirs, unless tensors are of a subclass.
 _IN_PLACE = frozenset(
     {
         aten._softmax.default,
@@ -91,22 +92,22 @@ _IN_PLACE = frozenset(
         aten.logsumexp.default,
     }
 )
-# Formulas that write into the tangents of what does not move, which are zeros without memory: of
-# how many arguments. Others must have none.
+# Formulas that write into the zero tangents of arguments that have none, which are tensors without
+# memory, and for how many arguments. Other arguments must have no tangent.
 FILLED = {aten.mse_loss_backward.default: 3, aten.binary_cross_entropy.default: 2}
-# All for which `is_trusted` need be asked.
+# All operators whose formula has to be checked before it is used.
 ODD = _WRONG | _ONCE | _FORWARD | frozenset(FORWARD) | frozenset(BACKWARD)
 
 
 def is_trusted(func: Any, values: Iterable[Any]) -> bool:
-    """Whether torch has a formula that holds for these values, as they are one level down."""
+    """True if torch's formula is correct for these values, which are one level down."""
     if func in _FORWARD:
         return not any(isinstance(v, torch.Tensor) and has_history(v) for v in values)
     return func in _ONCE and not any(map(_is_at_stake, values))
 
 
 def _is_at_stake(a: Any) -> bool:
-    """Whether a derivative further out hangs on this value."""
+    """True if an outer level differentiates this value."""
     if not isinstance(a, torch.Tensor):
         return False
     inner = a
@@ -116,7 +117,7 @@ def _is_at_stake(a: Any) -> bool:
 
 
 class _Nothing(DispatchMode):
-    """Torch's formulas keep from writing in place while any mode is there."""
+    """A mode that does nothing. Torch's formulas do not write in place while any mode is on."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return func(*args, **(kwargs or {}))
@@ -125,8 +126,8 @@ class _Nothing(DispatchMode):
 _NOTHING = _Nothing()
 
 
-# What torch's backwards of norms write into what they have just computed, which the tangent may be
-# made of: a derivative further out needs it as it was.
+# Writes by torch's backwards of norms into values that they have just computed. The tangent may be
+# computed from such a value, and an outer derivative needs it unchanged.
 _FILLS = {
     aten.masked_fill_.Scalar: aten.masked_fill.Scalar,
     aten.masked_fill_.Tensor: aten.masked_fill.Tensor,
@@ -134,19 +135,19 @@ _FILLS = {
 
 
 def made_anew(func: Any, value: Any) -> Any:
-    """What gives anew what a formula writes into a value of its own; None for any other write."""
+    """Return the functional form of a formula's write into its own new value, or else None."""
     fill = _FILLS.get(func)
     if fill is None or not in_backward() or value._is_view():
         return None
     inner = innermost(value)
-    # Nobody has another name for it, so nobody sees that it is another tensor now.
+    # The value has no alias, so it can be replaced by another tensor unnoticed.
     return fill if has_history(value) and has_memory(inner) and is_alone(inner) else None
 
 
 class out_of_place:
-    """Let a formula keep what it computed, as autograd may have saved it.
+    """Keep a formula from overwriting values that autograd may have saved.
 
-    Wrappers are of a subclass anyway, and a mode of the user's is a mode.
+    It is not needed for wrappers, which are of a subclass, nor while a mode of the user's is on.
     """
 
     __slots__ = ("on",)

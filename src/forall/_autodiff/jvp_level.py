@@ -1,9 +1,9 @@
-"""Forward mode: `Dual`, a wrapper per `jvp` over PyTorch's single forward-mode level.
+"""Forward mode: dual tensors, a wrapper per `jvp` over PyTorch's single forward-mode level.
 
-The value of a `Dual` is a tensor one level down that carries the tangent as PyTorch's own forward
-mode does; every operator runs there, so views and writes in place carry tangents as they do in
-torch. Values of one level are met only through their `Dual`, so the one forward-mode level of the
-process serves any nesting without confusing perturbations.
+The value of a dual tensor is a tensor one level down that carries the tangent as PyTorch's own
+forward mode does. Every operator runs there, so views and in-place writes carry tangents as they do
+in torch. Values of one level are reached only through their wrapper, so the one forward-mode level
+of the process serves any nesting without perturbation confusion.
 """
 
 from __future__ import annotations
@@ -65,28 +65,28 @@ from forall._core.sparse_operands import constant, is_sparse
 from forall._random.key_scope import taken_back
 
 aten = torch.ops.aten
-_LIFT_FRESH = torch.ops.aten.lift_fresh.default  # in its schema a view, of a new constant
+_LIFT_FRESH = torch.ops.aten.lift_fresh.default  # by its schema a view, but of a new constant
 _FILL = aten.fill_.Tensor
 _DETACH = aten.detach.default
 _LAZY_ZEROS = aten._efficientzerotensor.default
-# Of these the inner forward mode must not hear: at this level they are names for the same value.
+# The inner forward mode must not see these: at this level they are aliases of the same value.
 _ALIASES = frozenset({aten._make_dual.default, aten._fw_primal.default})
 
 
 def _is_value(a: Any) -> bool:
-    """Return True for a value of a level, and for a nested tensor whose rows are one."""
+    """True for a value of a level, and for a nested tensor whose rows are one."""
     return level_of(a) is not None if isinstance(a, torch.Tensor) else False
 
 
 class JvpLevel(DualLevel, DispatchMode):
-    """What runs while `jvp` calls the user's function."""
+    """The level, and dispatch mode, that is active while `jvp` calls the user's function."""
 
     def __init__(self, parent: Level | None, outer_grad: bool) -> None:
         DispatchMode.__init__(self)
         DualLevel.__init__(self, parent, outer_grad)
         self.left_on: list[torch.Tensor] = []  # leaves that got a gradient of this level
-        # Arguments from outside, by identity, and the values that stand for those that were used:
-        # what is written into an argument may have a tangent.
+        # Arguments from outside, by identity, and the values of this level that replace those that
+        # were used: a value with a tangent may be written into an argument.
         self.beside: dict[int, torch.Tensor] = {}
         self.stand_ins: dict[int, Dual] = {}
 
@@ -99,7 +99,7 @@ class JvpLevel(DualLevel, DispatchMode):
         try:
             return DispatchMode.__exit__(self, *error)
         finally:
-            place, self.place = self.place, None  # each leads to the other
+            place, self.place = self.place, None  # they refer to each other
             place.__exit__()
             while self.left_on:  # by a backward pass inside
                 leaf = self.left_on.pop()
@@ -112,7 +112,7 @@ class JvpLevel(DualLevel, DispatchMode):
         return self._unpacked(tensor)[1] is not None
 
     def by_numpy(self, func: Any, args: tuple, kwargs: dict, /) -> Any:
-        """What has no tangent is asked of one level further out, whose values it is of."""
+        """Call a numpy function on the primals, one level further out, if nothing has a tangent."""
         flat, spec = pytree.flatten((args, kwargs))
         own = [type(a) is Dual and a.level is self for a in flat]
         if any(mine and self.moves(a) for a, mine in zip(flat, own, strict=True)):
@@ -128,13 +128,14 @@ class JvpLevel(DualLevel, DispatchMode):
             return func(*args, **kwargs)
 
     def afterwards(self, tensor: Dual) -> torch.Tensor:
-        """The primal: tangents end with their level."""
+        """Return the primal: tangents end with their level."""
         return self._unpacked(tensor)[0]
 
     def kept(self, tensor: Dual) -> torch.Tensor:
-        """The history of what a call captures hangs on values and wrappers, and is to count once.
+        """Return the primal with its autograd history.
 
-        That of a variable which the function has made hangs on the wrappers alone.
+        The history of a captured tensor is on both the value and the wrapper, and must count once.
+        That of a variable which the function has made is on the wrapper alone.
         """
         primal = self.afterwards(tensor)
         if primal.requires_grad or not tensor.requires_grad:
@@ -142,13 +143,13 @@ class JvpLevel(DualLevel, DispatchMode):
         return apply_function(Keep, tensor, primal)
 
     def _unpacked(self, tensor: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Primal and tangent, also where a handler has autograd switched off."""
+        """Return the primal and the tangent, even while a handler has autograd switched off."""
         with autograd_below(grad=torch.is_grad_enabled(), forward=True):
             return unpack(tensor, self)
 
     def run_afterwards(self, func: Any, args: tuple, kwargs: dict) -> Any:
         args, kwargs = left_over(args, kwargs)
-        with autograd_below(torch.is_grad_enabled(), is_forward_enabled()):  # as above us
+        with autograd_below(torch.is_grad_enabled(), is_forward_enabled()):  # as in the user's code
             return func(*args, **kwargs)
 
     def push(self, h: Any, args: tuple) -> tuple:
@@ -165,20 +166,20 @@ class JvpLevel(DualLevel, DispatchMode):
         return wrap(self.within(tensor), self)
 
     def share_captured(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """What was written into has a history of values of this level, and is shared with it."""
+        """Share captured arguments; one that was written into has a history at this level."""
         args, kwargs = pytree.map_tensors(self._shared_if_written, (args, kwargs))
         return super().share_captured(args, kwargs)
 
     def _shared_if_written(self, tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in self.stand_ins or not tensor.requires_grad:  # when that was made
+        if id(tensor) not in self.stand_ins or not tensor.requires_grad:  # at first none does
             return tensor
         with functions_off():
             shared: Any = self.share(tensor)
-        shared.is_of_outside = True  # what a view of it wrote, the tensor itself would not have
+        shared.is_of_outside = True  # writes by a view of it would not reach the tensor itself
         return shared
 
     def within(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What a tensor from outside is one level down: of an argument, what has its tangent."""
+        """Return a tensor from outside as it is one level down, an argument with its tangent."""
         found = self.stand_in(tensor)
         return tensor if found is tensor else found.value
 
@@ -191,7 +192,7 @@ class JvpLevel(DualLevel, DispatchMode):
             if level is not self and not level.is_outside(self):
                 return NotImplemented
         if func is _DETACH and type(args[0]) is torch.Tensor and is_excluded(AUTOGRAD):
-            return func(*args)  # numpy reads the memory of this one
+            return func(*args)  # numpy reads the memory of this tensor
         try:
             if self.beside:
                 return self._run_beside(func, args, kwargs or {})
@@ -201,9 +202,10 @@ class JvpLevel(DualLevel, DispatchMode):
             raise
 
     def _of_jagged(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        """An operator on nested tensors. One from outside has its history on it, not on its rows.
+        """Run an operator on nested tensors.
 
-        Its tangents' history is further out, where its rows have what autograd tells of them.
+        One from outside has its history on itself, not on its rows. The history of its tangents is
+        further out, so the rows are read there, with the history that autograd gives them.
         """
         found = nested_tensor.answer(func, args)
         if found is not NotImplemented or not self.outer_grad or not any(map(_is_value, args)):
@@ -221,19 +223,22 @@ class JvpLevel(DualLevel, DispatchMode):
         return with_held_rows(a, wrap(rows, self))
 
     def stand_in(self, a: Any) -> Any:
-        """The value of this level for an argument from outside; anything else as it is."""
+        """Return the value of this level for an argument from outside; anything else as it is."""
         if id(a) not in self.beside:
             return a
         found = self.stand_ins.get(id(a))
         if found is None:
-            if a.requires_grad:  # its history is shared above autograd
+            if a.requires_grad:  # it is shared with its history, above autograd
                 return a
             with functions_off():
                 found = self.stand_ins[id(a)] = wrap(lift(a, self.born_in), self)
         return found
 
     def _run_beside(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        """An operator with stand-ins; one that writes into an argument answers with that itself."""
+        """Run an operator with arguments from outside replaced by values of this level.
+
+        One that writes into an argument returns the argument itself.
+        """
         if not facts(func).mutates:
             return self.run(func, *pytree.map_tensors(self.stand_in, (args, kwargs)))
         self.shares = True
@@ -242,7 +247,7 @@ class JvpLevel(DualLevel, DispatchMode):
         return pytree.map_tensors(lambda t: own.get(id(t), t), out)
 
     def run(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        """One operator on primals and tangents together, in torch's forward mode."""
+        """Run one operator on primals and tangents together, in torch's forward mode."""
         fact = facts(func)
         if fact.is_collective:
             raise collective("jvp", func)
@@ -251,7 +256,7 @@ class JvpLevel(DualLevel, DispatchMode):
         leaf = accumulating_on() if func in ACCUMULATION else None
         if leaf is not None:
             if not any(type(a) is Dual and a.level is self for a in args):
-                return func(*args, **kwargs)  # the gradient of a tensor from outside: not our value
+                return func(*args, **kwargs)  # the gradient of a tensor from outside
             if func is _DETACH and not self.active:
                 return self.afterwards(args[0])
             self.left_on.append(leaf)
@@ -268,7 +273,7 @@ class JvpLevel(DualLevel, DispatchMode):
                 return constant(args[0])
             func, args = aten.alias.default, args[:1]
         if func is _FILL and self.moves(args[1]) and not (self.moves(args[0]) or args[1].dim()):
-            # Torch fills a plain tensor of zeros with the tangent, which may be on a tape.
+            # Torch would fill a plain tensor of zeros with the tangent, which may be a tape.
             func, fact = aten.copy_.default, facts(aten.copy_.default)
         grad = torch.is_grad_enabled()
         if fact.mutates:
@@ -286,7 +291,7 @@ class JvpLevel(DualLevel, DispatchMode):
         return self._by_formula(func, fact, args, kwargs)
 
     def _by_formula(self, func: Any, fact: Any, args: tuple, kwargs: dict) -> Any:
-        """One operator by torch's forward mode, or by its backward where that has no formula."""
+        """Run one operator in torch's forward mode, or by its backward if it has no formula."""
         grad = torch.is_grad_enabled()
         with (
             functions_off(),
@@ -316,7 +321,7 @@ class JvpLevel(DualLevel, DispatchMode):
             if fact.mutates:
                 return self._written(func, args, kwargs, out)
             if is_sparse(out) and not any(map(self._is_at_stake, args)):
-                return constant(out)  # that no wrapper can stand for
+                return constant(out)  # a sparse tensor, which no wrapper can represent
             made = self._above(out)
             if fact.view and func is not _LIFT_FRESH and self._is_outside(args[0]):
                 for view in made if isinstance(made, (list, tuple)) else (made,):
@@ -324,7 +329,7 @@ class JvpLevel(DualLevel, DispatchMode):
             return made
 
     def _is_outside(self, a: Any) -> bool:
-        """Whether the memory is that of a tensor from before, which no value stands for."""
+        """True if the memory belongs to a tensor from outside that no value replaces."""
         if type(a) is Dual and a.level is self:
             return getattr(a, "is_of_outside", False)
         return isinstance(a, torch.Tensor)
@@ -333,12 +338,15 @@ class JvpLevel(DualLevel, DispatchMode):
         return type(a) is Dual and (a.requires_grad or self.moves(a))
 
     def _lacks_formula(self, func: Any, args: tuple, kwargs: dict) -> bool:
-        """Whether something moves for which torch's formula does not hold."""
-        given = pytree.leaves((args, kwargs))  # a list of tensors among them
+        """True if an argument has a tangent and torch's formula is not correct for it."""
+        given = pytree.leaves((args, kwargs))  # arguments may be lists of tensors
         return any(map(self.moves, given)) and not is_trusted(func, map(self._below, given))
 
     def _out(self, functional: Any, fact: Any, args: tuple, kwargs: dict) -> Any:
-        """Forward mode has no out= forms, nor right ones in place for some: compute, then copy."""
+        """Run the functional form, then copy into the targets.
+
+        Forward mode has no ``out=`` forms, and wrong in-place forms for some operators.
+        """
         targets = [kwargs[n] for n in fact.out_names] or [args[0]]
         rest = {k: a for k, a in kwargs.items() if k not in fact.out_names}
         results = self.run(functional, args, rest)
@@ -363,8 +371,8 @@ class JvpLevel(DualLevel, DispatchMode):
         return out
 
     def _check_writes(self, func: Any, args: tuple, kwargs: dict) -> None:
-        """A tensor from before the call cannot take in a tangent that ends with the call."""
-        # No derivative is taken of running statistics.
+        """Raise if a value with a tangent is written into a tensor from outside."""
+        # Running statistics have no derivative.
         aside = {id(args[i]) for i in facts(func).statistics}
         targets = [t for t in written_by(func, args, kwargs) if id(t) not in aside]
         foreign = [t for t in targets if self._is_outside(t)]
@@ -376,12 +384,12 @@ class JvpLevel(DualLevel, DispatchMode):
             )
 
     def _written(self, func: Any, args: tuple, kwargs: dict, out: Any) -> Any:
-        """A write in place answers with the very tensors it was given."""
+        """Return the results of an in-place write, the very tensors that were given to it."""
         known = {id(self._below(t)): t for t in written_by(func, args, kwargs)}
         for target in known.values():
             if isinstance(target, Dual):
                 target.look_like_value()
-                if facts(func).into_lists:  # torch counts in the kernels within, here the values
+                if facts(func).into_lists:  # torch counts versions of the values, in inner kernels
                     torch.autograd.graph.increment_version(target)
         if isinstance(out, (list, tuple)):
             return type(out)(known[id(o)] if id(o) in known else self._above(o) for o in out)

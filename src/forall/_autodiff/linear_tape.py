@@ -1,9 +1,9 @@
-"""The tangent program of a function: what forward mode did to a tangent, kept to be done again.
+"""The tangent program of a function: the operators that forward mode runs on a tangent, recorded.
 
-`linearize` runs its function once with a `Tape` for a tangent. PyTorch's forward formulas meet it
-as they would a tensor; every operator they call on it is written down. The list is a linear
-program in the tangent whose constants are the primal values with their autograd history, so what
-it computes is differentiable in the point of linearisation too.
+`linearize` runs its function once with a tape tensor as tangent. PyTorch's forward formulas use it
+as any tensor, and every operator that they call on it is recorded. The list is a linear program in
+the tangent. Its constants are the primal values with their autograd history, so its results are
+differentiable with respect to the point of linearisation too.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ aten = torch.ops.aten
 
 
 class TapeLevel(Level):
-    """Never on the stack of levels, so inside all of them: a tape acts before any of its values."""
+    """The level of tape tensors. It is never on the stack, so it counts as inside all levels."""
 
     ends = False
 
@@ -41,10 +41,10 @@ class TapeLevel(Level):
         self._looked_at = 0
 
     def run(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        """Run one step on the values and write it down."""
+        """Run one operator on the values and record it as a step."""
         if func in _QUESTIONS:
             return _QUESTIONS[func](*args)
-        if func is aten._reshape_alias.default:  # as reshape calls a view where nobody records it
+        if func is aten._reshape_alias.default:  # reshape calls it where autograd is off
             func, args = aten.view.default, args[:2]
         if func in LINEAR:
             # A formula's zeros are ordinary tensors, and no fake tensor can be added to one.
@@ -70,7 +70,7 @@ class TapeLevel(Level):
         return self._recorded(out)
 
     def push(self, h: Any, args: tuple) -> tuple:
-        """``h`` as one step of the program, linear in the tapes that it is given."""
+        """Run ``h``, which is linear in its tapes, as one step of the program."""
 
         def step(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
             return tuple(at(deepest(given), h, given))
@@ -78,13 +78,13 @@ class TapeLevel(Level):
         return self.noted(step, args)
 
     def noted(self, step: Callable[..., tuple], args: tuple) -> tuple:
-        """What ``step`` gives for the values, as one step of the program."""
+        """Call ``step`` on the values and record it as one step of the program."""
         out = step(*in_arguments(_value, args, {})[0])
         self.steps.append((step, *in_arguments(_slot, args, {}), self.count))
         return self._recorded(out)
 
     def keep(self, written: list[torch.Tensor]) -> None:
-        """Copy the constants that lie where the function is about to write."""
+        """Copy the constants whose memory the function is about to write to."""
         for i, (_, args, kwargs, _) in enumerate(self.steps[self._looked_at :], self._looked_at):
             for room in {_room(t) for t in tensors_in((*args, *kwargs.values()))}:
                 self._by_room.setdefault(room, []).append(i)
@@ -106,7 +106,7 @@ class TapeLevel(Level):
         return tensor  # a constant of the program
 
     def under(self, tensors: list, f: Any) -> Any:
-        """``f``, linear in the tapes, as one step."""
+        """Run ``f``, which is linear in the tapes, as one step."""
         out = f(*map(_value, tensors))
         self.steps.append((f, tuple(map(_slot, tensors)), {}, self.count))
         return self._recorded(out)
@@ -122,7 +122,7 @@ class TapeLevel(Level):
 
 
 class Tape(Wrapper):
-    """A tangent that writes down what is done to it; ``slot`` is its place in the program."""
+    """A tangent that records the operators run on it; ``slot`` is its number in the program."""
 
     value: torch.Tensor
     slot: int
@@ -162,11 +162,11 @@ _QUESTIONS = {
 
 
 class Slot(int):
-    """A place in the program, where a step's argument was a tape."""
+    """The number of a value in the program, which replaces a tape among a step's arguments."""
 
 
 def _room(t: torch.Tensor) -> int | None:
-    """The memory of a tensor's numbers; None where that cannot be told, as of sparse ones."""
+    """The storage of a tensor, or None if it has none, as a sparse tensor."""
     t = innermost(t)
     return storage_of(t) if has_memory(t) else None
 
@@ -180,10 +180,10 @@ def _value(a: Any) -> Any:
 
 
 def settle(level: TapeLevel) -> None:
-    """Take the tangents off the program's constants; call it while forward mode is still on.
+    """Remove tangents from the program's constants. It has to be called while forward mode is on.
 
-    A formula may use its operator's result, which gets a tangent, one of our tapes, right after.
-    Played inside another jvp such a constant would start to record again.
+    A formula may use its operator's result, which then gets a tape as tangent. If the program ran
+    inside another jvp, such a constant would record again.
     """
     level.steps = [
         (func, *in_arguments(_primal, args, kwargs), slot)
@@ -192,17 +192,17 @@ def settle(level: TapeLevel) -> None:
 
 
 def _primal(a: Any) -> Any:
-    if not isinstance(a, torch.Tensor) or is_sparse(a):  # which has none
+    if not isinstance(a, torch.Tensor) or is_sparse(a):  # these have no tangent
         return a
     primal, tangent = split_tangent(a, level=0)
     return a if tangent is None else primal
 
 
 def prune(level: TapeLevel, ends: list[int | None]) -> None:
-    """Leave out the steps that no end needs; call it before the program is taken out.
+    """Remove the steps that no result needs. It has to be called before the program is extracted.
 
-    Formulas ask for shapes, torch's zeros without memory even on another device. A write in place
-    stays: whose memory it shares is not written down.
+    Formulas run operators for shapes alone, and zero tensors may even be on another device. Steps
+    that write in place are kept, as aliases are not recorded.
     """
     live = {end for end in ends if end is not None}
     kept = []
@@ -218,7 +218,7 @@ def prune(level: TapeLevel, ends: list[int | None]) -> None:
 
 
 def _laid_out(tangent: torch.Tensor, gaps: bool) -> torch.Tensor:
-    """A step in place: the tangent lies as it would alone, and so do the views of it."""
+    """Give a tangent the strides that one example would have, in place, and its views as well."""
     if isinstance(tangent, Wrapper):
         tangent.alone(gaps)
     return tangent
@@ -239,12 +239,11 @@ def _used(args: Any) -> list[int]:
 
 
 class Linear:
-    """A tangent program apart from its constants, which have the places behind its own.
+    """A tangent program without its constants, whose slots follow those of the steps.
 
-    Results are at ``ends``. One that does not depend on the tangents is zeros like a constant.
-    Tangents are laid out by ``strides`` first, with no conjugation yet to be done, and copied where
-    a step writes: into one that the user gave it would write for good, and there may be numbers
-    that lie in one place.
+    ``ends`` are the slots of the results. A result that does not depend on the tangents is zeros
+    like a constant. Tangents first get these ``strides``, with conjugation resolved. They are
+    copied if any step writes: the step would change the user's tensor, and its entries may overlap.
     """
 
     def __init__(self, steps: tuple, ends: tuple, first: int, strides: tuple) -> None:
@@ -252,11 +251,11 @@ class Linear:
         self.writes = any(_writes(func) for func, *_ in steps)
 
     def is_plain(self) -> bool:
-        """Whether operators alone are in it, and nothing that a call has made."""
+        """True if all steps are operators, none a function that a call has made."""
         return all(isinstance(func, OpOverload) for func, *_ in self.steps)
 
     def play(self, constants: list[torch.Tensor], seeds: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The program again, on other tangents."""
+        """Run the program on other tangents."""
         slots: dict[int, Any] = dict(enumerate(map(self._laid_out, seeds, self.strides)))
         slots.update(enumerate(constants, self.first))
         for func, args, kwargs, slot in self.steps:
@@ -273,8 +272,8 @@ class Linear:
 
 
 def _filled(a: Any, slots: dict[int, Any]) -> Any:
-    """A step's argument, with what is in its slots."""
-    # Not by `in_lists`, which would take an eighth more time; nor by a function in `play`: see
+    """Return a step's argument, with slots replaced by their values."""
+    # `in_lists` would take an eighth more time. For why it is no function inside another, see
     # NOTE [functions that call themselves].
     if type(a) is Slot:
         return slots[a]
@@ -282,7 +281,7 @@ def _filled(a: Any, slots: dict[int, Any]) -> Any:
 
 
 class _Constants:
-    """The constants of a program, and the places that they get behind its own."""
+    """The constants of a program, and their slots, which follow those of the steps."""
 
     def __init__(self, level: TapeLevel) -> None:
         self.level = level
@@ -303,7 +302,7 @@ class _Constants:
 
 
 def taken_out(level: TapeLevel, pairs: list, strides: tuple) -> tuple[Linear, list[torch.Tensor]]:
-    """The program that leads to the tangents of these primals, and its constants."""
+    """Return the program that computes the tangents of these primals, and its constants."""
     ends = [t.slot if isinstance(t, Tape) else None for _, t in pairs]
     prune(level, ends)
     constants = _Constants(level)

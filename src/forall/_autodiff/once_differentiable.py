@@ -1,7 +1,7 @@
-"""Functions whose backward is marked @once_differentiable: what differentiates it is refused.
+"""Functions whose backward is marked @once_differentiable: a second derivative is an error.
 
-Torch refuses only where a pass comes by its error node, and that node leads nowhere: a pass for
-some inputs alone, as every pass of ours is, takes another way, and a term is missing.
+Torch raises only if a backward pass reaches its error node, which has no inputs. A pass with
+``inputs=``, as all passes here are, does not reach that node, and a term would silently be missing.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from torch.autograd.function import BackwardCFunction, once_differentiable
 from forall._compat.dispatch_state import apply_function, functions_off
 from forall._core.levels import deepest, graph_free, lift
 
-# Torch's own, whose gradients are found with the value and so have no history.
+# Torch's own function whose gradients are computed with the value, and so have no history.
 _ON_THE_WAY = "GeneratedBackwardFor_torch_nn__linear_cross_entropy"
-_CODE = once_differentiable(lambda: None).__code__  # of each function that it has marked
+_CODE = once_differentiable(lambda: None).__code__  # the code of every function so marked
 
 
 def is_once(function: type) -> bool:
-    """Whether this Function has a backward that cannot be differentiated."""
+    """True if this Function has a backward that cannot be differentiated."""
     marked = getattr(getattr(function, "backward", None), "__code__", None) is _CODE
     return marked or function.__name__.startswith(_ON_THE_WAY)
 
@@ -30,7 +30,7 @@ def is_once_node(node: Any) -> bool:
 
 
 def remember(args: tuple, out: Any) -> None:
-    """Let the node behind ``out`` know what it came from, without keeping any numbers."""
+    """Link the node of ``out`` to the graphs of ``args``, without keeping their numbers alive."""
     with functions_off():
         given = [a for a in args if isinstance(a, torch.Tensor) and a.requires_grad]
         outs = out if isinstance(out, tuple) else (out,)
@@ -40,7 +40,10 @@ def remember(args: tuple, out: Any) -> None:
 
 
 class Refusing:
-    """A hook on such a node: its gradients say what they were computed from."""
+    """A hook on such a node that connects its gradients to an error node with inputs.
+
+    The inputs are all tensors that the gradients were computed from.
+    """
 
     __slots__ = ("node",)
 
@@ -53,7 +56,7 @@ class Refusing:
         ways = [c for c in cotangents if c is not None]
         if (way := getattr(self.node, "came_from", None)) is not None:
             ways.append(way)
-        level = deepest(tuple(ways))  # whose numbers these are, though numpy has made them
+        level = deepest(tuple(ways))  # the gradients' level, even if numpy has computed them
         numbers = [lift(graph_free(t), level) for t in found if t is not None]
         new = iter(apply_function(_Refused, self.node.name(), len(numbers), *numbers, *ways))
         return tuple(None if t is None else next(new) for t in found)
@@ -76,7 +79,7 @@ def _refuse(name: str) -> Any:
 
 
 class _Way(torch.autograd.Function):
-    """No numbers, with a way to each argument."""
+    """A node with an empty result, whose graph leads to each argument."""
 
     @staticmethod
     def forward(ctx, *args):
@@ -88,7 +91,7 @@ class _Way(torch.autograd.Function):
 
 
 class _Refused(torch.autograd.Function):
-    """Gradients, with a way to what they were computed from."""
+    """A node that returns the gradients and whose backward raises."""
 
     @staticmethod
     def forward(ctx, name, n, *rest):

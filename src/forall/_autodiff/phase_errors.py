@@ -1,9 +1,9 @@
-"""Losses that depend on the phase of complex eigenvectors are errors.
+"""The check that a loss does not depend on the phase of complex eigenvectors.
 
 Such vectors are defined up to a factor e^{i phi}, so such a loss has no derivative. Torch's
-backwards ask that of plain tensors, and of nothing else: under a level, and while a call is
-recorded, the same is asked here, of each example. An operator asks, so recorded calls ask as well.
-(That of singular vectors asks whatever it is given.)
+backwards check that for plain tensors alone. Under a level, and while a call is recorded, the same
+check is made here, for each example. It is an operator, so recorded calls repeat it. (Torch's
+backward for singular vectors checks all tensors itself.)
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _DEPENDS = (
 
 
 def may_have_phases() -> bool:
-    """Whether any level or recorder has met a decomposition yet: else no graph need be walked."""
+    """True if any level or recorder has run an eigendecomposition, so that graphs may have one."""
     return not _DECOMPOSITIONS.isdisjoint(met)
 
 
@@ -37,7 +37,7 @@ PHASES = {
 
 
 class Asking:
-    """A hook before a node of `PHASES`."""
+    """A pre-hook on a node of `PHASES` that makes the check."""
 
     __slots__ = ("node",)
 
@@ -47,7 +47,7 @@ class Asking:
     def __call__(self, cotangents: tuple) -> None:
         g = cotangents[1]
         if g is None or not g.is_complex() or not (dispatch_modes() or isinstance(g, Wrapper)):
-            return  # of plain tensors torch asks for itself
+            return  # torch checks plain tensors itself
         with torch.no_grad(), functions_off():
             phases = (self.node._saved_eigenvectors.conj() * g).sum(-2).imag
             holds = (phases.abs() <= 0.01).all()  # torch's tolerance

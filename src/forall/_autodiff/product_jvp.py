@@ -1,7 +1,7 @@
-"""Products of which one factor moves: the tangent is the same product of that factor's tangent.
+"""Products of which one factor has a tangent: the result's tangent is the product with it.
 
-Torch's formulas make zeros for the other one's tangent, multiply, and add. A product of zeros with
-an inf is nan there, where reverse mode has the derivative.
+Torch's formulas make zeros for the other factor's tangent, multiply, and add. The product of a zero
+and an inf is nan, although reverse mode has the right derivative.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from forall._compat.private_api import split_tangent
 
 aten = torch.ops.aten
 
-# Where in the arguments the factors are.
+# The indices of the factors among the arguments.
 _FACTORS = {
     aten.mm.default: (0, 1),
     aten.mv.default: (0, 1),
@@ -27,7 +27,7 @@ _FACTORS = {
     aten.baddbmm.default: (1, 2),
     aten._grouped_mm.default: (0, 1),
 }
-# Torch has no forward formula of these.
+# Operators that have no forward formula in torch.
 _OWN = frozenset({aten._grouped_mm.default})
 _UNBIASED = {
     aten.addmm.default: aten.mm.default,
@@ -38,12 +38,12 @@ PRODUCTS = frozenset(_FACTORS)
 
 
 def of_one_factor(level: DualLevel, func: Any, args: tuple, kwargs: dict) -> Any:
-    """A product with its tangent, one level down, where exactly one factor moves; else None.
+    """Return the product with its tangent, one level down, if one factor has a tangent; else None.
 
-    Where torch has no formula, also where both do.
+    For an operator without a formula in torch, both factors may have one.
     """
     if users_tangents():
-        return None  # which a factor may have that is no value of ours
+        return None  # a factor that is no value of the level may have a tangent of the user's
     with autograd_below(grad=level.outer_grad, forward=True):
         pairs = [level.halves(a) for a in args]
         i, j = _FACTORS[func]
@@ -55,7 +55,7 @@ def of_one_factor(level: DualLevel, func: Any, args: tuple, kwargs: dict) -> Any
         primals = [p for p, _ in pairs]
         tangents = [p if t is None else t for p, t in pairs]
         primal = func(*primals, **kwargs)
-        if i and pairs[0][1] is None:  # a bias that adds nothing
+        if i and pairs[0][1] is None:  # a bias without a tangent
             tangent = _UNBIASED[func](*tangents[1:3])
             alpha = kwargs.get("alpha", 1)
             tangent = tangent if alpha == 1 else tangent * alpha
@@ -67,12 +67,12 @@ def of_one_factor(level: DualLevel, func: Any, args: tuple, kwargs: dict) -> Any
             tangent = func(*tangents, **kwargs)
         moving = primals[i] if pairs[j][1] is None else primals[j]
         if moving.requires_grad and not tangent.requires_grad and level.outer_grad:
-            # It has a derivative in what moves, which is zero: who asks for it is not to be told
-            # that there is none.
+            # The derivative of the tangent in that factor is zero: it is connected to the factor,
+            # so that autograd does not report an unused input.
             tangent = tangent + moving.narrow(0, 0, 0).sum()
         return attach_tangent(primal, tangent)
 
 
 def _moves_below(primal: torch.Tensor) -> bool:
-    """Whether what a node has saved carries a tangent of the level without being its value."""
+    """True if a tensor saved by a node carries a tangent of the level without being its value."""
     return split_tangent(primal, level=0)[1] is not None

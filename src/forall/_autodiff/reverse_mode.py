@@ -1,4 +1,4 @@
-"""Reverse mode: a fresh variable, a pull-back, and results that stay closed to the outside."""
+"""Reverse mode: fresh variables, a backward pass, and results detached from the inner graph."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ if TYPE_CHECKING:
 
 
 class Run:
-    """A time in which variables are made, and after which nobody asks for a derivative in them.
+    """A context that collects the variables made in it, which are not differentiated afterwards.
 
-    A graph that leads to nothing but these is of no use to anybody when the time is over.
+    A graph that leads to nothing but these variables is of no use after the context has ended.
     """
 
     __slots__ = ("around", "made")
@@ -60,19 +60,19 @@ class Run:
             around.include(self)
 
     def include(self, other: Run) -> None:
-        """Count the variables of another run, which has ended, among those of this one."""
+        """Add the variables of another run, which has ended, to those of this one."""
         self.made.update(other.made)
 
     def has(self, leaf: torch.Tensor) -> bool:
-        """Whether a leaf is a variable of this run, or of one within it."""
+        """True if a leaf is a variable of this run, or of one within it."""
         known = self.made.get(id(leaf))
         return known is not None and known() is leaf
 
 
 class recording(Run):
-    """`torch.enable_grad` of our own: no function mode is asked about it.
+    """Like `torch.enable_grad`, but hidden from function modes, and outside of inference mode.
 
-    In inference mode nothing is recorded, whatever grad mode says, so it is left.
+    In inference mode autograd records nothing, whatever the grad mode is.
     """
 
     __slots__ = ("left", "was")
@@ -99,9 +99,9 @@ class recording(Run):
 
 
 def variable(x: torch.Tensor) -> torch.Tensor:
-    """A fresh differentiable alias of ``x``, made at the innermost level.
+    """Return a fresh differentiable alias of ``x``, made at the innermost level.
 
-    Made further out, a level in between would take it for a captured tensor and sum its
+    If it were made further out, a level in between would take it for a captured tensor, and sum its
     derivative over the examples.
     """
     with functions_off():
@@ -114,7 +114,7 @@ def variable(x: torch.Tensor) -> torch.Tensor:
 
 
 def leaf(x: torch.Tensor) -> torch.Tensor:
-    """A tensor without history as a variable of the run that goes on."""
+    """Make a tensor without history a variable of the current run, and return it."""
     x.requires_grad_()
     if stack.run is not None:
         stack.run.made[id(x)] = ref(x)
@@ -122,7 +122,7 @@ def leaf(x: torch.Tensor) -> torch.Tensor:
 
 
 def shown(variables: list, given: list) -> list:
-    """Fresh variables as what the function knows these tensors by: classes and attributes."""
+    """Give fresh variables the classes and attributes of the tensors that the user passed."""
     for x in given:
         if type(x) is not torch.Tensor or x.__dict__:
             return [carried(v, x) for v, x in zip(variables, given, strict=True)]
@@ -130,7 +130,7 @@ def shown(variables: list, given: list) -> list:
 
 
 def _alias(x: torch.Tensor) -> torch.Tensor:
-    """A second name without history, but with the tangent of the user's own forward mode."""
+    """Return an alias without history, but with the tangent of the user's own forward mode."""
     fresh = graph_free(x)
     tangent = users_tangent(x)
     if fresh is x:
@@ -141,7 +141,7 @@ def _alias(x: torch.Tensor) -> torch.Tensor:
 
 
 def leads_outside(tensors: Iterable[torch.Tensor], run: Run) -> bool:
-    """Whether the graphs of ``tensors`` reach a leaf other than a variable of ``run``."""
+    """True if the graphs of ``tensors`` reach a leaf other than a variable of ``run``."""
     for t in tensors:
         if t.requires_grad and t.grad_fn is None and not run.has(t):
             return True
@@ -149,17 +149,17 @@ def leads_outside(tensors: Iterable[torch.Tensor], run: Run) -> bool:
 
 
 def _is_outside(node: Any, run: Run) -> bool:
-    """Return True for a leaf of a graph that is no variable of ``run``."""
+    """True for a leaf of a graph that is no variable of ``run``."""
     if type(node) is ACCUMULATE:
         return not run.has(node.variable)
     return type(node) is MIRRORED
 
 
 def inward(tensors: list[torch.Tensor], run: Run) -> list[torch.Tensor]:
-    """Those of ``tensors``, all of which require grad, that do not lead outside."""
+    """Return the ones of ``tensors``, which require grad, whose graphs do not lead outside."""
     if len(tensors) == 1:
         return [] if leads_outside(tensors, run) else tensors
-    before: dict[Any, list] = {}  # the nodes that each node is asked by
+    before: dict[Any, list] = {}  # the nodes that lead to each node
     outside = []
     for n in nodes(tensors):
         if _is_outside(n, run):
@@ -177,9 +177,10 @@ def inward(tensors: list[torch.Tensor], run: Run) -> list[torch.Tensor]:
 
 
 def is_closed(outputs: tuple[torch.Tensor, ...], run: Run) -> bool:
-    """Whether nobody can ask for the derivative of a backward pass, so that it need not record.
+    """True if a backward pass need not record, as nothing outside can differentiate its results.
 
-    A tangent would be lost in a pass that does not, and a Function's own backward may be told.
+    Tangents would be lost in a pass that does not record, and a custom Function's backward may
+    check the grad mode.
     """
     if in_torch_func() or may_carry_tangents():
         return False
@@ -194,7 +195,7 @@ def is_closed(outputs: tuple[torch.Tensor, ...], run: Run) -> bool:
 
 
 def variables(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Fresh variables for floating-point and complex tensors."""
+    """Return fresh variables for floating-point and complex tensors."""
     with functions_off():
         return [variable(x) for x in tensors]
 
@@ -208,9 +209,10 @@ def gradients(
     create_graph: bool = True,
     closes: Run | None = None,
 ) -> list[torch.Tensor]:
-    """Cotangents pulled back to the inputs, zeros where nothing depends on one.
+    """Pull cotangents back to the inputs; return zeros for an input on which nothing depends.
 
-    ``closes`` is the run of the call that the pass belongs to, where its results will be `closed`.
+    ``closes`` is the run of the call that the pass belongs to, if its results will be detached from
+    that run's graph.
     """
     if cotangents is None:
         cotangents = tuple(ones(y) for y in outputs)
@@ -227,11 +229,14 @@ def gradients(
 
 
 class _Lost(BaseException):
-    """A pass that does not record meets what somebody can ask the derivative of."""
+    """The signal of a pass that does not record and uses a tensor with outer autograd history."""
 
 
 class _Heard(TorchFunctionMode):
-    """Listens to the hooks in a pass that does not record: no graph tells what they capture."""
+    """A function mode that checks what hooks use in a pass that does not record.
+
+    The graph does not contain the tensors that a hook captures.
+    """
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -251,9 +256,9 @@ class _Heard(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-# What answers without history, whatever it is asked of. The last is no call of a hook's: torch sets
-# it while it makes the history of a view anew, and holds the view's lock, so that whoever asks for
-# that history waits for good.
+# Calls whose results have no history. The last is not made by a hook: torch makes it while it
+# regenerates the history of a view, and holds the view's lock, so that reading that history here
+# would deadlock.
 _NO_HISTORY = frozenset(
     getattr(torch.Tensor, name).__get__
     for name in ("requires_grad", "grad_fn", "shape", "grad", "is_leaf", "dtype", "device", "ndim")
@@ -261,7 +266,7 @@ _NO_HISTORY = frozenset(
 
 
 def ones(y: torch.Tensor) -> torch.Tensor:
-    """``ones_like``, by the shortest way: it asks nothing of ``y`` but its looks."""
+    """Return ``ones_like(y)``, by the shortest way: it depends on y's metadata alone."""
     if isinstance(y, Wrapper) and y.level is top():
         with functions_off():
             return y.level.under([y], torch.ones_like)
@@ -276,7 +281,7 @@ def reaching(
     retain_graph: bool = True,
     create_graph: bool = True,
 ) -> list[torch.Tensor | None]:
-    """Cotangents pulled back to the inputs, None where nothing depends on one."""
+    """Pull cotangents back to the inputs; return None for an input on which nothing depends."""
     found = pulled(
         outputs, cotangents, inputs, retain_graph=retain_graph, create_graph=create_graph
     )
@@ -291,7 +296,10 @@ def pulled(
     retain_graph: bool,
     create_graph: bool,
 ) -> tuple[torch.Tensor | None, ...]:
-    """The same, each as the pass left it: where examples have parted, perhaps of some of them."""
+    """Run autograd's backward pass and return its gradients as they are.
+
+    If examples have diverged, a gradient may be one of some examples only.
+    """
     from forall._autodiff.double_backward import hooked
 
     with functions_off():
@@ -311,9 +319,9 @@ def pulled(
 
 
 class tangents_pass:
-    """Within it no operator sees tangents that a jvp which has ended left on what was saved.
+    """Hide tangents that a jvp which has ended left on saved tensors.
 
-    Those of a jvp that runs are one level further down, and the user's own stay.
+    Tangents of a running jvp are one level further down, and the user's own stay visible.
     """
 
     __slots__ = ("was",)
@@ -328,7 +336,7 @@ class tangents_pass:
 
 
 def closed(results: Any, run: Run, outer_grad: bool) -> Any:
-    """Results that require grad only if something outside does; the rest drop their graph."""
+    """Detach results from the graph of ``run``, unless their graph leads outside of it."""
     if not outer_grad:
         cut = _alias if users_tangents() else torch.Tensor.detach
         return pytree.map_tensors(lambda t: carried(_without_functions(cut, t), t), results)

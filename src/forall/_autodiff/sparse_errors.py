@@ -1,4 +1,4 @@
-"""Sparse tensors, of which forward mode has no tangent."""
+"""Errors for sparse tensors, which have no tangent in forward mode."""
 
 from __future__ import annotations
 
@@ -18,6 +18,6 @@ def no_tangent(value: torch.Tensor) -> NotImplementedError:
 
 
 def placed(*args: Any, **_: Any) -> Any:
-    """Values that move, put in the places of a sparse tensor."""
+    """Refuse to put values with tangents into a sparse tensor."""
     tensors = [a for a in args if isinstance(a, torch.Tensor)]
     raise no_tangent(tensors[-1])

@@ -1,4 +1,4 @@
-"""Standard bases: the directions whose images are the columns or rows of a Jacobian."""
+"""Standard bases: the tangents or cotangents for the columns or rows of a Jacobian."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ if TYPE_CHECKING:
 
 
 def rows(tensors: Sequence[torch.Tensor], start: int, stop: int) -> list[torch.Tensor]:
-    """Directions ``start`` to ``stop`` of the space of all ``tensors`` together.
+    """Return the basis vectors ``start`` to ``stop`` of the space of all ``tensors`` together.
 
-    One (stop - start, *S) per tensor; direction k is 1 at entry k of the concatenation, else 0.
+    There is one (stop - start, *S) per tensor. Vector k is 1 at entry k of the concatenation of all
+    flattened tensors, and 0 elsewhere.
     """
     if len(tensors) == 1 and tensors[0].dim() == 1 and (start, stop) == (0, tensors[0].numel()):
         return [identity(stop, tensors[0].dtype, tensors[0].device)]
@@ -26,7 +27,7 @@ def rows(tensors: Sequence[torch.Tensor], start: int, stop: int) -> list[torch.T
         block = torch.zeros(stop - start, n, dtype=t.dtype, device=t.device)
         low, high = max(start, first), min(stop, first + n)
         if low < high:
-            # Not by an index: the number would be copied to the device, which waits for it.
+            # An index would copy numbers to the device, and wait for it.
             square = block[low - start : high - start, low - first : high - first]
             square.diagonal().fill_(1)
         out.append(block.view(stop - start, *t.shape))

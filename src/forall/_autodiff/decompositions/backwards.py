@@ -1,4 +1,4 @@
-"""Backward operators that torch does not differentiate, as pull-backs of the small steps."""
+"""Decompositions of backward operators that torch does not differentiate in forward mode."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ aten = torch.ops.aten
 
 
 def pulled(f: Callable, g: Any, *xs: torch.Tensor | None) -> tuple:
-    """The cotangent ``g`` of ``f``'s result, pulled back to each of ``xs``.
+    """Pull the cotangent ``g`` of ``f``'s result back to each of ``xs``.
 
-    Of several results it is a tuple, with None for those that nobody gave.
+    For several results, ``g`` is a tuple, with None for a missing cotangent.
     """
     gs = g if isinstance(g, tuple) else (g,)
     there = [i for i, x in enumerate(xs) if x is not None]
@@ -68,7 +68,7 @@ def _cudnn_backward(
 
 
 def layer_norm_backward(g, x, shape, mean, rstd, weight, bias, mask):
-    """What was added to the variance is known by the kernel's result."""
+    """Differentiate a layer norm; eps is recovered from the kernel's rstd."""
     dims = list(range(-len(shape), 0))
     spread = (x - x.mean(dims, keepdim=True)).square().mean(dims, keepdim=True)
     eps = (rstd**-2 - spread).detach()
@@ -140,7 +140,7 @@ def multilabel_margin_backward(g, x, target, reduction, is_target):
 
 
 def ctc_backward(g, log_probs, targets, times, sizes, nll, alpha, blank, zero_infinity=False):
-    """With what vanishes where ``log_probs`` come from a softmax, as the kernel has it."""
+    """Differentiate ctc_loss, with the kernel's extra term, which vanishes behind a log_softmax."""
     (found,) = pulled(
         lambda x: losses.ctc_loss(x, targets, times, sizes, blank, zero_infinity), g, log_probs
     )

@@ -1,7 +1,7 @@
-"""Nodes of backwards that torch does not differentiate, and their pull-backs in small steps.
+"""Backward nodes that torch does not differentiate, or not rightly, and their decompositions.
 
-Each function here takes a node and gives the pull-back, and the tensors that this is a function of
-beside the cotangents, in the order of the node's gradients.
+Each function here takes an autograd node and returns (pull-back, tensors). The tensors are the
+pull-back's arguments after the cotangents, in the order of the node's gradients.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def _saved(node: Any, names: str) -> tuple:
-    """What a node keeps under these names."""
+    """Return the values that a node has saved under these names."""
     return tuple(getattr(node, f"_saved_{name}") for name in names.split())
 
 
@@ -95,7 +95,7 @@ def _embedding_bag_node(node: Any) -> tuple[Callable, tuple]:
 
     def pull(g, weight, own):
         back.refuse_scaled(scaled)
-        if weight is None:  # the result is linear in it
+        if weight is None:  # the result is linear in the weight, so any weight will do
             weight = torch.zeros(n, g.shape[1], dtype=g.dtype, device=g.device)
         return pulled(back.bags_of(g, *rest), g, weight, own)
 
@@ -118,22 +118,22 @@ def _cudnn_rnn_node(node: Any) -> tuple[Callable, tuple]:
     return pull, (x, *params, hx, cx)
 
 
-# ------------------------------- backwards that torch differentiates, but not rightly
+# ------------------------------- backwards that torch differentiates wrongly
 
 
 def _det_node(node: Any) -> tuple[Callable, tuple]:
-    """Torch's takes the singular values apart under a mode, which fails where two are equal."""
+    """Decompose det's backward: torch's uses the SVD under a mode, and fails for equal values."""
     return lambda g, x: pulled(kernels.det, g, x), _saved(node, "A")
 
 
 def _logcumsumexp_node(node: Any) -> tuple[Callable, tuple]:
-    """Torch's takes the logarithm of the cotangent."""
+    """Decompose logcumsumexp's backward: torch's takes the logarithm of the cotangent."""
     dim = _signed(*_saved(node, "dim"))
     return lambda g, x: pulled(lambda x: kernels.logcumsumexp(x, dim), g, x), _saved(node, "self")
 
 
 def _signed(dim: int) -> int:
-    """A node keeps a dim without its sign."""
+    """Restore the sign of a dim, which a node saves as an unsigned integer."""
     return dim - 2**64 if dim >= 2**63 else dim
 
 
@@ -147,7 +147,10 @@ def _weight_norm_node(node: Any) -> tuple[Callable, tuple]:
 
 
 def _of_norm(f: Callable, names: str, dim: str = "dim") -> Callable[[Any], tuple[Callable, tuple]]:
-    """Torch's fills zeros into what a tangent may be made of, where ``f`` does not."""
+    """Return a node function for a norm ``f``.
+
+    Torch's backward writes zeros into a value that a tangent may be computed from.
+    """
 
     def steps(node: Any) -> tuple[Callable, tuple]:
         known = {name: getattr(node, f"_saved_{name}") for name in names.split()}
@@ -190,7 +193,7 @@ def _dist_node(node: Any) -> tuple[Callable, tuple]:
 
 
 def _layer_norm_backward_node(node: Any) -> tuple[Callable, tuple]:
-    """Torch's takes the mean and deviation for constant, as the next one does."""
+    """Decompose the double backward: torch's takes mean and rstd for constants."""
     shape, mean, rstd = _saved(node, "normalized_shape mean rstd")
 
     def f(g, x, weight):
@@ -205,7 +208,11 @@ def _layer_norm_backward_node(node: Any) -> tuple[Callable, tuple]:
 
 
 def _batch_norm_backward_node(names: str, none: int) -> Callable[[Any], tuple[Callable, tuple]]:
-    """Of the kernels' backwards; ``none`` are the arguments at the end without a derivative."""
+    """Return a node function for the double backward of batch norm.
+
+    Torch's takes mean and rstd for constants. ``none`` is the number of last arguments that have no
+    derivative.
+    """
 
     def steps(node: Any) -> tuple[Callable, tuple]:
         rest = _saved(node, names)
@@ -222,14 +229,14 @@ def _batch_norm_backward_node(names: str, none: int) -> Callable[[Any], tuple[Ca
 
 
 class Node(NamedTuple):
-    """What is done about a node of torch's, whose numbers are right."""
+    """The replacement for the derivative of a torch node, whose numbers are right."""
 
     steps: Callable[[Any], tuple[Callable, tuple]]
-    # Whether they need another history: torch's is not there, or lacks terms.
+    # True if the numbers need another history: torch's is missing, or lacks terms.
     lacks_history: bool = True
-    # Whether they need other tangents as well.
+    # True if the numbers need other tangents as well.
     lacks_tangents: bool = False
-    # How many cotangents the pull-back takes: the first ones of the node's.
+    # The number of cotangents that the pull-back takes, the first ones of the node's.
     cotangents: int = 1
 
 

@@ -1,8 +1,8 @@
-"""Operators of one kernel in terms of operators whose formulas hold at any order.
+"""Decompositions of fused operators into operators whose derivative formulas hold at any order.
 
-What torch fuses it differentiates once, or in reverse mode only. Where more is asked for, the same
-value is computed in small steps. Each function here takes its operator's arguments and gives those
-of its results that have a derivative.
+Torch differentiates many fused operators once only, or in reverse mode only. If another derivative
+is needed, the operator is decomposed. Each function here takes its operator's arguments and returns
+those of the operator's results that have a derivative.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _LOW = (torch.float16, torch.bfloat16)
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
-    """Kernels add up in float32 what has half the bits."""
+    """Convert half precision to float32, in which kernels accumulate."""
     return x.float() if x.dtype in _LOW else x
 
 
@@ -57,9 +57,10 @@ def aminmax(x, *, dim=None, keepdim=False):
 
 
 def logcumsumexp(x, dim):
-    """Each entry is the sum of the last 1, 2, 4, ... terms before it, doubled until that is all.
+    """Add up the last 1, 2, 4, ... terms before each entry, until these are all.
 
-    What is added is scaled by the larger term, so nothing overflows, at whatever order.
+    Terms are scaled by the larger one before they are added, so that nothing overflows, in
+    derivatives of any order.
     """
     if x.dim() == 0:
         return x.clone()
@@ -72,7 +73,7 @@ def logcumsumexp(x, dim):
 
 
 def _log_of_sum(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """``log(exp(a) + exp(b))``, without derivative where both are minus infinity."""
+    """Return ``log(exp(a) + exp(b))``, with derivative zero where both are minus infinity."""
     real = (a.real, b.real) if a.is_complex() else (a, b)
     scale = torch.maximum(*real).detach()
     infinite = scale.isinf()
@@ -92,7 +93,7 @@ def vector_norm(x, p=2, dim=None, keepdim=False, *, dtype=None):
 
 
 def norm(x, p=2, dim=(), keepdim=False, *, dtype=None):
-    """The older operator of the same norm, whose forward formula takes another shape."""
+    """Compute the older operator ``aten.norm``, whose forward formula has a wrong shape."""
     return torch.linalg.vector_norm(x, 2 if p is None else p, dim or None, keepdim, dtype=dtype)
 
 
@@ -128,7 +129,7 @@ def attention(
     mask: torch.Tensor | None = None,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """(N, H, L, E), (N, G, S, E), (N, G, S, V) -> (N, H, L, V)."""
+    """Compute attention: (N, H, L, E), (N, G, S, E), (N, G, S, V) -> (N, H, L, V)."""
     if dropout_p:
         raise NotImplementedError(
             "scaled_dot_product_attention: a fused kernel that drops out has one derivative.\n"
@@ -164,7 +165,7 @@ def _normalised(x, dims, weight, bias, eps):
 
 
 def weight_norm(v, g, dim=0):
-    """Beside it the norm, which torch's pull-back takes for constant where nobody tells it more."""
+    """Return (weight, norm). Torch's backward takes the norm for a constant."""
     rest = [d for d in range(v.dim()) if d != dim % v.dim()]
     norm = (v * v).sum(rest, keepdim=True).sqrt()
     return v * (g / norm), norm
@@ -185,7 +186,7 @@ def batch_norm(x, weight, bias, mean, var, training, momentum, eps):
 
 
 def cdist(x, y, p, compute_mode=None):
-    """(*, N, D), (*, M, D) -> (*, N, M)."""
+    """Compute distances of rows: (*, N, D), (*, M, D) -> (*, N, M)."""
     return _length(x.unsqueeze(-2) - y.unsqueeze(-3), p)
 
 
@@ -197,7 +198,7 @@ def pdist(x, p=2.0):
 def _length(
     d: torch.Tensor, p: float, dims: list[int] | int = -1, keepdim: bool = False
 ) -> torch.Tensor:
-    """The p-norm; where it has no derivative, this is zero, as in the kernels."""
+    """The p-norm. Its derivative is zero where it has none, as in the kernels."""
     if p == 0:
         return (d != 0).sum(dims, keepdim).to(d.abs().dtype)
     if p == 1 or d.numel() == 0:
@@ -213,7 +214,7 @@ def _length(
 
 
 def _root(s: torch.Tensor, power: float) -> torch.Tensor:
-    """``s**power`` without derivative at zero."""
+    """Return ``s**power``, with derivative zero at zero."""
     none = s == 0
     return s.masked_fill(none, 1).pow(power).masked_fill(none, 0 if power > 0 else torch.inf)
 
@@ -222,10 +223,11 @@ def _root(s: torch.Tensor, power: float) -> torch.Tensor:
 
 
 def det(x):
-    """The determinant, whose derivatives are right where singular values are equal or zero.
+    """The determinant, with correct derivatives where singular values are equal or zero.
 
-    Between the singular vectors at this point, which are constants, the matrix is diagonal here.
-    Of it the block of the largest values is eliminated; the rest, of three, is a polynomial.
+    The matrix is multiplied by its singular vectors, as constants, which makes it diagonal. The
+    block of the largest singular values is eliminated. The determinant of the remaining block, of
+    three rows, is a polynomial.
     """
     n = x.shape[-1]
     if n <= _SMALL:
@@ -235,7 +237,7 @@ def det(x):
     m = u.mH @ x @ vh.mH
     k = n - _SMALL
     top = s[..., :k]
-    # Where one of these is zero as well, but for rounding, the first three derivatives are.
+    # If one of these is zero up to rounding, so are the first three derivatives.
     none = top <= s[..., :1] * (n * torch.finfo(x.dtype).eps)
     rows = m[..., :k, :] / top.masked_fill(none, 1).unsqueeze(-1)
     block = rows[..., :k] + torch.diag_embed(none.to(x.dtype))
@@ -248,7 +250,7 @@ _SMALL = 3
 
 
 def _small_det(x: torch.Tensor) -> torch.Tensor:
-    """Of a matrix of at most three rows, as a polynomial."""
+    """The determinant of a matrix of at most three rows, as a polynomial."""
     n = x.shape[-1]
     if n == 0:
         return x.new_ones(x.shape[:-2])
@@ -261,7 +263,7 @@ def _small_det(x: torch.Tensor) -> torch.Tensor:
 
 
 def cholesky_inverse(x, upper=False):
-    """The inverse of the matrix that a triangle of x is the factor of."""
+    """The inverse of the matrix whose Cholesky factor is a triangle of x."""
     eye = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
     r = torch.linalg.solve_triangular(x.triu() if upper else x.tril(), eye, upper=upper)
     return r @ r.mH if upper else r.mH @ r

@@ -1,4 +1,4 @@
-"""Losses, and sums over segments and bags, in small steps: see `composites`."""
+"""Decompositions of losses, and of sums over segments and bags: see `composites`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def reduce_loss(loss: torch.Tensor, reduction: int) -> torch.Tensor:
-    """All losses, their mean or their sum, as aten numbers the reductions: 0, 1, 2."""
+    """Return all losses, their mean or their sum, by aten's number of the reduction: 0, 1, 2."""
     return loss if reduction == 0 else loss.mean() if reduction == 1 else loss.sum()
 
 
@@ -37,11 +37,13 @@ def multilabel_margin_loss(x, target, reduction):
     return reduce_loss(z.sum((1, 2)) / x.shape[1], reduction)
 
 
-_FAR = -1e30  # minus infinity, but for differences of it
+_FAR = -1e30  # instead of minus infinity, so that differences are not nan
 
 
 def ctc_loss(log_probs, targets, input_lengths, target_lengths, blank=0, zero_infinity=False):
-    """(T, N, C) -> (N,): minus the log of what all alignments have together, by dynamic program.
+    """Return minus the log probability of all alignments, by dynamic programming.
+
+    (T, N, C) -> (N,).
 
     Source: Graves et al., "Connectionist temporal classification" (2006), section 4.1.
     """
@@ -64,13 +66,13 @@ def ctc_loss(log_probs, targets, input_lengths, target_lengths, blank=0, zero_in
     loss = (-last).masked_fill(impossible, torch.inf)
     if zero_infinity:
         return loss
-    steep = (last - last + ~impossible).rsqrt()  # of infinity the kernel's derivative is nan
+    steep = (last - last + ~impossible).rsqrt()  # as in the kernel, infinity has derivative nan
     return torch.where(impossible, steep, loss)
 
 
 def _ctc_labels(targets, sizes, n, blank):
-    """(N, 2S + 1) labels with blanks between, and where the blank before one may be left out."""
-    if targets.ndim == 1:  # one after another
+    """Return labels (N, 2S + 1) with blanks between, and a mask of those that may skip a blank."""
+    if targets.ndim == 1:  # concatenated
         most = targets.shape[0] if n else 0
         starts = sizes.cumsum(0) - sizes
         place = starts.unsqueeze(1) + torch.arange(most, device=targets.device)
@@ -94,7 +96,7 @@ def segment_reduce(
     unsafe=False,
     initial=None,
 ):
-    """Segments of ``axis``, which lies behind the dims that lengths and offsets have before it."""
+    """Reduce segments of ``axis``, which follows the leading dims of lengths and offsets."""
     if offsets is None:  # then there are lengths
         offsets = torch.nn.functional.pad(lengths.cumsum(-1), (1, 0))
         if not unsafe:
@@ -132,7 +134,7 @@ def _segments(x, inside, reduce, axis, initial):
 
 
 def linear_cross_entropy(x, w, target, bias, weight, reduction, ignore_index, label_smoothing=0.0):
-    """Whole: in chunks, its gradients are found on the way, and only of what requires grad."""
+    """Compute the loss all at once. Torch's chunked form computes first derivatives only."""
     return torch.nn.functional.cross_entropy(
         torch.nn.functional.linear(x, w, bias),
         target,
@@ -147,9 +149,9 @@ SUM, MEAN, MAX = 0, 1, 2
 
 
 def bags(weight, own, indices, offsets, mode, padding_idx, n, largest):
-    """``n`` bags of rows of ``weight``, each times its ``own`` weight.
+    """Reduce ``n`` bags of rows of ``weight``, each row scaled by its ``own`` weight.
 
-    ``largest`` is the row that each maximum comes from, and -1 in an empty bag.
+    ``largest`` is the row that each maximum comes from, or -1 in an empty bag.
     """
     if mode == MAX:
         return weight.gather(0, largest.clamp_min(0)) * (largest >= 0)
@@ -165,5 +167,5 @@ def bags(weight, own, indices, offsets, mode, padding_idx, n, largest):
 
 
 def largest(size: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """The row that each maximum of a bag comes from, and -1 in an empty one."""
+    """Return the row that each maximum of a bag comes from, or -1 in an empty bag."""
     return rows.masked_fill((size == 0).unsqueeze(1), -1)

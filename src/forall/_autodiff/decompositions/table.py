@@ -1,7 +1,7 @@
-"""Operators that are computed in small steps, where a derivative is asked for that torch lacks.
+"""Tables of operators that are decomposed if a derivative is needed that torch lacks.
 
-Forward mode through an operator takes `FORWARD`; through its backward, `pullbacks.BACKWARD`. A
-second reverse pass through the node of its backward takes `nodes.NODES`.
+Forward mode through an operator uses `FORWARD`, forward mode through its backward
+`pullbacks.BACKWARD`. A second reverse pass through its backward node uses `nodes.NODES`.
 """
 
 from __future__ import annotations
@@ -73,10 +73,10 @@ def _in_chunks_for_each(x, w, target, bias, weight, ignore_index, *_):
     return losses.linear_cross_entropy(x, w, target, bias, weight, "none", ignore_index)
 
 
-# These read what the kernel found.
+# Decompositions of these get the kernel's results as well.
 READ = frozenset({aten._embedding_bag.default, aten._embedding_bag_forward_only.default})
 
-# The first result, or several; what an operator returns beside it comes from its kernel.
+# Decompositions return the first result, or several. Other results come from the kernel.
 FORWARD: dict[Any, Callable] = {
     aten._scaled_dot_product_flash_attention_for_cpu.default: _for_cpu,
     aten._scaled_dot_product_flash_attention.default: _flash,
@@ -129,5 +129,5 @@ _LATE: dict[str, Callable] = {
 
 
 def steps(func: Any) -> Callable | None:
-    """What `FORWARD` has for an operator."""
+    """Return the decomposition of an operator, or None."""
     return FORWARD.get(func) or _LATE.get(func._schema.name)

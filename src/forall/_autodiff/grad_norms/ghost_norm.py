@@ -1,8 +1,9 @@
-"""A backward pass that leaves weight gradients in factors, for who asks for their norms alone.
+"""Ghost norms: a backward pass that keeps weight gradients as unmultiplied factors.
 
-It is the pass that autograd makes anyway. A mode answers each operator that multiplies two factors
-to a larger product by a `Factored`, which stands for the product and makes it when any operator
-asks for it. So what is not known here costs what it always does, and no number depends on it.
+It is autograd's ordinary backward pass, for callers that need the gradients' norms alone. Under a
+dispatch mode, each operator that multiplies two factors to a larger product returns a lazy tensor.
+That tensor computes the product when any operator needs it. Operators that are unknown here cost
+what they always do, and the numbers do not change.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ aten = torch.ops.aten
 
 
 def squared_norms(value: Tensor, inputs: list[Tensor], *, create_graph: bool) -> list[Tensor]:
-    """For each input the sum of the squares of its gradient: in its dtype, or a wider one."""
+    """Return the squared norm of the gradient of each input, in its dtype or a wider one."""
     ones = reverse_mode.ones(value)
     with Factoring(top()):
         found = reverse_mode.pulled(
@@ -50,7 +51,7 @@ def _squared(g: Tensor | None, x: Tensor) -> Tensor:
 
 
 class Whole:
-    """What a family of `Factored` views: a sum of terms, until it is what they add up to."""
+    """The base of a group of lazy views: a sum of terms, replaced by its value once computed."""
 
     __slots__ = ("made", "terms")
 
@@ -60,7 +61,7 @@ class Whole:
 
     @property
     def pays(self) -> bool:
-        """Whether the factors hold fewer numbers than what they make."""
+        """True if the factors hold fewer numbers than their product."""
         return sum(t.size for t in self.terms) < prod(self.terms[0].frame)
 
     def value(self) -> Tensor:
@@ -74,7 +75,7 @@ class Whole:
 
 
 class Factored(Wrapper):
-    """A product that is made when it is asked for, seen through ``chain``, a chain of views."""
+    """A lazy product of two factors, or its view through ``chain``, a list of view operators."""
 
     level: FactoredLevel
     whole: Whole
@@ -97,12 +98,12 @@ class Factored(Wrapper):
         return getattr(self.value, name)(*args, **kwargs)
 
     def seen(self, shape: Any, strides: Any, *step: Any) -> Factored:
-        """A view of it."""
+        """Return a view of this tensor."""
         chain = [*self.chain, step] if step else self.chain
         return factored(self.level, self.whole, chain, shape, strides, self)
 
     def terms(self) -> list | None:
-        """What it adds up, if it is a sum of terms or the transpose of one."""
+        """Return the terms, if this tensor is a sum of terms or its transpose, or else None."""
         if any(func is not aten.t.default for func, _ in self.chain):
             return None
         if len(self.chain) % 2 == 0:
@@ -128,7 +129,7 @@ def factored(
 
 
 class Joined(outer_products.Term):
-    """Gradients of parts of a tensor, one after another: always the only term of its sum."""
+    """A concatenation of the gradients of parts of a tensor, always the only term of a sum."""
 
     __slots__ = ()
 
@@ -147,12 +148,12 @@ def _factored_in(args: tuple | list) -> list[Factored]:
 
 
 class FactoredLevel(Level):
-    """Never on the stack of levels, so inside all of them: a product is made before it is met."""
+    """The level of lazy products. It is never on the stack, so it counts as inside all levels."""
 
     ends = False
 
     def run(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        """One operator: what keeps the factors, or what it makes of the products."""
+        """Run one operator: on the factors if it can keep them, or else on the products."""
         with functions_off():
             keeps = _KEEPS.get(func)
             kept = keeps(func, *args, **kwargs) if keeps else None
@@ -171,11 +172,11 @@ class FactoredLevel(Level):
             out = func(*values, **named)
             if isinstance(out, (list, tuple)):
                 return type(out)(was.get(id(o), o) for o in out)
-            return was.get(id(out), out)  # what was written into keeps its name
+            return was.get(id(out), out)  # a target that was written in place is returned itself
 
 
 class Factoring(DispatchMode):
-    """While it is on, operators on values of ``own`` leave products of two factors unmade."""
+    """A dispatch mode under which products of two factors, values of ``own``, are lazy."""
 
     def __init__(self, own: Level | None) -> None:
         super().__init__()
@@ -184,7 +185,7 @@ class Factoring(DispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is aten.detach.default and not is_excluded(AUTOGRAD):
-            with functions_off():  # autograd's own, which must keep tangents: not by our levels
+            with functions_off():  # a detach of autograd's own, which must keep tangents
                 return second_name(args[0])
         if Factored in types:
             return self.level.run(func, args, kwargs or {})
@@ -200,7 +201,7 @@ class Factoring(DispatchMode):
             return self._whole(whole, term.frame, args[0])
 
     def _takes(self, args: tuple) -> bool:
-        """Whether all of it is of one real dtype, and of this level or shared by all examples."""
+        """True if all arguments are of one real dtype, and values of this level."""
         tensors = [a for a in args if isinstance(a, Tensor)]
         dtypes = {a.dtype for a in tensors if a.is_floating_point() or a.is_complex()}
         levels = {a.level for a in tensors if isinstance(a, Wrapper)}
@@ -210,7 +211,7 @@ class Factoring(DispatchMode):
         return factored(self.level, whole, [], shape, _contiguous(shape), like)
 
     def _convolution(self, func: Any, args: tuple, whole: Whole) -> tuple:
-        """Its other two gradients as they are."""
+        """Compute the other two gradients of a convolution, and return its weight's lazily."""
         *most, (of_input, of_weight, of_bias) = args
         if not of_weight:
             return func(*args)
@@ -224,7 +225,7 @@ def _contiguous(shape: Any) -> list[int]:
     return [max(prod(shape[i + 1 :]), 1) for i in range(len(shape))]
 
 
-# What makes a product of two factors.
+# Operators that make a product of two factors.
 _MAKES = {
     aten.mm.default: outer_products.product,
     aten.bmm.default: outer_products.product,
@@ -234,7 +235,7 @@ _MAKES = {
 }
 
 
-# --- what keeps the factors --------------------------------------------------------------------
+# --- operators that keep the factors -----------------------------------------------------------
 
 
 def _sum(func: Any, a: Any, b: Any, alpha: float = 1) -> Any:
@@ -290,7 +291,7 @@ def _squeezed(func: Any, a: Factored, dim: int) -> Factored | None:
     return a.seen([a.shape[d] for d in rest], [a.stride(d) for d in rest], func, (dim,))
 
 
-# All of them views of one whole, or sums.
+# All of them return a view of the same sum, or add sums.
 _KEEPS = {
     aten.add.Tensor: _sum,
     aten.cat.default: _joined,

@@ -1,8 +1,8 @@
-"""Gradients that are products of two factors, and the norm of a sum of them.
+"""Gradients that are products of two factors, and the norm of a sum of them (ghost norms).
 
-The gradient of a weight matrix adds up one outer product for each place where the weight was used:
-``left @ right``, with S places between. Where S is small the factors hold fewer numbers than the
-product, and an inner product of two such matrices needs the factors alone,
+The gradient of a weight matrix is a sum of S outer products, one for each use of the weight. It is
+``left @ right``, with S columns in left. If S is small, the factors hold fewer numbers than the
+product. An inner product of two such matrices needs the factors alone,
 
     <A @ B, C @ D> = sum of (A.T @ C) * (B @ D.T).
 
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 
 class Term:
-    """What an operator of a backward pass would give, kept as its arguments.
+    """A result of an operator of a backward pass, not computed, kept as the arguments.
 
-    ``frame`` is the product's shape (*N, V, D), ``size`` how many numbers the factors hold.
+    ``frame`` is the shape of the product (*N, V, D), ``size`` the number of entries of the factors.
     """
 
     __slots__ = ("args", "counts", "frame", "func", "size")
@@ -38,7 +38,7 @@ class Term:
         self.counts = [Count(a) for a in args if isinstance(a, torch.Tensor)]
 
     def given(self) -> tuple:
-        """The arguments, if they are still what they were."""
+        """Return the arguments, or raise if one of them has been modified in place."""
         if not all(count.holds() for count in self.counts):
             raise RuntimeError(
                 f"{self.func}: a factor of a gradient has been modified by an inplace operation.\n"
@@ -51,7 +51,7 @@ class Term:
 
 
 class Product(Term):
-    """``left @ right``: (*N, V, S), (*N, S, D) -> (*N, V, D), or the transpose of that."""
+    """The product ``left @ right``: (*N, V, S), (*N, S, D) -> (*N, V, D), or its transpose."""
 
     __slots__ = ("turned",)
 
@@ -78,7 +78,7 @@ def product(func: Any, args: tuple) -> Product:
 
 
 def outer(func: Any, args: tuple) -> Product | None:
-    """A column times a row, which torch multiplies entry by entry."""
+    """Return a column times a row, which torch computes as a broadcast multiplication, or None."""
     left, right = args
     if not isinstance(right, torch.Tensor) or left.dim() != 2 or right.dim() not in (1, 2):
         return None
@@ -88,7 +88,7 @@ def outer(func: Any, args: tuple) -> Product | None:
 
 
 class Rows(Term):
-    """Rows (S, D) added up at places of an embedding's (V, D)."""
+    """The gradient (V, D) of an embedding: rows (S, D) added at the embedding's indices."""
 
     __slots__ = ()
 
@@ -101,10 +101,12 @@ class Rows(Term):
 
 
 class Windows(Term):
-    """A convolution's weight: (G, V, S), (G, S, D) -> (G, V, D), one product for each of G groups.
+    """The gradient of a convolution's weight: (G, V, S), (G, S, D) -> (G, V, D) for G groups.
 
-    ``right`` holds the windows of the input that the weight saw: Rochette, Manoel and Tramel,
-    "Efficient per-example gradient computations in convolutional neural networks" (2019).
+    The right factor is the unfolded input (im2col).
+
+    Source: Rochette, Manoel and Tramel, "Efficient per-example gradient computations in
+    convolutional neural networks" (2019).
     """
 
     __slots__ = ()
@@ -114,7 +116,7 @@ class Windows(Term):
 
     def factors(self) -> tuple[Tensor, Tensor]:
         g, x, weight, _, stride, padding, dilation, transposed, _, groups, _ = self.given()
-        if transposed:  # input and output change their roles
+        if transposed:  # input and output swap roles
             g, x = x, g
         n = weight.dim() - 2
         x = torch.nn.functional.pad(x, [p for p in _each(padding, n)[::-1] for _ in range(2)])
@@ -144,14 +146,14 @@ def _each(option: Sequence[int], n: int) -> list[int]:
 
 
 def _left(g: Tensor, groups: int) -> Tensor:
-    """(N, O, *out) -> (G, O / G, N * out)."""
+    """Permute cotangents to the left factor: (N, O, *out) -> (G, O / G, N * out)."""
     return g.unflatten(1, (groups, -1)).flatten(3).permute(1, 2, 0, 3).flatten(2)
 
 
 def _windows(
     x: Tensor, out: Sequence[int], kernel: Sequence[int], step: list, gap: list, groups: int
 ) -> Tensor:
-    """(N, C, *in) -> (G, N * out, C / G * kernel)."""
+    """Unfold the input to the right factor: (N, C, *in) -> (G, N * out, C / G * kernel)."""
     n = len(out)
     for i, k in enumerate(kernel):
         x = x.unfold(2 + i, gap[i] * (k - 1) + 1, step[i])
@@ -165,14 +167,14 @@ def _windows(
 
 
 def squared(terms: Sequence[Any]) -> Tensor:
-    """The sum of the squares of what the terms add up to, a number."""
+    """The squared norm of the sum of the terms, a tensor of rank 0."""
     sparse = [t.rows() for t in terms if isinstance(t, Rows)]
     dense = [t.factors() for t in terms if not isinstance(t, Rows)]
     left, right = _together(dense, -1, -2)
     index, values = _together(sparse, 0, 0)
     if not sparse and left.shape[-1] == 1:
         return (wide(left).square().sum((-1, -2)) * wide(right).square().sum((-1, -2))).sum()
-    # Of a sum that cancels, its square's rounding errors must not be all that is left.
+    # Terms may cancel: in double precision the rounding errors of the squares stay small.
     left, right, values = left.double(), right.double(), values.double()
     found = left.new_zeros(()) if dense else values.new_zeros(())
     if dense:
@@ -192,5 +194,5 @@ def _together(pairs: list, first: int, second: int) -> tuple[Tensor, Tensor]:
 
 
 def wide(x: Tensor) -> Tensor:
-    """Squares of 16 bits overflow."""
+    """Convert half precision to float32, as squares of 16-bit numbers overflow."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x

@@ -1,4 +1,4 @@
-"""The rules, a file per family of operators; importing this package enters them all."""
+"""Batching rules, one file per group of operators. Importing this package registers them all."""
 
 from forall._vmap.rules import (
     accumulate_shared,

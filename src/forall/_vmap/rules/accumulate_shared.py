@@ -1,8 +1,9 @@
-"""What adds up in a tensor from before the call. See NOTE [older memory] in `ledger`.
+"""In-place updates that accumulate over the examples in a tensor that is older than the call.
 
-A rule gets the tensor as it is one level down and says what each example does to it: a `Step`
-``s <- factor * s + data``, or, where only a part is written, a function that writes for all
-examples. None: this call does not add up.
+See NOTE [older memory] in `ledger`. A rule gets the tensor one level down and returns the update
+that each example makes: a `Step` ``s <- factor * s + data``. If only a part of the tensor is
+written, the rule returns a function that writes for all examples. If the updates of the examples
+cannot be added up, the rule returns None.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ Tensor = torch.Tensor
 
 
 def _beside(a: Any, x: Tensor, level: Any) -> Any:
-    """(B, *S) with a dim for each of x's, or what all examples share; wide enough for both."""
+    """Return an operand as (B, *S) with x's rank, or unbatched if shared, in the promoted dtype."""
     if not isinstance(a, Tensor):
         return a
     if is_mapped(a, level):
@@ -42,7 +43,7 @@ def _beside(a: Any, x: Tensor, level: Any) -> Any:
     return a.to(torch.promote_types(a.dtype, x.dtype))
 
 
-# --- entry by entry ------------------------------------------------------------------------------
+# --- pointwise -----------------------------------------------------------------------------------
 
 
 def _plus(sign: int) -> Callable:
@@ -57,7 +58,7 @@ def _plus(sign: int) -> Callable:
 
 
 def _any(level: Any, x: Tensor, other: Any) -> Callable | None:
-    """True where any example says so: addition of truth values."""
+    """Add booleans: an entry becomes True if it is True for any example."""
     if x.dtype is not torch.bool:
         return None
     data = _beside(other, x, level)
@@ -84,7 +85,7 @@ def _lerp(level: Any, x: Tensor, end: Any, weight: Any) -> Any:
 
 
 def _product(combine: Callable) -> Callable:
-    """addcmul_ and addcdiv_."""
+    """Return the rule of addcmul_ or addcdiv_."""
 
     def rule(level: Any, x: Tensor, a: Any, b: Any, value: Any = 1) -> Any:
         data = combine(_beside(a, x, level), _beside(b, x, level))
@@ -94,7 +95,7 @@ def _product(combine: Callable) -> Callable:
 
 
 def _matrices(product: Callable) -> Callable:
-    """addmm_ and its like: beta * s + alpha * product(a, b)."""
+    """Return the rule of addmm_ or a relative of it: beta * s + alpha * product(a, b)."""
 
     def rule(level: Any, x: Tensor, a: Any, b: Any, beta: Any = 1, alpha: Any = 1) -> Any:
         with level_on(level):
@@ -104,11 +105,11 @@ def _matrices(product: Callable) -> Callable:
     return rule
 
 
-# --- at places -----------------------------------------------------------------------------------
+# --- at indices ----------------------------------------------------------------------------------
 
 
 def _joined(a: Tensor, dim: int) -> Tensor:
-    """(B, .., n, ..) -> (.., B*n, ..), in memory of its own."""
+    """Fold the batch axis into ``dim``: (B, .., n, ..) -> (.., B*n, ..), as a copy."""
     return a.movedim(0, dim).flatten(dim, dim + 1).clone()
 
 

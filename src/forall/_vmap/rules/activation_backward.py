@@ -1,8 +1,7 @@
-"""Backward operators of activations: ``g * f'(x)``, entry by entry.
+"""Rules of backward operators of activations, which are pointwise: ``g * f'(x)``.
 
-In the rows of a Jacobian, and in its columns, only ``g`` differs. What is to be known of ``x``, an
-exponential or two for each entry, is computed once for all of them then, as what the operator gives
-for ones; the rest is a product.
+In a Jacobian only ``g`` is batched. The slope ``f'(x)``, with an exponential or two per entry, is
+then computed once for all rows, by the operator with ``g = 1``. The rest is a product.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from forall._vmap.rule_makers.basic import (
 )
 
 aten = torch.ops.aten
-_WIDE = (torch.float32, torch.float64)  # a slope of fewer digits would be rounded before its time
+_WIDE = (torch.float32, torch.float64)  # a slope in half precision would be rounded twice
 
 
 def _sloped(point: int):
-    """A handler of an operator of g, and of x in the place ``point``."""
+    """Return the handler of an operator on g, and on x as argument number ``point``."""
 
     def handler(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
         g, *rest = args
@@ -40,7 +39,7 @@ def _sloped(point: int):
 
 
 def _on_stacks(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
-    """On a stack of each: not all of these kernels broadcast (gelu's, log_sigmoid's)."""
+    """Run the kernel on batched tensors alone: not all kernels broadcast (gelu, log_sigmoid)."""
     tensors = [a for a in args if isinstance(a, torch.Tensor)]
     if all(is_mapped(a, level) for a in tensors):
         return pointwise(level, func, args, kwargs)

@@ -1,7 +1,7 @@
-"""Calls that read a Python number out of a tensor before any operator is reached.
+"""Overrides of API calls that read a Python number from a tensor before any operator is reached.
 
-``x[i]``, ``torch.full(size, v)``, ``torch.tensor([v])`` with an i or a v of each example: no number
-is needed to say what they mean, so they are put in other words.
+Examples are ``x[i]``, ``torch.full(size, v)`` and ``torch.tensor([v])`` with a batched i or v. They
+are rewritten with operators that take the batched tensor instead of a number.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _BASIC = (int, slice, type(None))
 
 
 def differs(a: Any) -> bool:
-    """Whether ``a`` is one number for each example, of whatever level."""
+    """True if ``a`` is a batched tensor of rank 0, of any level."""
     return isinstance(a, Wrapper) and not a.dim() and is_mapped_at_any(a)
 
 
@@ -63,7 +63,7 @@ def count_consumed_dims(p: Any) -> int:
 
 
 def spell_out(x: Tensor, index: Any) -> list:
-    """Return an index as a list, with slices in the place of ``...``."""
+    """Return an index as a list in which slices replace ``...``."""
     parts = list(index) if isinstance(index, tuple) else [index]
     missing = x.dim() - sum(map(count_consumed_dims, parts))
     for n, p in enumerate(parts):
@@ -74,7 +74,7 @@ def spell_out(x: Tensor, index: Any) -> list:
 
 
 def _places(parts: list) -> list:
-    """x's dims, with the number that picks from them or None."""
+    """Return, for each dim of x, the batched number that indexes it, or None."""
     places: list = []
     for p in parts:
         places.extend([p.long()] if _is_place(p) else [None] * count_consumed_dims(p))
@@ -110,7 +110,7 @@ def _setitem(x: Tensor, index: Any, value: Any) -> Any:
 
 
 def fit_value(value: Any, target: Tensor, rank: int) -> Tensor:
-    """Return a value as ``target[..] = value`` takes it: in its dtype, without leading 1s."""
+    """Return ``value`` as ``target[..] = value`` takes it: in target's dtype, no leading 1s."""
     if not isinstance(value, Tensor):
         return torch.full((), value, dtype=target.dtype, device=target.device)
     while value.dim() > rank and value.shape[0] == 1:
@@ -124,7 +124,7 @@ def fit_value(value: Any, target: Tensor, rank: int) -> Tensor:
 
 
 def _dtype_of_number(v: Tensor) -> torch.dtype:
-    """What a Python number read from v would make."""
+    """The dtype of a tensor made from ``v.item()``."""
     if v.dtype.is_floating_point:
         return torch.get_default_dtype()
     if v.dtype.is_complex:
@@ -133,7 +133,7 @@ def _dtype_of_number(v: Tensor) -> torch.dtype:
 
 
 def _filled(like: Tensor, value: Tensor) -> Tensor:
-    """``like`` with one number everywhere; a number carries no derivative."""
+    """Fill ``like`` with a number and return it. Numbers carry no derivative."""
     requires_grad = like.requires_grad
     check_fits(value, like.dtype)
     out = like.detach().copy_(value.detach())
@@ -168,7 +168,7 @@ def _any_ours(data: Any) -> bool:
 
 
 def _joined(data: Any, dtype: torch.dtype | None, device: Any) -> Tensor:
-    """Nested lists of numbers, numbers of each example among them."""
+    """Return the tensor of nested lists of numbers, some of which are batched."""
     if isinstance(data, (list, tuple)):
         parts = [_joined(d, dtype, device) for d in data]
         common = parts[0].dtype
@@ -208,7 +208,7 @@ def _narrow(x: Tensor, dim: int, start: Any, length: int) -> Any:
 
 
 def gather_range(x: Tensor, dim: int, begin: Tensor, length: int) -> Tensor:
-    """Return ``x.narrow(dim, begin, length)`` with a begin of each example (`standing`)."""
+    """Return ``x.narrow(dim, begin, length)`` with a batched ``begin`` (`standing`)."""
     places = begin + torch.arange(length, device=begin.device)
     return stand(x.index_select(dim, places), x, [*[None] * dim, places])
 
@@ -227,7 +227,7 @@ def _tensor_split(x: Tensor, cuts: Any, dim: int = 0) -> Any:
 
 
 def _truth(x: Tensor) -> Any:
-    """Which number x has is not asked, only whether it is one but 0."""
+    """Return ``bool(x)``: only ``x != 0`` has to be the same for all examples, not the number."""
     numbers = plain_numbers(x)
     if numbers is not None:
         with no_dispatch():
@@ -248,7 +248,10 @@ def _truth(x: Tensor) -> Any:
 
 
 def _memory(name: str) -> Any:
-    """An ordinary tensor's memory must not be asked for through the level: it would answer."""
+    """Return an override of a method that reads memory, such as ``x.numpy()``.
+
+    The method of an ordinary tensor is called below all levels, which would intercept the read.
+    """
 
     def call(x: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(x, Wrapper):
@@ -261,7 +264,10 @@ def _memory(name: str) -> Any:
 
 
 def _as_alone(x: Any, *args: Any, **kwargs: Any) -> Any:
-    """Before a call that is a view or a copy depending on strides: they must be those of one."""
+    """Give x the strides that one example would have, then leave the call to torch.
+
+    It comes before calls that return a view or a copy depending on strides, or the strides.
+    """
     if isinstance(x, Wrapper):
         x.alone()
     return NotImplemented
@@ -294,7 +300,7 @@ def _set_grad(x: Tensor, _new: Any) -> Any:
 
 
 def _set_data(x: Tensor, new: Tensor) -> Any:
-    """x.data = new: another name for new's memory, without its history."""
+    """Run ``x.data = new``: x becomes an alias of new's memory, without new's autograd history."""
     if type(x) is not Batched:
         if type(new) is Batched:
             raise shared_write("x.data = ..", x, [new])
@@ -321,7 +327,10 @@ def _set(x: Tensor, index: Any, value: Any) -> Any:
 
 
 def _masked_set(x: Tensor, mask: Tensor, value: Any) -> Any:
-    """x[mask] = value, the same for every entry: its derivative would ask how many there are."""
+    """Run ``x[mask] = value`` with one value for all entries.
+
+    Torch's derivative of it would need the number of entries, which differs between the examples.
+    """
     rest = x.dim() - mask.dim()
     if rest < 0 or (isinstance(value, Tensor) and (value.dim() > rest or value.dtype != x.dtype)):
         return NotImplemented
@@ -332,7 +341,7 @@ def _masked_set(x: Tensor, mask: Tensor, value: Any) -> Any:
 
 
 def _put(x: Tensor, indices: Any, values: Any, accumulate: bool = False) -> Any:
-    """x.index_put_((mask,), values), which is x[mask] = values."""
+    """Run ``x.index_put_((mask,), values)``, which is ``x[mask] = values``."""
     if accumulate or len(indices) != 1 or type(indices[0]) is not Batched:
         return NotImplemented
     (mask,) = indices

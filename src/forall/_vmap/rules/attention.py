@@ -1,4 +1,4 @@
-"""Fused attention: (N, H, L, E), the examples join N."""
+"""Rules of fused attention on (N, H, L, E): the batch axis is folded into N."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ Tensor = torch.Tensor
 
 
 def joined(a: Any, size: int) -> Any:
-    """(B, N, *) -> (B*N, *). Seeds and counters, rank 0 or 1, are the same for all examples."""
+    """Fold the batch axis into N: (B, N, *) -> (B*N, *).
+
+    Seeds and counters, of rank 0 or 1, are the same for all examples and lose their batch axis.
+    """
     if isinstance(a, Stack):
         return a.v.flatten(0, 1) if a.v.dim() > 2 else a.v[0]
     if isinstance(a, Tensor) and a.dim() > 1:
@@ -29,7 +32,7 @@ def joined(a: Any, size: int) -> Any:
 
 
 def mask_joined(a: Stack | Tensor | None, size: int, n: int) -> Tensor | None:
-    """A mask of rank 2 or 4 that broadcasts to (N, H, L, S), for the N of the stack."""
+    """Return a mask of rank 2 or 4 that broadcasts to (B*N, H, L, S)."""
     if a is None or (isinstance(a, Tensor) and (a.dim() == 2 or a.shape[0] == 1)):
         return a
     v = a.v if isinstance(a, Stack) else a.expand(size, *a.shape)
@@ -41,7 +44,7 @@ def mask_joined(a: Stack | Tensor | None, size: int, n: int) -> Tensor | None:
 def with_aligned_rows(mask: Tensor | None) -> Tensor | None:
     """Return a mask whose rows begin where the memory efficient kernel reads them.
 
-    Torch pads rows before it calls the kernel. A copy of all examples lies close again.
+    Torch pads the rows before it calls the kernel, but a copy of all examples is dense again.
     """
     if mask is None or mask.stride(-2) % ROW == 0:
         return mask
@@ -49,7 +52,7 @@ def with_aligned_rows(mask: Tensor | None) -> Tensor | None:
     return torch.nn.functional.pad(mask, (0, -n % ROW))[..., :n]
 
 
-ROW = 16  # entries, of which a row takes a multiple
+ROW = 16  # the stride of rows has to be a multiple of it
 EFFICIENT = {
     aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_efficient_attention_backward.default,
@@ -57,14 +60,17 @@ EFFICIENT = {
 
 
 def parted(out: Any, size: int) -> Any:
-    """(B*N, *) -> (B, N, *)."""
+    """Undo the fold of the batch axis into N: (B*N, *) -> (B, N, *)."""
     if not isinstance(out, Tensor):
         return out
     return out.unflatten(0, (size, -1)) if out.dim() > 1 else out.expand(size, *out.shape)
 
 
 def over_batch(func: Any, mask: int = -1):
-    """``mask``: the place of the mask, where it is no keyword, else -1."""
+    """Return the handler of an attention operator.
+
+    ``mask`` is the position of the attention mask, or -1 if the mask is a keyword.
+    """
 
     def rule(size, *args, **kwargs):
         q = args[0]
@@ -99,9 +105,10 @@ register(
 
 
 def _choice(level, func, args, kwargs):
-    """The kernel torch would choose for the stack; the plain one, 0, where the stack has no N.
+    """Return the kernel that torch would choose for the batched tensor, or 0, the unfused one.
 
-    Also with dropout: a fused kernel draws for itself, whatever randomness the level asks for.
+    It is 0 if q is not (N, H, L, E), and with dropout. A fused kernel draws random numbers by
+    itself, whatever the randomness of the level is.
     """
     q, k, v, mask, dropout, causal = (*args, *(None, 0.0, False)[len(args) - 3 :])
     if dropout or q.dim() != 4 or not level.size:

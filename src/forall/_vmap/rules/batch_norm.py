@@ -1,6 +1,7 @@
-"""Batch norm: every channel of every example is normalised over its own entries.
+"""Rules of batch norm: each channel of each example is normalised over its own entries.
 
-Examples fold into the channels, (B, N, C, *S) -> (N, B*C, *S), and torch's kernel runs once.
+The batch axis is folded into the channels, (B, N, C, *S) -> (N, B*C, *S), and torch's kernel runs
+once.
 """
 
 from __future__ import annotations
@@ -32,24 +33,24 @@ _BACK = aten.native_batch_norm_backward.default
 
 
 def folded(x: Any, level: Any) -> Tensor:
-    """(B, N, C, *S) -> (N, B*C, *S)."""
+    """Fold the batch axis into the channels: (B, N, C, *S) -> (N, B*C, *S)."""
     return stacked(x, level).transpose(0, 1).flatten(1, 2)
 
 
 def unfolded(x: Tensor, size: int) -> Tensor:
-    """(N, B*C, *S) -> (B, N, C, *S)."""
+    """Undo the fold into the channels: (N, B*C, *S) -> (B, N, C, *S)."""
     return x.unflatten(1, (size, x.shape[1] // size)).transpose(0, 1)
 
 
 def per_channel(p: Any, level: Any) -> Tensor | None:
-    """(B, C) -> (B*C,)."""
+    """Flatten a parameter or a statistic: (B, C) -> (B*C,)."""
     return None if p is None else stacked(p, level).flatten()
 
 
 def forward(level, x, params, stats, training, momentum, eps):
-    """Output, saved mean, saved inverse deviation: wrapped; and the running statistics after it.
+    """Return (output, saved mean, saved inverse deviation), wrapped, and new running statistics.
 
-    Those are stacks in training mode only; torch's kernel writes them in place.
+    The running statistics are batched in training mode only. Torch's kernel writes them in place.
     """
     size = level.size
     if not size:
@@ -71,7 +72,7 @@ def forward(level, x, params, stats, training, momentum, eps):
 
 
 def update(level, x, params, stats, training, momentum, eps):
-    """Mean and variance of the batch, wrapped; and the running statistics after it, as stacks."""
+    """Return the batch's mean and variance, wrapped, and the new running statistics, batched."""
     size = level.size
     if not size:
         v = stacked(x, level)
@@ -84,11 +85,12 @@ def update(level, x, params, stats, training, momentum, eps):
 
 
 class Form(NamedTuple):
-    """``op(x, weight, bias, *stats, [training,] momentum, eps)`` and what it returns.
+    """The signature of a batch norm: ``op(x, weight, bias, *stats, [training,] momentum, eps)``.
 
-    ``trains`` says it where the operator does not ask; ``reserve`` is an extra result for cuDNN,
-    which has no part in this; ``functional`` returns new statistics and writes none. ``updates`` is
-    ``op(x, *stats, momentum)``, for the statistics alone.
+    ``trains`` is the mode of an operator that has no argument ``training``. With ``reserve``, the
+    operator has an extra result for cuDNN, which is empty here. With ``functional``, the operator
+    returns new statistics and writes none. With ``updates``, the operator is
+    ``op(x, *stats, momentum)`` and computes statistics alone.
     """
 
     trains: bool | None = None
@@ -99,11 +101,11 @@ class Form(NamedTuple):
 
     @property
     def at(self) -> int:
-        """The place of the statistics."""
+        """The index of the first running statistic in the arguments."""
         return 1 if self.updates else 3
 
     def parts(self, args: tuple) -> tuple[Any, tuple, tuple, bool, float, float]:
-        """x, parameters, statistics, training, momentum, eps."""
+        """Return (x, parameters, statistics, training, momentum, eps)."""
         x, params, rest = args[0], args[1 : self.at], args[self.at :]
         running = rest[: self.stats] if self.stats else (None, None)
         training = rest[self.stats] if self.trains is None else self.trains
@@ -112,7 +114,10 @@ class Form(NamedTuple):
 
 
 def _begun(running: tuple, level: Any) -> tuple:
-    """Statistics that all examples share begin at zero: what an example adds is settled later."""
+    """Return the statistics that the kernel updates: zeros for those that all examples share.
+
+    The updates of the examples are added to shared statistics later (`step_later`).
+    """
     if level.calls == 1:
         done_once(level, running)
         return running
@@ -128,7 +133,7 @@ def _note_reads(level: Any, func: Any, running: tuple) -> None:
 
 
 def mapped(form: Form) -> Callable:
-    """The handler where the examples differ."""
+    """Return the handler for calls with a batched argument."""
 
     def handler(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
         x, params, running, training, momentum, eps = form.parts(args)
@@ -157,7 +162,7 @@ def mapped(form: Form) -> Callable:
 
 
 def once(form: Form) -> Callable:
-    """The handler where all examples have the same x, so that each makes the same step."""
+    """Return the handler for unbatched calls, where each example makes the same update."""
 
     def handler(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
         _, _, running, training, momentum, _ = form.parts(args)
@@ -186,7 +191,7 @@ def back(level, g, x, weight, running, saved, train, eps, mask):
         return wrapped(
             (v.clone(), v.new_empty(0, v.shape[2]), v.new_empty(0, v.shape[2])), 0, level
         )
-    if train:  # what the batch says alone
+    if train:  # the saved statistics of the batch are used, not the running ones
         running = (None, None)
     vectors = [per_channel(p, level) for p in (weight, *running, *saved)]
     dx, *rest = _BACK(folded(g, level), folded(x, level), *vectors, train, eps, mask)
@@ -228,4 +233,4 @@ _BACKWARDS = {
 }
 register({op: mapped(form) for op, form in _FORMS.items()} | _BACKWARDS)
 SHARED.update({op: once(form) for op, form in _FORMS.items()})
-BLIND.update(_FORMS, _BACKWARDS)  # what a backward asks of the statistics its forward has read
+BLIND.update(_FORMS, _BACKWARDS)  # a backward uses statistics that its forward has read

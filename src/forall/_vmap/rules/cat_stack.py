@@ -1,4 +1,4 @@
-"""Making tensors like others, joining and copying them."""
+"""Rules of cat and stack, and of new tensors with the properties of another."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _cat(level, func, args, kwargs):
     dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
     parts = [stacked(t, level) for t in tensors]
     rank = max(p.dim() for p in parts) - 1
-    # An empty rank-1 example fits anything: torch drops it for old times' sake.
+    # An empty rank-1 example fits anything: torch drops it for backward compatibility.
     parts = [p for p in parts if not (p.dim() == 2 and p.shape[1] == 0 and rank > 1)]
     return wrap(torch.cat(parts, stacked_dim(dim, rank)), 0, level)
 
@@ -48,9 +48,9 @@ def _new_empty_strided(level, func, args, kwargs):
 
 
 def _zeros_like_tangent(level, func, args, kwargs):
-    """Zeros for a tangent, laid out as the primal is: torch views both in the same way.
+    """Return zeros for a tangent, with the primal's strides: torch takes the same views of both.
 
-    The first dims of the tangent may count tangents, as torch's own vmap asks for.
+    The first dims of the tangent may be batch dims of torch's own vmap.
     """
     tangent, primal = args[:2]
     several = tangent.shape[: kwargs.get("self_num_batch_dims", 0)]
@@ -65,7 +65,7 @@ def _zeros_like_tangent(level, func, args, kwargs):
 
 def _new_zeros(make):
     def handler(level, func, args, kwargs):
-        # One zero for all: a write of per-example data promotes it.
+        # It is unbatched: a write of batched data gives it a batch axis.
         return wrap(make(args[0].value, *args[1:], **kwargs), None, level)
 
     return handler

@@ -1,15 +1,15 @@
-"""Convolution and its derivative: whatever is shared stays unstacked.
+"""Rules of convolution and its backward: unbatched operands stay unbatched.
 
 NOTE [where the examples go]
     Shapes of one example: x (N, g*I, *), y (N, g*O, *), w (g*O, I, *), or (g*I, O, *) transposed.
 
-    images    x differs, w is shared   the examples join N           x (B*N, g*I)   y (B*N, g*O)
-    filters   w differs, x is shared   they join each group's O      w (g*B*O, I)   y (N, g*B*O)
-    groups    both differ              each has groups of its own    x (N, B*g*I)   y (N, B*g*O)
+    images    x is batched             B is folded into N            x (B*N, g*I)   y (B*N, g*O)
+    filters   w is batched             B is folded into each O       w (g*B*O, I)   y (N, g*B*O)
+    groups    both are batched         each example has own groups   x (N, B*g*I)   y (N, B*g*O)
 
-    The derivative with respect to w has the same places: per-example images and cotangents give
-    per-example weights by groups. They may also be one matrix product per example, of cotangents
-    and of what the filter meets in the images: NOTE [products or groups].
+    The derivative with respect to w uses the same folds: batched images and cotangents give
+    per-example weight gradients by groups. The gradient may also be one matrix product per example,
+    of the cotangents and the unfolded images: NOTE [products or groups].
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Tensor = torch.Tensor
 
 
 class Images:
-    """The examples join N. What differs comes as (B, *S), what is shared as it is."""
+    """Fold the batch axis into N. Batched operands come as (B, *S), unbatched ones as they are."""
 
     def __init__(self, size: int, groups: int, transposed: bool) -> None:
         self.size, self.groups, self.transposed = size, groups, transposed
@@ -50,7 +50,7 @@ class Images:
 
 
 class Filters(Images):
-    """The examples join the output channels of each group."""
+    """Fold the batch axis into the output channels of each group."""
 
     def x(self, v: Tensor) -> Tensor:
         return v
@@ -75,7 +75,7 @@ class Filters(Images):
 
 
 class Groups(Images):
-    """Each example gets groups of its own."""
+    """Fold the batch axis into the groups: each example gets groups of its own."""
 
     def __init__(self, size: int, groups: int, transposed: bool) -> None:
         super().__init__(size, size * groups, transposed)
@@ -104,7 +104,7 @@ def _value(a: Stack | Tensor) -> Tensor:
 
 
 def _made(x: Tensor, w: Tensor, how: Sequence[Any]) -> float:
-    """About how many entries come of each of the images (N, *): edges are left out."""
+    """Estimate how many entries the result has for each of the images (N, *), ignoring edges."""
     stride, transposed, groups = how[0], how[3], how[5]
     steps = prod(_of_rank(stride, x.dim() - 2))
     here, there = w.shape[1] * groups, w.shape[0]
@@ -112,12 +112,15 @@ def _made(x: Tensor, w: Tensor, how: Sequence[Any]) -> float:
 
 
 def _shape(a: Stack | Tensor) -> Sequence[int]:
-    """Of one example."""
+    """The shape of one example."""
     return a.v.shape[1:] if isinstance(a, Stack) else a.shape
 
 
 def convolution(size, x, w, bias, *how):
-    """``how``: stride, padding, dilation, transposed, output_padding, groups[, flags]."""
+    """Return the batched convolution (B, N, O, *).
+
+    ``how`` is (stride, padding, dilation, transposed, output_padding, groups[, *flags]).
+    """
     geometry, groups = how[:5], how[5]
     if not (isinstance(x, Stack) or isinstance(w, Stack)):
         y = torch.convolution(x, w, None, *geometry, groups).unsqueeze(0)
@@ -143,7 +146,7 @@ def convolution(size, x, w, bias, *how):
 
 
 def _per_channel(bias: Tensor, y: Tensor) -> Tensor:
-    """(B, O) -> (B, 1, O, 1..) beside y: (B, N, O, *)."""
+    """Reshape a bias (B, O) to (B, 1, O, 1..), so that it broadcasts to y: (B, N, O, *)."""
     return bias.reshape(bias.shape[0], 1, -1, *(1,) * (y.dim() - 3))
 
 
@@ -155,7 +158,7 @@ def _convolution_backward(size, g, x, w, _bias_sizes, *how):
         gx = _product(g, w, None, back=True)
     elif for_x:
         place = Groups if isinstance(w, Stack) else Images
-        # Kernels ask a stand-in for its shape, and copy it if its entries lie in one place.
+        # Kernels use the shape alone of this operand. An expanded one would be copied.
         gx = _pulled(place, g, g.new_empty((size, *_shape(x))), _value(w), 0, how)
     if for_w and isinstance(x, Stack):
         gw = fastest(g, x.v, _shape(w), *how)(g, x.v, _shape(w), *how)
@@ -165,7 +168,7 @@ def _convolution_backward(size, g, x, w, _bias_sizes, *how):
 
 
 def _pulled(place, g, x, w, which, how):
-    """The derivative in x (0) or w (1), of which only the shape matters."""
+    """Return the derivative with respect to x (``which=0``) or w (1); only its shape is used."""
     p = place(len(g), how[5], transposed=how[3])
     x, w = p.x(x), p.w(w)
 
@@ -180,24 +183,24 @@ def _pulled(place, g, x, w, which, how):
     return p.x_back(by_pieces(pulled, g, prod(x.shape[1:])) if in_pieces else pulled(g))
 
 
-# --- filters of one place -------------------------------------------------------------------------
+# --- filters of one entry -------------------------------------------------------------------------
 
 # NOTE [1x1]
-#     A filter of one place meets each place once, so the convolution is a product over channels.
-#     Torch's convolution first puts the images in blocks of channels, and back. On CPU the product
+#     A filter with one spatial entry reads each pixel once: the convolution is a matrix product
+#     over channels. Torch's convolution packs channels in blocks, and back. On CPU the product
 #     takes 0.36 of its time in float32, in the mean over 500 shapes; its derivative in x 0.33, and
 #     with weights of each example 0.27. In float64, which has no fast convolution, it is 0.93,
 #     0.52 and 0.35.
 
 
 def _is_product(v: Tensor, w: Stack | Tensor, *how: Any) -> bool:
-    """Whether images, or cotangents, (B, N, ..) may be multiplied with their filters."""
+    """True if the convolution of images or cotangents (B, N, ..) is a product with the filters."""
     if prod(_shape(w)[2:]) != 1:
         return False
     (stride, padding, _, transposed, _, groups), w = how[:6], _value(w)
     if transposed or groups != 1 or any(padding) or any(s != 1 for s in stride):
         return False
-    # A level further out has its own rule: what is expanded here it might have to copy.
+    # An outer level runs its own rule, and might have to copy operands that are expanded here.
     plain = type(v) is Tensor and type(w) in PLAIN and v.is_cpu
     return plain and v.dtype == w.dtype and v.dtype in _MEASURED and bool(v.numel() and w.numel())
 
@@ -206,7 +209,10 @@ _MEASURED = (torch.float32, torch.float64)
 
 
 def _product(v: Tensor, w: Stack | Tensor, bias: Tensor | None, back: bool = False) -> Tensor:
-    """(B, N, I, *) -> (B, N, O, *), or ``back``; ``bias`` (O,) is shared."""
+    """Multiply channels: (B, N, I, *) -> (B, N, O, *), or from O to I with ``back``.
+
+    ``bias`` is (O,) and unbatched.
+    """
     m = w.v.flatten(2).unsqueeze(1) if isinstance(w, Stack) else w.flatten(1)  # (.., O, I)
     m = m.mT if back else m
     m = m.expand(*v.shape[:2], *m.shape[-2:]).flatten(0, 1)
@@ -218,22 +224,24 @@ def _product(v: Tensor, w: Stack | Tensor, bias: Tensor | None, back: bool = Fal
 # --- per-example weights --------------------------------------------------------------------------
 
 # NOTE [products or groups]
-#     A grouped convolution is fast where its kernel finds blocks of channels and the images are
-#     large. A product pays for a copy of the images, of each entry as often as the filter meets it.
-#     The copy is fast where its runs are long: a row of the result, places last, or a row of the
+#     A grouped convolution is fast if its kernel finds blocks of channels and the images are
+#     large. A product needs a copy of the images (im2col), of each entry once per filter entry.
+#     The copy is fast if its runs are long: a row of the result, places last, or a row of the
 #     filter with all channels, channels last. With channels last the product itself is faster too,
-#     but each weight has to be copied into the order of one of its own (`g.view(B, -1)` is how
-#     these are asked for their norms): a lot where a weight is larger than the cotangents. What
-#     costs least was measured on CPU (benchmarks/weight_gradients.py): this choice costs 21 % more
-#     than the best of the three, in the mean over 421 shapes; groups alone 61 %, places last 50 %,
-#     channels last 76 %. Float64 has no fast convolution; elsewhere than on CPU nothing was
-#     measured, and groups stay.
+#     but each weight gradient then has to be copied to be contiguous (`g.view(B, -1)` takes their
+#     norms), which is slow if a weight is larger than the cotangents. The choice was measured on
+#     CPU (benchmarks/weight_gradients.py): it costs 21 % more than the best of the three, in the
+#     mean over 421 shapes; groups alone 61 %, places last 50 %, channels last 76 %. Float64 has no
+#     fast convolution. On other devices than CPU nothing was measured, and groups are used.
 _BLOCK = 8  # channels
 _LONG = 100_000  # entries of one example's copy
 
 
 def fastest(g: Tensor, x: Tensor, filters: Sequence[int], *how: Any) -> Callable[..., Tensor]:
-    """``filters`` (g*O, I, *) is the shape of one example's weight, ``how`` as in `convolution`."""
+    """Return the function of the three below that is expected to be the fastest.
+
+    ``filters`` (g*O, I, *) is the shape of one example's weight, ``how`` is as in `convolution`.
+    """
     places, groups = (x if how[3] else g).shape[3:], how[5]
     blocks = x.dtype is not torch.float64 and not (
         filters[0] // groups % _BLOCK or filters[1] % _BLOCK
@@ -250,12 +258,15 @@ def fastest(g: Tensor, x: Tensor, filters: Sequence[int], *how: Any) -> Callable
 
 
 def by_groups(g, x, filters, *how):
-    """(B, N, g*O, *), (B, N, g*I, *) -> (B, g*O, I, *): each example has groups of its own."""
+    """Compute weight gradients with a grouped convolution, each example in groups of its own.
+
+    (B, N, g*O, *), (B, N, g*I, *) -> (B, g*O, I, *).
+    """
     return _pulled(Groups, g, x, x.new_empty((len(x), *filters)), 1, how)
 
 
 def places_last(g, x, filters, *how):
-    """The same by one product per example, of cotangents and of what the filter meets."""
+    """Compute weight gradients as one product per example of cotangents and unfolded images."""
     g, x, r = _operands(g, x, 4, filters, *how)  # (B*g, O, N*places), (B, N, g, I, *, *kernel)
     met = x.permute(0, 2, 3, *range(4 + r, 4 + 2 * r), 1, *range(4, 4 + r))
     met = met.reshape(len(g), prod(filters[1:]), -1)
@@ -263,7 +274,7 @@ def places_last(g, x, filters, *how):
 
 
 def channels_last(g, x, filters, *how):
-    """The same; of what the filter meets in a row, all channels lie one after another."""
+    """Compute weight gradients as products, with the unfolded images in channels-last order."""
     g, x, r = _operands(g, x, 3, filters, *how)  # (B*g, O, N*places), (B, N, g, *, I, *kernel)
     met = x.permute(0, 2, 1, *range(3, 3 + r), *range(4 + r, 4 + 2 * r), 3 + r)
     met = met.reshape(len(g), -1, prod(filters[1:]))  # (B*g, N*places, kernel*I)
@@ -272,9 +283,10 @@ def channels_last(g, x, filters, *how):
 
 
 def _operands(g, x, dim, filters, stride, padding, dilation, transposed, _, groups):
-    """Cotangents as rows, windows into the images, whose places begin at ``dim``, and their rank.
+    """Return cotangents as rows, the unfolded images, and the number of spatial dims.
 
-    Where the convolution is transposed, they change places.
+    The windows' positions begin at ``dim`` of the unfolded images. If the convolution is
+    transposed, cotangents and images are swapped.
     """
     if transposed:
         g, x = x, g
@@ -290,7 +302,7 @@ def _operands(g, x, dim, filters, stride, padding, dilation, transposed, _, grou
 
 
 def _windows(x, dim, places, kernel, stride, dilation):
-    """What the filter meets: dims from ``dim`` on become places, and dims of the filter follow."""
+    """Unfold the spatial dims from ``dim`` on into window positions, then dims of the filter."""
     for i, (n, k, s, d) in enumerate(zip(places, kernel, stride, dilation, strict=True), dim):
         x = x.unfold(i, d * (k - 1) + 1, s)
         if d > 1:
@@ -301,7 +313,7 @@ def _windows(x, dim, places, kernel, stride, dilation):
 
 
 def _of_rank(numbers: Sequence[int], rank: int) -> Sequence[int]:
-    """Torch takes one number for all dims."""
+    """Return one number per dim: torch also takes one number for all dims."""
     return numbers if len(numbers) == rank else [*numbers] * rank
 
 
@@ -326,7 +338,7 @@ register(
 
 
 def _named(*extra: str, depthwise: bool = False):
-    """(x, w, kernel_size, bias, stride, padding, *extra)."""
+    """Return the rule of a kernel ``(x, w, kernel_size, bias, stride, padding, *extra)``."""
 
     def rule(size, x, w, kernel, bias=None, stride=None, padding=None, *rest):
         ones, zeros = [1] * len(kernel), [0] * len(kernel)
@@ -362,7 +374,7 @@ register(
 
 @by_front
 def _conv_tbc(size, x, w, bias, pad=0):
-    """(T, N, C) with filters (K, C, O) -> (T', N, O)."""
+    """Convolve (T, N, C) with filters (K, C, O) to (T', N, O)."""
     x = Stack(x.v.permute(0, 2, 3, 1)) if isinstance(x, Stack) else x.permute(1, 2, 0)
     w = Stack(w.v.permute(0, 3, 2, 1)) if isinstance(w, Stack) else w.permute(2, 1, 0)
     y = convolution(size, x, w, bias, [1], [pad], [1], False, [0], 1)

@@ -1,4 +1,4 @@
-"""Writing whole tensors in place."""
+"""Rule of ``copy_``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scans along one dim of each example: (B, *S) -> (B, *S)."""
+"""Rules of cumulative operators along one dim of each example: (B, *S) -> (B, *S)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from forall._vmap.rule_makers.along_dims import along
 
 aten = torch.ops.aten
 
-# Their backwards are made of plain operators by torch, so they need no rows.
+# Torch decomposes their backwards into ordinary operators, so they need no rules.
 register(
     {
         op: along(op)

@@ -1,7 +1,7 @@
-"""Operators whose result is a Python number, or has a shape that depends on the values.
+"""Rules of operators whose result is a Python number, or has a data-dependent shape.
 
-Where all examples want the same number or shape, there is one stack of results. Where not, the
-examples part (`forall._vmap.concretize`).
+If the number or shape is the same for all examples, the result is one batched tensor. If not, the
+examples diverge (`forall._vmap.concretize`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ Tensor = torch.Tensor
 
 
 def one_size(level: Any, sizes: Tensor, what: str, cure: str) -> int:
-    """The size that all examples want; ``sizes`` (B,) is a tensor one level down."""
+    """Return the size that is the same for all examples; they diverge if it is not.
+
+    ``sizes`` (B,) is a tensor one level down.
+    """
     return concretize.number(wrap(sizes, 0, level), lambda: data_dependent(what, cure))
 
 
@@ -50,7 +53,10 @@ def _differ() -> Exception:
 
 
 def _truth(level: Any, func: Any, args: tuple, kwargs: dict) -> bool:
-    """What inference mode asks in place of a number: torch says itself what is ambiguous."""
+    """Return ``x != 0`` as a bool, which inference mode reads instead of a number.
+
+    Torch raises the error for a tensor with several entries.
+    """
     answer = concretize.told(args[0] != 0, _differ)
     with no_dispatch():
         return func(answer)
@@ -60,7 +66,10 @@ _FIXED = "torch.where(mask, x, other) and torch.nonzero_static(x, size=n) have o
 
 
 def _nonzero(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
-    """The stack's own places are in order, one example after another."""
+    """Return each example's indices of nonzero entries, from one call on the batched tensor.
+
+    That call orders the indices by example.
+    """
     found = front(args[0]) != 0
     counts = found.flatten(1).sum(1) if found.dim() > 1 else found.long()
     what = "nonzero, argwhere or a boolean mask as an index"
@@ -80,7 +89,7 @@ def _masked_select(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
 
 @basic.by_front
 def _selected(size, x, mask):
-    """A mask that is the same for all examples."""
+    """Select by a mask that is the same for all examples."""
     shape = broadcast_shapes(x.v.shape[1:], mask.shape)
     v = x.v.reshape(x.v.shape[0], *(1,) * (len(shape) + 1 - x.v.dim()), *x.v.shape[1:])
     flat = v.expand(size, *shape).reshape(size, torch.Size(shape).numel())
@@ -88,7 +97,7 @@ def _selected(size, x, mask):
 
 
 def by_shape(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
-    """Any operator whose results have shapes of their own: one example after another."""
+    """Run any operator with data-dependent result shapes on one example after another."""
     if not level.size:
         raise _refused(func)
     columns = basic.each(level, func, args, kwargs)
@@ -134,7 +143,7 @@ def _refused(func: Any) -> Exception:
 
 
 def _repeat_interleave(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
-    """(B, n) repeats -> (B, output_size): which entry each place repeats."""
+    """Return the index of the entry that each output repeats: (B, n) -> (B, output_size)."""
     repeats = front(args[0])
     aten._assert_async.msg((repeats >= 0).all(), "repeats can not be negative")
     ends = repeats.cumsum(1)
@@ -174,7 +183,7 @@ def _bincount(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _check(answer: Callable) -> Callable:
-    """What torch's own checks of values ask for."""
+    """Return the handler of an operator that answers a question about values with a bool."""
 
     def handler(level: Any, func: Any, args: tuple, kwargs: dict) -> bool:
         cure = "Use (x == y).all() or torch.isclose, one answer for each."
@@ -202,7 +211,7 @@ def _allclose(level: Any, *args: Any, **kwargs: Any) -> Any:
 
 @_check
 def _left_aligned(level: Any, x: Any, mask: Any) -> Any:
-    """Whether the entries of each row of the mask (N, L) come before all that are masked out."""
+    """True if in each row of the mask (N, L) no True follows a False."""
     if not is_mapped(mask, level):
         return aten._nested_tensor_from_mask_left_aligned.default(front(x)[0], lower(mask, level))
     with level_on(level):
@@ -212,7 +221,7 @@ def _left_aligned(level: Any, x: Any, mask: Any) -> Any:
 
 @_check
 def _is_set_to(level: Any, *tensors: Any) -> Any:
-    """A question about memory alone, for one example after another."""
+    """Compare the memory of the tensors, one example after another."""
     answers = basic.each(level, aten.is_set_to.default, tensors, {})
     return wrap(torch.tensor(answers), 0, level)
 

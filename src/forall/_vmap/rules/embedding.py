@@ -1,7 +1,7 @@
-"""Tables: an index of an example is a row of the stack of tables.
+"""Rules of embedding and embedding_bag: the examples' tables are concatenated to one table.
 
-The kernels check an index against all rows of the stack. What is no row of an example's own table
-may be one of another example's, so it is checked here (`in_tables`).
+The kernels check an index against all rows of that table. An index that is out of range for its
+example's own table may be a row of another example's table, so it is checked here.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ Tensor = torch.Tensor
 
 
 def in_tables(indices: Stack | Tensor, size: int, each: int, rows: int | None = None) -> Tensor:
-    """(B, *I): indices into B tables, the next of which begins ``each`` rows further on.
+    """Return indices (B, *I) into the B concatenated tables, which begin every ``each`` rows.
 
-    An index that is none of the ``rows`` of its table is an error: `gather` looks up whose table it
-    is, at the index, and checks it as it does so.
+    An index outside of the ``rows`` of its example's table is an error. `gather`, which looks up
+    the example of each index, raises it.
     """
     v = (indices.v if isinstance(indices, Stack) else indices.unsqueeze(0)).long()
     v = v.expand(size, *v.shape[1:])
@@ -30,7 +30,7 @@ def in_tables(indices: Stack | Tensor, size: int, each: int, rows: int | None = 
 
 
 def moved(numbers: Tensor, each: int) -> Tensor:
-    """(B, *I): numbers that go on from one example to the next, or begin anew in each."""
+    """Add ``each`` times the example's number to each example's numbers (B, *I)."""
     examples = examples_of(len(numbers), numbers.device, numbers.dim() - 1)
     return torch.add(numbers, examples.to(numbers.dtype), alpha=each)
 
@@ -49,13 +49,16 @@ def _embedding_dense_backward(size, g, indices, rows, padding, scale):
     g = g.v if isinstance(g, Stack) else g.expand(size, *g.shape)
     out = aten.embedding_dense_backward.default(g, i, size * rows, -1, scale)
     out = out.view(size, rows, out.shape[-1])
-    if padding >= 0:  # one padding row per table, where the operator knows of one in all
+    if padding >= 0:  # each table has a padding row; the operator knows one in all
         out.select(1, padding).zero_()
     return out
 
 
 def _in_use(indices: Stack | Tensor, size: int, rows: int) -> Tensor:
-    """`in_tables`; as the kernel of the backward has it, what is no row of a table gets nothing."""
+    """Return indices into the concatenated tables, with -1 for those out of range.
+
+    The backward kernel ignores -1.
+    """
     try:
         return in_tables(indices, size, rows)
     except (IndexError, RuntimeError):
@@ -65,7 +68,7 @@ def _in_use(indices: Stack | Tensor, size: int, rows: int) -> Tensor:
 
 @by_front
 def _renorm(size, weight, indices, max_norm, norm_type):
-    """Rows in use that are longer than ``max_norm``, cut to it."""
+    """Scale the rows that are indexed down to the norm ``max_norm``."""
     w, i = _all(weight, size), _all(indices, size).reshape(size, -1).long()
     i = torch.where(i < 0, i + w.shape[1], i)  # the operator counts from the end too
     used = torch.zeros(w.shape[:2], dtype=torch.bool, device=w.device).scatter(1, i, True)
@@ -87,7 +90,7 @@ register(
 )
 
 
-# --- bags: indices (L,), cut into bags (N,) by where each begins ----------------------------------
+# --- bags: indices (L,), divided into bags by their offsets (N,) ----------------------------------
 
 SUM, MEAN, MAX = range(3)
 
@@ -122,7 +125,7 @@ def _bags(func):
         )
         best = best.view(size, -1, *best.shape[1:])
         best = moved(best, -shift) if shift and mode == MAX else best
-        # Which bag an index is in, counted within its example; the operator may leave it out.
+        # The bag of each index, counted within its example. The operator may omit it.
         bag = bag.view(size, -1)
         bag = moved(bag, -(begin.numel() // size)) if bag.numel() else bag
         out = out.unflatten(0, (size, -1))
@@ -132,10 +135,10 @@ def _bags(func):
 
 
 def _starts(begin: Tensor, length: int, differ: bool) -> Tensor:
-    """(B * N,): where the bags of all examples begin, of which the kernel checks two alone.
+    """Return the offsets (B * N,) of the bags of all examples, and check them.
 
-    A bag that begins outside of its example's indices would take those of another example. The
-    kernel sees of the first example alone whether its first bag begins at 0.
+    A bag that began outside of its example's indices would take those of another example. The
+    kernel checks the first offset of the first example alone.
     """
     if differ and begin.shape[1]:
         aten._assert_async.msg(
@@ -145,7 +148,7 @@ def _starts(begin: Tensor, length: int, differ: bool) -> Tensor:
 
 
 def _ends_with(begin: Tensor, length: int) -> bool:
-    """True if the last bag of each example ends with its indices, where that is told as well."""
+    """True if the last offset of each example, with ``include_last``, is the number of indices."""
     try:
         aten._assert_async.msg((begin[:, -1] == length).all(), "embedding_bag: what follows a bag")
     except RuntimeError:
@@ -154,13 +157,13 @@ def _ends_with(begin: Tensor, length: int) -> bool:
 
 
 def _one_by_one(func, size, given):
-    """Each example by itself: every kernel has its own idea of indices that follow the last bag."""
+    """Run one example after another, as kernels differ about indices after the last bag."""
     outs = [func(*(a.v[n] if isinstance(a, Stack) else a for a in given)) for n in range(size)]
     return tuple(map(torch.stack, zip(*outs, strict=True)))
 
 
 def _joined_tables(tables: Tensor, indices: Tensor, padding: int) -> tuple[Tensor, Tensor, int]:
-    """One table of all rows; its padding is a row of its own at the end."""
+    """Return (indices, table, padding) for one table of all rows, with a padding row at its end."""
     size, rows, width = tables.shape
     found = in_tables(Stack(indices), size, rows)
     tables = tables.flatten(0, 1)
@@ -171,15 +174,15 @@ def _joined_tables(tables: Tensor, indices: Tensor, padding: int) -> tuple[Tenso
 
 
 def _bag_of(indices: Tensor, offsets: Tensor, bags: int) -> Tensor:
-    """(B, L): the bag of each index; the last of those that begin no later."""
-    offsets = offsets[:, :bags]  # one more says where the last bag ends
+    """Return the bag of each index (B, L): the last bag that begins at or before the index."""
+    offsets = offsets[:, :bags]  # there may be one more, the end of the last bag
     places = torch.arange(indices.shape[1], device=indices.device, dtype=offsets.dtype)
     places = places.expand(indices.shape).contiguous()
     return torch.searchsorted(offsets.contiguous(), places, right=True) - 1
 
 
 def _picked(rows: Tensor, at: Tensor) -> Tensor:
-    """(B, N, D), (B, L) -> (B, L, D)."""
+    """Gather rows: (B, N, D), (B, L) -> (B, L, D)."""
     return rows.gather(1, at.unsqueeze(-1).expand(*at.shape, rows.shape[-1]))
 
 
@@ -193,7 +196,10 @@ def rows_of_bags(
     own: Tensor | None,
     padding: int,
 ) -> tuple[Tensor, Tensor]:
-    """Which rows get what, of stacks: (B, L) and (B, L, D); for the largest, (B, N, D) both."""
+    """Return (indices, gradients) of the table's rows: (B, L) and (B, L, D).
+
+    In the mode ``MAX`` both are (B, N, D).
+    """
     if mode == MAX:
         some = (count > 0).unsqueeze(-1)
         return torch.where(some, best, 0), torch.where(some, g, 0)

@@ -1,4 +1,4 @@
-"""New tensors: like one of each example, filled with a number of each, or from one to another."""
+"""Rules of factory functions: clone and ``*_like``, fill, linspace and logspace. And isin."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ aten = torch.ops.aten
 Tensor = torch.Tensor
 
 
-# --- copies and likes: laid out as the example asks --------------------------------------------
+# --- clone and *_like, in the memory format of the example -------------------------------------
 
 _CHANNELS_LAST = {torch.channels_last: 4, torch.channels_last_3d: 5}
 
@@ -61,7 +61,7 @@ register(
 )
 
 
-# --- one number everywhere ---------------------------------------------------------------------
+# --- fill --------------------------------------------------------------------------------------
 
 
 def _fill_in_place(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
@@ -88,7 +88,7 @@ def _filled(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _copied(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
-    """src in the shape and dtype of x."""
+    """Return src in the shape and dtype of x."""
     with level_on(level):
         return aten.copy_.default(aten.empty_like.default(args[0]), args[1])
 
@@ -101,17 +101,17 @@ register(
         aten.copy.default: _copied,
         aten.fill.Scalar: _filled,
         aten.fill.Tensor: _filled,
-        aten.complex.default: pointwise,  # entry by entry, though they do not carry the tag
+        aten.complex.default: pointwise,  # without the tag `pointwise`
         aten.polar.default: pointwise,
     }
 )
 
 
-# --- from one number to another ----------------------------------------------------------------
+# --- linspace and logspace ---------------------------------------------------------------------
 
 
 def _steps(level: Any, start: Any, end: Any, steps: int, kwargs: dict) -> tuple[Tensor, Any]:
-    """(B, steps) and the dtype of the result; counted from both ends, as torch does."""
+    """Return the values (B, steps), computed from both ends as in torch, and the result's dtype."""
     ends = [a for a in (start, end) if isinstance(a, Tensor)]
     if any(a.dim() for a in ends):
         raise RuntimeError("linspace and logspace take tensors of rank 0 only")
@@ -162,7 +162,7 @@ register(
 
 @by_front
 def _isin(size: int, x: Any, among: Any, assume_unique: bool = False, invert: bool = False):
-    """Sorted, an example's candidates are searched instead of compared one by one."""
+    """Search each example's values in its sorted candidates."""
     if not isinstance(among, Stack):
         return aten.isin.Tensor_Tensor(x.v, among, assume_unique=assume_unique, invert=invert)
     x = x.v if isinstance(x, Stack) else x.expand(size, *x.shape)

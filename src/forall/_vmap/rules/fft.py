@@ -1,4 +1,4 @@
-"""Fourier transforms: dims of the example, as dims of the stack."""
+"""Rules of Fourier transforms: dims of the example become dims of the batched tensor."""
 
 from __future__ import annotations
 

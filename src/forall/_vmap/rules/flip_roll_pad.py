@@ -1,4 +1,7 @@
-"""Moving entries about: (B, *S) -> (B, *R) by the same kernel, its dims one further on."""
+"""Rules of flip, roll, pad and the like: one kernel call on (B, *S) with its dims shifted by one.
+
+The backward operators of views and the ``*_scatter`` operators are here too.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ aten = torch.ops.aten
 
 
 def on_front(rule: Callable) -> Callable:
-    """A handler from ``rule((B, *S), *args)`` for an operator on one tensor."""
+    """Return a handler made of ``rule((B, *S), *args)``, for an operator on one tensor."""
 
     def handler(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
         return wrap(rule(front(args[0]), *args[1:], **kwargs), 0, level)
@@ -41,7 +44,7 @@ def _roll(v, shifts, dims=()):
 
 def _rot90(v, k=1, dims=(0, 1)):
     if len(dims) != 2 or v.dim() < 3:
-        return aten.rot90.default(v[0], k, dims)  # says what is wrong
+        return aten.rot90.default(v[0], k, dims)  # raises torch's error
     return aten.rot90.default(v, k, stacked_dims(dims, v.dim() - 1))
 
 
@@ -96,7 +99,7 @@ register(
 )
 
 
-# --- the derivatives of views: zeros of the given sizes, but for what the view shows -------------
+# --- backward operators of views: zeros of the given sizes, except where the view is -------------
 
 
 def _select_backward(g, sizes, dim, index):
@@ -132,11 +135,11 @@ register(
 )
 
 
-# --- a tensor with other values where a view shows it --------------------------------------------
+# --- a copy of a tensor in which a view has other values -----------------------------------------
 
 
 def _other_values(rule: Callable) -> Callable:
-    """A handler from ``rule(x, src, rank, *args)``, both (B, ..)."""
+    """Return a handler made of ``rule(x, src, rank, *args)``, where x and src are (B, ..)."""
 
     def handler(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
         x, src = stacked(args[0], level), stacked(args[1], level)

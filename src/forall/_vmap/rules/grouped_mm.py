@@ -1,11 +1,12 @@
-"""Products of matrices in groups, as layers of experts have them: all examples in one call.
+"""Rule of grouped_mm, the matrix product of mixtures of experts: one call for all examples.
 
-Rows (R, K) in groups have a matrix each, (G, K, N); ``offs`` (G,) says where each group ends. Rows
-behind the last end are in none: the kernel leaves memory as it is there, the rule leaves zeros.
+Rows (R, K) are divided into G groups. Each group is multiplied with its own matrix of (G, K, N),
+and ``offs`` (G,) holds the end of each group. Rows after the last end are in no group: the kernel
+leaves the result uninitialised there, the rule writes zeros.
 
-With matrices that all examples share, the rows of all of them are sorted by their group: there are
-G groups still. With matrices of each example there are B * G. No offset is read: sizes depend
-on shapes alone, and what a group holds is for the kernel to know.
+If all examples share the matrices, the rows of all examples are sorted by group, and there are G
+groups. Batched matrices make B * G groups. Offsets are never read on the host: all sizes depend on
+shapes alone.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ aten = torch.ops.aten
 Tensor = torch.Tensor
 _BMM = aten.bmm.default
 
-_GROUPS = 1023  # of one call, at most: the kernel for CUDA has a thread for each
+_GROUPS = 1023  # at most in one call: the CUDA kernel has a thread for each group
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def _handler(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     if _is_refused(*args, **kwargs):
-        return loop(level, func, args, kwargs)  # the kernel says why
+        return loop(level, func, args, kwargs)  # the kernel raises the error
     if args[0].dim() == args[1].dim() == 3:
         return HANDLERS[_BMM](level, _BMM, args[:2], {})
     return _MAPPED(level, func, args, kwargs)
@@ -41,7 +42,7 @@ def _is_refused(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> bool:
-    """Whether the kernel takes no such examples, or there is nothing for it to do."""
+    """True if the kernel refuses such an example, or has no group to multiply."""
     ranks = (x.dim(), w.dim())
     if not {*ranks} <= {2, 3} or (offs is None) != (ranks == (3, 3)) or bias is not None:
         return True
@@ -62,10 +63,10 @@ def _is_refused(
 
 
 def _is_misaligned(x: Tensor) -> bool:
-    """Whether rows or columns begin where the kernel cannot read.
+    """True if rows or columns begin at an address that the kernel cannot read.
 
-    Any other layout it refuses as well. The rule does not: an example has it too where examples lie
-    side by side in a stack, while the loop's own would be dense.
+    The kernel refuses any other layout as well, but the rule copies it. An example may have such a
+    layout because of the batch axis, and would be dense in a loop over examples.
     """
     step = _step(x)
     return step is not None and not _is_aligned(x, step)
@@ -76,7 +77,7 @@ def _is_aligned(x: Tensor, step: int) -> bool:
 
 
 def _step(x: Tensor) -> int | None:
-    """From one row to the next, or from one column; as the kernel sees it."""
+    """The stride of rows or columns as the kernel sees it, None for another layout."""
     rows, columns = x.shape[-2:]
     down, right = x.stride()[-2:]
     if down == 1 and right >= max(1, rows):
@@ -85,7 +86,7 @@ def _step(x: Tensor) -> int | None:
 
 
 def _in_groups(size: int, x: Stack | Tensor, w: Stack | Tensor, offs: Any, *_, **__) -> Tensor:
-    """All examples in one call, or as many as have a group each in one."""
+    """Multiply all examples in one call, or in several if there are too many groups for one."""
     ranks = (_rank(x), _rank(w))
     most = max(1, _GROUPS // (_first(offs).shape[-1] + 1))
     if size > most and (ranks == (2, 2) or isinstance(w if ranks == (2, 3) else x, Stack)):
@@ -105,7 +106,7 @@ _MAPPED = by_front(_in_groups)
 
 
 def _rank(x: Stack | Tensor) -> int:
-    """Of an example."""
+    """The rank of one example."""
     return x.v.dim() - 1 if isinstance(x, Stack) else x.dim()
 
 
@@ -114,15 +115,15 @@ def _turned(x: Stack | Tensor) -> Stack | Tensor:
 
 
 def _first(x: Stack | Tensor) -> Tensor:
-    """The stack, or what is in the place of one."""
+    """Return the batched tensor, or the unbatched one as it is."""
     return x.v if isinstance(x, Stack) else x
 
 
 def _rows(size: int, x: Stack | Tensor, w: Stack | Tensor, offs: Stack | Tensor) -> Tensor:
-    """(B, R, K), (B, G, K, N), (B, G) -> (B, R, N)."""
+    """Multiply rows by their group's matrix: (B, R, K), (B, G, K, N), (B, G) -> (B, R, N)."""
     n = _first(x).shape[-2]
     ends = _ends(offs, n)
-    if isinstance(w, Stack):  # what is behind an example's last end is in its last group
+    if isinstance(w, Stack):  # rows after an example's last end are put into its last group
         rows = _by_row(_all(x, size).flatten(0, 1))
         ends_of_all = torch.cat([ends[:, :-1].expand(size, -1), ends.new_full((size, 1), n)], 1)
         out = _call(rows, _as_one(w.v), _one_after_another(ends_of_all, n))
@@ -143,7 +144,7 @@ def _rows(size: int, x: Stack | Tensor, w: Stack | Tensor, offs: Stack | Tensor)
 
 
 def _inner(size: int, x: Stack | Tensor, w: Stack | Tensor, offs: Stack | Tensor) -> Tensor:
-    """(B, M, K), (B, K, N), (B, G) -> (B, G, M, N): what is summed over is in groups."""
+    """Multiply with the summed dim K in groups: (B, M, K), (B, K, N), (B, G) -> (B, G, M, N)."""
     n = _first(w).shape[-2]
     ends = _ends(offs, n)
     if not isinstance(offs, Stack) and not isinstance(w, Stack):
@@ -155,14 +156,14 @@ def _inner(size: int, x: Stack | Tensor, w: Stack | Tensor, offs: Stack | Tensor
         out = _call(_by_row(x.mT).mT, columns, ends[0])
         return out.unflatten(2, (size, -1)).movedim(2, 0)
     x, w = (_by_row(_all(a, size).flatten(0, 1)) for a in (_turned(x), w))
-    groups = ends.shape[1]  # of an example, and one of what is behind
+    groups = ends.shape[1]  # of an example; one more for the rows after the last end
     ends = torch.cat([ends.expand(size, -1), ends.new_full((size, 1), n)], 1)
     out = _call(x.mT, w, _one_after_another(ends, n))
     return out.unflatten(0, (size, groups + 1)).narrow(1, 0, groups)
 
 
 def summed(x: Tensor, w: Tensor, offs: Stack | Tensor) -> Tensor:
-    """(B, M, K), (B, K, N), (B, G) -> (G, M, N): the sum over examples of those products."""
+    """Return the sum over the examples: (B, M, K), (B, K, N), (B, G) -> (G, M, N)."""
     size, n = w.shape[:2]
     ends = _ends(offs, n)
     if isinstance(offs, Stack):
@@ -173,28 +174,28 @@ def summed(x: Tensor, w: Tensor, offs: Stack | Tensor) -> Tensor:
     return _call(x.mT, w, ends[0] * size)
 
 
-# --- where groups end ----------------------------------------------------------------------------
+# --- the ends of groups --------------------------------------------------------------------------
 
 
 def _ends(offs: Stack | Tensor, n: int) -> Tensor:
-    """(B, G), or (1, G) of what is shared: where the groups of n rows end."""
+    """Return the ends of the groups of n rows: (B, G), or (1, G) if all examples share them."""
     return (offs.v if isinstance(offs, Stack) else offs.unsqueeze(0)).long().clamp(0, n)
 
 
 def _one_after_another(ends: Tensor, n: int) -> Tensor:
-    """(B, G) -> (B * G,): the same groups, where the examples' rows, n of each, are joined."""
+    """Return the ends (B * G,) of the same groups, for the concatenated rows, n of each example."""
     return (ends + torch.arange(len(ends), device=ends.device).unsqueeze(1) * n).flatten()
 
 
 def _sorted(ends: Tensor, n: int) -> tuple[Tensor, Tensor]:
-    """The rows of all examples by their group, those of none at the end; and ends that ascend."""
+    """Return the order of all examples' rows by group, those of none last, and ascending ends."""
     ends = ends.cummax(1).values
     rows = torch.arange(n, device=ends.device).expand(len(ends), n)
     group = torch.searchsorted(ends.contiguous(), rows.contiguous(), right=True)
     return group.flatten().argsort(stable=True), ends
 
 
-# --- what the kernel takes -----------------------------------------------------------------------
+# --- layouts that the kernel takes ---------------------------------------------------------------
 
 
 def _call(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
@@ -206,20 +207,23 @@ def _all(x: Stack | Tensor, size: int) -> Tensor:
 
 
 def _as_one(w: Tensor) -> Tensor:
-    """(B, G, K, N) -> (B * G, K, N), by columns where it is."""
+    """Flatten matrices (B, G, K, N) to (B * G, K, N), keeping a column-major layout."""
     if w.stride(-2) == 1 != w.stride(-1):
         return _by_row(w.mT.flatten(0, 1)).mT
     return _fit(w.flatten(0, 1))
 
 
 def _fit(w: Tensor) -> Tensor:
-    """By row or by column, as it is, or else by row."""
+    """Return w in a layout that the kernel takes: as it is, or else row-major."""
     step = _step(w)
     return w if step is not None and _is_aligned(w, step) else _by_row(w)
 
 
 def _by_row(x: Tensor) -> Tensor:
-    """The same, row by row, each where the kernel can read; groups of rows may begin anywhere."""
+    """Return x in row-major layout, with each row at an address that the kernel can read.
+
+    The strides of leading dims may be anything.
+    """
     down, right = x.stride()[-2:]
     columns = x.shape[-1]
     if right == 1 and down >= max(1, columns) and _is_aligned(x, down):

@@ -1,8 +1,8 @@
-"""Reading by index: (B, *S) and (B, *I) -> (B, *R), each example from its own entries.
+"""Rules of indexing: (B, *S) and (B, *I) -> (B, *R), each example from its own entries.
 
-Where only the values differ, the index is used as it is, one axis further on; where only the index
-differs, it is used as it is, and its examples' axis becomes the result's. Where both differ,
-``arange(B)`` picks the example.
+If only the values are batched, the index is applied one axis further on. If only the index is
+batched, it is applied as it is, and its batch axis becomes the result's. If both are, an index
+``arange(B)`` selects the example.
 """
 
 from __future__ import annotations
@@ -101,11 +101,11 @@ register(
 )
 
 
-# --- by mask, of fixed shape -------------------------------------------------------------------
+# --- masks, with results of fixed shape --------------------------------------------------------
 
 
 def _broadcast(size: int, *operands: Any, shape: Any = None) -> list[Tensor]:
-    """(B, *S) each, S the shape they broadcast to."""
+    """Broadcast the operands' examples to one shape S, and return each as (B, *S)."""
     if shape is None:
         shape = broadcast_shapes(
             *(a.v.shape[1:] if isinstance(a, Stack) else a.shape for a in operands)
@@ -145,12 +145,12 @@ def _masked_fill(size, x, mask, value):
 
 
 def _nonzero_static(level, func, args, kwargs):
-    """The first entries that are not 0, by their places (B, n, rank): a shape that data leaves."""
+    """Return the indices (B, n, rank) of the first n nonzero entries: a shape without data."""
     v, n, fill = front(args[0]), kwargs["size"], kwargs.get("fill_value", -1)
     numbered = order(v != 0)
     numbered = torch.where(
         numbered <= n, numbered, 0
-    )  # those too many go into entry 0, with the zeros
+    )  # entries after the first n go to index 0, with the zeros
     numbers = torch.arange(numbered.shape[1], device=v.device).expand(numbered.shape)
     found = numbered.new_full((v.shape[0], n + 1), -1).scatter(1, numbered, numbers)[:, 1:]
     shape = v.shape[1:]
@@ -174,7 +174,10 @@ register(
 
 
 def _filled(x: Tensor, dim: Any, index: Any, value: Any) -> Any:
-    """A value that moves, in places that differ: its derivative would ask how many they are."""
+    """Run index_fill with a value that requires grad and a batched index.
+
+    Torch's derivative of it would need the number of entries, which differs between the examples.
+    """
     if not (isinstance(value, Tensor) and value.requires_grad and type(index) is Batched):
         return NotImplemented
     if type(dim) is not int or value.dim() or value.dtype != x.dtype:

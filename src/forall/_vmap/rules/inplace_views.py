@@ -1,7 +1,7 @@
-"""In place, yet nothing is written: the tensor itself becomes a view of what it was.
+"""Rules of in-place views (torch's tag ``inplace_view``): the tensor becomes a view of itself.
 
-(.., B, ..) -> (.., B, ..) as the rule of the view says; also where all examples share the tensor,
-since one that is older than the call is its owner's and must keep its shape.
+(.., B, ..) -> (.., B, ..) by the rule of the view. They also run if no argument is batched, since a
+tensor that is older than the call must keep its shape outside.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ aten = torch.ops.aten
 
 
 def reseated(view: Any) -> Callable:
-    """A handler from the view: the target keeps its family and is one view further."""
+    """Return a handler made of a view operator, which adds the view to the target's chain."""
 
     def handler(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
         target = args[0]
@@ -53,7 +53,7 @@ ROWS = {
 
 
 def _resized(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
-    """Each example keeps its first entries, in their order; what is new is not initialised."""
+    """Resize each example: it keeps its first entries in order, and new ones are uninitialised."""
     target = args[0]
     size = list(args[1].shape if func is aten.resize_as_.default else args[1])
     if list(target.shape) == size:

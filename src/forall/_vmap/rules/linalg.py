@@ -1,7 +1,7 @@
-"""Linear algebra: the kernels take leading batch dims, so most rules only line them up.
+"""Rules of linear algebra: the kernels take leading batch dims, so most rules only align them.
 
-(B, *batch, *core): ``core`` is what the operator works on (2 dims of a matrix, 1 of a vector of
-pivots), ``batch`` what the examples themselves stack.
+In (B, *batch, *core), ``core`` are the dims that the operator works on, 2 of a matrix or 1 of a
+vector of pivots. ``batch`` are the batch dims of one example.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Tensor = torch.Tensor
 
 
 def _stacks(operands: Sequence[Tensor], cores: Sequence[int], level: Any) -> list[Tensor]:
-    """(B, *batch, *core) each, with 1s where an example has fewer batch dims than another's."""
+    """Return each operand as (B, *batch, *core), with ones to the same number of batch dims."""
     ranks = [x.dim() - core for x, core in zip(operands, cores, strict=True)]
     most = max(ranks)
     values = [stacked(x, level) for x in operands]
@@ -43,9 +43,9 @@ def _stacks(operands: Sequence[Tensor], cores: Sequence[int], level: Any) -> lis
 
 
 def _laid_out_as(x: Tensor, v: Tensor) -> Tensor:
-    """The stack ``v`` of ``x``, contiguous where one example is.
+    """Return the batched tensor ``v`` of ``x``, contiguous if one example is.
 
-    Kernels factor the transpose of what is contiguous, and formulas ask that of an example.
+    Kernels factor the transpose of a contiguous matrix, and formulas check that of an example.
     """
     return v.contiguous() if x.is_contiguous() else v
 
@@ -56,15 +56,15 @@ def _determinant(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def native(*cores: int, absent: Sequence[int] = (), columns: int | None = None) -> Callable:
-    """A handler for an operator whose first arguments have these core ranks.
+    """Return the handler of an operator whose first arguments have these core ranks.
 
-    ``absent`` are the results that come as an empty (0,) where they were not asked for.
-    ``columns`` is the argument whose columns are solved for one by one: if it alone differs
-    between the examples, they become more columns of one system, factored once.
+    ``absent`` are the results that are an empty (0,) if they were not requested. ``columns`` is
+    the argument whose columns are right-hand sides: if it alone is batched, the examples become
+    more columns of one system, which is factored once.
     """
 
     def handler(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
-        met.add(func)  # a backward asks of decompositions what torch asks of one example alone
+        met.add(func)  # its backward, decomposed, checks properties of one example
         others = [a for i, a in enumerate(args[: len(cores)]) if i != columns]
         if columns is not None and not any(is_mapped(a, level) for a in others):
             out = _as_columns(level, func, columns, args, kwargs)
@@ -81,7 +81,7 @@ def native(*cores: int, absent: Sequence[int] = (), columns: int | None = None) 
 
 
 def _as_columns(level: Any, func: Any, columns: int, args: tuple, kwargs: dict) -> Any:
-    """func with (*batch, n, B * k) for (B, *batch, n, k); rows where it solves from the right."""
+    """Call func with (*batch, n, B * k) for (B, *batch, n, k); with rows if not ``left``."""
     names = facts(func).names
     left = kwargs.get("left", True)
     if "left" in names and names.index("left") < len(args):
@@ -144,19 +144,19 @@ register(
 
 
 def _is_vector(a: Tensor, b: Tensor) -> bool:
-    """Torch's rule for what stands right of a system of equations."""
+    """True if torch takes the right-hand side ``b`` of a linear system for a vector."""
     return b.dim() == 1 or b.shape == a.shape[:-1]
 
 
 def _system(a: Tensor, b: Tensor, level: Any) -> tuple[Tensor, Tensor]:
-    """The stacks of both sides, told apart by rank once more: a vector fits a's rows exactly."""
+    """Return both sides of a linear system, batched, such that a vector is still one to torch."""
     vector = _is_vector(a, b)
     a, b = _stacks((a, b), (2, 1 if vector else 2), level)
     return a, b.expand(a.shape[:-1]) if vector else b
 
 
 def _solve_ex(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
-    """(result, LU, pivots, info): the last three are a's, whatever batch dims b has."""
+    """Return (result, LU, pivots, info). The last three have the batch dims of a alone."""
     a, b = args
     left = kwargs.get("left", True)
     if is_mapped(a, level) or (_is_vector(a, b) and not left):
@@ -174,7 +174,7 @@ def _solve_ex(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _lstsq(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
-    """(solution, residuals, rank, singular values); what the driver does not give is (0,)."""
+    """Return (solution, residuals, rank, singular values); those that the driver omits are (0,)."""
     a, b = _system(args[0], args[1], level)
     out = func(a, b, *args[2:], **kwargs)
     ranked = (kwargs.get("driver") or ("gels" if a.is_cuda else "gelsy")) != "gels"
@@ -195,16 +195,16 @@ def _matrix_exp(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _combination(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
-    """(B, N, *S), (B, M, N) -> (B, M, *S): sums of an example's N terms."""
+    """Return linear combinations of each example's N terms: (B, N, *S), (B, M, N) -> (B, M, *S)."""
     terms, coefficients = (stacked(a, level) for a in args)
     out = torch.bmm(coefficients, terms.flatten(2))
     return wrap(out.unflatten(2, terms.shape[2:]), 0, level)
 
 
 def _check_errors(level: Any, func: Any, args: tuple, kwargs: dict) -> None:
-    """Raise where all examples fail; part where some do, or otherwise, for they may catch it.
+    """Raise if all examples fail in the same way. Otherwise they diverge: each may catch its error.
 
-    The stack's error names the first example that fails, as a batch element.
+    The error of the batched call names the first example that fails as a batch element.
     """
     info, name = args[:2]
     found = front(info)

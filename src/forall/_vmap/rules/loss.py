@@ -1,4 +1,4 @@
-"""Losses: one number per entry or row from torch's own kernel, then reduced within each example."""
+"""Rules of losses: torch's kernel without reduction, then a reduction within each example."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ NONE, MEAN, SUM = range(3)
 
 
 def reduced(x: Tensor, reduction: int) -> Tensor:
-    """(B, *S) -> (B,), or as it is."""
+    """Reduce the losses of each example: (B, *S) -> (B,), or unchanged for ``NONE``."""
     if reduction == NONE:
         return x
     x = x.reshape(x.shape[0], -1)
     return x.mean(1) if reduction == MEAN else x.sum(1)
 
 
-# --- entry by entry ----------------------------------------------------------------------------
+# --- losses per entry --------------------------------------------------------------------------
 
 
 def aligned(size: int, tensors: list) -> list[Tensor]:
-    """Stacks whose examples broadcast as the examples do, in the dtype they promote to."""
+    """Return the operands (B, *S), broadcast and promoted as the examples are."""
     ranks = [rank_of(t) for t in tensors]
     rank = max(ranks)
     if rank and not min(ranks) and len({dtype_of(t) for t in tensors}) > 1:
@@ -50,13 +50,13 @@ def _ranked(a: Stack | Tensor, rank: int, size: int) -> Tensor:
 
 
 def _promoted(tensors: list) -> list:
-    """Numbers among the examples do not promote, though their stacks would."""
+    """Promote dtypes as the examples do: one of rank 0 promotes less than its batched tensor."""
     common = torch.result_type(*(t.v[0] if isinstance(t, Stack) else t for t in tensors[:2]))
     return [Stack(t.v.to(common)) if isinstance(t, Stack) else t.to(common) for t in tensors]
 
 
 def entries(func: Any, count: int):
-    """``func(*count tensors, reduction, *rest)``."""
+    """Return the handler of a loss ``func(*tensors, reduction, *rest)`` with ``count`` tensors."""
 
     def rule(size, *args):
         reduction = args[count] if len(args) > count else MEAN
@@ -70,7 +70,7 @@ def entries(func: Any, count: int):
 
 
 def entries_backward(func: Any, count: int):
-    """``func(g, *count tensors, reduction, *rest)``."""
+    """Return the handler of ``func(g, *tensors, reduction, *rest)`` with ``count`` tensors."""
 
     def rule(size, g, *args):
         reduction = args[count] if len(args) > count else MEAN
@@ -85,7 +85,7 @@ def entries_backward(func: Any, count: int):
 
 
 def spread(g: Stack | Tensor, x: Tensor, reduction: int, size: int) -> Tensor:
-    """The cotangent of every entry of x: (B, *S), from that of the reduced loss."""
+    """Return the cotangent (B, *S) of the entries of x, from that of the reduced loss."""
     g = _ranked(g, x.dim() - 1, size)
     return (g / x[0].numel() if reduction == MEAN else g).expand(x.shape)
 
@@ -114,11 +114,14 @@ register(
 )
 
 
-# --- row by row: x (N, C) or (C,), one class or a list of classes per row -----------------------
+# --- losses per row: x (N, C) or (C,), one class or a list of classes per row -------------------
 
 
 def rows(a: Stack | Tensor, dims: int, size: int) -> Tensor:
-    """(B, [N,] *dims) -> (B*N, *dims); a number is a row of one."""
+    """Fold the batch axis into the rows: (B, [N,] *dims) -> (B*N, *dims).
+
+    An example of rank 0 becomes a row of one entry.
+    """
     v = a.v if isinstance(a, Stack) else a.expand(size, *a.shape)
     if v.dim() == dims + 2:
         return v.flatten(0, 1)
@@ -126,7 +129,7 @@ def rows(a: Stack | Tensor, dims: int, size: int) -> Tensor:
 
 
 def row_weights(weight: Stack | Tensor, target: Tensor, size: int) -> Tensor:
-    """The weight of each row's class; target: (B*N, *)."""
+    """The weight of the class of each row; target: (B*N, *)."""
     if isinstance(weight, Stack):
         t = target.reshape(size, -1)
         return weight.v.gather(1, t).view(target.shape)
@@ -134,7 +137,10 @@ def row_weights(weight: Stack | Tensor, target: Tensor, size: int) -> Tensor:
 
 
 def _nll(func: Any, dims: int):
-    """x: ([N,] C, *), target: ([N,] *), ``dims`` of * -> the loss and the weight of its mean."""
+    """Return the handler of a negative log-likelihood, which returns (loss, total weight).
+
+    x is ([N,] C, *) and target ([N,] *), where * are ``dims`` dims.
+    """
 
     def rule(size, x, target, weight, reduction, ignore):
         n = rank_of(x) - 1 - dims
@@ -185,7 +191,7 @@ register(
 
 
 def _shaped(out: Tensor, x: Stack | Tensor, size: int) -> Tensor:
-    """A row's results, back in their examples: (B*N, *) -> (B, [N,] *)."""
+    """Undo the fold of the batch axis into the rows: (B*N, *) -> (B, [N,] *)."""
     if rank_of(x) == 2:
         return out.unflatten(0, (size, -1))
     return out.flatten(0) if rank_of(x) == 0 else out
@@ -254,7 +260,7 @@ def _in_time(a: Stack | Tensor, size: int) -> Tensor:
 
 
 def _targets(a: Stack | Tensor, size: int) -> Tensor:
-    """(N, S) padded, or one after another: both go on with the next example's."""
+    """Fold the batch axis into the targets, which are padded (N, S) or concatenated."""
     return (a.v if isinstance(a, Stack) else a.expand(size, *a.shape)).flatten(0, 1)
 
 
@@ -297,16 +303,16 @@ _REDUCED = {"none": 0, "mean": 1, "sum": 2}
 
 
 def _with_tensors_of_lengths(call: Any, none: Any):
-    """Answer calls with lengths in lists, or with targets or lengths on another device.
+    """Return an override for calls with lengths in lists, or targets or lengths on another device.
 
-    Torch puts a list of lengths into new memory by its address, which no wrapper has. It moves
-    targets and lengths from the CPU, where cuDNN wants them, for ordinary tensors alone.
+    Torch copies a list of lengths to the memory address of a new tensor, which a wrapper lacks.
+    Torch moves targets and lengths from the CPU, where cuDNN wants them, for plain tensors alone.
     """
 
     def handle(x, targets, inputs, lengths, blank, reduction, zero_infinity):
         how = _REDUCED.get(reduction, reduction)
         if how not in (0, 1, 2) or not (isinstance(x, Tensor) and isinstance(targets, Tensor)):
-            return NotImplemented  # for torch to complain of
+            return NotImplemented  # torch raises the error
         device, given = x.device, (targets, inputs, lengths)
         if all(isinstance(n, Tensor) and n.device == device for n in given):
             return NotImplemented
@@ -324,14 +330,14 @@ def _with_tensors_of_lengths(call: Any, none: Any):
 
 
 def _with_signature(handle: Any, default: Any):
-    """Return a handler that takes arguments as torch's call does, whose reduction has a default."""
+    """Return an override with the parameters of ``ctc_loss`` and this default of reduction."""
 
     def call(
         log_probs, targets, input_lengths, target_lengths, blank=0, reduction=default,
         zero_infinity=False,
     ):  # fmt: skip
         if not isinstance(reduction, type(default)):
-            return NotImplemented  # for torch to complain of
+            return NotImplemented  # torch raises the error
         rest = (blank, reduction, zero_infinity)
         return handle(log_probs, targets, input_lengths, target_lengths, *rest)
 
@@ -339,5 +345,5 @@ def _with_signature(handle: Any, default: Any):
 
 
 CALLS[F.ctc_loss] = _with_signature(_with_tensors_of_lengths(F.ctc_loss, "none"), "mean")
-# Its schema says that the mean is the default, and torch.ctc_loss returns the loss of each.
+# By its schema the mean is the default, but torch.ctc_loss returns the loss of each sequence.
 CALLS[torch.ctc_loss] = _with_signature(_with_tensors_of_lengths(torch.ctc_loss, 0), 0)

@@ -1,7 +1,7 @@
-"""The matmul family: a shared operand stays unstacked, its product is one multiplication.
+"""Rules of matrix products: an unbatched operand stays unbatched, and its product is one matmul.
 
-`product` is the one idea: where one side is shared, the examples of the other fold into its rows
-or columns. Every other operator is a reshape of its operands around it.
+All rules rest on one product: if one side is unbatched, the batch axis of the other is folded into
+its rows or columns. Every other operator reshapes its operands around that product.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ aten = torch.ops.aten
 Tensor = torch.Tensor
 
 
-# From so many rows on, one product is faster than one for each example, until these are as large as
-# this themselves: and what is made of results that lie by example is faster too (measured on CPU).
+# From _ROWS rows on, one product is faster than one for each example, unless an example has _OWN
+# rows and columns itself. Later operators are also faster on results that are contiguous by example
+# (measured on CPU).
 _ROWS, _OWN = 16, 64
 
 
 def product(x: Stack | Tensor, w: Stack | Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """(B, *b, N, K) @ (B, *b, K, M) -> (B, *b, N, M); one side may be shared, without its B."""
+    """Multiply (B, *b, N, K) @ (B, *b, K, M) -> (B, *b, N, M). One side may be unbatched."""
     if isinstance(x, Stack):
         if isinstance(w, Stack):
             return _both(x.v, w.v, dtype)
@@ -48,14 +49,14 @@ def product(x: Stack | Tensor, w: Stack | Tensor, dtype: torch.dtype | None = No
 
 
 def _folds(x: Tensor, w: Tensor) -> bool:
-    """Whether x (N, K) is best multiplied with all examples' columns of w (B, K, M) at once."""
+    """True if it is fastest to multiply x (N, K) once with all columns of w (B, K, M)."""
     if x.layout is not torch.strided:
         return True  # it has no expanded form
     if w.shape[2] == 1 and is_identity(w):
         return True
     if w.is_cpu and min(x.shape[0], w.shape[2]) >= _OWN:
         return False
-    return x.shape[0] >= _ROWS and w.stride(0) == w.shape[2] * w.stride(2)  # else that is a copy
+    return x.shape[0] >= _ROWS and w.stride(0) == w.shape[2] * w.stride(2)  # else folding copies
 
 
 def _both(x: Tensor, w: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -67,9 +68,9 @@ def _both(x: Tensor, w: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 def _is_multiplied(x: Tensor, w: Tensor) -> bool:
-    """Whether outer products take less as one multiplication (measured on CPU).
+    """True if outer products are faster as one broadcast multiplication (measured on CPU).
 
-    It reads and writes as fast as memory goes, but begins each row anew; bmm has no rows, and goes
+    A multiplication is limited by memory, with a cost per row. bmm has no cost per row, but goes
     through small matrices entry by entry.
     """
     columns = w.shape[-1]
@@ -79,7 +80,7 @@ def _is_multiplied(x: Tensor, w: Tensor) -> bool:
 def _times(x: Tensor, w: Tensor, dtype: torch.dtype | None) -> Tensor:
     if dtype is not None:
         return (aten.mm if x.dim() == 2 else aten.bmm).dtype(x, w, dtype)
-    if x.dim() != 2:  # torch's function takes half of what its operator does
+    if x.dim() != 2:  # torch.bmm takes half the time of its operator
         return torch.bmm(x, w)
     fits = x.shape[1] == w.shape[0] and x.dtype == w.dtype
     if fits and _is_square(x) and _is_read(w) and is_identity(x):
@@ -90,25 +91,25 @@ def _times(x: Tensor, w: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 def _is_square(x: Tensor) -> bool:
-    """Whether it certainly is: to ask a size that a tracer leaves open would fix it."""
+    """True if x is square for certain. A symbolic size is not compared: that would add a guard."""
     rows, columns = x.shape
     return type(rows) is int and type(columns) is int and rows == columns
 
 
 def _is_read(x: Tensor) -> bool:
-    """Whether a copy of it is what its product with an identity would be."""
+    """True if the product of x with an identity matrix is a plain copy of x."""
     return x.layout is torch.strided and not x.is_neg()
 
 
 def _copy(x: Tensor) -> Tensor:
-    """A matrix in memory of its own, row by row as a product is."""
+    """Copy a matrix into new memory, row-major as a product is."""
     if x.stride(0) == 1 != x.stride(1):
-        return torch.t_copy(x.t())  # in two thirds of the time of the other
-    return x.clone(memory_format=torch.contiguous_format)  # which `jit` leaves out
+        return torch.t_copy(x.t())  # takes two thirds of the time of a clone
+    return x.clone(memory_format=torch.contiguous_format)  # `jit` removes this copy
 
 
 def on(x: Stack | Tensor, f) -> Stack | Tensor:
-    """``f`` on a stack or on a shared value alike: it counts dims from the end."""
+    """Apply ``f``, which counts dims from the end, to a batched or an unbatched value."""
     return Stack(f(x.v)) if isinstance(x, Stack) else f(x)
 
 
@@ -162,7 +163,7 @@ register(
 
 
 def affine(size, bias, x, w, *, beta=1, alpha=1) -> Tensor:
-    """Examples of beta * bias + alpha * x @ w: x (N, K), w (K, M), bias broadcast to (N, M)."""
+    """Return beta * bias + alpha * x @ w of each example: x (N, K), w (K, M), bias up to (N, M)."""
     mapped = isinstance(bias, Stack)
     if (bias.v.dim() - 1 if mapped else bias.dim()) < 2:  # the same for all rows
         if not isinstance(w, Stack) and not mapped:
@@ -181,7 +182,7 @@ def affine(size, bias, x, w, *, beta=1, alpha=1) -> Tensor:
 
 
 def ranked(x: Stack | Tensor, rank: int) -> Tensor:
-    """A stack whose examples got leading ones up to ``rank``; a shared tensor broadcasts as is."""
+    """Pad examples with leading ones up to ``rank``. An unbatched tensor is returned as it is."""
     if not isinstance(x, Stack):
         return x
     v = x.v
@@ -231,7 +232,7 @@ register(
 
 @by_front
 def _linear(size, input, weight, bias=None):
-    """(*, K), (M, K), (M) -> (*, M): the rows of an example are one matrix."""
+    """Apply a linear layer: (*, K), (M, K), (M) -> (*, M). An example's rows * form one matrix."""
     if rank(input) < 1 or rank(weight) != 2 or (bias is not None and rank(bias) != 1):
         return NotImplemented
     w = on(weight, lambda v: v.transpose(-2, -1))
@@ -245,7 +246,7 @@ def _linear(size, input, weight, bias=None):
 
 
 def rank(x: Stack | Tensor) -> int:
-    """Of an example."""
+    """The rank of one example."""
     return x.v.dim() - 1 if isinstance(x, Stack) else x.dim()
 
 
@@ -276,7 +277,7 @@ for _call in (torch.matmul, Tensor.matmul, Tensor.__matmul__):
 
 @by_front
 def _int_mm(size, x, w):
-    """int8 (N, K) @ (K, M) -> int32. Batches have no kernel; doubles hold these sums exactly."""
+    """Multiply int8 (N, K) @ (K, M) to int32. Batches use doubles, which hold the sums exactly."""
     if not isinstance(w, Stack):
         return aten._int_mm.default(x.v.flatten(0, 1), w).unflatten(0, x.v.shape[:2])
     if not isinstance(x, Stack):
@@ -298,13 +299,13 @@ def _cross(size, x, y, *, dim=-1):
 
 
 def led(x: Stack | Tensor) -> Tensor:
-    """(B, *S), or (1, *S) of a shared tensor: for operators that broadcast."""
+    """Return (B, *S), or (1, *S) for an unbatched tensor, for operators that broadcast."""
     return x.v if isinstance(x, Stack) else x.unsqueeze(0)
 
 
 @by_front
 def _trilinear(size, x, y, z, expand1, expand2, expand3, sumdim, unroll_dim=1):
-    """An einsum: every operand lacks the dims it expands, the result those it sums."""
+    """Return an einsum: each operand lacks the dims that it expands, the result those of sumdim."""
     rank = len(expand1) + (x.v.dim() - 1 if isinstance(x, Stack) else x.dim())
     operands = []
     for a, without in ((x, expand1), (y, expand2), (z, expand3)):
@@ -322,7 +323,7 @@ def _cdist(size, x, y, p, compute_mode):
 
 @by_front
 def _cdist_backward(size, g, x, y, p, dist):
-    """Every operand in full: the kernel reads them by rows."""
+    """Expand every operand to its full shape, as the kernel reads rows from memory."""
     batch = dist.v.shape[1:-2] if isinstance(dist, Stack) else dist.shape[:-2]
     g, x, y, dist = (
         v.expand(size, *batch, *v.shape[-2:]).contiguous()
@@ -332,7 +333,7 @@ def _cdist_backward(size, g, x, y, p, dist):
 
 
 def _pairs(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The differences (B, P, K) of all pairs of rows of x: (B, N, K), and which rows they are."""
+    """Return the differences (B, P, K) of all pairs of rows of x (B, N, K), and the row indices."""
     i, j = torch.triu_indices(x.shape[1], x.shape[1], 1, device=x.device).unbind()
     return x.index_select(1, i) - x.index_select(1, j), i, j
 

@@ -1,4 +1,4 @@
-"""What is kin to nothing else: counting into bins, segments, checks of values."""
+"""Rules of other operators: histograms, segment_reduce, assertions, untagged pointwise ones."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ aten = torch.ops.aten
 Tensor = torch.Tensor
 
 
-# --- Python's in-place operators, which lack the tag ---------------------------------------------
+# --- Python's in-place operators, which lack the tag `pointwise` ---------------------------------
 
 register(
     {
@@ -60,24 +60,27 @@ register(
 )
 
 
-# --- counting ----------------------------------------------------------------------------------
+# --- histograms --------------------------------------------------------------------------------
 
 
 def _rows(a: Any, size: int) -> Tensor:
-    """(B, N), whatever the shape of one example."""
+    """Flatten each example: return (B, N)."""
     v = a.v if isinstance(a, Stack) else a.unsqueeze(0).expand(size, *a.shape)
     return v.reshape(size, -1)
 
 
 def _tally(bins: Tensor, weights: Any, valid: Tensor, count: int, dtype: torch.dtype) -> Tensor:
-    """(B, N) places and weights, where there are any -> (B, count) sums."""
+    """Sum the weights (B, N), or ones for None, by bin: return (B, count)."""
     weights = valid.to(dtype) if weights is None else torch.where(valid, weights, 0)
     out = weights.new_zeros((bins.shape[0], count))
     return out.scatter_add(1, torch.where(valid, bins, 0), weights)
 
 
 def _outer_edges(x: Tensor, limits: Any, room: float) -> tuple[Any, Any]:
-    """Torch's range for bins: without limits that of the values; an empty one gets room."""
+    """Return torch's range of the bins, by default that of the values.
+
+    An empty range is widened by ``room`` on both sides.
+    """
     if limits is None and x.shape[1]:
         low, high = x.amin(1, keepdim=True), x.amax(1, keepdim=True)
     else:
@@ -95,13 +98,16 @@ def _histc(size, x, bins=100, min=0, max=0):
     of_values = min == max == 0 and x.shape[1]
     low, high = _outer_edges(x, None if of_values else (min, max), 1)
     valid = (x >= low) & (x <= high)
-    # In the kernel's own order of operations: entries lie on the edges more often than not.
+    # The order of operations is the kernel's, as entries often lie on the edges.
     place = torch.where(valid, (x - low) * bins / (high - low), 0).long().clamp(max=bins - 1)
     return _tally(place, None, valid, bins, x.dtype)
 
 
 def _histogram(x: Tensor, edges: Tensor, weight: Any, density: bool) -> tuple[Tensor, Tensor]:
-    """(B, N), (B, bins + 1): a bin holds its left edge, the last one its right edge too."""
+    """Return the histogram of x (B, N) for edges (B, bins + 1), and the edges.
+
+    A bin includes its left edge, the last bin its right edge too.
+    """
     count = edges.shape[1] - 1
     valid = (x >= edges[:, :1]) & (x <= edges[:, -1:])
     place = torch.searchsorted(edges, x.contiguous(), right=True) - 1
@@ -119,7 +125,7 @@ def _pairs(low: Tensor, high: Tensor) -> zip:
 def _histogram_counts(size, x, bins=100, *, range=None, weight=None, density=False):
     x = _rows(x, size)
     low, high = _outer_edges(x, range, 0.5)
-    # Edges to the last bit: linspace does not round as its formula would.
+    # Edges are exact to the last bit: linspace does not round as its formula would.
     edges = torch.stack(
         [
             torch.linspace(a, b, bins + 1, dtype=x.dtype, device=x.device)
@@ -136,13 +142,13 @@ def _histogram_edges(size, x, bins, *, weight=None, density=False):
 
 
 def _columns(x: Any, size: int) -> Tensor:
-    """(B, N, D): points of D coordinates, whatever the shape of one example."""
+    """Flatten each example into points of D coordinates: return (B, N, D)."""
     v = x.v if isinstance(x, Stack) else x.unsqueeze(0).expand(size, *x.shape)
     return v.reshape(size, -1, v.shape[-1])
 
 
 def _edges(x: Tensor, bins: list[int], limits: list[float] | None) -> list[Tensor]:
-    """(B, N, D) -> (B, bins + 1) for each coordinate."""
+    """Return the edges (B, bins + 1) for each coordinate of x (B, N, D)."""
     found = []
     for d, n in enumerate(bins):
         low, high = _outer_edges(x[..., d], limits and limits[2 * d : 2 * d + 2], 0.5)
@@ -152,7 +158,7 @@ def _edges(x: Tensor, bins: list[int], limits: list[float] | None) -> list[Tenso
 
 
 def _histogram_of_points(x: Tensor, edges: list[Tensor], weight: Any, density: bool) -> Tensor:
-    """(B, N, D) and (B, bins + 1) for each coordinate -> (B, *bins)."""
+    """Return the histogram (B, *bins) of x (B, N, D) for edges (B, bins + 1) per coordinate."""
     place, valid = torch.zeros_like(x[..., 0], dtype=torch.long), True
     for d, e in enumerate(edges):
         along = x[..., d].contiguous()
@@ -202,7 +208,7 @@ register(
 
 
 def _segment_reduce(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
-    """The kernel takes batch dims before the axis, for data and lengths alike."""
+    """Run the kernel on batched data and lengths: it takes batch dims before the axis."""
     kwargs = {k: stacked(a, level) if isinstance(a, Tensor) else a for k, a in kwargs.items()}
     kwargs["axis"] = wrap_dim(kwargs.get("axis", 0), args[0].dim()) + 1
     if not level.size:
@@ -224,11 +230,11 @@ register(
 )
 
 
-# --- what a wrapper cannot do --------------------------------------------------------------------
+# --- copy on write -------------------------------------------------------------------------------
 
 
 def _lazy_clone(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
-    """Copy on write is a matter of the memory, which is the stack's."""
+    """Copy at once: a wrapper has no memory of its own to share until a write."""
     return wrap(args[0].value.clone(), args[0].axis, level)
 
 

@@ -1,7 +1,7 @@
-"""Normalisation. Torch's kernel normalises all examples at once; what differs is applied after.
+"""Rules of layer norm, RMS norm, group norm, weight norm and renorm.
 
-Layers with one weight for all examples keep the fused kernel. A weight of each example's own
-scales outside it, and so does the cotangent on the way back.
+Torch's kernel normalises all examples at once. An unbatched weight is applied by the fused kernel.
+A batched weight scales the kernel's result, and in the backward pass the cotangent before it.
 """
 
 from __future__ import annotations
@@ -22,33 +22,32 @@ Tensor = torch.Tensor
 
 
 def stack(a: Any, size: int) -> Tensor:
-    """(B, *S), expanded where all examples share it."""
+    """Return (B, *S), expanded if ``a`` is unbatched."""
     return a.v if isinstance(a, Stack) else a.expand(size, *a.shape)
 
 
 def is_own(*params: Any) -> bool:
-    """Whether any parameter differs between the examples."""
+    """True if any parameter is batched."""
     return any(isinstance(p, Stack) for p in params)
 
 
 def scaled(x: Tensor, weight: Tensor | None, bias: Tensor | None = None) -> Tensor:
-    """x * weight + bias, rounded once and in x's dtype."""
+    """Return x * weight + bias, rounded once, in x's dtype."""
     if weight is None:
         return x if bias is None else (x + bias).to(x.dtype)
     return (x * weight if bias is None else torch.addcmul(bias, x, weight)).to(x.dtype)
 
 
 def precise(x: Tensor) -> Tensor:
-    """Sums over many entries need more digits than half precision has."""
+    """Convert half precision to float32, for sums over many entries."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 def normal(x: Tensor, mean: Tensor | None, rstd: Tensor, dims: list[int]) -> Tensor:
-    """x as the kernel normalised it, for a weight's cotangent.
+    """Normalise x as the kernel did, for the cotangent of a weight.
 
-    To torch mean and rstd are no functions of x, and what they add to a derivative is x's: they
-    have no tangents. So where x moves they are found once more; what was added to the variance is
-    known by the kernel's result.
+    Torch gives mean and rstd no tangents, so they are computed again if x has a tangent. The eps
+    that was added to the variance follows from the kernel's rstd.
     """
     if not moves(x):
         return (x if mean is None else x - mean) * rstd
@@ -59,14 +58,15 @@ def normal(x: Tensor, mean: Tensor | None, rstd: Tensor, dims: list[int]) -> Ten
 
 
 def like(param: Any, x: Tensor) -> Tensor:
-    """A cotangent in its parameter's dtype."""
+    """Return a cotangent in the dtype of its parameter."""
     return x if param is None else x.to((param.v if is_own(param) else param).dtype)
 
 
 def stand_in(x: Tensor, shape: list[int], *params: Any) -> Tensor | None:
-    """The weight for the kernel where it is not to scale by the examples' own.
+    """Return the weight that the kernel gets if it is not to scale by batched parameters.
 
-    Only the kernel for mixed precision, half input and float parameters, wants to see one.
+    It is None, except for the mixed-precision kernel (half input, float parameters): that one needs
+    a weight, which is ones.
     """
     for p in params:
         if p is not None and (dtype := (p.v if isinstance(p, Stack) else p).dtype) != x.dtype:
@@ -77,7 +77,10 @@ def stand_in(x: Tensor, shape: list[int], *params: Any) -> Tensor | None:
 def unscaled(
     g: Tensor, weight: Any, shape: list[int], place: Callable, *others: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """The cotangent before the scale by the examples' own weights, and the kernel's weight."""
+    """Return the cotangent of the kernel's result, and the weight for the kernel.
+
+    ``place(weight, rank)`` reshapes a batched weight so that it broadcasts to the cotangent.
+    """
     if is_own(weight, *others):
         g, weight = scaled(g, place(weight, g.dim() - 1)), stand_in(g, shape, weight, *others)
     return g, weight
@@ -87,7 +90,7 @@ def unscaled(
 
 
 def trailing(p: Any, rank: int) -> Tensor | None:
-    """(B, *D) -> (B, 1, .., *D) beside an example of this rank; a shared one broadcasts."""
+    """Reshape (B, *D) to (B, 1, .., *D) for examples of this rank; an unbatched one broadcasts."""
     if not isinstance(p, Stack):
         return p
     return p.v.reshape(p.v.shape[0], *(1,) * (rank - p.v.dim() + 1), *p.v.shape[1:])
@@ -123,7 +126,7 @@ def _layer_norm_backward(size, g, x, shape, mean, rstd, weight, bias, mask):
 
 
 def over(x: Tensor, outer: int, param: Any) -> Tensor:
-    """(B, *L, *D) -> (B, *D): a parameter's cotangent."""
+    """Sum over the outer dims to the cotangent of a parameter: (B, *L, *D) -> (B, *D)."""
     x = x.sum(list(range(1, outer))) if outer > 1 else x
     return like(param, x)
 
@@ -153,11 +156,11 @@ def _rms_norm_backward(size, g, x, shape, rstd, weight, mask):
     return dx, dw
 
 
-# --- by groups of channels: (B, N, C, *S) as B*N examples of torch's, parameters (B, C) ----------
+# --- group norm: (B, N, C, *S) as B*N images, parameters (B, C) ----------------------------------
 
 
 def channels(p: Any, rank: int) -> Tensor | None:
-    """(B, C) -> (B, 1, C, 1, ..) beside (B, N, C, *S); a shared (C,) -> (C, 1, ..)."""
+    """Reshape (B, C) to (B, 1, C, 1, ..) for (B, N, C, *S), or an unbatched (C,) to (C, 1, ..)."""
     if p is None:
         return None
     return (p.v.unsqueeze(1) if isinstance(p, Stack) else p).unflatten(-1, (-1, *(1,) * (rank - 2)))
@@ -195,7 +198,7 @@ def _group_norm_backward(size, g, x, mean, rstd, weight, n, c, hw, groups, mask)
     return dx, dw, db
 
 
-# --- each slice along a dim has a norm: (B, *S) -> B*S[dim] rows ---------------------------------
+# --- norms of slices along a dim: (B, *S) -> B*S[dim] rows ---------------------------------------
 
 
 def rows(x: Tensor, dim: int) -> Tensor:
@@ -207,7 +210,7 @@ def from_rows(x: Tensor, dim: int, size: int) -> Tensor:
 
 
 def by_rows(op: Any, tensors: int):
-    """``op(*tensors, *between, dim, *rest)``, each with a slice for every row."""
+    """Return the handler of ``op(*tensors, .., dim, *rest)``, run on the slices along ``dim``."""
     where = next(i for i, a in enumerate(op._schema.arguments) if a.name == "dim")
 
     @by_front

@@ -1,7 +1,7 @@
-"""out= of functions that torch puts together from others, and that go by memory on the way.
+"""Overrides of ``out=`` forms of composite functions that inspect the memory of ``out``.
 
-They write into a view of ``out`` and ask whether it is one, or whether ``out`` is a subclass; about
-our wrappers they are mistaken. So the result is computed, and written.
+They write into a view of ``out`` and check that it is a view, or that ``out`` is no subclass. For
+wrapper tensors these checks give wrong answers. So the result is computed first, then written.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""``apply_``, ``map_`` and ``map2_``: a function of Python's on each entry, read from memory.
+"""Overrides of ``apply_``, ``map_`` and ``map2_``, which call a Python function on each entry.
 
-They pass the dispatcher by, so a wrapper, which has no memory, would crash the process.
+They read memory without the dispatcher. A wrapper tensor, which has no memory, would crash the
+process.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def _entrywise(name: str) -> Any:
                 note_read(f"x.{name}()", t)
         around = _levels()
         if any(hasattr(level, "ledger") for level in around) and _is_shared_older(x):
-            raise shared_write(f"x.{name}()", x, [])  # each example would go on from the last
+            raise shared_write(f"x.{name}()", x, [])  # examples would see each other's results
         levels, root = levels_of(tensors), around[-1] if around else None
         found = []
         for places in all_places(levels):  # in the order of the loop
@@ -53,7 +54,7 @@ def _entrywise(name: str) -> Any:
                 with functions_off():
                     first, *rest = (example_of(t, places) for t in tensors)
                     first = first.clone()
-                found.append(method(first, *rest, function))  # who records calls is to see this
+                found.append(method(first, *rest, function))  # visible to a recorder of calls
         if not levels:
             return x.copy_(found[0])
         with functions_off(), outside(levels[0]):
@@ -72,7 +73,7 @@ def _is_shared_older(t: Any) -> bool:
 
 
 def _levels() -> list[Any]:
-    """The innermost first."""
+    """Return the levels that are running, the innermost first."""
     found, level = [], top()
     while level is not None:
         found.append(level)

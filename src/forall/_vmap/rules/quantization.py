@@ -1,4 +1,4 @@
-"""Quantisation, real and simulated: one scale for all examples, or a channel for each."""
+"""Rules of quantisation, with one scale for all examples, and of fake quantisation."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Tensor = torch.Tensor
 
 
 def _by_channel(x: Tensor, scale: Tensor, zero: Tensor, *limits: int) -> list[Tensor]:
-    """(B, C, *S), (B, C), (B, C): the examples' channels are as good as one example's."""
+    """Fake-quantise per channel, with the batch axis folded in: (B, C, *S), (B, C), (B, C)."""
     out = aten.fake_quantize_per_channel_affine_cachemask.default(
         x.flatten(0, 1), scale.flatten(), zero.flatten(), 0, *limits
     )
@@ -63,18 +63,21 @@ register(
 )
 
 
-# --- with a scale that is learned ----------------------------------------------------------------
+# --- learned scales ------------------------------------------------------------------------------
 
 
 def _learned(op: Any, tensors: int, *, by_channel: bool):
-    """``op(*tensors, scale, zero, [axis,] ..)``: the examples are channels, or have some each."""
+    """Return the handler of ``op(*tensors, scale, zero, [axis,] ..)``, run by a per-channel kernel.
+
+    The batch axis is folded into the channels, or takes their place.
+    """
 
     def rule(size, *args):
         given, rest = [_all(a, size) for a in args[: tensors + 2]], list(args[tensors + 2 :])
         *xs, scale, zero = given
         rank = xs[0].dim() - 1
         dim = wrap_dim(rest.pop(0), rank) + 1 if by_channel else 1
-        if tensors == 2 and not by_channel:  # the kernel for one scale rounds so, going back
+        if tensors == 2 and not by_channel:  # as the per-tensor backward kernel rounds
             zero = (zero + 0.5).clamp(*rest[:2]).trunc()
         xs = [x.movedim(dim, 1) if by_channel else x.unsqueeze(1) for x in xs]
         outs = op(*(x.flatten(0, 1) for x in xs), scale.flatten(), zero.flatten(), 0, *rest)
@@ -110,7 +113,10 @@ register(
 
 
 def _one_scale(func: Any, args: tuple, level: Any) -> list:
-    """The arguments after the first, one level down; a stack has one scale for all examples."""
+    """Return the arguments after the first, one level down, or refuse if any of them is batched.
+
+    A batched quantised tensor has one scale for all examples.
+    """
     if any(is_mapped(a, level) for a in args[1:]):
         raise _no_stack(func)
     return [lower(a, level) for a in args[1:]]

@@ -1,4 +1,4 @@
-"""The operators behind `forall.random`: entry by entry, without torch's promotion of dtypes."""
+"""Rules of the operators behind `forall.random`: pointwise, without torch's dtype promotion."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def _has_rank(a: Any) -> bool:
 
 
 def _lined(a: Stack, rank: int) -> Tensor:
-    """(B, *P) -> (B, 1, .., *P), whose examples broadcast to this rank."""
+    """Pad the rank of examples with leading ones: (B, *P) -> (B, 1, .., *P)."""
     return a.v.reshape(a.v.shape[0], *(1,) * (rank - a.v.dim() + 1), *a.v.shape[1:])
 
 
 register(
-    # Torch does not tag them, but they go entry by entry.
+    # They are pointwise, though torch does not tag them.
     dict.fromkeys((aten._standard_gamma_grad.default, aten._dirichlet_grad.default), pointwise)
 )
 register(

@@ -1,8 +1,8 @@
-"""Random draws, as the level's ``randomness`` says.
+"""Rules of random operators, by the level's ``randomness``.
 
-``"error"`` refuses, ``"different"`` draws (B, *S), ``"same"`` draws one S for all examples: two
-examples with other parameters still see the same draw underneath. Where the level has a scope
-(`forall.random.scope`) no flag is asked: the scope's key draws, for each example its own.
+``"error"`` refuses, ``"different"`` draws (B, *S), ``"same"`` draws one S for all examples. With
+``"same"``, examples with different parameters still share the underlying draw. If the level has a
+scope (`forall.random.scope`), the scope's key draws for each example instead, whatever the flag is.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def refused(func: Any) -> RuntimeError:
 
 
 def seeded(rule: Callable) -> Callable:
-    """The same rule, after the level has been asked whether draws are allowed."""
+    """Return a handler that refuses with randomness='error' and runs ``rule`` otherwise."""
 
     def handler(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
         if level.randomness == "error":
@@ -64,7 +64,7 @@ def seeded(rule: Callable) -> Callable:
 
 
 def random(rules: dict[Any, Callable]) -> None:
-    """Enter rows that also act where no argument differs between the examples."""
+    """Register rules that also run if no argument is batched."""
     rows = {op: seeded(rule) for op, rule in rules.items()}
     register(rows)
     SHARED.update(rows)
@@ -74,7 +74,7 @@ def random(rules: dict[Any, Callable]) -> None:
 
 
 def _fill(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
-    """x.uniform_() and its like: the draw alone says what x holds."""
+    """Run x.uniform_() and its like, which overwrite x with a draw."""
     x, *rest = args
     if level.randomness == "same" and not any(is_mapped(a, level) for a in rest):
         rest = [lower(a, level) for a in rest]
@@ -86,7 +86,7 @@ def _fill(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
         target.copy_(func(one, *rest, **kwargs))
         return x
     target = writable(level, func, x, list(rest))
-    if level.randomness == "same":  # bernoulli_(p) with a p of each example
+    if level.randomness == "same":  # bernoulli_(p) with a batched p
         drawn = torch.rand(target.shape[1:], device=target.device, **kwargs)
         target.copy_(drawn < _lined(rest[0], target.dim() - 1, level))
     else:
@@ -95,7 +95,7 @@ def _fill(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _lined(a: Any, rank: int, level: Any) -> Any:
-    """(B, 1, .., *P) against (B, *S)."""
+    """Pad the rank of a batched argument: (B, *P) -> (B, 1, .., *P), to broadcast to (B, *S)."""
     if not is_mapped(a, level):
         return lower(a, level)
     v = front(a)
@@ -126,7 +126,7 @@ random(
 
 
 def made(place: int) -> Callable:
-    """An operator whose argument ``place`` is the size."""
+    """Return the rule of a factory function whose argument number ``place`` is the size."""
 
     def rule(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
         if level.randomness == "same":
@@ -138,9 +138,9 @@ def made(place: int) -> Callable:
 
 
 def _like(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
-    """x gives nothing but shape, dtype and device."""
+    """Draw like x, whose shape, dtype and device alone are used."""
     x, *rest = args
-    if any(is_mapped(a, level) for a in rest):  # randint_like(x, high): no number to give below
+    if any(is_mapped(a, level) for a in rest):  # randint_like(x, high) with a batched high
         raise refused(func) from None
     value = stacked(x, level)
     if level.randomness == "same":
@@ -185,12 +185,12 @@ random(
 )
 
 
-# --- with parameters of each example -------------------------------------------------------------
+# --- with batched parameters ---------------------------------------------------------------------
 
 
 def _normal(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
-    """mean + std z, in the dtype of the mean, or of std where the mean is a number."""
-    args = (*args, 1.0)[:2]  # std where it is left away
+    """Return mean + std * z in the dtype of the mean, or of std if the mean is a number."""
+    args = (*args, 1.0)[:2]  # the default of std
     given = [a for a in args if isinstance(a, Tensor)]
     shape = broadcast_shapes(*(a.shape for a in given))
     ours = any(is_mapped(a, level) for a in given)
@@ -205,7 +205,7 @@ def _normal(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _per_example(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
-    """Each example draws from the same place in the generator's stream."""
+    """Run one example after another, each from the same state of the generator."""
     generator = rng_state.of((*args, *kwargs.values()))
     start = generator.get_state()
     outs = []
@@ -219,7 +219,7 @@ def _per_example(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def parametrised(draw: Callable) -> Callable:
-    """A rule from ``draw(func, stacks, rest, kwargs)``, which draws for all examples at once."""
+    """Return a rule made of ``draw(func, stacks, rest, kwargs)``, which draws for all examples."""
 
     def rule(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
         tensors = [a for a in args if isinstance(a, Tensor)]
@@ -251,7 +251,7 @@ def _multinomial(func: Any, stacks: list[Tensor], rest: list, kwargs: dict) -> T
 
 
 def _dropout(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
-    """(x * mask / (1 - p), mask); evaluation draws nothing."""
+    """Return (x * mask / (1 - p), mask). Evaluation mode draws nothing."""
     x, p, train = args
     if train is False or p == 0:
         with level_on(level):
@@ -268,7 +268,7 @@ def _dropout(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _leaky(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
-    """rrelu: the noise is kept, as the slope of each negative entry; evaluation draws nothing."""
+    """Run rrelu, which keeps the drawn slope of each negative entry. Evaluation draws nothing."""
     x, noise, lower_, upper, training, *_ = (*args, *(0.125, 1 / 3, False)[len(args) - 2 :])
     given = {"generator": args[5]} if len(args) > 5 else kwargs
     in_place = func is aten.rrelu_with_noise_.default
@@ -307,17 +307,17 @@ random(
 )
 
 
-# --- in other words ----------------------------------------------------------------------------
+# --- decompositions ----------------------------------------------------------------------------
 
 
 def _decomposed(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
-    """Torch's own words for it: a buffer, and a draw into the buffer."""
+    """Run torch's own decomposition, an in-place draw into a new buffer."""
     with level_on(level):
         return func._op_dk(DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
 
 
 def _bernoulli(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
-    """x may be the probabilities, or give the shape only, with one p."""
+    """Draw with x as the probabilities, or in the shape of x with one p."""
     x, *p = args
     with level_on(level):
         return aten.bernoulli_(aten.empty_like.default(x), *(p or [x]), **kwargs)
@@ -346,11 +346,11 @@ random(
 )
 
 
-# --- operators of others that drop out ---------------------------------------------------------
+# --- operators of other files that have dropout ------------------------------------------------
 
 
 def dropping_out(handler: Callable) -> Callable:
-    """Attention and the like draw only where their probability of dropout is not 0."""
+    """Return a handler that obeys ``randomness`` if the operator's dropout probability is not 0."""
 
     def handle(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
         ours = any(is_mapped(a, level) for a in (*args, *kwargs.values()))
@@ -371,9 +371,10 @@ def dropping_out(handler: Callable) -> Callable:
 
 
 def keyed(handler: Callable) -> Callable:
-    """The scope's draw is made of ordinary operators on examples, so the level maps those.
+    """Return a handler that draws with the key of the level's scope if there is one.
 
-    A level that runs while no scope does recomputes what was first computed without one.
+    The scope's draw is made of ordinary operators on examples, which the level batches. If no scope
+    is running while the level is, a value is being recomputed that was drawn without a scope.
     """
 
     def handle(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
@@ -391,8 +392,8 @@ def keyed(handler: Callable) -> Callable:
     return handle
 
 
-for _op, _handler in list(HANDLERS.items()):  # the rules of the other files, entered before
-    # the tag alone: `facts` of every operator here would read a schema each at import
+for _op, _handler in list(HANDLERS.items()):  # the rules of other files, registered before
+    # reads tags alone: `facts` would parse the schema of every operator at import
     if isinstance(_op, OpOverload) and torch.Tag.nondeterministic_seeded in _op.tags:
         if _op not in SHARED:
             SHARED[_op] = dropping_out(_handler)

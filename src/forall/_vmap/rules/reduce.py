@@ -1,4 +1,4 @@
-"""Reductions: (B, *S) -> (B, *S without dims)."""
+"""Rules of reductions: (B, *S) -> (B, *S without dims)."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ register(
 
 
 def over_list(op):
-    """The form with a list of dims: ``op(x, *args, dims)``."""
+    """Return a full reduction made of ``op(x, *args, dims)``, which takes a list of dims."""
 
     def rule(x, *args, **kwargs):
         return op(x, *args, [*range(1, x.dim())], **kwargs)
@@ -57,12 +57,12 @@ def over_list(op):
 
 
 def over_one(op):
-    """The form with one dim."""
+    """Return a full reduction made of ``op(x, dim, *args)``, which takes one dim."""
     return whole(lambda x, *args, **kwargs: op(x, 1, *args, **kwargs))
 
 
 def values(op):
-    """The values of a form that also finds where they are."""
+    """Return a full reduction made of ``op(x, dim)``, which returns (values, indices)."""
     return whole(lambda x: op(x, 1)[0])
 
 
@@ -87,7 +87,7 @@ register(
 
 
 def _dense_numbers(rule):
-    """Of a sparse example all entries, added, are a dense number."""
+    """Return a handler whose results of rank 0 are dense, as torch's sum of a sparse tensor is."""
 
     def handler(level, func, args, kwargs):
         out = rule(level, func, args, kwargs)
@@ -102,11 +102,11 @@ for _op in (aten.sum.default, aten.sum.dim_IntList):
     HANDLERS[_op] = _dense_numbers(HANDLERS[_op])
 
 
-_DIMS = [[*range(1, rank)] for rank in range(65)]  # those of an example in its stack
+_DIMS = [[*range(1, rank)] for rank in range(65)]  # an example's dims in the batched tensor
 
 
 def one_of(whole_op, op):
-    """The call ``x.op()`` or ``x.op(dim, keepdim)``, with a dtype, by the rule of its operator."""
+    """Return the direct rule of ``x.op()`` and ``x.op(dim, keepdim)``, with or without a dtype."""
 
     def rule(level, func, args, kwargs):
         if len(args) == 1 and not kwargs:
@@ -141,7 +141,7 @@ for _name, _ops in {
 
 
 def extreme(op):
-    """The call ``x.op(dim, keepdim)`` by the rule of its operator, which wants a list of dims."""
+    """Return the direct rule of ``x.op(dim, keepdim)``; its operator takes a list of dims."""
 
     def rule(level, func, args, kwargs):
         if len(args) not in (2, 3) or kwargs or type(args[1]) is not int:
@@ -157,7 +157,7 @@ for _name, _op in {"amax": aten.amax.default, "amin": aten.amin.default}.items()
 
 
 def all_or_one(op):
-    """``op(x, dim=None, keepdim=False)``: without a dim, all entries of the example are one row."""
+    """Return the handler of ``op(x, dim=None, keepdim=False)``: no dim reduces all entries."""
     one = along(op)
 
     @by_front

@@ -1,7 +1,7 @@
-"""Recurrent networks: with one weight for all examples, these join the batch of one fused call.
+"""Rules of recurrent networks: with unbatched weights, the batch axis is folded into the batch N.
 
-The calls of torch's API are answered whole where no derivative is at stake. Where one is, autograd
-records what they are made of: ordinary operators, or one layer of an LSTM as oneDNN has it.
+API calls that need no derivative are one fused call. For those that need one, autograd records the
+operators that they are made of: ordinary ones, or oneDNN's operator for one LSTM layer.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ aten = torch.ops.aten
 Tensor = torch.Tensor
 
 
-# --- examples join the batch ---------------------------------------------------------------------
+# --- fused calls ---------------------------------------------------------------------------------
 
 
 def joined(a: Any, dim: int, level: Any) -> Any:
-    """(B, *S) -> (*S with B * N at ``dim``)."""
+    """Fold the batch axis into ``dim``: (B, *S) -> *S with B * N at ``dim``."""
     if isinstance(a, (list, tuple)):
         return [joined(b, dim, level) for b in a]
     return stacked(a, level).movedim(0, dim).flatten(dim, dim + 1)
 
 
 def parted(out: Any, dim: int, level: Any) -> Any:
-    """(*S with B * N at ``dim``) -> examples."""
+    """Undo the fold into ``dim`` and wrap the result as a tensor of the level."""
     if isinstance(out, (list, tuple)):
         return tuple(parted(o, dim, level) for o in out)
     return wrap(out.unflatten(dim, (level.size, -1)), dim, level)
@@ -51,7 +51,7 @@ def _are_shared(params: Sequence, level: Any) -> bool:
 
 
 def _cell(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
-    """x (N, I), hidden (N, H) or a pair of them, then the parameters."""
+    """Run a cell on x (N, I), hidden (N, H) or a pair of them, and the parameters."""
     x, hidden, *params = args
     if kwargs or not _are_shared(params, level) or x.dim() != 2:
         return NotImplemented
@@ -60,7 +60,7 @@ def _cell(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _layers(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
-    """x (T, N, I), hidden (L, N, H), a list of parameters, then words."""
+    """Run layers on x (T, N, I), hidden (L, N, H), a list of parameters, and options."""
     if isinstance(args[1], Tensor) and args[1].dim() == 1:
         return _packed_layers(level, func, args, kwargs)
     x, hidden, params, *words = args
@@ -73,9 +73,9 @@ def _layers(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _packed_layers(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
-    """x (S, I) are the rows of each step one after another, ``sizes`` how many a step has.
+    """Run layers on a packed sequence: x (S, I) are rows by step, ``sizes`` the rows of each step.
 
-    The examples' rows of one place lie together, so that those that last longest stay in front.
+    The examples' rows at one position are adjacent, so that the longest sequences stay in front.
     """
     x, sizes, hidden, params, *words = args
     if not _joins(params, words, level):
@@ -92,7 +92,7 @@ def _packed_layers(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _joins(params: Sequence, words: Sequence, level: Any) -> bool:
-    """Whether all examples can be one call: they have one weight, and nothing is dropped out."""
+    """True if all examples can be one call: the parameters are unbatched, without dropout."""
     _, layers, dropout, train, *_ = words
     return _are_shared(params, level) and not (train and dropout and layers > 1)
 
@@ -114,7 +114,7 @@ DIRECT.update({call: (_layers, _operators(call)) for call in _LAYERS})
 
 
 def _of_all(a: Any, what: str) -> Any:
-    """What torch's kernel reads from memory. Where it differs between the examples they part."""
+    """Return a plain tensor for a kernel that reads memory; examples that differ in it diverge."""
     if is_mapped_at_any(a):
         return told(
             a,
@@ -129,7 +129,7 @@ def _of_all(a: Any, what: str) -> Any:
 
 
 def _packed(x: Tensor, lengths: Tensor, batch_first: bool) -> Any:
-    """The rows of x that are no padding, step by step, and how many each step has."""
+    """Pack a padded sequence: return its rows step by step, and the number of rows of each step."""
     if not isinstance(x, Wrapper) and not isinstance(lengths, Wrapper):
         return NotImplemented
     lengths = _of_all(lengths, "lengths")
@@ -140,7 +140,7 @@ def _packed(x: Tensor, lengths: Tensor, batch_first: bool) -> Any:
 
 
 def _padded(x: Tensor, sizes: Tensor, batch_first: bool, padding: float, total: int) -> Any:
-    """The rows in their places, where there is none a row of padding."""
+    """Pad a packed sequence: return the rows at their positions, and the lengths."""
     if not isinstance(x, Wrapper) and not isinstance(sizes, Wrapper):
         return NotImplemented
     sizes = _of_all(sizes, "batch_sizes")

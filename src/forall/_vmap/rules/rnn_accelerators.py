@@ -1,8 +1,8 @@
-"""Kernels of accelerators for recurrent layers and cells: in ordinary operators, for all examples.
+"""Rules of accelerator kernels for recurrent layers and cells, made of ordinary operators.
 
-A call of torch's API with a derivative at stake, or with weights of each example, never comes to
-cuDNN: autograd records the ordinary operators. Its backward has examples where the call itself was
-made outside, as in `jacrev`.
+A call of torch's API that needs a derivative, or has batched weights, does not reach cuDNN: it is
+decomposed, and autograd records ordinary operators. The backward of cuDNN is batched if the call
+itself was made outside, as in `jacrev`.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ Tensor = torch.Tensor
 
 
 def has_kernel(x: Tensor) -> bool:
-    """Return True if a recurrent layer of ``x`` may be one kernel, which knows no examples."""
+    """True if a recurrent layer of ``x`` may be one kernel, which has no batching rule."""
     return not x.is_cpu
 
 
 def _layers(mode: int, before: Callable) -> Callable:
-    """Return what answers a call of torch's of this kind of layer, where ``before`` does not."""
+    """Return the override of a torch function for such layers, used if ``before`` declines."""
 
     def answer(*args: Any, **kwargs: Any) -> Any:
         out = before(*args, **kwargs)
@@ -64,7 +64,7 @@ def _layers(mode: int, before: Callable) -> Callable:
 
 
 def _for_examples(f: Callable) -> Callable:
-    """Return the rule that ``f`` makes of ordinary operators."""
+    """Return a handler that runs ``f``, which is made of ordinary operators."""
 
     def rule(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
         with level_on(level):
@@ -74,7 +74,10 @@ def _for_examples(f: Callable) -> Callable:
 
 
 def _unless_dropped_out(rule: Callable, first: int) -> Callable:
-    """Return ``rule`` where nothing is dropped out; ``first`` is where the words for that begin."""
+    """Return a handler that runs ``rule``, but loops over the examples if there is dropout.
+
+    ``first`` is the index of the arguments (num_layers, .., dropout, train).
+    """
 
     def checked(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
         count, _, dropout, train = args[first : first + 4]
@@ -87,7 +90,7 @@ def _unless_dropped_out(rule: Callable, first: int) -> Callable:
 
 def _cudnn(*args: Any) -> tuple:
     out, h, c = rnn_decompositions.cudnn(*args)
-    # What the kernel keeps for its backward, which nobody reads here.
+    # The last two stand for the kernel's reserve and weight buffer, which are not read here.
     return out, h, c, out.new_empty(0, dtype=torch.uint8), out.new_empty(0)
 
 

@@ -1,8 +1,9 @@
-"""One layer of an LSTM as oneDNN has it, and its derivative.
+"""Rules of oneDNN's operator for one LSTM layer, and of its backward.
 
-With one weight for all examples, they join the batch of one fused call. The derivative of a weight
-is each example's own, so it is put in other words: the gates of all steps at once, since the hidden
-states are known; back through time, one product a step; then each weight by one product.
+With unbatched weights, the batch axis is folded into the batch of one fused call. The gradient of a
+weight is batched, so the backward is made of ordinary operators. The gates of all steps are
+computed at once, since the hidden states are known. Then there is one product per step back through
+time, and one product per weight.
 
 Source: Hochreiter and Schmidhuber, "Long short-term memory" (1997).
 """
@@ -29,12 +30,12 @@ Tensor = torch.Tensor
 
 
 def _joined(a: Tensor, dim: int, level: Any) -> Tensor:
-    """(B, *S) -> (*S with B * N at ``dim``). The kernel reads memory as if it had no gaps."""
+    """Fold the batch axis into ``dim``: (B, *S) -> *S with B * N at ``dim``, contiguous."""
     return stacked(a, level).movedim(0, dim).flatten(dim, dim + 1).contiguous()
 
 
 def _layer(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
-    """x (T, N, I), weights (4H, I) and (4H, H), biases (4H,), states (N, H)."""
+    """Run a layer on x (T, N, I), weights (4H, I) and (4H, H), biases (4H,), states (N, H)."""
     x, *params, h, c = args[:7]
     if not level.size or any(is_mapped(p, level) for p in params):
         found = _in_other_words(level, func, args, kwargs)
@@ -46,7 +47,7 @@ def _layer(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
         wrap(o.unflatten(dim, (level.size, -1)), dim, level)
         for o, dim in zip(outs, (1, 0, 0), strict=True)
     ]
-    # It holds all examples in an order of its own; only the fused backward could read it.
+    # The workspace has no batch axis; only the fused backward could read it.
     return *outs, wrapped(workspace, None, level)
 
 
@@ -67,7 +68,7 @@ def _in_other_words(size, x, w, u, b, d, h, c, reverse, sizes, mode, hidden, lay
 
 
 def _inputs(x: Tensor, w: Tensor, b: Tensor, d: Tensor, biases: bool) -> Tensor:
-    """(B, T, N, I) -> (B, T, N, 4H): what the input gives to the gates of all steps."""
+    """Return the part of the gates that comes from x: (B, T, N, I) -> (B, T, N, 4H)."""
     out = _by(x, w.mT)
     if not biases:
         return out
@@ -76,7 +77,7 @@ def _inputs(x: Tensor, w: Tensor, b: Tensor, d: Tensor, biases: bool) -> Tensor:
 
 
 def _by(x: Tensor, w: Tensor) -> Tensor:
-    """(B, T, N, I) by (B, I, O), or by one (I, O) for all."""
+    """Multiply (B, T, N, I) with (B, I, O), or with an unbatched (I, O)."""
     return (x.flatten(1, 2) @ _precise(w)).unflatten(1, x.shape[1:3])
 
 
@@ -85,7 +86,7 @@ def _stack(a: Any, size: int) -> Tensor:
 
 
 def _precise(a: Tensor) -> Tensor:
-    """oneDNN keeps the state of half-precision layers in float32."""
+    """Convert half precision to float32, in which oneDNN keeps the state of such layers."""
     return a.float() if a.dtype in (torch.float16, torch.bfloat16) else a
 
 
@@ -111,7 +112,7 @@ def _backward(
 
 
 def _through_time(gates: Tensor, c: Tensor, u: Tensor, gy: Tensor, gh: Tensor, gc: Tensor) -> tuple:
-    """The cotangents of the gates (B, T, N, 4H), and of the first states."""
+    """Return the cotangents of the gates (B, T, N, 4H) and of the initial states."""
     i, f, g, o = gates.chunk(4, -1)
     i, f, g, o = i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
     cells = [c]

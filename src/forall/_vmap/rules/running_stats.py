@@ -1,9 +1,8 @@
-"""Running statistics that a norm updates by the way: those its operators cannot answer for.
+"""Overrides of norms whose updates of running statistics no operator's rule can express.
 
-``BatchNorm(momentum=None)`` averages over all calls: it reads how many there were as a Python
-number, which differs from example to example. Torch's instance norm writes the mean of a
-computation on copies. Both are put in other words: the norm alone, on statistics of its own, and
-an update of the running ones.
+``BatchNorm(momentum=None)`` averages over all calls: it reads the number of calls as a Python
+number, which differs between the examples. Torch's instance norm writes the mean of statistics of
+copies. Both are replaced: the norm runs on new statistics, and then the running ones are updated.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ Tensor = torch.Tensor
 
 
 def _float(counter: Tensor) -> Any:
-    """float(num_batches_tracked), which the module asks for right before it calls batch_norm."""
+    """Override float(num_batches_tracked), which the module calls right before batch_norm."""
     level = noting_level()
     if level is None or not _asked_by(BATCH_NORM):
         return NotImplemented
@@ -40,7 +39,7 @@ def _float(counter: Tensor) -> Any:
 
 
 def _asked_by(code: CodeType) -> bool:
-    """Whether the API call that is answered was made there."""
+    """True if the overridden API call was made by code ``code``."""
     frame = sys._getframe(2)
     while frame is not None and (
         frame.f_globals.get("__name__") == Sharing.__module__ or frame.f_code is PASSES_ON
@@ -57,7 +56,7 @@ def _batch_norm(x: Tensor, running_mean: Any, running_var: Any, *args: Any, **kw
     level.counted = None
     with functions_off():
         own = torch.zeros_like(running_mean), torch.zeros_like(running_var)
-        out = F.batch_norm(x, *own, *args, **kwargs)  # of momentum 1: what the batch says alone
+        out = F.batch_norm(x, *own, *args, **kwargs)  # momentum 1: own are the batch's statistics
         with torch.no_grad():
             for running, batch in zip((running_mean, running_var), own, strict=True):
                 if is_shared_older(running, level):

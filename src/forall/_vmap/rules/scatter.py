@@ -1,7 +1,8 @@
-"""Writing by index: (B, *S) and (B, *I) -> (B, *S), in place or as a new tensor.
+"""Rules of writes by index: (B, *S) and (B, *I) -> (B, *S), in place or as a new tensor.
 
-A rule gets the target's stack and `Writing`, which knows the form: ``w.scatter_add(x, ..)`` makes a
-new tensor for ``index_add`` and writes in place for ``index_add_``.
+A rule gets the batched target x and an object w for the form of the operator. With it,
+``w.scatter_add(x, ..)`` makes a new tensor for ``index_add`` and writes in place for
+``index_add_``.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ Tensor = torch.Tensor
 
 
 class Writing:
-    """The form an operator writes in: a new tensor, or in place."""
+    """The form in which an operator writes, in place or as a new tensor, as methods of Tensor."""
 
     __slots__ = ("ending", "size")
 
@@ -56,7 +57,10 @@ class Writing:
 
 
 def writes(rule: Callable) -> tuple[Callable, Callable]:
-    """The handlers of both forms from ``rule(w, x, *args)``; x is (B, *S), S of rank 1 at least."""
+    """Return the handlers (functional, in place) made of ``rule(w, x, *args)``.
+
+    x is (B, *S), where S has rank 1 at least.
+    """
 
     def handler(in_place: bool) -> Callable:
         def handle(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
@@ -85,7 +89,7 @@ def _dim(x: Tensor, dim: int) -> int:
 
 
 def scattering(name: str) -> Callable:
-    """``x.name(dim, index, source or value, ..)``: every operand has the target's rank."""
+    """Return the rule of ``x.name(dim, index, source, ..)``, where all have the target's rank."""
 
     def rule(w: Writing, x: Tensor, dim: int, index: Any, source: Any, *args: Any, **kwargs: Any):
         if isinstance(source, (Stack, Tensor)):
@@ -96,9 +100,9 @@ def scattering(name: str) -> Callable:
 
 
 def by_rows(name: str, instead: Callable) -> Callable:
-    """``x.name(dim, index, source, ..)``, the index a list of places in ``dim``.
+    """Return the rule of ``x.name(dim, index, source, ..)`` with a 1-d index into ``dim``.
 
-    ``instead(w, x, dim, index, source, ..)`` does it where each example has its own list.
+    ``instead(w, x, dim, index, source, ..)`` is called if the index is batched.
     """
 
     def rule(w: Writing, x: Tensor, dim: int, index: Any, source: Any, *args: Any, **kwargs: Any):
@@ -143,7 +147,7 @@ def _index_fill(w, x, dim, index, value):
 
 
 def _by_mask(w, x, mask, values, accumulate):
-    """x[mask] = values, in order: of one shape, whatever number of entries the mask has."""
+    """Run ``x[mask] = values`` in order, with shapes that do not depend on the mask's values."""
     rest = x.shape[mask.dim() :]
     v = values.v if isinstance(values, Stack) else values.unsqueeze(0)
     v = v.reshape(v.shape[0], *(1,) * (len(rest) + 2 - v.dim()), *v.shape[1:])
@@ -176,7 +180,7 @@ def _index_put(w, x, indices, values, accumulate=False, unsafe=False):
 
 
 def _put(w, x, index, source, accumulate=False):
-    """x, index and source as they lie in a row."""
+    """Run ``x.put(index, source)``, which takes x, index and source as flattened."""
     flat = x.flatten(1)
     rows = [examples_of(w.size, x.device, 1), lined(index, w.size).flatten(1)]
     source = lined(source, w.size).flatten(1)
@@ -187,7 +191,7 @@ def _put(w, x, index, source, accumulate=False):
 
 
 def _pairs(ops: dict[tuple[Any, ...], Callable]) -> dict[Any, Callable]:
-    """Both forms' handlers for pairs (functional, in place) of operators."""
+    """Return the handlers of both forms for pairs (functional, in place) of operators."""
     return {
         op: handler
         for pair, rule in ops.items()

@@ -1,4 +1,4 @@
-"""Softmax and gates along one dim of each example, and back: (B, *S) -> (B, *R)."""
+"""Rules of softmax and glu along one dim of each example, and their backwards."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _masked(size, x, mask, dim=None, mask_type=None):
 
 @by_front
 def _masked_backward(size, g, out, mask, dim=None):
-    """What is masked out takes no part: neither in the sum along ``dim``, nor in the result."""
+    """Return the gradient: masked entries are zero in it and in the sum along ``dim``."""
     g, out = (a.v if isinstance(a, Stack) else a.expand(size, *a.shape) for a in (g, out))
     dim, mask = stacked_dim(-1 if dim is None else dim, out.dim() - 1), _mask_of(out, mask, 2)
     out = torch.where(mask, 0, out)
@@ -31,7 +31,7 @@ def _masked_backward(size, g, out, mask, dim=None):
 
 
 def _mask_of(v, mask, mask_type):
-    """The mask for every entry of (B, N, H, L, L); type 0 is (L, L), type 1 is (N, L), 2 is all."""
+    """Expand a mask to (B, N, H, L, L): type 0 is (L, L), type 1 is (N, L), type 2 is full."""
     m = mask.v if isinstance(mask, Stack) else mask.unsqueeze(0)
     if mask_type == 0:
         m = m[:, None, None]

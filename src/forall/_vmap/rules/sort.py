@@ -1,4 +1,4 @@
-"""Sorting along one dim of each example, and finding places in what is sorted."""
+"""Rules of sort and topk along one dim of each example, and of searchsorted and bucketize."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ def _stack(a, size):
 
 
 def _number_promoted(row, x):
-    """A number among the examples does not promote, though its stack would."""
+    """Return x, and the dtype that the examples promote to if their batched tensors would not.
+
+    An example of rank 0 promotes less than its batched tensor does.
+    """
     if isinstance(x, Stack) and x.v.dim() == 1 and x.v.dtype != _dtype_of(row):
         number = torch.empty((), dtype=x.v.dtype, device="meta")
         common = torch.result_type(torch.empty(1, dtype=_dtype_of(row), device="meta"), number)
@@ -36,7 +39,7 @@ def _number_promoted(row, x):
 
 @by_front
 def _searchsorted(size, rows, x, *, sorter=None, **kwargs):
-    """rows (B, N) or (B, *K, N), x (B, *S) or (B, *K, M): a single row serves all of x."""
+    """Search x (B, *S) in rows (B, N), or x (B, *K, M) in rows (B, *K, N)."""
     x, common = _number_promoted(rows, x)
     if common is not None:
         rows = Stack(rows.v.to(common)) if isinstance(rows, Stack) else rows.to(common)
@@ -53,7 +56,7 @@ def _searchsorted(size, rows, x, *, sorter=None, **kwargs):
 
 @by_front
 def _search_number(size, rows, number, *, sorter=None, **kwargs):
-    """A Python number, sought in the row of every example."""
+    """Search a Python number in the row of each example."""
     rows = _stack(rows, size).contiguous()
     x = torch.full((size, 1), number, dtype=torch.result_type(rows, number), device=rows.device)
     sorter = None if sorter is None else _stack(sorter, size).contiguous()
@@ -61,7 +64,7 @@ def _search_number(size, rows, number, *, sorter=None, **kwargs):
 
 
 def _swapped(rule):
-    """bucketize(x, boundaries) is searchsorted(boundaries, x)."""
+    """Return a handler with swapped operands: bucketize(x, y) is searchsorted(y, x)."""
 
     def handler(level, func, args, kwargs):
         return rule(level, func, (args[1], args[0]), kwargs)

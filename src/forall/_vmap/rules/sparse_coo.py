@@ -1,6 +1,6 @@
-"""Other layouts. Sparse in coordinates: examples are one more sparse dim, in front.
+"""Rules of sparse COO tensors: the batch axis is one more sparse dim, in front.
 
-Examples may differ in how many entries they have; a stack does not mind.
+The examples may have different numbers of entries. Other sparse layouts are refused.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Tensor = torch.Tensor
 
 
 def _coordinates(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
-    """indices (B, D, N), values (B, N, *S) -> (B, *sizes): all examples' entries in one list."""
+    """Build (B, *sizes) from indices (B, D, N) and values (B, N, *S)."""
     sparse, dense, sizes, indices, values = args
     i, v = (stacked(a, level) for a in (indices, values))
     which = torch.arange(len(i), device=i.device).view(-1, 1, 1).expand(-1, 1, i.shape[2])
@@ -42,7 +42,7 @@ def _coordinates(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _to_sparse(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
-    """With examples for the first dim that is sparse."""
+    """Convert to sparse COO, with the batch axis as the first sparse dim."""
     x, how = args[0], {**kwargs}
     dims = args[1] if len(args) > 1 else x.dim() - (how.pop("dense_dim", None) or 0)
     if how.get("layout") not in {None, torch.sparse_coo}:
@@ -59,7 +59,7 @@ def _is_coalesced(level: Any, func: Any, args: tuple, kwargs: dict) -> bool:
 
 
 def _mask(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
-    """The entries of a dense example where a sparse one has some."""
+    """Return the entries of dense examples at the indices of sparse ones."""
     x, mask = args
     if not is_mapped(mask, level) or mask.axis:
         raise _no_stack("sparse, where the mask is the same for all")
@@ -67,7 +67,7 @@ def _mask(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _values(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
-    """(B * N, *S), one example's after another's: as many for each, or they have no stack."""
+    """Return the values (B, N, *S), or raise if the examples have different numbers of them."""
     x = args[0].value
     which = x._indices()[0]
     counts = which.bincount(minlength=level.size)
@@ -77,7 +77,7 @@ def _values(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _addmm(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
-    """beta * x + alpha * (a @ b), where x is not read for a beta of 0."""
+    """Return beta * x + alpha * (a @ b), without reading x if beta is 0."""
     x, a, b = args
     alpha, beta = kwargs.get("alpha", 1), kwargs.get("beta", 1)
     with level_on(level):
@@ -87,7 +87,7 @@ def _addmm(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _sum(x: Any, dim: Any = None, dtype: Any = None) -> Any:
-    """Of all entries, which may be as many as they like."""
+    """Sum all entries of each example, through a dense tensor."""
     if type(x) is not Batched or dim is not None or x.layout is not torch.sparse_coo:
         return NotImplemented
     return x.to_dense().sum(dtype=dtype)
@@ -96,7 +96,7 @@ def _sum(x: Any, dim: Any = None, dtype: Any = None) -> Any:
 def _in_coordinates(
     indices: Any, values: Any = None, *size: Any, check_invariants: Any = None, **how: Any
 ) -> Any:
-    """With the size that torch would read off the indices, in C++."""
+    """Override ``torch.sparse_coo_tensor``, which infers the size from the indices in C++."""
     size = (how.pop("size"),) if "size" in how else size
     checks = torch.sparse.check_sparse_tensor_invariants.is_enabled()
     checks = checks if check_invariants is None else check_invariants
@@ -110,8 +110,11 @@ def _in_coordinates(
 
 
 def _size(indices: Tensor, dense: Any, size: tuple, checks: bool) -> torch.Size:
-    """What torch finds, or finds wrong, with entries in the corners of a box around all of them."""
-    low, high = indices.amin(1).clamp_max(0), indices.amax(1)  # of low ones, that none is below 0
+    """Return the size that torch infers, or raise torch's error.
+
+    Torch gets entries at the corners of the bounding box of all indices.
+    """
+    low, high = indices.amin(1).clamp_max(0), indices.amax(1)  # low is checked not to be negative
     box = told(torch.stack([low, high], 1), _differs)
     with no_dispatch():
         zeros = torch.zeros(2, *dense, device=box.device)

@@ -1,4 +1,4 @@
-"""A sparse matrix that all examples share, next to a dense one of each: columns of one product."""
+"""Rules of sparse.mm with a reduction: an unbatched sparse matrix times a batched dense one."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _BACKWARD = aten._sparse_mm_reduce_impl_backward.default
 
 
 def _columns(x, level):
-    """(B, K, N) -> (K, B * N)."""
+    """Fold the batch axis into the columns: (B, K, N) -> (K, B * N)."""
     return stacked(x, level).movedim(0, 1).flatten(1)
 
 
 def _product(level, func, args, kwargs):
-    """(M, K) @ (K, B * N) -> (M, B, N); the places of the extremes likewise.
+    """Return (M, K) @ (K, B * N) as (M, B, N), and the indices of the extremes likewise.
 
-    The kernel notes these places only where an argument requires grad, which the example does and
-    its value does not; without them its backward reads memory that is not there.
+    The kernel records these indices only if an argument requires grad. The example may require
+    grad while its value does not, and without the indices the backward would read bad memory.
     """
     a, b, how = args
     mapped = is_mapped(b, level)
@@ -39,14 +39,14 @@ def _product(level, func, args, kwargs):
 
 
 def _examples(columns, level):
-    """(M, B * N), or a sum's places of extremes, which are none."""
+    """Undo the fold of (M, B * N). The indices of extremes are empty for a sum."""
     if columns.dim() < 2:
         return wrapped(columns, None, level)
     return wrapped(columns.unflatten(1, (level.size, -1)), 1, level)
 
 
 def _pulled(level, func, args, kwargs):
-    """The same for the dense argument; the gradient of the sparse one is the sum over examples."""
+    """Return the gradient of the dense argument; a per-example sparse gradient is refused."""
     a, g, b, how, places, (sparse, dense) = args
     if sparse:
         raise NotImplementedError(

@@ -1,7 +1,7 @@
-"""Operators on images: pooling, resizing, sampling, padding, unfolding.
+"""Rules of operators on images: pooling, resizing, grid sampling, padding, im2col.
 
-All read (N, *C, *spatial) and treat every image of N alone: the examples join N. An example
-without N, where the operator allows it, has its examples for N.
+All read (N, *C, *spatial) and treat each image of N independently, so the batch axis is folded into
+N. If the examples have no N, the batch axis takes its place.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ Tensor = torch.Tensor
 
 
 def over_images(func: Any, rank: int, *, alone: bool = True, sized: int | None = None):
-    """A handler for ``func`` on images of ``rank`` axes, N not counted.
+    """Return the handler of ``func`` on images of ``rank`` dims, N not counted.
 
-    ``alone``: whether it takes an image without N. ``sized``: its argument that lists sizes from N.
+    ``alone``: True if it takes an image without N. ``sized``: the index of an argument that lists
+    sizes, N first.
     """
 
     def rule(size, *args):
         r = rank_of(args[0])
         if r != rank + 1 and not (alone and r == rank):
-            return func(*map(example, args))  # the operator says what it misses
+            return func(*map(example, args))  # the operator raises the error
         join = r == rank + 1
         args = [_joined(a, size, join) for a in args]
         if sized is not None:
@@ -53,12 +54,12 @@ def _joined(a: Any, size: int, join: bool) -> Any:
     else:
         return a
     a = a.flatten(0, 1) if join else a
-    # Where the largest were: some kernels read these one after another, whatever the strides.
+    # Indices of maxima: some kernels read them as contiguous, whatever the strides are.
     return a if a.is_floating_point() or a.is_complex() else a.contiguous()
 
 
 def example(a: Any) -> Any:
-    """One example of a mapped argument."""
+    """The first example of a batched argument."""
     return a.v[0] if isinstance(a, Stack) else a
 
 
@@ -100,7 +101,7 @@ _RESIZES = {
 
 
 def _default(name: str) -> list:
-    """The overload of this name, or nothing in a torch that lacks it."""
+    """Return the operator's default overload in a list, empty in a torch version that lacks it."""
     return [getattr(aten, name).default] if hasattr(aten, name) else []
 
 
@@ -147,7 +148,10 @@ register(
 
 
 def _fractional(func: Any, rank: int):
-    """Of the random samples (M, C, D) the first N are used: one, where the image has no N."""
+    """Return the handler of a fractional pooling.
+
+    The kernel uses the first N of the random samples (M, C, D), or the first if there is no N.
+    """
 
     def rule(size, x, kernel, output, samples):
         join = rank_of(x) == rank + 1
@@ -181,7 +185,7 @@ register(
 
 
 def _leading(func: Any):
-    """(*, C, H, W): whatever leads is nobody's business."""
+    """Return the handler of an operator on (*, C, H, W), which takes any leading dims."""
 
     def rule(size, x, factor):
         return func(x.v if x.v.dim() > 3 else x.v[0], factor)

@@ -1,4 +1,4 @@
-"""What torch's own code checks on the values of one example, before any operator that we see."""
+"""Checks of values that torch's API functions make before they call an operator."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Tensor = torch.Tensor
 
 
 def _stack(a: Any) -> Tensor | None:
-    """All examples of a value of whatever levels; None for what torch itself looks at."""
+    """Return the plain tensor with all examples of ``a``; None for what torch itself checks."""
     return innermost(a) if isinstance(a, Wrapper) else None
 
 
@@ -31,7 +31,10 @@ def _plain(a: Tensor) -> Tensor:
 
 
 def checked(func: Any, fails: Any) -> Any:
-    """A call that raises the first failing example's error where ``fails`` finds a bad value."""
+    """Return an override of ``func`` that raises the error of the first example that fails.
+
+    ``fails(*args, **kwargs)`` is True if any example has a bad value.
+    """
 
     def unseen(*args: Any, **kwargs: Any) -> Any:
         with functions_off(), no_dispatch():  # where a mode is on, torch leaves the check out
@@ -39,14 +42,14 @@ def checked(func: Any, fails: Any) -> Any:
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if trace_modes.are_on():
-            return NotImplemented  # a trace is of no values
-        with outside_all():  # a program that is being recorded makes the test too
+            return NotImplemented  # a tracer has no values to check
+        with outside_all():  # a program that is being recorded includes the check
             failed = fails(*args, **kwargs)
         if failed:
             error = first_error(func.__name__, unseen, args, kwargs)
             if error is not None:
                 raise error
-            if not levels_of(pytree.leaves((args, kwargs))):  # all are alike, and fail alike
+            if not levels_of(pytree.leaves((args, kwargs))):  # nothing is batched: all fail alike
                 args, kwargs = pytree.map_tensors(_plain, (args, kwargs))
                 unseen(*args, **kwargs)
         return NotImplemented
@@ -79,7 +82,7 @@ def _histc(x: Any, bins: int = 100, min: float = 0, max: float = 0, **_: Any) ->
 
 
 def _all_true(level: Any, func: Any, args: tuple, kwargs: dict) -> Tensor:
-    """torch asks this before it raises: what holds for all examples, as one answer for them."""
+    """Return the unbatched answer for all examples together, which torch reads before it raises."""
     return wrap(func(args[0].value), None, level)
 
 

@@ -1,7 +1,7 @@
-"""Views: (.., B, ..) -> (.., B, ..), the examples' axis stays where it is or moves with its dim.
+"""Rules of views: (.., B, ..) -> (.., B, ..), where the batch axis stays or moves with the dims.
 
-A rule is ``rule(value, axis, *args) -> (value, axis)``. It also re-derives a view after a
-promotion, so it must depend on its arguments alone.
+A rule is ``rule(value, axis, *args) -> (value, axis)``. It also derives a view again after its base
+got a batch axis, so it must depend on its arguments alone.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def _alias(v, axis, *_):
 
 
 def _detach(v, axis):
-    """What is cut may hang on the stack: the tangents of a `jvp` around, a pull-back's history."""
+    """Detach the value too if an outer `jvp` or a backward pass differentiates it."""
     return (v.detach() if isinstance(v, Wrapper) or v.requires_grad else v), axis
 
 
@@ -98,7 +98,7 @@ def _expand(v, axis, size, *, implicit=False):
 
 
 def _placed(v):
-    """An axis that lies inside in memory is not to look as one in front: see `layouts`."""
+    """Move the batch axis last if it is not the outermost in memory: see `layouts`."""
     return (v.movedim(0, -1), v.dim() - 1) if is_inside(v, 0) else (v, 0)
 
 
@@ -109,7 +109,7 @@ def _view(v, axis, size):
 
 
 def _sizes(size, v):
-    """The sizes with -1 filled in from one example: an empty stack could not tell."""
+    """Replace -1 in the sizes, computed from one example, as B may be 0."""
     size = list(size)
     if -1 in size:
         known = numel = 1
@@ -158,7 +158,7 @@ def _neg_view(v, axis):
 
 
 def _view_as_real(v, axis):
-    return torch.view_as_real(v.resolve_conj()), axis  # a bit that no wrapper shows
+    return torch.view_as_real(v.resolve_conj()), axis  # wrappers do not show the conj bit
 
 
 def _view_as_complex(v, axis):
@@ -208,7 +208,7 @@ VIEWS.update(ROWS)
 
 
 def _lined_up(rule):
-    """The view, after the examples have been put where each alone would lie, if it takes that."""
+    """Return a handler that retries a failed view after making each example contiguous."""
     handler = view(rule)
 
     def handle(level, func, args, kwargs):
@@ -218,9 +218,9 @@ def _lined_up(rule):
             x = args[0]
             if not x.older:
                 line_up(x)
-            elif level.active:  # the loop's example cannot be viewed so either
+            elif level.active:  # an example alone cannot be viewed so either
                 raise
-            else:  # a cotangent, which nobody else knows
+            else:  # a cotangent, which nothing else refers to
                 x = derive(x, x.value.movedim(x.axis, 0).contiguous(), 0, same)
             return handler(level, func, (x, *args[1:]), kwargs)
 
@@ -232,7 +232,7 @@ register({op: _lined_up(rule) if op in _IN_MEMORY else view(rule) for op, rule i
 
 
 def strided(x, size, stride, storage_offset=None):
-    """as_strided speaks of one example's memory; the stack's lies elsewhere by a fixed distance."""
+    """Return the view function of as_strided, whose offset is counted in one example's memory."""
     delta = 0 if storage_offset is None else storage_offset - x.storage_offset()
 
     def call(v, axis):
