@@ -1,4 +1,4 @@
-"""The source of a user's function, rewritten so that its examples can part and meet again."""
+"""AST rewriting of user functions, so that the examples of vmap can diverge and reconverge."""
 
 from forall._ast_rewrite.convert import Template as Template
 from forall._ast_rewrite.convert import runs_with as runs_with

@@ -1,4 +1,4 @@
-"""From a function to the code that lanes can go through apart."""
+"""Conversion of a function to code that lanes (vmap's examples) can run with divergence."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from forall._ast_rewrite.scalar_code import with_scalar_code
 from forall._ast_rewrite.statements import Statements
 from forall._ast_rewrite.unsupported import CannotConvert, Refused
 
-TRIES = 4  # a function that needs its wrappers after all has cost little until it is known
+TRIES = 4  # runs on raw stacks that may fail before a function is always run on wrappers
 _FUTURE = 0x1FF0000  # the flags of `from __future__ import ..`, as in Python's code.h
 _runtime = types.CellType()
 _templates: dict[types.CodeType, Template | Refused] = {}
 
 
 def runs_with(runtime: Any) -> None:
-    """Let converted code ask this for its frames."""
+    """Set the runtime that converted code asks for its frames."""
     _runtime.cell_contents = runtime
 
 
@@ -36,11 +36,11 @@ class Template:
 
     def __init__(self, code: types.CodeType, straight: Template | None = None) -> None:
         self.code = code
-        self.straight = straight  # the same on bare stacks, where it does nothing but compute
-        self.tries = TRIES  # how often that may be left in the middle
+        self.straight = straight  # a version for raw stacks, for a function that only computes
+        self.tries = TRIES  # how often that version may still fail
 
     def function(self, f: types.FunctionType) -> Callable:
-        """f, converted: with its very cells, defaults and globals."""
+        """Return the converted f, with the cells, defaults and globals of f itself."""
         code = self.code
         cells = dict(zip(f.__code__.co_freevars, f.__closure__ or (), strict=True))
         cells[RUNTIME] = _runtime
@@ -51,7 +51,7 @@ class Template:
 
 
 class Scope:
-    """One function while it is rewritten."""
+    """The state of the rewriting of one function."""
 
     def __init__(self, inside: str | None, counts: dict[str, int]) -> None:
         self.inside = inside
@@ -63,25 +63,25 @@ class Scope:
         self.leaves = False
 
     def fresh(self, kind: str) -> str:
-        """A name for generated code. Dunders are not mangled, and nobody's."""
+        """Return a new name for generated code; as a dunder it is not mangled and not a user's."""
         self.counts[kind] = self.counts.get(kind, 0) + 1
         return f"__{kind}{self.counts[kind]}__"
 
     def mangled(self, name: str) -> str:
-        """A private name as it is called in memory."""
+        """Return a name after the mangling of private names."""
         owner = (self.inside or "").lstrip("_")
         if owner and name.startswith("__") and not name.endswith("__"):
             return f"_{owner}{name}"
         return name
 
     def borrow(self, names: set[str]) -> None:
-        """Functions of ours assign these names of this function."""
+        """Note that generated inner functions assign these local names, which must stay locals."""
         if names & self.names.globals:
             raise CannotConvert(":= of a global name within a larger expression")
         self.borrowed |= names - self.names.nonlocals
 
     def inner(self, f: ast.FunctionDef) -> ast.FunctionDef:
-        """A function of ours inside this one, converted too."""
+        """Convert a generated function inside this one."""
         return rewrite(f, Scope(self.inside, self.counts))
 
     def prologue(self, f: ast.FunctionDef) -> list[ast.stmt]:
@@ -95,7 +95,7 @@ class Scope:
 
 
 def rewrite(f: ast.FunctionDef, scope: Scope, lookup: Any = None) -> ast.FunctionDef:
-    """The same function, for lanes. ``lookup`` gives the value of a name that is not its own."""
+    """Rewrite a function for lanes. ``lookup`` gives the value of a name that is not its own."""
     desugar = Desugar(scope.fresh)
     f.body = [made for s in f.body for made in _listed(desugar.visit(s))] or [ast.Pass()]
     ast.fix_missing_locations(f)
@@ -124,7 +124,7 @@ def _listed(found: Any) -> list[ast.stmt]:
 
 
 def template(f: types.FunctionType) -> Template | Refused:
-    """How to run f for lanes; or why it cannot be."""
+    """Return the converted code of f, cached; or a `Refused` with the reason against it."""
     found = _templates.get(f.__code__)
     if found is None:
         found = _templates[f.__code__] = _template(f)
@@ -166,9 +166,12 @@ def _find_value(f: types.FunctionType, name: str) -> Any:
 
 
 def _compiled(node: ast.FunctionDef, inside: str | None, f: types.FunctionType) -> types.CodeType:
-    """The code, compiled where its free names are free and its private names are mangled."""
+    """Compile a node inside a function that binds its free names, and a class of its name.
+
+    So free names stay free, and private names are mangled.
+    """
     code = f.__code__
-    # No name of the user's may be bound out here, or it would be free in the function
+    # A name of the user's that was bound out here would become free in the function
     node.name = "__converted__"
     names = [*(n for n in code.co_freevars if n != "__class__"), RUNTIME]
     body: ast.stmt = node

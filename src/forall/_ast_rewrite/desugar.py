@@ -1,4 +1,4 @@
-"""``match`` and ``assert`` as the ``if`` statements that they are."""
+"""Desugaring: ``match`` and ``assert`` statements become ``if`` statements."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from forall._ast_rewrite.unsupported import CannotConvert
 
 
 class Desugar(ast.NodeTransformer):
-    """Works on one function, not on those written inside."""
+    """A transformer of one function, without the functions nested in it."""
 
     def __init__(self, fresh: Any) -> None:
         self.fresh = fresh
@@ -40,7 +40,7 @@ class Desugar(ast.NodeTransformer):
         return made + self._cases(node.cases, name)
 
     def _cases(self, cases: list[ast.match_case], subject: str) -> list[ast.stmt]:
-        """``if`` the first case fits ``else`` the others."""
+        """Return an ``if`` with the first case as body and the other cases in its ``else``."""
         if not cases:
             return []
         case, rest = cases[0], self._cases(cases[1:], subject)
@@ -61,7 +61,7 @@ class Desugar(ast.NodeTransformer):
         return [*guarded, ast.copy_location(ast.If(asked, case.body, rest), at)]
 
     def _test(self, p: ast.pattern, value: ast.expr, names: list[ast.stmt]) -> ast.expr | None:
-        """Whether a pattern fits (None: always). ``names`` are the assignments if it does."""
+        """Return the test of a pattern, None if it always fits; add its bindings to ``names``."""
         value = copy.deepcopy(value)  # each use is rewritten on its own
         match p:
             case ast.MatchValue():

@@ -1,4 +1,4 @@
-"""Rewriting of expressions: operators that choose, calls, items, comprehensions."""
+"""Rewriting of expressions: short-circuit operators, calls, subscripts, comprehensions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from forall._ast_rewrite.quasiquote import (
 )
 from forall._ast_rewrite.unsupported import CannotConvert
 
-# Called from another frame they would mean another frame
+# Builtins that act on the frame that calls them
 _OF_THE_FRAME = frozenset(
     ["super", "locals", "globals", "vars", "dir", "eval", "exec", "breakpoint", "__import__"]
 )
@@ -27,7 +27,7 @@ _OF_THE_FRAME = frozenset(
 _CONSUME = frozenset(
     ["sum", "list", "tuple", "set", "frozenset", "dict", "min", "max", "sorted", "any", "all"]
 )
-# Operators that a frame answers itself for tensors (`forall._vmap.fast_path.operators`)
+# Operators that the runtime frame computes itself for tensors (`forall._vmap.fast_path.operators`)
 _OPERATORS = {
     ast.Sub: "sub", ast.Mult: "mul", ast.Div: "truediv", ast.FloorDiv: "floordiv",
     ast.Mod: "mod", ast.Pow: "pow", ast.MatMult: "matmul",
@@ -39,15 +39,15 @@ _COMPARED = {
 
 
 class Expressions(ast.NodeTransformer):
-    """Rewrites what a frame evaluates. Functions written inside stay as they are."""
+    """A rewriter of the expressions of a function; functions nested in it stay as they are."""
 
     def __init__(self, scope: Any) -> None:
         self.scope = scope  # the function: its names, its class, how to convert one inside it
         self.hoisted: list[ast.stmt] = []  # functions to be defined before the statement
-        self.whole = True  # whether arithmetic is asked of the frame at once
+        self.whole = True  # True if arithmetic expressions are fused
 
     def test(self, node: ast.expr) -> ast.expr:
-        """An expression of which only the truth matters."""
+        """Rewrite an expression of which only the truth value is used."""
         match node:
             case ast.BoolOp():
                 return self._lazy(node, "both_test", "either_test", self.test)
@@ -71,7 +71,7 @@ class Expressions(ast.NodeTransformer):
         return self._wrapped(inner(node), walrus(node))
 
     def _wrapped(self, value: ast.expr, assigned: set[str]) -> ast.expr:
-        """A function of no arguments that gives the value, when it is wanted."""
+        """Return a thunk of the value: a lambda, or a hoisted function if it assigns names."""
         if not assigned:
             return delayed(value)
         name = self.scope.fresh("operand")
@@ -94,7 +94,7 @@ class Expressions(ast.NodeTransformer):
         return node
 
     def _fused(self, node: ast.expr) -> ast.expr | None:
-        """Several operators as one function of their operands; None where it is no such thing."""
+        """Fuse an expression of several operators into one call; None if there is one or none."""
         if not self.whole:
             return None
         found = Arithmetic()
@@ -112,7 +112,7 @@ class Expressions(ast.NodeTransformer):
         return made
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.expr:
-        """Lists may be added too. Which they cannot be to a number."""
+        """Rewrite an operator; ``+`` without a number may also add lists and has its own call."""
         if (whole := self._fused(node)) is not None:
             return whole
         self.generic_visit(node)
@@ -166,7 +166,7 @@ class Expressions(ast.NodeTransformer):
         return made
 
     def _argument(self, call: ast.Call, node: ast.expr) -> ast.expr:
-        """An argument. A generator that is used up at once becomes a list, or a search."""
+        """Rewrite an argument; a generator that the call consumes becomes a list or a search."""
         if not isinstance(node, ast.GeneratorExp):
             return self.visit(node)
         match call.func:
@@ -194,7 +194,7 @@ class Expressions(ast.NodeTransformer):
         return expr("F.item(A, K)", node, A=self.visit(node.value), K=key)
 
     def key(self, node: ast.expr) -> ast.expr:
-        """What stands in brackets, as an ordinary expression."""
+        """Rewrite a subscript's key as an ordinary expression, slices included."""
         if isinstance(node, ast.Slice):
             ends = [node.lower, node.upper, node.step]
             a, b, c = (constant(None, node) if e is None else self.visit(e) for e in ends)
@@ -217,7 +217,7 @@ class Expressions(ast.NodeTransformer):
         return node
 
     def visit_JoinedStr(self, node: ast.JoinedStr) -> ast.expr:
-        """A text of constants, and of values as ``(value, conversion, format)``."""
+        """Rewrite an f-string as a call with its constants and ``(value, conversion, format)``."""
         made = expr("F.text()", node)
         made.args = [self._piece(piece) for piece in node.values]
         return made

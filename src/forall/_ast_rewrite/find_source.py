@@ -1,4 +1,4 @@
-"""The syntax tree of a function: its file is parsed, and searched for what stands at its line."""
+"""The syntax tree of a function, found by its line in the parsed source file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Def = ast.FunctionDef | ast.Lambda
 
 
 class Found(NamedTuple):
-    """A function's node, and the class that its private names belong to."""
+    """The node of a function, and the name of the class around it, which mangles names."""
 
     node: Def
     inside: str | None
@@ -23,7 +23,7 @@ class Found(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def _places(text: str, filename: str) -> dict[int, list[Found]]:
-    """All functions of a file, by their first line (a decorator's, if there are any)."""
+    """The functions of a file, by their first line (of a decorator, if there are any)."""
     places: dict[int, list[Found]] = {}
 
     def visit(node: ast.AST, inside: str | None) -> None:
@@ -41,7 +41,7 @@ def _places(text: str, filename: str) -> dict[int, list[Found]]:
 
 
 def find(f: types.FunctionType) -> Found:
-    """The node of this function, from the text that its tracebacks show."""
+    """Return the node of a function, in the text that its tracebacks show."""
     code = f.__code__
     lines = linecache.getlines(code.co_filename, f.__globals__)
     if not lines:
@@ -59,7 +59,7 @@ def find(f: types.FunctionType) -> Found:
 
 
 def _is(node: Def, code: types.CodeType) -> bool:
-    """Whether a node has the name and the arguments of some code."""
+    """True if a node has the name and the arguments of a code object."""
     name = "<lambda>" if isinstance(node, ast.Lambda) else node.name
     names = arguments(node.args)
     theirs = code.co_varnames[: len(names)]
@@ -71,7 +71,7 @@ def _is(node: Def, code: types.CodeType) -> bool:
 
 
 def _innermost(lambdas: list[Found], code: types.CodeType) -> list[Found]:
-    """Of the lambdas of one line the innermost whose value holds all instructions of the code."""
+    """Return the innermost lambda of a line whose body holds all instructions of the code."""
     at = [
         ((line, column), end)
         for line, end_line, column, end_column in code.co_positions()
@@ -82,18 +82,18 @@ def _innermost(lambdas: list[Found], code: types.CodeType) -> list[Found]:
         for p in lambdas
         for first, last in [_span(p.node)]
         if at and all(first <= start and end <= last for start, end in at)
-    ]  # Python 3.12 says of ``lambda: 1`` no more than its line
+    ]  # Python 3.12 has no columns for ``lambda: 1``
     return sorted(around, key=lambda p: _span(p.node)[0])[-1:]
 
 
 def _span(node: Def) -> tuple[tuple[int, int], tuple[int, int]]:
-    """From where to where a lambda's value is written."""
+    """The start and the end of a lambda's body in the source."""
     body: Any = node.body
     return (body.lineno, body.col_offset), (body.end_lineno, body.end_col_offset)
 
 
 def whole(node: Def) -> ast.FunctionDef:
-    """The function as a definition of its own: no decorators, no defaults, no annotations."""
+    """Return the function as a ``def`` without decorators, defaults and annotations."""
     import copy
 
     node = copy.deepcopy(node)

@@ -1,8 +1,8 @@
-"""Arithmetic: an expression of operators as a function of what stands between them.
+"""Fused expressions: an arithmetic expression as one function of its operands.
 
-What is computed on the stacks of plain tensors needs to be looked at, and wrapped, once for the
-expression and not for each operator. So the operands are evaluated first, as long as Python would
-have come to no operator before.
+The runtime can then compute the expression on batched data with one check and one wrapper, not one
+for each operator. The operands are evaluated before the operators. An expression in which Python
+would run an operator before it evaluates an operand with possible side effects is left alone.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _METHODS = frozenset(METHODS.split())
 
 
 class Arithmetic:
-    """The operands of one expression, in the order of their evaluation."""
+    """A fuser of one expression: its operands, in the order of their evaluation."""
 
     def __init__(self) -> None:
         self.operands: list[ast.expr] = []
@@ -27,7 +27,7 @@ class Arithmetic:
         self.places: dict[str, int] = {}  # of names among the operands
 
     def of(self, node: ast.expr) -> ast.expr | None:
-        """The expression with its operands by number; None where their order would be another."""
+        """Return an expression with names for its operands; None if their order would change."""
         match node:
             case ast.BinOp(op=op) if isinstance(op, _OPERATORS):
                 made = self._both(node.left, node.right)
@@ -61,7 +61,7 @@ class Arithmetic:
         if isinstance(node, ast.Name):
             place = self.places.setdefault(node.id, len(self.operands))
         else:
-            if self.count:  # what it does may be seen by an operator that comes first
+            if self.count:  # an operator that comes first may see a side effect of the operand
                 return None
             self.places.clear()  # a name may have another value afterwards
             place = len(self.operands)

@@ -1,4 +1,4 @@
-"""Which names a function binds, who else sees them, and where their values are still read."""
+"""Name analysis: the names that a function binds, closures over them, and their liveness."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
 
 def own(nodes: Iterable[ast.AST]) -> Iterable[ast.AST]:
-    """These nodes and all below that belong to the same scope (comprehensions do not)."""
+    """Yield nodes and their descendants in the same scope (a comprehension has its own)."""
     for node in nodes:
         yield node
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -45,7 +45,7 @@ def bound(nodes: Iterable[ast.AST]) -> set[str]:
 
 
 def bound_by_text(node: ast.AST) -> set[str]:
-    """Return the names that one node binds and holds as text, not as a `Name`."""
+    """Return the names that one node binds as plain text, not as a `Name` node."""
     match node:
         case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
             return {node.name}
@@ -58,7 +58,7 @@ def bound_by_text(node: ast.AST) -> set[str]:
 
 
 def arguments(a: ast.arguments) -> list[str]:
-    """Return the names of all arguments of a function, in the order in which code holds them."""
+    """Return the names of all arguments of a function, in the order of `co_varnames`."""
     given = (*a.posonlyargs, *a.args, *a.kwonlyargs, *filter(None, (a.vararg, a.kwarg)))
     return [x.arg for x in given]
 
@@ -69,7 +69,7 @@ def walrus(node: ast.AST) -> set[str]:
 
 
 def delayed(node: ast.AST) -> list[ast.expr]:
-    """The operands that an operator may leave out."""
+    """The operands that an operator may leave unevaluated."""
     match node:
         case ast.BoolOp():
             return node.values[1:]
@@ -82,12 +82,12 @@ def delayed(node: ast.AST) -> list[ast.expr]:
 
 
 def read(node: ast.AST) -> set[str]:
-    """All names that a statement or expression may read, in whatever scope inside."""
+    """All names that a statement or expression may read, nested scopes included."""
     return {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
 
 
 class Names:
-    """What is known of the names of one function."""
+    """The names of one function by scope: local, global, nonlocal, captured."""
 
     def __init__(self, f: ast.FunctionDef) -> None:
         self.globals: set[str] = set()
@@ -99,7 +99,7 @@ class Names:
                 self.nonlocals |= set(node.names)
         everything = bound(f.body) | {*arguments(f.args)}
         self.local = everything - self.globals - self.nonlocals
-        self.captured: set[str] = set()  # read by a function inside, whenever that runs
+        self.captured: set[str] = set()  # read by a nested function, which may run at any time
         rebound: set[str] = set()
         for node in own(f.body):
             if isinstance(node, (*SCOPES, ast.GeneratorExp)):
@@ -115,7 +115,7 @@ class Names:
             else:
                 for operand in delayed(node):
                     rebound |= walrus(operand)
-        # written wherever, so that every write is noted rather than saved and restored here
+        # Written in other scopes too, so that each write is logged, not saved and restored here
         self.noted = self.nonlocals | (rebound & self.local)
 
 
@@ -131,7 +131,7 @@ class Liveness:
         self._block(f.body, set())
 
     def _block(self, body: list[ast.stmt], after: set[str]) -> set[str]:
-        """What is live before these statements."""
+        """Return the names that are live before these statements."""
         for node in reversed(body):
             self.after[node] = after | self.always
             after = self._before(node, after)
@@ -139,7 +139,7 @@ class Liveness:
         return after
 
     def start(self, body: list[ast.stmt], node: ast.stmt) -> set[str]:
-        """What is live where a body of ``node`` begins."""
+        """Return the names that are live where a body of ``node`` begins."""
         return self.before[body[0]] if body else self.after[node]
 
     def _before(self, node: ast.stmt, after: set[str]) -> set[str]:
@@ -200,7 +200,7 @@ class Liveness:
 
 
 def _killed(target: ast.AST) -> set[str]:
-    """The names that an assignment certainly binds anew."""
+    """The names that an assignment certainly rebinds."""
     if isinstance(target, ast.Name):
         return {target.id}
     if isinstance(target, (ast.Tuple, ast.List)):

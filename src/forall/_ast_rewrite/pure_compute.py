@@ -1,8 +1,9 @@
-"""Functions that do nothing but compute: the same source, for stacks without their wrappers.
+"""Functions that only compute, rewritten for raw stacks: batched data without wrapper tensors.
 
-Such a function binds names of its own and nothing else, so it may be left in the middle and called
-again otherwise. What it takes from elsewhere, and each call, is asked of the runtime (`known`,
-`does`), which leaves it where that is no number, no stack and no function that only computes.
+Such a function binds its own names and has no other effect, so it may be left in the middle and
+called again on wrapper tensors. The runtime checks each value from outside and each call (`known`,
+`does`). It leaves the function at a value that is no number, no stack and no function that only
+computes.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _AS_THEY_ARE = (
 
 
 def straight(f: ast.FunctionDef) -> ast.FunctionDef | None:
-    """The function on bare stacks; None for one that does more than compute."""
+    """Rewrite a function for raw stacks; None if it does more than compute."""
     if f.args.kwarg is not None:
         return None
     try:
@@ -42,7 +43,7 @@ def straight(f: ast.FunctionDef) -> ast.FunctionDef | None:
 
 
 class _Straight(ast.NodeTransformer):
-    """Refuses all that might be seen to act, or act later."""
+    """A rewriter for raw stacks that refuses each construct with a side effect, now or later."""
 
     def __init__(self, own: set[str]) -> None:
         self.own = own  # the names of the function's
@@ -60,7 +61,7 @@ class _Straight(ast.NodeTransformer):
         return expr("R.known(A)", node, R=RUNTIME, A=node)
 
     def _owner(self, node: ast.expr) -> ast.expr:
-        """What stands before a dot, perhaps a module."""
+        """Rewrite the expression before a dot, which may be a module."""
         if isinstance(node, ast.Name):
             return node
         return self._part(node) if isinstance(node, ast.Attribute) else self.visit(node)
@@ -124,7 +125,7 @@ class _Straight(ast.NodeTransformer):
         return super().generic_visit(node)
 
     def _bare(self, target: ast.AST) -> None:
-        """Names alone may be bound, nothing written."""
+        """Refuse a target that is not made of names alone, as it would be written into."""
         if not all(
             isinstance(n, (ast.Name, ast.Tuple, ast.List, ast.expr_context))
             for n in ast.walk(target)
@@ -153,12 +154,15 @@ class Side(NamedTuple):
     """One side of an ``if`` that binds names and does nothing else."""
 
     body: list[ast.stmt]
-    reads: list[str]  # names of the function's
-    binds: list[str]  # of those that are read afterwards
+    reads: list[str]  # local names that it reads
+    binds: list[str]  # names that it binds and that are read afterwards
 
 
 def sides(node: ast.If, joins: list[str], names: Names) -> tuple[ast.expr, list[str], list] | None:
-    """The test of an ``if`` on bare stacks, what it reads, and both sides; None for any other."""
+    """Rewrite an ``if`` for raw stacks: its test, the names that it reads, and both sides.
+
+    None if the ``if`` does more than compute.
+    """
     if not joins or any(isinstance(n, _CHOOSES) for n in ast.walk(node.test)):
         return None
     node = copy.deepcopy(node)

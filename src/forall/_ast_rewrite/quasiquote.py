@@ -1,4 +1,4 @@
-"""Code from text: templates in which names stand for nodes."""
+"""Quasiquotation: code from text templates, in which some names are holes for nodes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 RUNTIME = "__forall__"  # the free name by which converted code finds its runtime
 FRAME = "__frame__"
 TRIP = "__trip__"
-ITERABLE = "__iterable__"  # what a comprehension goes through
+ITERABLE = "__iterable__"  # the name of a comprehension's iterable
 
 
 @functools.cache
@@ -18,7 +18,7 @@ def _parsed(text: str) -> ast.Module:
 
 
 def _filled(node: Any, parts: dict[str, Any], at: dict[str, Any]) -> Any:
-    """A copy of a template's node: named parts put in, and all of it at one place."""
+    """Return a copy of a template's node with its holes filled, all at one source position."""
     if type(node) is ast.Name and node.id in parts:
         part = parts[node.id]
         return ast.Name(part, node.ctx, **at) if isinstance(part, str) else part
@@ -39,7 +39,7 @@ def _filled(node: Any, parts: dict[str, Any], at: dict[str, Any]) -> Any:
 
 
 def stmts(text: str, at: ast.AST, **parts: Any) -> list[ast.stmt]:
-    """The statements of a template.
+    """Return the statements of a template.
 
     A name in ``parts`` is replaced: by another name (a string), by an expression, or, where it is
     a statement of its own, by a list of statements.
@@ -52,25 +52,25 @@ def stmts(text: str, at: ast.AST, **parts: Any) -> list[ast.stmt]:
 
 
 def expr(text: str, at: ast.AST, **parts: Any) -> Any:
-    """The expression of a template."""
+    """Return the expression of a template, filled as by `stmts`."""
     (node,) = stmts(text, at, **parts)
     return node.value  # type: ignore[attr-defined]
 
 
 def _header(at: ast.AST) -> dict[str, Any]:
-    """Where the first line of a statement is, so that its body does not count."""
+    """The position of a statement's first line, without its body."""
     line, column = at.lineno, at.col_offset
     end = (at.end_lineno, at.end_col_offset) if isinstance(at, ast.expr) else (line, column)
     return {"lineno": line, "col_offset": column, "end_lineno": end[0], "end_col_offset": end[1]}
 
 
 def delayed(value: ast.expr) -> ast.Lambda:
-    """``lambda: value``."""
+    """Return the node of ``lambda: value``."""
     return function([], value)
 
 
 def function(names: list[str], value: ast.expr) -> ast.Lambda:
-    """``lambda a, b: value``."""
+    """Return the node of ``lambda a, b: value``."""
     args = [ast.copy_location(ast.arg(name), value) for name in names]
     given = ast.arguments(posonlyargs=[], args=args, kwonlyargs=[], kw_defaults=[], defaults=[])
     return ast.copy_location(ast.Lambda(given, value), value)

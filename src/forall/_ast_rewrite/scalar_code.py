@@ -1,13 +1,13 @@
 """Scalar code: statements that compute with Python's own values, and touch no tensor.
 
-``n = int(x)``, a loop over such numbers, ``sorted(x.tolist())[-3:]``: what each example does there
-is plain Python, on its own numbers. Such statements are put together into one function, to be
-called for one example after another; what stands before and after goes on for all at once. The
-numbers that it reads of tensors are read before it begins.
+``n = int(x)``, a loop over such numbers, ``sorted(x.tolist())[-3:]``: here each example runs plain
+Python on its own numbers. Such statements are collected in one function, which is called for one
+example after another. The code before and after it runs for all examples at once. The numbers that
+the function needs from tensors are read before it begins.
 
-Which names are tensors is a guess: the arguments are, and what is computed from them. The runtime
-looks at what it is really given, and runs the statements as they are written where the guess was
-wrong. They stay for that, as the body of a `ScalarCode`.
+The choice of names that are tensors is a guess: the arguments are, and what is computed from them.
+The runtime checks the actual values, and runs the statements as they are written where the guess
+was wrong. For that they are kept, as the body of a `ScalarCode`.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from forall._ast_rewrite.quasiquote import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-UNBOUND = "__unbound__"  # what a name is given that has no value
+UNBOUND = "__unbound__"  # the name of the value that stands for no value
 # Methods and functions that read the numbers of a tensor
 _READ = frozenset({"item", "tolist"})
 _CONVERT = frozenset({"int", "float", "bool"})
-# What tells of a tensor the same for all examples
+# Attributes and methods of a tensor with the same answer for all examples
 _TOLD = frozenset({"shape", "ndim", "dtype", "device", "is_complex", "is_floating_point"})
 _TOLD_BY_CALLS = frozenset({"dim", "size", "numel", "nelement", "is_complex", "is_floating_point"})
-# What may be called on the way to a tensor that is read
+# Functions that may be called to compute a tensor that is read
 _NAMES_OF_COMPUTING = """
     abs all amax amin any argmax argmin ceil clamp clone cos cumsum det detach diff dot double exp
     flatten flip float floor len log logsumexp long matmul max mean median min mul norm prod
@@ -53,16 +53,16 @@ _NAMES_OF_COMPUTING = """
     trace unsqueeze var view
 """
 _COMPUTES = _READ | _CONVERT | _TOLD_BY_CALLS | frozenset(_NAMES_OF_COMPUTING.split())
-# Functions of Python's that do more than compute, or depend on who calls
+# Built-in functions that do more than compute, or depend on their caller's frame
 _NAMES_OF_OTHERS = """
     __import__ aiter anext breakpoint compile delattr dir eval exec getattr globals hasattr help
     id input isinstance issubclass iter locals memoryview next object open print setattr super
     type vars
 """
 _NOT_SCALAR = frozenset(_NAMES_OF_OTHERS.split())
-# Of these a column of all examples makes one call each: nothing is gained by leaving it
+# Functions that the runtime computes in one call for all examples, without scalar code
 _ARITHMETIC = frozenset({"int", "float", "bool", "abs", "min", "max", "round", "len", "range"})
-# Of Python's own functions, those that change nothing they are given
+# Built-in functions that do not change their arguments
 _ONLY_READ = _ARITHMETIC | {
     "all", "any", "dict", "list", "map", "set", "sorted", "str", "sum", "tuple", "zip",
 }  # fmt: skip
@@ -73,29 +73,29 @@ _HEAVY = (
 )  # fmt: skip
 
 
-# Expressions that may leave out a part, bind a name, or have a scope of their own
+# Expressions that may leave out a part, that bind a name, or that have a scope of their own
 _NOT_EARLY = (ast.IfExp, ast.BoolOp, ast.NamedExpr, ast.Lambda, *COMPREHENSIONS)
 _WITHOUT_HOLES = (*_NOT_EARLY, ast.Compare)
 
 
 class ScalarCode(ast.If):
-    """The statements ``body``, and what follows from them (``orelse``) where they ran by example.
+    """The statements ``body``, and ``orelse`` for after they ran example by example.
 
-    ``function`` is a definition that does the same for one example, of the names ``takes`` and the
-    values of ``reads``, pairs of a method and a tensor. ``test`` stands for all that is read.
+    ``function`` does the same as ``body`` for one example, of the values of the names ``takes`` and
+    of ``reads``. ``test`` holds all that is read, for the analysis of names.
     """
 
     function: str  # the name of a function that does the same for one example
-    takes: list[str]  # the names that it is given
-    optional: list[str]  # more of these, which it binds itself and may have no value before
-    reads: list[tuple[str, ast.expr]]  # and what it is given of tensors: a method, and the tensor
+    takes: list[str]  # the names whose values it takes
+    optional: list[str]  # more such names, which it binds itself and may be unbound before
+    reads: list[tuple[str, ast.expr]]  # a method and a tensor, for each number that it takes
     gives: list[list[str]]  # the names of the values that it returns, for each way out of it
-    way: str  # the name of the number of the way
-    may_change: bool  # whether it may change a list that it is given
+    way: str  # the variable with the number of the way out
+    may_change: bool  # True if it may change a list that it takes
 
 
 def with_scalar_code(f: ast.FunctionDef, scope: Any, lookup: Callable[[str], Any]) -> None:
-    """Put the scalar code of a function together."""
+    """Collect the scalar code of a function into `ScalarCode` statements."""
     if any(isinstance(n, (ast.Match, ast.Await, ast.Yield, ast.YieldFrom)) for n in ast.walk(f)):
         return
     rename_arguments(f, scope)
@@ -105,17 +105,17 @@ def with_scalar_code(f: ast.FunctionDef, scope: Any, lookup: Callable[[str], Any
 
 
 def rename_arguments(f: ast.FunctionDef, scope: Any) -> None:
-    """Give the second value of an argument, as in ``n = int(n)``, a name of its own.
+    """Rename a rebound argument, as in ``n = int(n)``, from its second value on.
 
-    Where a function binds its argument anew for all that follows, that is another variable, which
-    need not be a tensor. Names that others see are left.
+    The second value is another variable, which need not be a tensor. Names that nested functions or
+    other scopes see are left.
     """
     names = Names(f)
     by_text = [bound_by_text(n) for s in f.body for n in ast.walk(s)]
     seen = (names.captured | names.noted | names.globals).union(*by_text)
     given = {*arguments(f.args)}
     if any(isinstance(n, ast.Name) and n.id in _NOT_SCALAR for n in ast.walk(f)):
-        return  # it may look for its names
+        return  # the function may look up its names as text
     for n, s in enumerate(f.body):
         if not isinstance(s, ast.Assign):
             continue
@@ -131,7 +131,7 @@ def rename_arguments(f: ast.FunctionDef, scope: Any) -> None:
 
 
 class _Finder:
-    """Finds scalar code in one function."""
+    """A search for scalar code in one function."""
 
     def __init__(self, f: ast.FunctionDef, names: Names, scope: Any, lookup: Callable) -> None:
         self.f, self.names, self.scope, self.lookup = f, names, scope, lookup
@@ -226,7 +226,7 @@ class _Finder:
         return False
 
     def _is_scalar_key(self, key: ast.expr) -> bool:
-        """Return True for what may stand in brackets, where a slice is no expression."""
+        """Return True for a scalar key of a subscript; a slice is no expression by itself."""
         if isinstance(key, ast.Slice):
             return self._all(key.lower, key.upper, key.step)
         if isinstance(key, ast.Tuple):
@@ -243,7 +243,7 @@ class _Finder:
         return self.is_scalar(node) or self._is_question(node)
 
     def _is_question(self, node: ast.expr) -> bool:
-        """Return True for a comparison of a tensor, of which the truth is a number."""
+        """Return True for a comparison of a tensor, whose truth value is read from the tensor."""
         return isinstance(node, ast.Compare) and len(node.ops) == 1 and self.is_read_early(node)
 
     def _is_scalar_name(self, name: str) -> bool:
@@ -277,7 +277,8 @@ class _Finder:
     def is_read_early(self, node: ast.AST) -> bool:
         """Return True if an expression of tensors may be evaluated before scalar code begins.
 
-        It calls what computes alone, and its names are tensors, which scalar code does not bind.
+        It calls only functions that compute, and its names are tensors, which scalar code does not
+        bind.
         """
         for n in ast.walk(node):
             if isinstance(n, ast.Name):
@@ -302,7 +303,7 @@ class _Finder:
         return self._ask_with(names, lambda: self._all(*later, *tests, *results))
 
     def _is_scalar_function(self, args: ast.arguments, body: list[ast.AST]) -> bool:
-        """Return True if a function inside is scalar code, given Python's own values."""
+        """Return True if a nested function is scalar code, for arguments that are scalars."""
         if not self._all(*args.defaults, *args.kw_defaults):
             return False
         names = {*arguments(args)} | bound(body)
@@ -314,7 +315,7 @@ class _Finder:
         return self.is_scalar(node)
 
     def _ask_with(self, names: set[str], ask: Callable[[], bool]) -> bool:
-        """Ask where these names are others, which are scalars."""
+        """Answer a question in an inner scope, in which these names are scalars."""
         kept = self.tensors, self.names.local, self.fixed
         self.tensors = self.tensors - names
         self.names.local = self.names.local | names
@@ -341,7 +342,7 @@ class _Finder:
     def is_statement(self, s: ast.stmt, *, returns: bool = False, in_loop: bool = False) -> bool:
         """Return True if a statement is scalar code.
 
-        ``returns`` is whether it may return, from a function inside.
+        With ``returns``, a ``return`` is allowed, as in a nested function.
         """
 
         def block(nodes: list[ast.stmt], *, loop: bool = in_loop) -> bool:
@@ -385,7 +386,7 @@ class _Finder:
         return self.is_scalar(handler.type) and handler.name not in self.tensors | self.fixed
 
     def can_leave(self, s: ast.stmt) -> bool:
-        """Return True if a statement is scalar code but for what some of its returns make of it."""
+        """Return True if a statement is scalar code except for the values that it returns."""
         kept = [n for n in own([s]) if isinstance(n, ast.Return)]
         if not kept or not isinstance(s, (ast.Try, ast.While, ast.For)):
             return False
@@ -402,9 +403,9 @@ class _Finder:
                 r.value = value
 
     def _can_return(self, value: ast.expr | None, *, in_try: bool) -> bool:
-        """Return True if what is returned may be made after scalar code has ended.
+        """Return True if the returned value may be made after scalar code has ended.
 
-        In a ``try`` that is what cannot fail: a tensor made of a number.
+        From a ``try`` only a value that cannot fail may be: a tensor made of a number.
         """
         if self.is_scalar(value):
             return True
@@ -413,7 +414,7 @@ class _Finder:
         return _makes_tensor(value) and not value.keywords and self._all(*value.args)
 
     def _is_made_later(self, value: ast.AST | None) -> bool:
-        """Return True if the names of an expression are tensors, but for scalars inside."""
+        """Return True if an expression can be evaluated later, with its scalar parts as holes."""
         if self.is_scalar(value):
             return True
         if isinstance(value, _WITHOUT_HOLES):
@@ -426,7 +427,7 @@ class _Finder:
     # --- putting it together
 
     def rewrite(self, nodes: list[ast.stmt]) -> list[ast.stmt]:
-        """Return the statements of a block, with those that are scalar code put together."""
+        """Return the statements of a block, with runs of scalar code collected."""
         made: list[ast.stmt] = []
         run: list[ast.stmt] = []
         for n, s in enumerate(nodes):
@@ -439,10 +440,10 @@ class _Finder:
         return made + self._rewrite_run(run, None) if run else made
 
     def _rewrite_run(self, run: list[ast.stmt], last: ast.stmt | None) -> list[ast.stmt]:
-        """Put scalar code together, with parts of the statement after it that are such code too."""
+        """Collect a run of scalar code, and the scalar parts of the statement after it."""
         holes = self._find_holes(last) if last is not None else []
         read_later: set[str] = set()
-        if isinstance(last, ast.If):  # before its sides are other statements
+        if isinstance(last, ast.If):  # before its sides are rewritten
             read_later = self.live.start(last.body, last) | self.live.start(last.orelse, last)
         elif last is not None and not isinstance(last, ast.Return):
             read_later = self.live.after[last]
@@ -452,7 +453,7 @@ class _Finder:
         return _Region(self, run, last, holes, read_later).build(after)
 
     def _is_heavy(self, node: ast.AST) -> bool:
-        """Return True if code is more than arithmetic, which a column does for all at once."""
+        """Return True if code is more than arithmetic, which the runtime does for all at once."""
         for n in ast.walk(node):
             if isinstance(n, _HEAVY):
                 if not isinstance(n, ast.Subscript) or self.is_scalar(n.value):
@@ -466,7 +467,7 @@ class _Finder:
         return False
 
     def _find_holes(self, s: ast.stmt) -> list[tuple[ast.expr, Callable[[ast.expr], None]]]:
-        """Find the scalar expressions in a statement that is none, each with how to replace it."""
+        """Find the scalar expressions in another statement, each with a function to replace it."""
         if isinstance(s, (ast.If, ast.While)):
             if isinstance(s, ast.If) and self.is_scalar(s.test):
                 return [(s.test, lambda new: setattr(s, "test", new))]
@@ -498,13 +499,14 @@ class _Finder:
         return f.attr in _COMPUTES
 
     def look_for_holes(self, node: ast.AST, found: list, *, leaves: bool) -> None:
-        """Find the scalar expressions in another.
+        """Append the scalar parts of another expression to ``found``.
 
-        Where scalar code ``leaves`` by it, names are among them, which nobody else knows, and
-        numbers of which tensors are made, so that two ways out that make one are the same.
+        With ``leaves``, scalar code returns by the expression. Then plain names are among them, as
+        no other code has their values. Numbers in calls that make tensors are too, so that two ways
+        out that differ in a number are one.
         """
         if isinstance(node, _WITHOUT_HOLES):
-            return  # what may not be evaluated, or not there
+            return  # parts of it may not be evaluated, or have another scope
         for field, value in ast.iter_fields(node):
             items = value if isinstance(value, list) else [value]
             for i, item in enumerate(items):
@@ -523,7 +525,7 @@ class _Finder:
                     found.append((item, _putter(node, field, i if value is items else None)))
 
     def _is_value(self, node: ast.expr) -> bool:
-        """Return True if an expression reads anything that differs between examples."""
+        """Return True if an expression reads a value that may differ between examples."""
         return any(
             self.find_read(n) is not None
             or (isinstance(n, ast.Name) and n.id in self.names.local and n.id not in self.tensors)
@@ -531,7 +533,7 @@ class _Finder:
         )
 
     def _rewrite_inside(self, s: ast.stmt) -> ast.stmt:
-        """Put together the scalar code in the blocks of a statement that is none."""
+        """Collect the scalar code in the blocks of another statement."""
         if isinstance(s, (ast.If, ast.While, ast.For, ast.With)):
             s.body = self.rewrite(s.body)
             if getattr(s, "orelse", None):
@@ -540,20 +542,20 @@ class _Finder:
 
 
 class _Region:
-    """Scalar code while it is put together."""
+    """A builder of one `ScalarCode` statement."""
 
     def __init__(
         self, finder: _Finder, run: list, last: ast.stmt | None, holes: list, read_later: set[str]
     ) -> None:
         self.finder, self.run, self.last, self.holes = finder, run, last, holes
-        self.read_later = read_later  # what is read after the last statement's own holes
+        self.read_later = read_later  # names that are read after the last statement's holes
         self.at: ast.AST = run[0] if run else holes[0][0]
         self.reads: list[tuple[str, ast.expr]] = []
         self.read_names: list[str] = []
-        self.ways: list[tuple[str, list[str], ast.Return]] = []  # text, values, what is left to do
+        self.ways: list[tuple[str, list[str], ast.Return]] = []  # text, names of values, return
 
     def build(self, after: list[ast.stmt]) -> list[ast.stmt]:
-        """Build the statement; ``after`` is what stands behind it."""
+        """Build the statement; ``after`` are the statements after it."""
         finder, last = self.finder, self.last
         as_written = copy.deepcopy(self.run)
         hole_names = [finder.scope.fresh("hole") for _ in self.holes]
@@ -598,7 +600,7 @@ class _Region:
     def _build_node(
         self, as_written: list, names: tuple[list, list], falls: list[str]
     ) -> ScalarCode:
-        """Build the statement, but for what is left to do where its end is reached."""
+        """Build the statement without the code for the way out at its end."""
         loaded = [ast.Name(n, ast.Load()) for n in (*names[0], *names[1])]
         reads = [copy.deepcopy(tensor) for _, tensor in self.reads]
         node = ScalarCode(ast.Tuple([*loaded, *reads], ast.Load()), as_written, [])
@@ -613,7 +615,7 @@ class _Region:
         return node
 
     def _find_outs(self) -> list[str]:
-        """Return the names that are read after it."""
+        """Return the names bound by the scalar code that are read after it."""
         finder, last = self.finder, self.last
         if not self.run:
             return []
@@ -630,7 +632,7 @@ class _Region:
         return sorted(bound(self.run) & after & finder.names.local)
 
     def _find_takes(self, body: list[ast.stmt]) -> list[str]:
-        """Return the names whose values it needs from before."""
+        """Return the names whose values the scalar code needs from before."""
         body = [_Scopes(bound(body)).visit(copy.deepcopy(s)) for s in body]
         if not body:
             return []
@@ -639,11 +641,11 @@ class _Region:
         return sorted(live.before[body[0]] & self.finder.names.local)
 
     def _rewrite_for_one(self, node: Any) -> Any:
-        """Rewrite code for one example: with names for what is read of tensors, and ways out."""
+        """Rewrite code for one example, with names for reads of tensors, and numbered ways out."""
         return _Inner(self).visit(node)
 
     def name_of_read(self, how: str, tensor: ast.expr) -> ast.expr:
-        """Return the name of what is read of a tensor."""
+        """Return the name of a number that is read from a tensor."""
         text = how, ast.dump(tensor)
         known = [(m, ast.dump(t)) for m, t in self.reads]
         if text not in known:
@@ -653,7 +655,7 @@ class _Region:
         return _load(self.read_names[known.index(text)], tensor)
 
     def leave_by(self, node: ast.Return) -> ast.Return:
-        """Make ``return value``, for one example, of the number of the way and what it needs."""
+        """Rewrite a ``return`` for one example: return the number of the way, and its scalars."""
         values: list[ast.expr] = []
         names: list[str] = []
 
@@ -684,11 +686,11 @@ class _Region:
 
 
 class _Inner(ast.NodeTransformer):
-    """Rewrites scalar code for one example."""
+    """A rewriter of scalar code for one example."""
 
     def __init__(self, region: _Region) -> None:
         self.region, self.finder = region, region.finder
-        self.depth = 0  # how many functions around
+        self.depth = 0  # nested functions around the node
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         found = self.finder.find_read(node)
@@ -722,10 +724,10 @@ class _Inner(ast.NodeTransformer):
 
 
 class _Scopes(ast.NodeTransformer):
-    """Takes the names of inner scopes out of code, for who asks what it reads."""
+    """A transformer that hides the names of nested scopes, for the analysis of names read."""
 
     def __init__(self, later: set[str]) -> None:
-        self.later = later  # what functions inside may read once it has been bound
+        self.later = later  # names that the code binds, which nested functions read afterwards
 
     def _hide(self, node: Any, names: set[str]) -> ast.AST:
         for n in ast.walk(node):
@@ -750,7 +752,7 @@ class _Scopes(ast.NodeTransformer):
 
 
 def _liveness(f: ast.FunctionDef, names: Names) -> Liveness:
-    """Return what is read later, without what functions inside may read at any time."""
+    """Return the liveness of names, without the reads of nested functions."""
     without = types.SimpleNamespace(local=names.local, captured=set())
     return Liveness(f, without, all_live=False)  # type: ignore[arg-type]
 

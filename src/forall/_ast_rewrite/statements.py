@@ -1,6 +1,6 @@
-"""Rewriting of statements: bodies stay where they are, in loops of one trip.
+"""Rewriting of statements: bodies stay in the function, inside loops of one trip.
 
-What the generated code asks of its frame is described in `forall._divergence.frame`.
+`forall._divergence.frame` describes the frame on which the generated code calls.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from forall._ast_rewrite.templates import (
 )
 from forall._ast_rewrite.unsupported import CannotConvert
 
-_sites = itertools.count()  # a number for each place
+_sites = itertools.count()  # a number for each `if` that is predicated
 
 
 class Statements:
-    """Rewrites the body of one function."""
+    """A rewriter of the body of one function."""
 
     def __init__(self, f: ast.FunctionDef, scope: Any) -> None:
         self.scope = scope
@@ -70,10 +70,10 @@ class Statements:
         made = rewrite(node, e)
         return [*e.hoisted, *made]
 
-    # --- who goes on
+    # --- lanes that leave, and names that are saved
 
     def _dead(self, node: ast.stmt) -> list[ast.stmt]:
-        """After a construct in which all lanes may have left."""
+        """Return the check after a construct in which all lanes may have left."""
         if not _may_exit(node):
             return []
         way_out = "break" if self.trips else "return F.result()"
@@ -93,7 +93,7 @@ class Statements:
         return constant(tuple(self.scope.mangled(n) for n in names), node)
 
     def _restored(self, record: str, method: str, names: list[str], node: ast.stmt) -> list:
-        """``a, b = record.method(F.locals())``; a name without a value is unbound again."""
+        """Return ``a, b = record.method(F.locals())``; a name without a value is unbound again."""
         value = expr(f"RECORD.{method}(F.locals())", node, RECORD=record)
         if not names:
             return stmts("VALUE", node, VALUE=value)
@@ -134,7 +134,7 @@ class Statements:
         return apart + self._dead(node)
 
     def _at_once(self, node: ast.If, joins: list[str], found: Any, apart: list) -> list[ast.stmt]:
-        """An ``if`` whose sides only compute: at once on the stacks, else by lanes that part."""
+        """Rewrite an ``if`` whose sides only compute: predicated on raw stacks, else diverging."""
         test, reads, both = found
         made: list[ast.stmt] = []
         given = []
@@ -158,7 +158,7 @@ class Statements:
         return made
 
     def _scalarcode(self, node: ScalarCode, e: Expressions) -> list[ast.stmt]:
-        """Scalar code for one example after another; else as it is written."""
+        """Rewrite scalar code: called example by example, or else run as it is written."""
         reads = [
             expr("(A, B)", node, A=constant(how, node), B=delayed(e.visit(tensor)))
             for how, tensor in node.reads
@@ -262,7 +262,7 @@ class Statements:
     def _try(self, node: ast.Try, e: Expressions) -> list[ast.stmt]:
         if node.handlers or node.orelse:
             raise CannotConvert("try .. except", node)
-        # who leaves early would have to run the finally there and then
+        # a lane that leaves early would have to run the finally at once
         if any(_may_exit(s) for s in (*node.body, *node.finalbody)):
             raise CannotConvert("return, break or continue in a try .. finally", node)
         node.body = self.body(node.body)
@@ -284,7 +284,7 @@ class Statements:
         return before + made
 
     def _stored(self, target: ast.expr, value: ast.expr, e: Expressions) -> list[ast.stmt]:
-        """``target = value``, the value rewritten already."""
+        """Return ``target = value`` for a value that is rewritten already."""
         match target:
             case ast.Name():
                 return [ast.copy_location(ast.Assign([target], value), value)]
@@ -300,7 +300,7 @@ class Statements:
         return self._unpacked(target, value, e)
 
     def _unpacked(self, target: Any, value: ast.expr, e: Expressions) -> list[ast.stmt]:
-        """``a, x.b = value``: names as they are, then what is no name, from the left."""
+        """Rewrite ``a, x.b = value``: names are bound first, then other targets from the left."""
         if not isinstance(value, ast.Tuple):
             value = expr("F.unpacked(V)", value, V=value)
         later = []
@@ -369,7 +369,7 @@ class Statements:
         return made
 
     def _noting(self, target: ast.AST, node: ast.stmt) -> list[ast.stmt]:
-        """Before a statement binds names that others see, what they were is noted."""
+        """Return the code that logs old values before a statement binds names seen elsewhere."""
         names = bound([target])
         made = []
         for name in sorted(names & self.names.noted):
@@ -410,7 +410,7 @@ class Statements:
 
 
 def _may_exit(node: ast.stmt) -> bool:
-    """Whether a ``return`` is inside, or a ``break`` or ``continue`` of a loop around."""
+    """True if a statement has a ``return``, or a ``break`` or ``continue`` of an outer loop."""
 
     def search(nodes: list[ast.stmt], *, in_loop: bool) -> bool:
         for n in nodes:
@@ -431,7 +431,7 @@ def _may_exit(node: ast.stmt) -> bool:
 
 
 def _sees_all(f: ast.FunctionDef) -> bool:
-    """Whether a function may read its names in ways that do not show."""
+    """True if a function may read its names by a call such as `locals` or `eval`."""
     seers = {"locals", "vars", "eval", "exec", "dir", "breakpoint"}
     return any(isinstance(n, ast.Name) and n.id in seers for n in ast.walk(f))
 

@@ -1,6 +1,6 @@
-"""The code that stands for each construct. Names in capitals are filled in.
+"""Templates of the generated code of each construct, with names in capitals as holes.
 
-What it asks of its frame is described in `forall._divergence.frame`.
+`forall._divergence.frame` describes the frame on which this code calls.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What cannot be converted, and why."""
+"""Reasons why a function cannot be converted."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Refused(NamedTuple):
-    """A function that stays as it is. ``place`` is ``file:line`` of what stands in the way."""
+    """The reason why a function is not converted; ``place`` is ``file:line`` of its cause."""
 
     reason: str
     place: str
@@ -15,7 +15,7 @@ class Refused(NamedTuple):
 
 
 class CannotConvert(Exception):  # noqa: N818 - says what happened
-    """Raised where a construct is met that cannot be converted."""
+    """Signal a construct that cannot be converted."""
 
     def __init__(self, reason: str, node: ast.AST | None = None) -> None:
         super().__init__(reason)

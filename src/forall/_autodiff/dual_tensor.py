@@ -57,7 +57,7 @@ class DualLevel(Level):
         self.tapes: Any = None  # what writes down the tangents, where `linearize` asks for it
 
     def halves(self, a: Any) -> tuple[Any, torch.Tensor | None]:
-        """An argument's primal and tangent, inside `autograd_below`."""
+        """Return an argument's primal and tangent. It has to be called inside `autograd_below`."""
         if type(a) is not Dual or a.level is not self:
             return a, None
         primal, tangent = split_tangent(a.value, level=0)
@@ -229,7 +229,7 @@ def unpack(y: torch.Tensor, level: DualLevel) -> tuple[torch.Tensor, torch.Tenso
 
 
 def make_dual(primal: torch.Tensor, tangent: torch.Tensor, level: DualLevel) -> Dual:
-    """A value of ``level`` with this tangent; both are tensors from just outside it."""
+    """Make a value of ``level`` from a primal and a tangent of the next outer level."""
     if is_sparse(primal):
         raise no_tangent(primal)
     primal, tangent = ordinary(primal), ordinary(tangent)

@@ -65,7 +65,7 @@ class CodeSet(CodeTable[None]):
 
 
 def codes_of(code: CodeType) -> Iterator[CodeType]:
-    """A function's code, and that of all that are written inside it."""
+    """Yield a function's code object and those of the functions nested in it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):

@@ -1,1 +1,1 @@
-"""Calls recorded as straight lines of operators, cleaned, and written as Python."""
+"""Tracing and replay of calls: recorded programs, guards, passes, and code generation."""

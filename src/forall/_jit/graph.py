@@ -1,4 +1,4 @@
-"""A straight line of operators: what a recorded call comes down to."""
+"""Programs: the graph of a recorded call, a straight line of operators on numbered values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Ref:
-    """A value's place among the arguments of an operator."""
+    """A reference to a value, by its number, among the arguments of an operator."""
 
     __slots__ = ("n",)
 
@@ -28,7 +28,7 @@ class Ref:
 
 
 class Layout(NamedTuple):
-    """What a tensor is, but for its numbers."""
+    """The metadata of a tensor: everything except its data."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -45,31 +45,34 @@ class Layout(NamedTuple):
 
     @property
     def is_dense(self) -> bool:
-        """Whether the entries follow each other in order."""
+        """True if the tensor is contiguous."""
         return self.strides == dense_strides(self.shape)
 
     @property
     def room(self) -> int:
-        """How many entries it has; what is expanded has them once."""
+        """The number of entries in memory; an expanded dim counts once."""
         return prod(n for n, step in zip(self.shape, self.strides, strict=True) if step or not n)
 
 
 def dense_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Those of a tensor whose entries follow each other in order."""
+    """The strides of a contiguous tensor."""
     return tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
 class Value(NamedTuple):
-    """A tensor of the program. Those of one ``root`` share memory; the root is the first."""
+    """A tensor of the program. Values of one ``root`` share memory; the root is the first."""
 
     layout: Layout
     root: int
-    zeros: bool = False  # torch's own, without memory
+    zeros: bool = False  # a ZeroTensor of torch's, without memory
 
 
 @dataclass(slots=True)
 class Node:
-    """One operator. ``outs`` mirrors what it returns: a number, a list of them, None, or nested."""
+    """One operator. ``outs`` has the numbers of the results, nested as the operator returns them.
+
+    None stands for a result that is no tensor.
+    """
 
     op: Any
     args: tuple
@@ -94,7 +97,7 @@ class Node:
         return found
 
     def replaced(self, other: dict[int, int]) -> None:
-        """Read other values in the place of these."""
+        """Replace values among the arguments: ``other`` maps old numbers to new ones."""
         if not other or other.keys().isdisjoint(self.reads()):
             return
         self.args, self.kwargs = (
@@ -104,7 +107,7 @@ class Node:
 
 @dataclass(slots=True)
 class Piece(Node):
-    """Several operators as one function, which writes into the values ``written``."""
+    """A subgraph: several operators as one function, which writes into the values ``written``."""
 
     written: list[int]
 
@@ -114,7 +117,11 @@ class Piece(Node):
 
 @dataclass(slots=True)
 class Program:
-    """``inputs`` come with each call, ``captured`` are read anew, ``constants`` are kept."""
+    """The graph of a recorded call.
+
+    ``inputs`` are the arguments of a call. ``captured`` are tensors that the function reaches by
+    other ways, read anew in each call. ``constants`` are kept with the program.
+    """
 
     values: list[Value]
     inputs: list[int]
@@ -122,26 +129,23 @@ class Program:
     constants: dict[int, torch.Tensor]
     nodes: list[Node]
     outputs: list[int]
-    # How operators are called, by their identity, as far as that was found out.
+    # The functions that call operators, by the id of the node, as far as they were chosen.
     calls: dict[int, tuple[Node, Callable]] = field(default_factory=dict)
 
     def changing(self, nodes: Sequence[Node], results: Sequence[int]) -> set[int]:
-        """The constants that are not what they were when ``nodes`` have run.
-
-        Into these somebody writes: an operator, or the caller who is given them.
-        """
+        """The constants that are written into after all: by ``nodes``, or by who gets results."""
         roots = [v.root for v in self.values]
         written = {roots[n] for node in nodes for n in node.writes()} | {roots[n] for n in results}
         return {n for n in self.constants if roots[n] in written}
 
     def may_raise(self, node: Node) -> bool:
-        """Whether an operator may raise where numbers are others, see NOTE [errors of numbers]."""
+        """True if an operator may raise for other data, see NOTE [errors of numbers]."""
         if node.outs is None and not node.writes():
-            return True  # it gives nothing
+            return True  # without a result and a write, it is there to raise
         return may_raise(node.op, node.args, node.kwargs, self._dtypes)
 
     def is_on_cpu(self, node: Node) -> bool:
-        """Whether an operator reads a tensor on the CPU."""
+        """True if an operator reads a tensor on the CPU."""
         return any(self.values[n].layout.device.type == "cpu" for n in node.reads())
 
     def _dtypes(self, a: Any) -> Iterator[torch.dtype]:
@@ -164,7 +168,7 @@ def refs(a: Any) -> Iterator[int]:
 
 
 def with_refs(a: Any, f: Callable[[Ref], Any]) -> Any:
-    """A tree of arguments with something else for each value."""
+    """Return a tree of arguments with ``f`` of each reference in its place."""
     if type(a) is Ref:
         return f(a)
     if type(a) is tuple or type(a) is list:

@@ -1,22 +1,22 @@
-"""What it may cost to look for calls that can be replayed, and when that is given up.
+"""The budget of tracing: how long a traced call may take, and when attempts are given up.
 
 NOTE [what recording may cost]
-    A call that is recorded takes no longer than three calls as they are and 50 milliseconds, or as
-    long as the calls of its kind have taken so far, if that is more. A recording that would is
-    broken off, and what can wait (to clean a program and write it down) is done bit by bit in the
-    calls that come next. Time is that of the processor in this thread: what other programs do on
-    the machine is no reason to give up.
+    A traced call takes at most the time of three eager calls plus 50 milliseconds, or the time
+    that the eager calls with its cache key have taken so far, if that is more. A recording that
+    would take longer is broken off. Work that can wait (passes and code generation) is done bit by
+    bit in the calls that come next. Time is this thread's processor time, so the load of the
+    machine is no reason to give up.
 
     A recording that was broken off is tried again after twice as many calls as the last time, and
-    may then take about twice as long. So all of these together take no longer than twice the calls,
-    and whatever is called often enough is recorded, however much of Python's state it reaches.
+    may then take about twice as long. So all attempts together take at most twice the time of the
+    calls. Whatever is called often enough is recorded, however much of Python's state it reaches.
 
-    Each attempt, to see what a call runs or to record it, is paid for by calls that are replayed.
-    Some are free. Where these are used up the next one comes after twice as many calls as the last,
-    so that a function that is never the same costs what it costs as it is.
+    Each attempt, to observe what a call runs or to trace it, is paid for by replayed calls. Some
+    are free. When these are used up, the next attempt comes after twice as many calls as the last.
+    So a function whose calls never repeat costs what it costs without tracing.
 
-    A call is looked at to learn of what kind it is. Where no kind comes back, calls pass unseen for
-    some time, longer each time, and then some are looked at again.
+    A call is looked at to compute its cache key. Where no key comes back, calls pass without a
+    look for some time, longer each time, and then some are looked at again.
 """
 
 from __future__ import annotations
@@ -34,37 +34,37 @@ ALLOWED = 32  # attempts that have not paid, before they become rare
 WORTH = 32  # replayed calls that make up for one attempt
 WINDOW = 64  # calls in a row that are looked at in vain
 LONGEST = 1024  # calls in a row that are not looked at
-CALLS, SLACK = 3.0, 0.05  # eager calls and seconds that the call which is recorded may take
+CALLS, SLACK = 3.0, 0.05  # a traced call may take so many eager calls and so many seconds more
 EACH = 32  # steps of whatever kind after which the clock is asked
-_SHARE = 0.96  # of these until something is broken off: to stop takes time too
-_UNRECORDED = 1.3  # the time of what goes on as it is, below a recorder that does not listen
+_SHARE = 0.96  # the share of the budget after which tracing stops: to stop takes time too
+_UNRECORDED = 1.3  # the slowdown of eager code under a tracer that has stopped recording
 TOO_LONG = "to record it takes too long next to a call"
 
 clock = time.thread_time
 
 
 class Deadline(NamedTuple):
-    """When recording has to stop, by the `clock`."""
+    """The times of `clock` at which a recording has to stop."""
 
-    call: float  # where the call itself is under way: its rest goes on as it is
-    work: float  # where nothing is left to do
-    seconds: float = 0.0  # that the call takes as it is
-    operators: int = 0  # that it comes to, if that is known
+    call: float  # while the call is under way: the rest of the call runs eagerly
+    work: float  # after the call: for passes and code generation
+    seconds: float = 0.0  # that an eager call takes
+    operators: int = 0  # that the call runs, if that is known
 
     @classmethod
     def of(cls, seconds: float, operators: int = 0, spent: float = 0.0) -> Deadline:
-        """That of a call which begins now and takes so long as it is.
+        """The deadline of a call that begins now and takes ``seconds`` if it runs eagerly.
 
-        ``spent`` are the seconds that calls of its kind have taken since one was recorded.
+        ``spent`` are the seconds that calls with its key have taken since one was recorded.
         """
         start, most = clock(), CALLS * seconds + max(SLACK, spent)
         late = start + _SHARE * most
         return cls(late - seconds, late, seconds, operators)
 
     def is_over(self, operators: int) -> bool:
-        """Whether a call is to go on as it is, that has come to so many operators.
+        """True if a call that has run so many ``operators`` has to go on without a tracer.
 
-        How many are left is known where it was recorded before, and broken off.
+        The number of operators left is known where an earlier recording was broken off.
         """
         if not self.operators:
             return clock() > self.call
@@ -76,7 +76,7 @@ NEVER = Deadline(inf, inf)
 
 
 class Attempts:
-    """How often calls of one function were looked at and recorded, and for how much."""
+    """Counts of the attempts to trace calls of one function, and of the replays that pay them."""
 
     __slots__ = (
         "_debt",
@@ -91,18 +91,18 @@ class Attempts:
     )
 
     def __init__(self) -> None:
-        self.looks = 0  # calls whose kind was found out
+        self.looks = 0  # calls whose cache key was computed
         self.rest = 0  # calls that will pass without a look
-        self._rest = WINDOW  # the next time that they do
-        self._vain = 0  # looks in a row that led to nothing
-        self._seen = 0  # replayed calls then
-        self._debt = 0  # replayed calls that are yet to make up for attempts
-        self._paid = 0  # replayed calls that did
+        self._rest = WINDOW  # the length of the next such pause
+        self._vain = 0  # looks in a row that led to no replay
+        self._seen = 0  # replayed calls when the first of these looks was made
+        self._debt = 0  # replayed calls that are yet to pay for attempts
+        self._paid = 0  # replayed calls that have paid
         self._put_off = 0  # attempts in a row that were not made
-        self._patience = WINDOW  # of these, until one is
+        self._patience = WINDOW  # attempts to put off before the next one is made
 
     def passes(self, hits: int) -> bool:
-        """Whether a call is not looked at; ``hits`` calls were replayed so far."""
+        """True if a call passes without a look; ``hits`` calls were replayed so far."""
         if not self.rest:
             return False
         if hits != self._seen:
@@ -112,7 +112,7 @@ class Attempts:
         return True
 
     def missed(self, hits: int) -> None:
-        """A call was looked at in vain."""
+        """Count a call that was looked at and not replayed."""
         if hits != self._seen:
             self._seen, self._vain, self._rest = hits, 0, WINDOW
         self._vain += 1
@@ -121,7 +121,7 @@ class Attempts:
             self._rest = min(2 * self._rest, LONGEST)
 
     def may_begin(self, hits: int) -> bool:
-        """Whether one more attempt is worth it; it is counted as made."""
+        """True if the budget allows one more attempt, which is counted as made."""
         self._debt = max(0, self._debt - (hits - self._paid))
         self._paid = hits
         if self.are_used_up():
@@ -134,25 +134,26 @@ class Attempts:
         return True
 
     def are_used_up(self) -> bool:
-        """Whether attempts have been for nothing too often."""
+        """True if too many attempts were not paid for by replayed calls."""
         return self._debt > (ALLOWED - 1) * WORTH
 
 
 class _Frozen:
-    """Objects that Python's collector is told to leave alone."""
+    """A record of whether somebody else has frozen objects by `gc.freeze`."""
 
-    is_users = False  # as soon as some were found
+    is_users = False  # True as soon as frozen objects were found
 
 
 @contextmanager
 def without_collections() -> Iterator[None]:
-    """Within it Python does not look for garbage; then only among what is new.
+    """Disable garbage collection inside the context; at the end collect the youngest objects alone.
 
     A program is thousands of small objects, of which few outlive the recording. They would make
-    Python look through all that torch is made of, which takes longer than to record them. So what
-    is left counts as old at once: to freeze all there is and let it go again does that, and no
-    more, unless somebody else has frozen something. Python counts what is frozen one by one, so it
-    is not asked again where there was something.
+    Python traverse all of torch's objects, which takes longer than the recording. So the survivors
+    are moved to the oldest generation at once, by `gc.freeze` and `gc.unfreeze`.
+
+    That would unfreeze what somebody else has frozen, so it is not done where something is frozen.
+    Python counts frozen objects one by one, so it is not asked again once there were some.
     """
     if not gc.isenabled():
         yield

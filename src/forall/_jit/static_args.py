@@ -1,4 +1,4 @@
-"""Static arguments: part of a kind of calls by their value, whatever they are."""
+"""Static arguments of `jit`: part of the cache key by their value, whatever their class."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NAMED = (_KINDS.KEYWORD_ONLY, _KINDS.POSITIONAL_OR_KEYWORD)
 
 
 class Static:
-    """A static argument among the leaves of a call."""
+    """A box around a static argument, which makes it a leaf of the arguments."""
 
     __slots__ = ("key", "value")
 
@@ -29,12 +29,12 @@ class Static:
 
 
 def unboxed(leaf: Any) -> Any:
-    """A leaf as the function is given it."""
+    """Return a leaf without its `Static` box."""
     return leaf.value if type(leaf) is Static else leaf
 
 
 def _by_value(x: Any) -> Any:
-    """What hashes and equals as ``x`` does, but tells 1, 1.0 and True apart, and 0.0 and -0.0."""
+    """A key with hash and equality of ``x`` that tells 1, 1.0 and True apart, and 0.0 and -0.0."""
     if isinstance(x, (float, complex)):
         return type(x), repr(x)
     if isinstance(x, tuple):
@@ -45,7 +45,7 @@ def _by_value(x: Any) -> Any:
 
 
 class Statics:
-    """Which arguments of a function are static: by place, by name, or both."""
+    """The static arguments of a function, by position and by name."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Statics:
         return bool(self.places or self.names)
 
     def _complete(self, parameters: Sequence[inspect.Parameter]) -> None:
-        """An argument may come by place or by name: look for it in both."""
+        """Find each static argument by position and by name, as a call may pass it either way."""
         placed = [p.name for p in parameters if p.kind in _PLACED]
         named = {p.name for p in parameters if p.kind in _NAMED}
         kinds = {p.kind for p in parameters}
@@ -90,7 +90,7 @@ class Statics:
         )
 
     def boxed(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        """The arguments of a call, each static one as a leaf."""
+        """Return the arguments of a call, with each static one in a box."""
         given = list(args)
         for n in {n + len(args) if n < 0 else n for n in self.places}:
             if 0 <= n < len(given):
@@ -120,7 +120,7 @@ class Statics:
 
 
 def _all_of(of: type, given: Any, call: Call, option: str, one: str) -> set[Any]:
-    """One of a type, or several."""
+    """The set of one or several values of type ``of``, for an option that allows both."""
     several = () if given is None else (given,) if isinstance(given, (int, str)) else given
     try:
         found = [*several]
@@ -136,7 +136,7 @@ def _all_of(of: type, given: Any, call: Call, option: str, one: str) -> set[Any]
 
 
 def _parameters(func: Callable) -> list[inspect.Parameter] | None:
-    """None of what does not tell, such as a builtin."""
+    """The parameters of a function, None for one without a signature, such as a builtin."""
     try:
         called = func.forward if isinstance(func, torch.nn.Module) else func
         return [*inspect.signature(called).parameters.values()]

@@ -1,8 +1,9 @@
-"""Calls that nobody called pure, replayed where it is certain that they are.
+"""Auto-replay: calls of transformed functions, recorded and replayed without `jit`.
 
-A transformed function that has taken its time is looked at (`purity`). Where all that it does is
-certain, its calls are recorded as `jit` records them, kind by kind, and replayed while the guards
-hold: no one can tell, but by the clock. Whatever is in doubt goes on as it is.
+A transformed function that has run for long enough is analyzed (`purity`). Where it is certainly
+pure, its calls are recorded as `jit` records them, one entry per kind of call, and replayed while
+the guards hold. Apart from the time they take, replayed calls cannot be told from eager ones. A
+function that may be impure runs eagerly.
 """
 
 from __future__ import annotations
@@ -59,34 +60,34 @@ if TYPE_CHECKING:
     from forall._jit.cache.entry import Recorded
     from forall._jit.tracing.trace_call import Recording
 
-_MOST = 64  # kinds of calls that are kept
-_MOST_DUE = 256  # kinds that were seen, the last ones
-_LONG = 1024  # looks at calls after which a kind that was not met makes room for another
-_AT_ONCE = 6  # attempts in a row for one kind
-_LATER = 4  # calls until one is recorded again that took too long
+_MOST = 64  # entries that are kept
+_MOST_DUE = 256  # kinds of calls that wait to be recorded, the last ones
+_LONG = 1024  # looks at calls after which an unused entry makes room for another
+_AT_ONCE = 6  # attempts for one kind before the pauses between them begin
+_LATER = 4  # calls until the next attempt for a kind that took too long
 _MOST_BYTES = 2**24  # of constants that a program keeps
-_GLANCE = Everything(most=1000)  # where the next call may be seen: more costs more than it does
+_GLANCE = Everything(most=1000)  # a quick walk: where it fails, the next call is observed instead
 _CHANGES = "what it reaches, or asks of numbers, changes from call to call"
 _RUNS_OTHERS = "what it runs changes from call to call"
 _FAILS = "it fails where it is recorded, and not as it is"
 
 
 class Replays(Unwatched):
-    """The calls of one transformed function; ``why`` tells what stands against replaying them.
+    """The auto-replay cache of one transformed function; ``why`` is the reason against replays.
 
-    What is recorded is ``eager``; a call that cannot be replayed is made by its ``instead``. These
-    are two where ``eager`` is of a function that stands in for others.
+    The function ``eager`` is recorded; a call that is not replayed is made by its ``instead``. The
+    two differ where ``eager`` stands in for several closures.
     """
 
     def __init__(
         self, eager: Callable, leads_back: Callable[[], None] | None = None, *, stands_in=False
     ) -> None:
         self.eager = eager
-        self.leads_back = leads_back  # to be told that a program will hold what is held weakly
+        self.leads_back = leads_back  # called if a program will hold a weakly held object
         self.stands_in = stands_in
-        self.unseen: str | None = None  # what would, had nobody seen what the calls run
+        self.unseen: str | None = None  # the reason against replays without an observed call
         self.known: dict[Any, Recorded | _Begun] = {}
-        self.due: OrderedDict[Any, _Due] = OrderedDict()  # kinds that were met
+        self.due: OrderedDict[Any, _Due] = OrderedDict()  # kinds that wait to be recorded
         self.newest: Recorded | None = None
         self.hits = 0
         self.attempts = Attempts()
@@ -127,17 +128,17 @@ class Replays(Unwatched):
         return self.again(recorded, tensors, instead)
 
     def passes(self) -> bool:
-        """Whether a call is not looked at, which is counted."""
+        """True if a call passes without a look, and count it."""
         return self.attempts.rest > 0 and self.attempts.passes(self.hits)
 
     @property
     def why(self) -> str | None:
-        """What stands against replaying calls of the kinds that were met, if none is replayed."""
+        """The reason why no call so far was recorded; None if one was, or no reason is known."""
         found = (due.why for due in reversed([*self.due.values()]) if due.why is not None)
         return None if self.known else next(found, None)
 
     def doubt(self) -> str | None:
-        """What stands against replaying calls, as far as is known."""
+        """The reason against replaying calls, None if none is known."""
         if self.unseen is None:
             self.unseen = self._doubt(Guards(self.eager))
         found = (due.why for due in [*self.due.values()] if due.why is not None)
@@ -149,15 +150,15 @@ class Replays(Unwatched):
         return doubt(guards, stands_in=self.stands_in)
 
     def _not_known(self, call: _Call) -> Any:
-        """A call of a kind of which there is no program (yet)."""
+        """Make a call of a kind that has no entry: run eagerly, or record it."""
         due = self.due.get(call.kind)
         try:
             things = objects_of(call.args, call.kwargs)
         except Unfit:
             self.attempts.missed(self.hits)
             return call.instead()
-        if due is None or not due.is_of(things):  # others lived where these live now
-            is_due = config.now.replay == "check"  # at once
+        if due is None or not due.is_of(things):  # the ids in the key were of other objects
+            is_due = config.now.replay == "check"  # record at the first call
             due = _Due(things=tuple(map(_weakly, things)))
         else:
             is_due = not due.wait and not due.refused
@@ -179,24 +180,25 @@ class Replays(Unwatched):
                 self.due.popitem(last=False)
 
     def _refuse(self, kind: Any, due: _Due, why: str | None) -> None:
-        """Leave this kind as it is from now on."""
+        """Run calls of this kind eagerly from now on."""
         self.known.pop(kind, None)
         self._put(kind, due._replace(why=why, refused=True, ran=EVERYTHING))
 
     def _put_off(self, kind: Any, due: _Due, why: str | None) -> None:
-        """Try this kind again, some times at once, then after twice as many calls each time.
+        """Schedule the next attempt: for some attempts at the next call, then with growing pauses.
 
-        Where it took too long, never at once.
+        Each pause is twice as many calls as the last. An attempt that took too long always leads to
+        a pause.
         """
         self.known.pop(kind, None)
         at_once = (1 << max(0, due.tries - _AT_ONCE)) - 1
         wait = _LATER << due.tries if why == TOO_LONG else at_once
         spent = due.spent if why == TOO_LONG else 0.0
-        why = why if due.tries else None  # a first call may have set things up
+        why = why if due.tries else None  # the first call may have set up state
         self._put(kind, due._replace(why=why, tries=due.tries + 1, wait=wait, spent=spent))
 
     def _may_begin(self) -> bool:
-        """Whether an attempt to record a call is worth it, and there is room for a program."""
+        """True if the budget allows an attempt to record a call, and there is room for an entry."""
         oldest = None
         if len(self.known) >= _MOST:
             oldest, found = min(self.known.copy().items(), key=lambda item: item[1].used)
@@ -208,7 +210,7 @@ class Replays(Unwatched):
         return True
 
     def _changed(self, kind: Any, before: Recorded) -> None:
-        """Record the next call of this kind, unless one that was recorded says better not."""
+        """Drop an entry whose guards failed; record the next call if that is worth it."""
         self.newest = None
         self.known.pop(kind, None)
         self.attempts.missed(self.hits)
@@ -233,7 +235,7 @@ class Replays(Unwatched):
                 guards = guarding(self.eager, (call.args, call.kwargs), glance, until)
                 why = self._doubt(guards)
             if why is None:
-                with without_collections():  # nothing of what garbage runs is to be seen
+                with without_collections():  # finalizers of garbage are not part of the call
                     result = self._watched(call, due, guards, until)
                     self._goes_on_at_once(call, result, until)
                 return result
@@ -254,7 +256,7 @@ class Replays(Unwatched):
         return result
 
     def _watched(self, call: _Call, due: _Due, guards: Guards, until: Deadline) -> Any:
-        """Make a call and its program, which has to be of what was seen to run before."""
+        """Record a call, and check that it runs only code that the last call was seen to run."""
         if not due.ran.seen:
             return self._record(call, due, guards, until)
         ran, homes = Ran(until), _homes(guards) if self.stands_in else []
@@ -296,7 +298,7 @@ class Replays(Unwatched):
         return made.result
 
     def _goes_on_at_once(self, call: _Call, result: Any, until: Deadline) -> None:
-        """What of a program can be made in the call that was recorded, if one was."""
+        """After a recorded call, take the steps of its program for which there is time."""
         unfinished = self.known.get(call.kind)
         if type(unfinished) is not _Begun:
             return
@@ -306,9 +308,10 @@ class Replays(Unwatched):
             _compared(recorded, tensors, result)
 
     def _begun(self, call: _Call, asked: Pass, guards: Guards, until: Deadline) -> Recording | None:
-        """None where it fails before it has changed anything: the call itself tells what is wrong.
+        """Record a call; return None if it fails before any effect, so that it can run eagerly.
 
-        Torch leaves out checks of values where calls are recorded, and meets the error elsewhere.
+        The eager call raises the user's own error: under a dispatch mode torch leaves out some
+        checks of values, and raises another error later.
         """
         before = Before(call.leaves, guards)
         try:
@@ -330,11 +333,11 @@ class Replays(Unwatched):
         return result
 
     def _goes_on(self, kind: Any, unfinished: _Begun, until: Deadline) -> Recorded | None:
-        """Clean a program and write it down, as far as there is time for that."""
+        """Take steps of an unfinished entry until the deadline; return the entry if it is done."""
         due = unfinished.due
         try:
             recorded = unfinished.go_on(until)
-        except Exception as error:  # noqa: BLE001 - of ours, and the call is the user's
+        except Exception as error:  # noqa: BLE001 - a defect of ours is not to fail the user's call
             self._refuse(kind, due, f"its program cannot be made: {error}")
             return None
         if recorded is None:
@@ -342,7 +345,7 @@ class Replays(Unwatched):
                 self._put_off(kind, due, "its program was not finished")
             return None
         why = None
-        if recorded.writes_outside():  # half done where an operator fails
+        if recorded.writes_outside():  # an operator that fails would leave it half done
             why = "it writes into a tensor from outside"
         elif sum(c.nbytes for c in recorded.program.constants.values()) > _MOST_BYTES:
             why = "its program would keep too much in memory"
@@ -370,14 +373,14 @@ class Replays(Unwatched):
 
 
 def _homes(guards: Guards) -> list[dict[str, Any]]:
-    """The globals of the functions that run."""
+    """The globals of the functions that ran, each dict once."""
     functions = (f for f in guards.reached() if isinstance(f, FunctionType))
     running = (f.__globals__ for f in functions if guards.ran.holds(f.__code__))
     return [*{id(home): home for home in running}.values()]
 
 
 class _Call(NamedTuple):
-    """A call to be recorded, of the arguments that these leaves and this tree say."""
+    """A call, with the leaves of its arguments and the function that makes it eagerly."""
 
     kind: Any
     args: tuple
@@ -387,23 +390,23 @@ class _Call(NamedTuple):
 
 
 class _Due(NamedTuple):
-    """A kind that was met: its next call is to be recorded, with this backward pass."""
+    """A kind of call that waits to be recorded, with the backward pass to record."""
 
     asked: Pass = FIRST
-    times: int = 0  # that it was recorded before
-    ran: Everything = EVERYTHING  # what the last call was seen to run
-    sights: int = 0  # calls that were made to see this
-    seconds: float = inf  # that a call takes as it is
-    spent: float = 0.0  # seconds that calls have taken as they are since one was recorded
-    operators: int = 0  # that it came to where that was broken off
-    things: tuple = ()  # the arguments that the kind knows by identity, held weakly
-    tries: int = 0  # in a row that came to nothing
-    wait: int = 0  # calls that are to pass before the next one
+    times: int = 0  # recordings so far
+    ran: Everything = EVERYTHING  # the coverage of the last call
+    sights: int = 0  # calls that were observed
+    seconds: float = inf  # that an eager call takes
+    spent: float = 0.0  # seconds of eager calls since one was recorded
+    operators: int = 0  # that a recording which was broken off had run
+    things: tuple = ()  # the arguments in the key by identity, held weakly
+    tries: int = 0  # failed attempts in a row
+    wait: int = 0  # eager calls until the next attempt
     why: str | None = None
-    refused: bool = False  # for good
+    refused: bool = False  # never to be recorded
 
     def is_of(self, things: Sequence[Any]) -> bool:
-        """Whether these are the things that it was met with, and not others in their place."""
+        """True if these are the objects in the key, not others with the same ids."""
         pairs = zip(self.things, things, strict=False)
         same = all(thing is None or thing() is x for thing, x in pairs)
         return same and len(self.things) == len(things)
@@ -413,11 +416,11 @@ def _weakly(x: Any) -> ref | None:
     try:
         return ref(x)
     except TypeError:
-        return None  # it cannot be told from another
+        return None  # its class allows no weak references
 
 
 class _Begun(Unfinished):
-    """A recorded call of a kind that was due, under guards."""
+    """A recorded call that waits for its passes and code generation, with its guards."""
 
     def __init__(self, steps: Any, due: _Due, guards: Guards) -> None:
         super().__init__(steps)
@@ -430,7 +433,7 @@ def _compared(recorded: Recorded, tensors: Sequence[torch.Tensor], result: Any) 
 
 
 def _same(found: Any, expected: Any, recorded: Recorded, tensors: Sequence[torch.Tensor]) -> None:
-    """What `config.replay = "check"` is for: a replayed call against the call itself."""
+    """Compare a replayed call with the eager call, as `config.replay = "check"` asks."""
     ours, tree = pytree.flatten(found)
     theirs, wanted = pytree.flatten(expected)
     if tree != wanted or not all(map(_is_same, ours, theirs)):
@@ -451,13 +454,13 @@ def _slopes(leaves: list, given: list[torch.Tensor]) -> list[torch.Tensor | None
 
 
 def _is_close(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Bit for bit, but for rounding: some pull-backs (`prod`) have two formulas in torch.
+    """True if tensors are equal up to rounding: some backwards (`prod`) have two formulas in torch.
 
-    It takes the one that looks at no values where calls are recorded.
+    Under a dispatch mode torch takes the formula that reads no data.
     """
     if not (a.is_floating_point() or a.is_complex()):
         return torch.equal(a, b)
-    if a.dtype.itemsize == 1:  # of which few operators have a kernel
+    if a.dtype.itemsize == 1:  # float8: few operators have a kernel for it
         return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
     finite = b.isfinite()
     scale = b[finite].abs().max().item() if finite.any() else 0.0

@@ -1,15 +1,15 @@
-"""Whether everything that a function does can be told from what it can be seen to reach.
+"""Purity analysis: proof from bytecode that a function does nothing that guards cannot see.
 
-`jit` is told that its function is pure. Where nobody says so, a call may be replayed only if this
-is certain: each function it can reach is read, name by name, and each name has to lead to something
-that does the same with each call and nothing besides (`trusted`), or to what the guards compare.
-Whatever is not certain runs as it is.
+The user of `jit` promises that the function is pure. Without a promise, a call may be replayed only
+if its purity is certain. Each function that it can reach is read, name by name. Each name has to
+lead to something that does the same with each call and has no side effect (`trusted`), or to state
+that the guards compare. A function that is not certain to be pure runs eagerly.
 
-Where the call was seen to run (`ran`), what did not run is not read. What names lead to is then not
-all that is asked: all that ran must be something that the guards have come to.
+Where a call was observed (`ran`), code that did not run is not read. In return, all code that ran
+must be code that the guards have reached.
 
-What changes something that the guards see (a counter, a list of results) needs no care here: the
-recording finds it changed. What is looked for is what they cannot see: the clock, Python's random
+Writes to state that the guards see (a counter, a list of results) need no care here: the recording
+finds the state changed. The analysis looks for what guards cannot see: the clock, Python's random
 numbers, files, the screen, a tensor's version.
 """
 
@@ -69,16 +69,17 @@ if TYPE_CHECKING:
 
 _WRAPPERS = {MappingProxyType, *WRAPPERS} - {BuiltinFunctionType, MethodWrapperType}
 _METHODS = (MethodDescriptorType, WrapperDescriptorType, MethodWrapperType)
-_NAMED = ATTRIBUTES | {"STORE_ATTR", "DELETE_ATTR", "IMPORT_FROM"}  # of whatever it may be
-_ANY = frozenset({"__dict__", "__dir__", "__getattribute__"})  # what has all that a module has
-_WATCHED = frozenset({"__code__", "__dict__"})  # where they are asked for
+_NAMED = ATTRIBUTES | {"STORE_ATTR", "DELETE_ATTR", "IMPORT_FROM"}  # with an attribute's name
+_ANY = frozenset({"__dict__", "__dir__", "__getattribute__"})  # give all names of a module
+_WATCHED = frozenset({"__code__", "__dict__"})  # guarded where code names them
 
 
 def doubt(guards: Guards, *, stands_in: bool = False) -> str | None:
-    """What of it is not certain; None where all is. What it names of torch is watched from now.
+    """The reason why a function may be impure, None if it is certainly pure.
 
-    A function that stands in for another does not see what that is bound to anew while it runs, so
-    there nothing may rebind names of other functions, or of modules.
+    Names of torch's that its code contains are guarded from now on. With ``stands_in``, the
+    function has cells and globals of its own in place of another's, and does not see the other's
+    rebound. So no code may rebind names of other functions, or of modules.
     """
     if guards.why is not None or guards.ran.why is not None:
         return guards.why or guards.ran.why
@@ -101,12 +102,15 @@ def doubt(guards: Guards, *, stands_in: bool = False) -> str | None:
 
 
 def _may_rebind(ran: Everything, code: CodeType) -> bool:
-    """What was seen to run is seen to rebind: who names no namespace can but set an attribute."""
+    """True if code may rebind names of other functions or modules.
+
+    Where the call was observed, only the instructions that ran count.
+    """
     return may_rebind(code) and (not ran.seen or rebinds(code, ran.names(code) - SETTERS))
 
 
 def _unreached(ran: Everything, reached: Iterable[Any]) -> str | None:
-    """What ran, though nothing that is known leads to it, or makes it."""
+    """The reason if code ran that no reached function has or makes, None if there is none."""
     if not ran.seen:
         return None
     known = set()
@@ -120,7 +124,7 @@ def _unreached(ran: Everything, reached: Iterable[Any]) -> str | None:
     odd = next((code for code in ran.codes() if code not in known), None)
     if odd is None:
         return None
-    if _at(odd) in {*map(_at, known)}:  # it was written anew
+    if _at(odd) in {*map(_at, known)}:  # the converted code of a known function
         return f"examples part in {odd.co_qualname} ({_at(odd)})"
     return f"nothing leads to {odd.co_qualname}, which runs ({_at(odd)})"
 
@@ -130,12 +134,12 @@ def _at(code: CodeType) -> str:
 
 
 class _Reading:
-    """Functions, read name by name."""
+    """A reader of functions' code, name by name."""
 
     def __init__(self, guards: Guards) -> None:
         self.guards, self.ran = guards, guards.ran
-        self._modules: set[ModuleType] = set()  # that were looked at
-        # Of the attributes of who knows what:
+        self._modules: set[ModuleType] = set()  # modules that were checked
+        # Names of attributes in all code that ran, and whether it may look up any name:
         self._names, self._by_any = set[str](), False
         for code in self.ran.codes():
             instructions = self.ran.instructions(code)
@@ -179,7 +183,10 @@ class _Reading:
         return None
 
     def _way(self, way: list[str], home: dict[str, Any]) -> str | None:
-        """Where a way of names leads: `.name` of something unknown, or from a global onwards."""
+        """The reason if a dotted name may lead to something impure, None if it does not.
+
+        ["", name] is an attribute of something unknown; other names begin with a global.
+        """
         first = way[0]
         if not first:
             return self._telling(way[1:])
@@ -188,7 +195,7 @@ class _Reading:
         value = home[first]
         for i, name in enumerate(way[1:], 1):
             if not isinstance(value, ModuleType):
-                if isinstance(value, type) and is_no_users(value):  # that they may add to
+                if isinstance(value, type) and is_no_users(value):  # users may set attributes of it
                     self.guards.watch_class(value)
                 return self._telling(way[i:])
             inside, value = value, getattr(value, name, None)
@@ -206,16 +213,22 @@ class _Reading:
         return next((f"asks for .{name}" for name in names if name in telling), None)
 
     def _is_builtin(self, name: str) -> bool:
-        """By any name they may ask for what tells more: then the recorder hears it."""
+        """True if a built-in function is trusted.
+
+        Those that look up any name are trusted in observed calls: the recorder sees what they read.
+        """
         return name in pure_functions.BUILTINS or (self.ran.seen and name in pure_functions.BY_NAME)
 
     def _may_use(self, value: Any, inside: ModuleType, name: str) -> bool:
-        """Whether code may use what a module of a library's has under a name, watched from now."""
+        """True if code may use the value of a library module's name, which is guarded from now."""
         self.guards.watch_name(vars(inside), name, value)
         return self._is_trusted(value) or self._is_idle(value)
 
     def is_certain(self, value: Any) -> bool:
-        """Whether the guards see all of it, or it never changes; functions are read."""
+        """True if the guards see all of an object's state, or the object never changes.
+
+        A function of the user's is not certain by itself: its code has to be read.
+        """
         if isinstance(value, FunctionType) and not is_ours(value):
             return self._is_trusted(value) or self._is_idle(value)
         if is_of_environment(value):
@@ -226,7 +239,10 @@ class _Reading:
         return _is_certain(value) or self._is_idle(what) or self._is_never_made(value)
 
     def _is_certain_module(self, module: ModuleType) -> bool:
-        """One that something holds. Of a library's, each name that is asked for may be its."""
+        """True for a user's module, and a held library module whose names in use are all safe.
+
+        Each attribute name in the code that ran may be looked up in the module.
+        """
         if is_users(module) or module in self._modules:
             return True
         self._modules.add(module)
@@ -248,7 +264,7 @@ class _Reading:
         return pure_functions.is_trusted(value)
 
     def _is_never_made(self, value: Any) -> bool:
-        """Whether it is a class of tensors, only asked for whether something is of it."""
+        """True for a class of tensors whose methods did not run, as in an `isinstance` test."""
         return isinstance(value, type) and issubclass(value, torch.Tensor) and self.ran.idle(value)
 
     def _is_idle(self, value: Any) -> bool:
@@ -258,7 +274,7 @@ class _Reading:
 def _codes(
     code: CodeType, modules: dict[str, ModuleType]
 ) -> Iterator[tuple[CodeType, dict[str, ModuleType]]]:
-    """A function's code and that of all written inside it, with the modules its closure has."""
+    """Yield a function's code and that of nested functions, with the modules in the closure."""
     rebound = {*code.co_cellvars, *rebound_of(code)}
     modules = {n: m for n, m in modules.items() if n not in rebound}
     yield code, modules
@@ -274,8 +290,8 @@ def _is_certain(value: Any) -> bool:
     if pure_functions.is_inert(value) or is_array(value):
         return True
     if isinstance(value, (super, BaseException)):
-        return False  # nobody looks at what they hold
-    if value is ReferenceType:  # the class of those that are judged by what they refer to
+        return False  # the guards do not look into them
+    if value is ReferenceType:  # the class itself; its objects are judged by their referents
         return True
     if isinstance(value, (FunctionType, Unwatched, CACHED, CellType, ContextVar)):
         return True  # ours, or looked at by the guards
@@ -292,7 +308,7 @@ def _is_certain(value: Any) -> bool:
         known = pure_functions.is_trusted_base(getattr(value, "__objclass__", object))
         return known and value.__name__ not in BY_ANY_NAME | pure_functions.TELLING
     if isinstance(value, ReferenceType):
-        return type(value()) in PLAIN  # as torch's recurrent layers have them of their weights
+        return type(value()) in PLAIN  # torch's recurrent layers have such references to weights
     if pure_functions.is_trusted(value):
         return True
     return pure_functions.is_trusted_base(kind) if is_no_users(kind) else True

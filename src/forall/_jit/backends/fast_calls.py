@@ -1,8 +1,8 @@
-"""The cheapest way to call an operator: torch's own functions cost less than the dispatcher's.
+"""The cheapest way to call an operator: torch's own functions cost less than `OpOverload`s.
 
-Which operator such a function reaches depends on its arguments. So it is asked: called once under a
-mode that runs nothing, on tensors of the meta device. Only one that comes to the recorded operator,
-with the recorded arguments, takes its place.
+Which operator such a function dispatches to depends on its arguments. So each candidate is called
+once, on meta tensors, under a dispatch mode that runs nothing. A function that dispatches to the
+recorded operator alone, with the recorded arguments, takes the operator's place.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def binding(program: Program, node: Node) -> tuple[Callable, tuple, dict]:
-    """A function, and its arguments, that does what a node says."""
+    """Return the cheapest function that does what a node says, and its arguments."""
     if isinstance(node, Piece):
         return node.op, node.args, node.kwargs
     asked = program.calls.get(id(node))
@@ -48,8 +48,8 @@ def binding(program: Program, node: Node) -> tuple[Callable, tuple, dict]:
 
 
 def asking(program: Program) -> Iterator[None]:
-    """Find out how the operators are called, some at a time, before they are written down."""
-    if is_autocast():  # what is written down runs without, and is asked about there
+    """Choose the functions that call the operators, some at a time, before code generation."""
+    if is_autocast():  # generated code runs without autocast, so the functions are chosen there
         return
     for i, node in enumerate(program.nodes):
         program.calls[id(node)] = node, binding(program, node)[0]
@@ -58,12 +58,12 @@ def asking(program: Program) -> Iterator[None]:
 
 
 _EACH = 64
-_MOST = 4096  # answers that are kept: one operator is asked about in program after program
+_MOST = 4096  # choices that are kept: the same operator comes back in program after program
 _known: dict[Any, Callable] = {}
 
 
 def _key(program: Program, node: Node) -> Any:
-    """All that decides which function comes to an operator: arguments, and where tensors lie."""
+    """The cache key of a choice: operator, arguments, the tensors' layouts and torch's state."""
     seen: dict[int, int] = {}
 
     def of_value(n: int) -> Any:
@@ -75,7 +75,7 @@ def _key(program: Program, node: Node) -> Any:
 
 
 def _asked(program: Program, node: Node) -> Callable:
-    for func in () if facts(node.op).seeded else _candidates(node):  # it would draw
+    for func in () if facts(node.op).seeded else _candidates(node):  # a random one would draw
         if _reaches(program, node, func, node.args, node.kwargs):
             return func
     return fast_operator(node.op)
@@ -111,14 +111,14 @@ def _reaches(program: Program, node: Node, func: Callable, args: tuple, kwargs: 
 
 
 def _made(outs: Any, stand_in: Callable[[Ref], torch.Tensor]) -> Any:
-    """What stands for the results of an operator."""
+    """Stand-ins for the results of an operator, nested as ``outs`` are."""
     if isinstance(outs, (tuple, list)):
         return tuple(_made(o, stand_in) for o in outs)
     return stand_in(Ref(outs)) if isinstance(outs, int) else outs
 
 
 class _Asked(DispatchMode):
-    """Notes how often an operator is called, which is not run: its results are known."""
+    """A dispatch mode that counts calls of the wanted operator and returns stand-ins for it."""
 
     def __init__(self, wanted: tuple, made: Any) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ class _Asked(DispatchMode):
 
 
 class _AnotherOne(Exception):  # noqa: N818 - no error: the function is not taken
-    """An operator that is not the recorded one."""
+    """Signal that a function dispatches to another operator than the recorded one."""
 
 
 def _same(a: Any, b: Any) -> bool:

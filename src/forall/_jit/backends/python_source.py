@@ -1,4 +1,4 @@
-"""A program as Python: one line for each operator, memory given back where it is read last."""
+"""Code generation: a program as Python source, one line per operator; values die at last use."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Text:
-    """Lines of a function, and what they name."""
+    """The lines of a generated function, and the objects that they name."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -39,11 +39,11 @@ class Text:
         self._known: dict[int, str] = {}
 
     def name(self, thing: Any, hint: str) -> str:
-        """What a thing is called in the text."""
+        """The name of an object in the source."""
         name = self._known.get(id(thing))
         if name is None:
-            # What is behind the last `_` is a number of its own, so that no two names meet:
-            # `log2` and `log` would, and a user's operator that is called `v` and a value.
+            # A number of its own after the last `_` keeps names distinct: without it `log` and 2
+            # would be `log2`, and a user's operator called `v` could be taken for a value.
             name = self._known[id(thing)] = f"{hint}_{len(self.names)}"
             self.names[name] = thing
         return name
@@ -72,13 +72,13 @@ class Text:
             self.lines.append("del " + ", ".join(f"v{n}" for n in last))
 
     def _keyword(self, name: str, a: Any) -> str:
-        """An argument by its name, which is any text where a user declares an operator."""
+        """A keyword argument in source; a user's operator may have any text as its name."""
         if _is_plain(name) and not iskeyword(name):
             return f"{name}={self.argument(a)}"
         return f"**{{{self.name(name, 'k')}: {self.argument(a)}}}"
 
     def function(self, given: Sequence[int], results: Sequence[str], within: str) -> Callable:
-        """The lines as a function."""
+        """Compile the lines to a function; ``within`` is the block statement around them."""
         out = f"return ({', '.join(results)}{',' if results else ''})"
         body = "\n        ".join([*self.lines, out])
         arguments = ", ".join(f"v{n}" for n in given)
@@ -91,7 +91,7 @@ class Text:
 
 
 def _is_plain(name: Any) -> bool:
-    """Whether a text is a name that Python reads as it is written: others it puts in a norm."""
+    """True for an ASCII identifier; Python normalizes other identifiers in source."""
     return type(name) is str and name.isascii() and name.isidentifier()
 
 
@@ -106,11 +106,11 @@ def _target(outs: Any) -> str:
 def function(
     program: Program, nodes: Sequence[Node], given: Sequence[int], results: Sequence[int]
 ) -> Callable:
-    """A function of the values ``given`` that runs ``nodes`` and returns ``results``."""
+    """Return a function of the values ``given`` that runs ``nodes`` and returns ``results``."""
     nodes = in_blocks(program, nodes, results, partial(_within, program))
-    # Operators are recorded with their devices; the mode of a default one would cost at each.
+    # Operators are recorded with their devices; a default device's mode would only cost time.
     below = "_below()" if default_device() is None else "_below(), _unseen()"
-    if is_autocast():  # what was recorded has been cast
+    if is_autocast():  # the recorded operators include the casts
         with without_autocast():
             return _function(program, nodes, given, results, f"{below}, _uncast()")
     run = _function(program, nodes, given, results, below)
@@ -120,7 +120,7 @@ def function(
 def _within(
     program: Program, nodes: Sequence[Node], given: Sequence[int], results: Sequence[int]
 ) -> Callable:
-    """A part of such a function, which is called where that has seen to the modes."""
+    """Return a function of a part of a program, called from one that has set up the modes."""
     return _function(program, nodes, given, results, None)
 
 
@@ -150,9 +150,9 @@ def _function(
 
 
 def in_the_open(program: Program, given: Sequence[int], cut: Collection[int]) -> Callable:
-    """A function of the values ``given`` for a program's outputs, which autograd takes part in.
+    """Return a function from ``given`` to a program's outputs that autograd records.
 
-    Those to be ``cut`` have no history.
+    Outputs in ``cut`` are detached.
     """
     text = Text(program)
     for node in program.nodes:
@@ -162,7 +162,7 @@ def in_the_open(program: Program, given: Sequence[int], cut: Collection[int]) ->
 
 
 def _last_reads(nodes: Sequence[Node], kept: set[int]) -> list[list[int]]:
-    """For each operator, the values that nobody reads after it."""
+    """For each operator, the values that no later operator reads."""
     seen = set(kept)
     found = []
     for node in reversed(nodes):

@@ -1,10 +1,10 @@
-"""Programs handed to torch's compilers, piece by piece.
+"""Programs handed to torch's compilers (inductor, CUDA graphs), subgraph by subgraph.
 
 NOTE [what a compiler is given]
     A compiler may put its results where it likes, and takes for granted that tensors do not share
-    memory. So it is given stretches of operators without draws, and asked only for tensors with
-    memory of their own; views of these, and of arguments, are made by the lines around it, as are
-    draws. What it may not do, or cannot, is done by the program's own lines.
+    memory. So a compiler is given stretches of operators without random draws, and asked only for
+    tensors with memory of their own. Views of these and of arguments, and draws, are made by the
+    program's Python lines around it, as is all else that a compiler may not do, or cannot.
 """
 
 from __future__ import annotations
@@ -39,14 +39,17 @@ if TYPE_CHECKING:
     Tensor = torch.Tensor
 
 aten = torch.ops.aten
-_FEWEST = 2  # operators that are worth a compiler
-_MOST = 8  # settings that a piece is compiled for
+_FEWEST = 2  # operators for which a compiler is worth it
+_MOST = 8  # settings that a subgraph is compiled for
 _PLAIN = (bool, int, float, complex, str, type(None))
 _WORDS = (torch.dtype, torch.device, torch.memory_format, torch.layout)
 
 
 def writer(call: Call, backend: str) -> Callable:
-    """What makes a function of a program; an error where this machine has no such backend."""
+    """Return what makes a function of a program by a backend, as `writing.function` does.
+
+    A backend that does not exist is a ValueError, one that this machine lacks a RuntimeError.
+    """
     if backend not in ("inductor", "cudagraphs"):
         raise ValueError(
             f"{call}: no such backend.\n{columns([('backend', repr(backend))])}\n"
@@ -72,7 +75,7 @@ def _written(
     given: Sequence[int],
     results: Sequence[int],
 ) -> Callable:
-    """As `writing.function`, with pieces that are compiled."""
+    """Return a function of a program, as `writing.function` does, with compiled subgraphs."""
     asserted = {n for node in nodes if node.op in ASSERTED for n in node.reads()}
     fitting = partial(_fits, program, asserted)
     stretches = [(fits, [*part]) for fits, part in groupby(nodes, key=fitting)]
@@ -87,11 +90,11 @@ def _written(
 
 def _fits(program: Program, asserted: Collection[int], node: Node) -> bool:
     if node.outs is None and not node.writes():
-        return False  # it is there to raise, and a compiler leaves it out
+        return False  # an assertion, there to raise: a compiler would leave it out
     if program.may_raise(node) and program.is_on_cpu(node):
-        return False  # so it does with errors of others; on a GPU these are no errors of Python's
+        return False  # a compiler leaves out its error; on a GPU there is no Python error to lose
     if facts(node.op).dynamic and any(n in asserted for n in node.makes()):
-        return False  # its numbers say of what shape the result is
+        return False  # the shape of the result depends on the data
     return not facts(node.op).seeded and _is_plain((node.args, node.kwargs))
 
 
@@ -106,7 +109,10 @@ def _is_plain(a: Any) -> bool:
 def _pieced(
     call: Call, backend: str, program: Program, part: list[Node], later: Collection[int]
 ) -> list[Node]:
-    """A piece that is compiled in the place of these operators, and views of what it makes."""
+    """Return a compiled subgraph in place of these operators, and the views of its results.
+
+    ``part`` is returned as it is where a compiler is not worth it, or cannot make a result.
+    """
     makers: dict[int, Node] = {}
     read: dict[int, None] = {}  # what was there before
     for node in part:
@@ -134,7 +140,10 @@ def _traced(
     wanted: dict[int, None],
     views: dict[int, Node],
 ) -> bool:
-    """Note what memory a value lies in, and the views that lead there from it."""
+    """Note in ``wanted`` the base that a value is a view of, and in ``views`` the views of it.
+
+    Return False where the value cannot be made by views of one base.
+    """
     node = makers.get(n)
     if node is None or n in wanted or id(node) in views:
         return True
@@ -145,7 +154,7 @@ def _traced(
         return True
     if len(set(sources)) > 1 or not _traced(program, sources[0], makers, wanted, views):
         return False
-    if node.writes():  # its result is what it wrote into, by another name
+    if node.writes():  # its result is an alias of the tensor that it wrote into
         if program.values[sources[0]].layout != program.values[n].layout:
             return False
         node = Node(aten.alias.default, (Ref(sources[0]),), {}, n)
@@ -156,7 +165,7 @@ def _traced(
 
 
 class Core:
-    """The operators of a piece, compiled when it is first run."""
+    """The operators of a subgraph, compiled when they are first run."""
 
     __name__ = "piece"
 
@@ -178,7 +187,7 @@ class Core:
         self.fixed = [n in program.constants and n not in written for n in given]
         self.graph = _graph(nodes, given, results)
         self.is_on_accelerator = _is_on_accelerator(program, [*given, *results])
-        self.made: dict[tuple, Callable] = {}  # by the settings that kernels are chosen by
+        self.made: dict[tuple, Callable] = {}  # compiled functions, by settings of precision
 
     def __call__(self, *tensors: Tensor) -> Sequence[Tensor]:
         chosen = precision_allowed() if self.is_on_accelerator else ()
@@ -204,7 +213,7 @@ class Core:
                     return _apart(run, examples, made)
                 why = "its results would lie otherwise in memory"
             except Exception as error:  # noqa: BLE001 - whatever keeps a compiler from it
-                self.plain(*map(_copy, tensors))  # if nothing does, the call's error is its own
+                self.plain(*map(_copy, tensors))  # the call's own error, if it has one, is raised
                 why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         slow(f"{self.call}: a piece is not compiled, so run by Python: {why}.")
         return self.plain
@@ -229,15 +238,18 @@ class Core:
 
 
 def _is_on_accelerator(program: Program, numbers: Sequence[int]) -> bool:
-    """Return True if kernels may be chosen when these values are compiled for.
+    """True if a value lies on an accelerator, where settings choose kernels at compile time.
 
-    Those of the CPU ask for the settings when they run, also where they are called in C++.
+    Kernels of the CPU read the settings when they run, also where they are called from C++.
     """
     return any(program.values[n].layout.device.type != "cpu" for n in numbers)
 
 
 def _apart(run: Callable, given: Sequence[Tensor], made: Sequence[Tensor]) -> Callable:
-    """The same with results that share no memory: a compiler may have one for two."""
+    """Return a function like ``run`` whose results share no memory with inputs or each other.
+
+    A compiler may return one tensor for two results; ``made`` are the results for ``given``.
+    """
     places = [*map(storage_of, given), *map(storage_of, made)]
     shared = [i for i, y in enumerate(made) if y.numel() and places.count(storage_of(y)) > 1]
     if not shared:
@@ -258,14 +270,14 @@ def _shares_memory(tensors: Sequence[Tensor]) -> bool:
 
 
 def _copy(t: Tensor) -> Tensor:
-    """A tensor that lies in memory as this one does."""
+    """A copy of a tensor with the same strides and storage offset."""
     last = t.storage_offset() + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
     memory = t.as_strided((last + 1 if t.numel() else 0,), (1,), 0).clone()
     return memory.as_strided(t.shape, t.stride(), t.storage_offset())
 
 
 def _graph(nodes: list[Node], given: list[int], results: list[int]) -> fx.GraphModule:
-    """The same operators as torch's compilers read them."""
+    """The operators as an `fx.GraphModule`, which torch's compilers read."""
     graph = fx.Graph()
     env: dict[int, Any] = {n: graph.placeholder(f"v{n}") for n in given}
 

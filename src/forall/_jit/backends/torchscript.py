@@ -1,8 +1,8 @@
-"""Long programs that are run again and again, by torch's own interpreter.
+"""Execution of long, often used programs by TorchScript's interpreter.
 
-It calls the same operators in the same order, and gives memory back as early. What it cannot tell
-as Python would is an error: so a program is left to Python where it changes anything that outlasts
-it, and is run by Python, once more, where it fails.
+The interpreter calls the same operators in the same order, and frees memory as early as Python. Its
+errors differ from Python's. So a program that fails in it is run once more by Python, and a program
+that writes into memory that outlasts it is always run by Python.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     from forall._jit.graph import Node, Program
 
-LENGTH = 12  # operators, from which on the way in is paid for
-CALLS = 32  # that a program is run by Python before
+LENGTH = 12  # the fewest operators that pay for the call of the interpreter
+CALLS = 32  # runs by Python before the interpreter takes over
 
 
 def warmed(
@@ -33,7 +33,7 @@ def warmed(
     given: Sequence[int],
     results: Sequence[int],
 ) -> Callable:
-    """The same function, which goes over to the interpreter when it has been called often."""
+    """Return a function like ``run`` that uses the interpreter once it was called often."""
     checked = config.now.replay == "check"
     if (len(nodes) < LENGTH and not checked) or not _fits(program, nodes, given):
         return run
@@ -49,7 +49,7 @@ def warmed(
             line = _line(program, nodes, given, results) or run
         try:
             return line(*tensors)
-        except Exception:  # noqa: BLE001 - Python tells what it is, or the interpreter cannot
+        except Exception:  # noqa: BLE001 - Python raises the user's error, or succeeds
             made = run(*tensors)
             line = run
             return made
@@ -81,11 +81,11 @@ def _line(
             _bind(line, node.outs, line.call(node.op, args, kwargs), env)
         return line.function([env[n] for n in results])
     except (Unwritten, RuntimeError, TypeError, AttributeError, KeyError):
-        return None  # without such an interpreter, or with another one
+        return None  # this version of torch has no such interpreter, or another one
 
 
 def _bind(line: Line, outs: Any, made: list, env: dict[int, Any]) -> None:
-    """Name the results of an operator; ``made`` has one entry for each that it returns."""
+    """Enter the results of an operator in ``env``; ``made`` has one entry per returned value."""
     if isinstance(outs, int):
         (env[outs],) = made
     elif isinstance(outs, (list, tuple)):

@@ -1,4 +1,4 @@
-"""What is kept of a function's calls, for who asks: counts, and each kind with its program."""
+"""A jitted function's cache in readable form: counts, and each kind of call with its program."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SHOWN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device
 
 
 class CacheInfo(NamedTuple):
-    """As that of `functools.lru_cache`: ``hits`` were replayed, ``misses`` ran the function."""
+    """Counts as in `functools.lru_cache`: ``hits`` were replayed, ``misses`` ran the function."""
 
     hits: int
     misses: int
@@ -33,9 +33,9 @@ class CacheInfo(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """One kind of calls: what it was given, and its program, or ``why`` it has none.
+    """One kind of call: its arguments, and its program, or ``why`` it has none.
 
-    ``times`` is how often it was recorded: once, and again whenever what it captures has changed.
+    ``times`` is how often it was recorded: once, and again whenever a captured value has changed.
     """
 
     arguments: str
@@ -49,7 +49,7 @@ class Kind(NamedTuple):
 
 
 def listed(name: str, recorded: Recorded) -> Kind:
-    """A kind, with its program in a form to be read."""
+    """The `Kind` of a recorded call, with its program as readable text."""
     count, times = len(recorded.program.nodes), recorded.times
     head = f"{name}({recorded.arguments}): {count} operator{'' if count == 1 else 's'}"
     again = f", recorded {times} times" if times > 1 else ""
@@ -58,12 +58,12 @@ def listed(name: str, recorded: Recorded) -> Kind:
 
 
 def unlisted(name: str, arguments: str, why: str) -> Kind:
-    """A kind that has none."""
+    """The `Kind` of a call that is not recorded."""
     return Kind(arguments, 0, 0, why, f"{name}({arguments}): not recorded: {why}")
 
 
 def words(args: tuple, kwargs: dict[str, Any]) -> str:
-    """The arguments of a call, as far as they make its kind, and the state of torch."""
+    """Text for the arguments of a call and the state of torch, as far as they tell kinds apart."""
     given = [*map(_word, args), *(f"{k}={_word(a)}" for k, a in kwargs.items())]
     state = {
         "no_grad": not torch.is_grad_enabled() and not torch.is_inference_mode_enabled(),
@@ -87,7 +87,7 @@ def _word(a: Any) -> str:
         return short(a)
     inside = pytree.leaves(a)
     if len(inside) == 1 and inside[0] is a:
-        return type(a).__name__  # its repr may be long, or may fail
+        return type(a).__name__  # the object's own repr may be long, or may fail
     return f"{type(a).__name__}({', '.join(map(_word, inside))})"
 
 

@@ -1,4 +1,4 @@
-"""The kinds of calls of one function that were recorded, and which of them a call is."""
+"""The cache of one jitted function: a recorded call for each cache key (kind of call)."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ if TYPE_CHECKING:
 
     from forall._jit.static_args import Statics
 
-_MOST = 64  # kinds of calls that are kept, the last used ones
-_TIMES = 4  # that one is recorded whose numbers answer otherwise
+_MOST = 64  # entries that are kept, the last used ones
+_TIMES = 4  # recordings of one kind whose data-dependent answers change
 
 
 class AsItIs(NamedTuple):
-    """What is kept of a kind that cannot be recorded."""
+    """The cache entry of a kind that cannot be recorded: its calls run eagerly."""
 
     arguments: str
     why: str
@@ -52,16 +52,16 @@ class AsItIs(NamedTuple):
 
 
 class Kinds(Unwatched):
-    """The kinds of calls that were recorded of one function."""
+    """The cache of one function's recorded calls, by the kind of call (the cache key)."""
 
     def __init__(self, func: Callable, statics: Statics, anew: tuple, **how: Any) -> None:
         self.func = func
-        self.anew = anew  # what makes such an object that has recorded nothing yet
-        self.how = how  # its programs are made: ``write``, ``fastmath``
+        self.anew = anew  # a function and its arguments, which make an empty cache (for pickle)
+        self.how = how  # how programs are made: ``write``, ``fastmath``
         self.boxed = statics.boxed if statics else None
         self.known: OrderedDict[Any, Recorded | AsItIs] = OrderedDict()
         self.newest: Recorded | None = None
-        # Of kinds that are not settled: the calls so far, and what the last was seen to run.
+        # Kinds whose state still changes: the calls so far, and what the last was seen to run.
         self.settling: dict[Any, tuple[int, Everything]] = {}
         self.hits = self.misses = 0
 
@@ -69,18 +69,18 @@ class Kinds(Unwatched):
         return self.anew  # programs stay where they were recorded
 
     def clear(self) -> None:
-        """Forget all kinds, and count from 0."""
+        """Drop all entries, and count from 0."""
         self.known.clear()
         self.settling.clear()
         self.newest = None
         self.hits = self.misses = 0
 
     def info(self) -> CacheInfo:
-        """How many calls were replayed, how many ran the function, and how many kinds are kept."""
+        """The numbers of replayed calls, of calls that ran the function, and of kept entries."""
         return CacheInfo(self.hits, self.misses, _MOST, len(self.known))
 
     def listed(self) -> list[Kind]:
-        """The kinds that are kept, the last used one last."""
+        """The kept entries as `Kind`s, the last used one last."""
         name = name_of(self.func)
         return [
             unlisted(name, *made[:2]) if type(made) is AsItIs else listed(name, made)
@@ -90,7 +90,7 @@ class Kinds(Unwatched):
     def run(self, args: tuple, kwargs: dict) -> Any:
         made = self.newest
         if made is not None and not kwargs and made.serves(len(args), args, args):
-            # Tensors alone, each a leaf: the tree of them is their number.
+            # Positional tensors alone: their number is the structure of the arguments.
             if made.draws:
                 return self._again(made, args, args, kwargs)
             try:
@@ -103,7 +103,7 @@ class Kinds(Unwatched):
             else:
                 self.hits += 1
                 return result
-            return self.func(*args)  # it tells what is wrong, and for whom
+            return self.func(*args)  # it raises the user's own error
         if not is_free():
             self.misses += 1
             return self.func(*args, **kwargs)
@@ -161,9 +161,9 @@ class Kinds(Unwatched):
         seen = Ran() if watches else EVERYTHING
         with seen.watching():
             made = record(self.func, leaves, spec, guards, given=given, asked=asked, **self.how)
-        # A cache, a mask kept on a module, a wrapper that torch makes late: set up once. Who
-        # changes something with each call is found out by the next one. Where all that it names
-        # is too much to watch, what it was seen to run names less.
+        # State that is set up once may have changed in this call: a cache, a mask kept on a module,
+        # a wrapper that torch makes late. The next call shows whether each call changes it. Where
+        # the names of all code are too much to watch, the code that was seen to run names less.
         unsettled = made.moved or (watches and not (ran.seen and seen <= ran))
         if unsettled and count < (SIGHTS if watches else 1):
             if len(self.settling) == _MOST:
@@ -183,7 +183,7 @@ class Kinds(Unwatched):
         return made.result
 
     def _as_it_is(self, kind: Any, given: tuple[tuple, dict], why: str) -> AsItIs:
-        """Say once why, and keep that."""
+        """Report once why a kind is not recorded, and keep an entry that says so."""
         slow(f"{Call('jit', self.func)}: not recorded, so run as it is: {why}.")
         made = AsItIs(words(*given), why)
         self._keep(kind, made)

@@ -1,4 +1,4 @@
-"""What tells one kind of call from another: a program serves one kind."""
+"""Cache keys: the kind of a call, by its arguments and the state of torch."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _offset = torch.Tensor.storage_offset
 
 
 def of_leaf(x: Any) -> Any:
-    """What a program knows of an argument: all of it, but for the numbers of a tensor."""
+    """The key of an argument: its value, or a tensor's metadata and attributes without its data."""
     kind = type(x)
     if kind in PLAIN:
         if x.layout is not torch.strided or x.is_quantized or x.is_nested:
@@ -75,7 +75,7 @@ def of_leaf(x: Any) -> Any:
 
 
 def _attributes(x: torch.Tensor) -> tuple:
-    """What the user has put on a tensor under names of their own."""
+    """The key of the attributes that the user has set on a tensor."""
     if not x.__dict__:
         return ()
     reading = Reading()
@@ -85,7 +85,7 @@ def _attributes(x: torch.Tensor) -> tuple:
     return found
 
 
-# Whether a call stands alone: no part of what records it, or of what takes it apart.
+# Tests that no transform, mode or tracer is active around a call.
 FREE = Tests(
     [
         "stack.top is None",
@@ -94,8 +94,8 @@ FREE = Tests(
         "(forward_ad._current_level < 0 or not users_tangents())",
         "not in_torch_func()",
         "not is_dynamo_compiling()",
-        "not is_anomaly_enabled()",  # errors that no program raises
-        "not hooks_on_saved()",  # the user's, who are told of each tensor that is saved
+        "not is_anomaly_enabled()",  # it raises errors that no program raises
+        "not hooks_on_saved()",  # the user's hooks see each tensor that is saved
     ],
     {
         "stack": stack,
@@ -114,7 +114,7 @@ is_free = FREE.written_out()
 
 
 def ambient() -> tuple:
-    """The state of torch that what an operator does depends on."""
+    """The state of torch that operators depend on, as part of a key."""
     return (
         is_grad_enabled(),
         is_inference_mode_enabled(),
@@ -128,15 +128,15 @@ def ambient() -> tuple:
 
 
 def kind_of(outline: Any, leaves: Sequence[Any], tensors: Sequence[torch.Tensor]) -> Any:
-    """What calls that one program serves have in common; ``tensors`` are those of the leaves."""
+    """The cache key of a call; ``tensors`` are those among the leaves."""
     kind = (outline, *map(of_leaf, leaves), *ambient())
     return (kind, _shared(tensors)) if len(tensors) > 1 else kind
 
 
 def like(outline: Any, leaves: Sequence[Any], tensors: Sequence[torch.Tensor]) -> Tests | None:
-    """Tells calls of the kind of one that was made by less than their whole kind, mostly in C.
+    """Return fast tests, mostly in C, that another call has the key of this one; None if none fit.
 
-    Tests of ``outline, leaves, tensors``. A yes is sure; a no says nothing.
+    The tests are of ``outline, leaves, tensors``. True is certain; False is not.
     """
     looks = alike(tensors)
     if (tensors and looks is None) or len(leaves) != len(tensors) or any(map(_own, tensors)):
@@ -165,7 +165,10 @@ def like(outline: Any, leaves: Sequence[Any], tensors: Sequence[torch.Tensor]) -
 
 
 def _shared(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
-    """Which arguments share memory, and which are one tensor: the first such, if any are."""
+    """For each argument, the first one with the same memory and the first that is the same tensor.
+
+    Empty if no arguments share memory.
+    """
     places = [*map(_place, map(torch.Tensor.untyped_storage, tensors))]
     if len({*places}) == len(places):
         return ()

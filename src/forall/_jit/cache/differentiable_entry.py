@@ -1,19 +1,19 @@
-"""A recorded call with a derivative outside: a program in two halves, one node of torch's graph.
+"""Cache entries that autograd differentiates: a forward and a backward half, one autograd node.
 
 NOTE [a program's derivative]
-    Where something outside requires grad, the first call is also pulled back once, and that is
-    recorded as well. The two halves are one program, cleaned as one and cut in two: what the second
-    reads of the first is what the call saves. So custom Functions, ``no_grad`` and detached values
-    mean in a replayed backward pass what they meant in the recorded one.
+    Where an input or a captured tensor requires grad, the first call is also differentiated once,
+    and that backward pass is recorded as well. The two halves are one program, optimized as one and
+    cut in two: what the backward half reads of the forward half is saved for backward. So custom
+    Functions, ``no_grad`` and detached values mean in a replayed backward pass what they meant in
+    the recorded one.
 
-    The second half is for cotangents of the results that had one when it was recorded. A zero in
-    the place of one that is missing would not do: torch leaves such paths out, and zero times an
-    infinite slope is nan. Other cotangents, and whatever acts on them as a transform does, are left
-    to the function itself, run once more as it was called. The next call is recorded for what was
-    asked.
+    The backward half serves cotangents of the same results as in the recording. A zero in place of
+    a missing cotangent would not do: torch leaves such paths out, and zero times an infinite slope
+    is nan. For other cotangents, and under transforms of them, the function itself is run once more
+    as it was called. The next call is recorded for the cotangents that were asked for.
 
-    A backward pass that records itself is a node too (`Pulled`): most have a history that nobody
-    follows. Who does has the function run once more as well.
+    A backward pass with ``create_graph`` is a node too (`Pulled`): most have a graph that nobody
+    differentiates. Where somebody does, the function is run once more as well.
 """
 
 from __future__ import annotations
@@ -50,33 +50,34 @@ if TYPE_CHECKING:
 
     Tensor = torch.Tensor
 
-_FEW = 2  # backward passes that the function makes again, besides one in so many:
+# Recorded backward passes are of use while the eager ones are at most _FEW and one in _WORTH.
+_FEW = 2
 _WORTH = 32
-_TURNS = 8  # recordings of one kind, each for other cotangents
+_TURNS = 8  # recordings for one cache key, each for other cotangents
 
 
 class Again(NamedTuple):
-    """How the function is called once more, where and under what settings it was recorded."""
+    """A function that runs the user's function eagerly once more, and the settings for it."""
 
     run: Callable
     settings: Any
 
     @classmethod
     def of(cls, again: Callable) -> Again:
-        """Taken where the call is recorded: it may be written down later."""
+        """Take the context and settings of now; call this while the call is recorded."""
         return cls(where_it_first_ran(partial(stood_in, again), recomputes=False), settings_now())
 
 
 class Differentiated(Recorded):
-    """A program with its pull-back. ``again`` calls the function, of tensors in the inputs' place.
+    """A program with its backward half. ``again`` runs the function eagerly on other inputs.
 
-    What is at hand when it has run are ``given``, its outputs, and ``fresh``, in this order; of
-    these the second half reads ``saved``.
+    After the forward half these tensors are at hand, in this order: ``given``, the outputs, and
+    ``fresh``, which are intermediate results. The backward half reads ``saved`` of them.
     """
 
-    asked: Pass | None = None  # the backward pass that there was, where it was another
+    asked: Pass | None = None  # the last backward pass that the backward half did not serve
     passes = 0  # backward passes so far
-    missed = 0  # of these, such as the function had to make again
+    missed = 0  # those of them for which the function ran eagerly
 
     def __init__(
         self,
@@ -129,7 +130,7 @@ class Differentiated(Recorded):
         return super().is_current(tensors, nodes)
 
     def is_in_vain(self) -> bool:
-        """Whether what is recorded of the backward pass is hardly ever of use."""
+        """True if the recorded backward pass serves too few of the backward passes."""
         return self.missed > _FEW + self.passes // _WORTH
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
@@ -139,7 +140,7 @@ class Differentiated(Recorded):
         return self.results.tree(self.open(*self._viewed(given), *found) if self.open else found)
 
     def serves_backward(self, cotangents: Sequence[Tensor | None]) -> bool:
-        """Whether the second half is what these are pulled back by."""
+        """True if the backward half serves a backward pass with these cotangents."""
         live = [*map(_is_given, cotangents)]
         self.passes += 1
         graph, casts = torch.is_grad_enabled(), autocast_state() if is_autocast() else ()
@@ -156,11 +157,11 @@ class Differentiated(Recorded):
     def pulled(
         self, saved: Sequence[Tensor], cotangents: Sequence[Tensor | None]
     ) -> list[Tensor | None]:
-        """The gradients of what is wanted."""
+        """Run the backward half; return a gradient or None for each tensor that wants one."""
         values, numbers = self.program.values, self.back.cotangents
         live = filter(_is_given, cotangents)
         laid = [_laid_out(c, values[n].layout) for c, n in zip(live, numbers, strict=True)]
-        with functions_off():  # who listens to a pass listens to the user's
+        with functions_off():  # function modes are to see the user's passes alone
             found = iter(self.backward(*saved, *laid))
         return [None if n is None else next(found) for n in self.back.gradients]
 
@@ -170,7 +171,7 @@ def _is_given(cotangent: Tensor | None) -> bool:
 
 
 def _places(numbers: Sequence[int]) -> dict[int, int]:
-    """Where each of these stands first."""
+    """A dict from each number to its first position."""
     return {n: i for i, n in reversed([*enumerate(numbers)])}
 
 
@@ -181,7 +182,7 @@ def _picked(places: Sequence[int]) -> Callable[[Sequence], tuple]:
 
 
 def _laid_out(t: Tensor, layout: Layout) -> Tensor:
-    """A cotangent with the strides of the one that was recorded."""
+    """Return a cotangent with the strides of the recorded one, copied if necessary."""
     if t.stride() == layout.strides and not (t.is_conj() or t.is_neg()):
         return t
     made = torch.empty_strided(
@@ -191,9 +192,9 @@ def _laid_out(t: Tensor, layout: Layout) -> Tensor:
 
 
 class Replayed(torch.autograd.Function):
-    """A recorded call as one node of the graph around it."""
+    """The autograd Function of a replayed call, one node of the graph around it."""
 
-    does_the_same = True  # whether its backward pass is recorded or not
+    does_the_same = True  # with `create_graph` and without
 
     @staticmethod
     def forward(ctx: Any, recorded: Differentiated, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -231,7 +232,7 @@ class Replayed(torch.autograd.Function):
 
 
 class Pulled(torch.autograd.Function):
-    """A recorded backward pass as one node of the graph; its derivative is the function's."""
+    """The autograd Function of a replayed backward pass; its derivative reruns the function."""
 
     does_the_same = True
 

@@ -1,4 +1,4 @@
-"""A recorded call made once more by the function, for what its program does not know."""
+"""Eager recomputation of a recorded call, for derivatives that its program does not have."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ class Repeatable(Protocol):
 
 
 class Call(NamedTuple):
-    """A recorded call, to be made as it would have been had it not been recorded."""
+    """A recorded call, to be recomputed eagerly with its inputs and its random draws."""
 
     recorded: Repeatable
-    drawn: Any  # the states of the generators before it
-    unchanged: bool  # so far
+    drawn: Any  # the states of the generators before the call
+    unchanged: bool  # False if a tensor that the call read was written into since
 
     def pulled(
         self, tensors: Sequence[Tensor], cotangents: Sequence[Tensor | None]
     ) -> Sequence[Tensor | None]:
-        """Cotangents pulled back, to what a gradient is wanted of."""
+        """Pull cotangents back to the tensors that want a gradient."""
         graph, gate = torch.is_grad_enabled(), Gate()
         ends, stops = self._made(tensors, gate.through if graph else _alone)
         with gate:
@@ -57,7 +57,7 @@ class Call(NamedTuple):
         cotangents: Sequence[Tensor | None],
         slopes: Sequence[Tensor | None],
     ) -> list[Tensor | None]:
-        """The derivative of that, in the cotangents and in the tensors."""
+        """The second derivative: ``slopes`` pulled back to the cotangents and to the tensors."""
         graph, gate = torch.is_grad_enabled(), Gate()
         through = gate.through if graph else _alone
         given = [through(c) if _moves(c) else c for c in cotangents]
@@ -72,9 +72,9 @@ class Call(NamedTuple):
     def _made(
         self, tensors: Sequence[Tensor], through: Callable[[Tensor], Tensor]
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Its results that have a derivative, and what gradients are wanted of."""
+        """Run the function; return its differentiable results, and what wants a gradient."""
         recorded, drawn = self.recorded, None
-        with under_settings(recorded.settings):  # which the guards may ask for
+        with under_settings(recorded.settings):  # the guards may compare them
             unchanged = self.unchanged and recorded.guards.hold()
         if not unchanged:
             raise RuntimeError(
@@ -86,7 +86,7 @@ class Call(NamedTuple):
         if self.drawn is not None:
             drawn = rng_state.states(tensors)
             rng_state.restore(self.drawn)
-        try:  # it was no part of a transform of torch's that is asked for the derivative now
+        try:  # the call was outside the torch.func transform that may take the derivative now
             with outside_torch_func() if in_torch_func() else nullcontext():
                 inputs, results = recorded.again(recorded, tensors, through)
         finally:
@@ -108,7 +108,7 @@ def _along(
     *,
     graph: bool,
 ) -> Sequence[Tensor | None]:
-    """The ends that have a cotangent pulled back to ``stops``."""
+    """Pull cotangents of ``ends`` back to ``stops``; ends without a cotangent are left out."""
     pairs = zip(ends, cotangents, strict=True)
     live = [(y, c) for y, c in pairs if y is not None and c is not None and y.requires_grad]
     if not live or not stops:
@@ -125,13 +125,16 @@ def _along(
 def stood_in(
     again: Callable, recorded: Repeatable, tensors: Sequence[Tensor], through: Callable
 ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    """Others in the inputs' place, where gradients stop as in the recording; and their results."""
+    """Return new leaves in place of the inputs, and the results of the function on these.
+
+    ``through`` makes the leaf of an input, at which gradients stop as they did in the recording.
+    """
     # An argument that is also captured is one tensor, if it was one to the recording.
     one = recorded.guards.tensors.keys() - {*map(id, recorded.captured)}
     given = tensors[: len(recorded.program.inputs)]
     cut = {id(t): through(t) for t in given if t.requires_grad and id(t) not in one}
     for t in given:
-        if id(t) in cut and vars(t):  # what the user has put on it
+        if id(t) in cut and vars(t):  # attributes of the user's
             vars(cut[id(t)]).update(vars(t))
     inputs = [cut.get(id(t), t) for t in given]
     with functions_on(), under_settings(recorded.settings):

@@ -1,4 +1,4 @@
-"""One recorded kind of call: its program, the guards that it stands on, and how it is run."""
+"""Cache entries: a recorded call's program, its guards, and how it is run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 MISSED: Any = object()
-_FEW = 4  # tensors, each of which is asked for by itself
+_FEW = 4  # the most tensors that are tested one by one
 _CALL = "outline, leaves, tensors, nodes=()"
 
 
@@ -35,14 +35,14 @@ def _never(*_: Any) -> bool:
 
 
 class Recorded:
-    """A program, and what tells whether it still stands."""
+    """A cache entry: a program, and the tests that tell whether it serves a call."""
 
-    arguments = ""  # of the call that was recorded, in words
-    times = 1  # that this kind was recorded: what it captures may change
-    certain = False  # nobody has said that the function is pure
-    due: Any = None  # how its kind was met
-    since = 0  # calls of the function that had been replayed when this was recorded
-    used = 0  # the look at a call that found it last
+    arguments = ""  # of the recorded call, as text
+    times = 1  # recordings for this key: captured values may change
+    certain = False  # True for auto-replay, where purity is proved and not promised
+    due: Any = None  # the state of its key before it was recorded
+    since = 0  # the function's replayed calls when this was recorded
+    used = 0  # the number of the look that found this entry last
 
     def __init__(
         self,
@@ -59,19 +59,19 @@ class Recorded:
         self.captured = [*program.captured.values()]
         self.given = [*program.inputs, *program.captured]
         self.asks = any(node.op in ASSERTED for node in program.nodes)
-        # Of one that may fail by a call's numbers, the function is to say what is wrong.
+        # Where an operator fails for a call's data, the function is run to raise its own error.
         raises = any(map(program.may_raise, program.nodes)) and not self.writes_outside()
         self.may_fail = self.asks or raises
-        self.failed = False  # to give the answers that were recorded
+        self.failed = False  # True once a recorded answer was another one
         self.draws = any(facts(node.op).seeded for node in program.nodes)
         self.run = self._compiled()
         self._is_one = results.is_one()
-        # An argument that is also captured is one tensor to the recording. And what is written to
-        # the one is seen in the other.
+        # An argument that shares memory with a captured tensor: a write into one is seen in the
+        # other. So later calls have to share memory in the same way.
         self._known = [*guards.tensors.values()]
         self._met = met.meetings
         self._meet = bool(self._met) or self.writes_outside()
-        # Which arguments are what the function reaches: `is` asks for it.
+        # Arguments that the function also reaches by other ways: code may compare them by `is`.
         self._reached, self._ones = met.reached, met.ones
         self._is_plain = not (self.asks or self._meet or self._ones)
         self._like = self._glance = _never
@@ -83,9 +83,9 @@ class Recorded:
         tensors: Sequence[Tensor],
         nodes: Sequence[Any] = (),
     ) -> bool:
-        """Whether it is certain, at a glance, that this is the program of a call.
+        """True if a fast test shows that this entry serves a call; False is not certain.
 
-        Of tensors alone it is not yet known that they are given to a call that stands alone.
+        For positional tensors alone, the test includes that no transform or mode is active.
         """
         return (
             self._glance(outline, leaves, tensors, nodes)
@@ -99,7 +99,7 @@ class Recorded:
         tensors: Sequence[Tensor],
         nodes: Sequence[Any] = (),
     ) -> None:
-        """Remember what calls look like that come one after the other."""
+        """Generate the fast test from a call that this entry serves."""
         if self._like is _never and (tests := like(outline, leaves, tensors)) is not None:
             tests = FREE + tests if type(outline) is int else tests
             tests += self._is_apart(tensors, nodes)
@@ -107,7 +107,7 @@ class Recorded:
             self._glance = (tests + self.guards.at_once()).written_out(_CALL)
 
     def _is_apart(self, tensors: Sequence[Tensor], nodes: Sequence[Any]) -> Tests:
-        """Tests that no argument is anything that the function reaches."""
+        """Tests that no argument is an object that the function reaches by another way."""
         if self._ones or not self._reached:
             return Tests([], {})
         tests: list[str] = []
@@ -120,11 +120,11 @@ class Recorded:
         return Tests(tests, given)
 
     def stands(self, tensors: Sequence[Tensor], nodes: Sequence[Any] = ()) -> bool:
-        """Whether a call with these arguments is the one that was recorded."""
+        """True if the entry serves a call with these arguments, which have its key."""
         return self.is_current(tensors, nodes) and self.guards.hold()
 
     def is_current(self, tensors: Sequence[Tensor], nodes: Sequence[Any] = ()) -> bool:
-        """The same, where the guards are known to hold."""
+        """True if the entry serves such a call, provided that the guards hold."""
         return (
             not self.failed
             and (not self._meet or meetings(tensors, self._known) == self._met)
@@ -139,18 +139,21 @@ class Recorded:
         return self.write(self.program, self.program.nodes, self.given, self.program.outputs)
 
     def attempt(self, tensors: Sequence[Tensor]) -> tuple[Any, Any]:
-        """What a call gives, and the generators' states before it; `MISSED` where it fails."""
+        """Run the program; return the result and the generators' states before.
+
+        Where the program fails, the result is `MISSED`, and the states are restored.
+        """
         drawn = rng_state.states([*tensors, *self.guards.generators]) if self.draws else None
         try:
             return self(tensors), drawn
-        except Exception:  # noqa: BLE001 - the function itself tells what is wrong, and for whom
+        except Exception:  # noqa: BLE001 - the function itself raises the user's error
             if drawn is not None:
                 rng_state.restore(drawn)
             self.has_failed()
             return MISSED, drawn
 
     def has_failed(self) -> None:
-        """Note that a call has to be made by the function itself, as its numbers do not fit."""
+        """Note that the program failed on a call's data, so that the function has to run."""
         self.failed = self.asks
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
@@ -159,10 +162,10 @@ class Recorded:
 
 
 class Met(NamedTuple):
-    """How the arguments of a call meet with what the function reaches, when it is recorded."""
+    """The overlaps of a recorded call's arguments with what the function reaches."""
 
     meetings: Meetings
-    reached: Any  # the identities of all that the guards have met
+    reached: Any  # the ids of all objects that the guards have visited
     ones: Ones
 
     @classmethod
@@ -173,7 +176,7 @@ class Met(NamedTuple):
 
 
 def found_again(tensors: Sequence[Tensor], nodes: Sequence[Any], reached: Any) -> Ones:
-    """Which tensors and containers of a call the function reaches by another way."""
+    """The tensors and containers of a call that the function reaches, by position and id."""
     if reached.isdisjoint(map(id, tensors)) and reached.isdisjoint(map(id, nodes)):
         return []
     given = (*map(id, tensors), *map(id, nodes))
@@ -181,7 +184,7 @@ def found_again(tensors: Sequence[Tensor], nodes: Sequence[Any], reached: Any) -
 
 
 def meetings(tensors: Sequence[Tensor], known: Sequence[Tensor]) -> Meetings:
-    """Who shares memory with something that the function captures, and from where on."""
+    """Groups of tensors that share memory with a captured tensor, with their storage offsets."""
     rooms: dict[int, list[tuple[int, int]]] = {}
     for i, t in enumerate((*tensors, *known)):
         rooms.setdefault(_memory(t), []).append((i, t.storage_offset() if has_memory(t) else 0))
@@ -193,21 +196,21 @@ def _memory(t: Tensor) -> int:
 
 
 class Results(NamedTuple):
-    """How a call's result hangs together: a tensor's place among the program's, or what it is."""
+    """The tree of a call's result; its leaves are positions of tensors, or constants."""
 
     leaves: list
     spec: Any
-    has_contexts: bool  # with containers that each call makes anew
+    has_contexts: bool  # True if the tree has containers that each call makes anew
 
     @classmethod
     def of(cls, leaves: list, spec: Any) -> Results:
         count = iter(range(len(leaves)))
         places = [_Place(next(count)) if isinstance(x, torch.Tensor) else x for x in leaves]
-        own = pytree.fresh(spec)  # what the user has is theirs to change
+        own = pytree.fresh(spec)  # the user may change their own
         return cls(places, own, own is not spec)
 
     def is_one(self) -> bool:
-        """Whether it is a tensor, and not a tree of some."""
+        """True if the result is a single tensor."""
         return self.spec.type is None and type(self.leaves[0]) is _Place
 
     def tree(self, tensors: Sequence[Tensor]) -> Any:
@@ -216,4 +219,4 @@ class Results(NamedTuple):
 
 
 class _Place(int):
-    """The number of a tensor among a program's results."""
+    """The position of a tensor among a program's results."""

@@ -1,10 +1,10 @@
-"""What a call can come to by name: methods of the user's classes, attributes of their objects.
+"""Guards of attributes: methods and attributes are guarded once some code names them.
 
-A class may have methods that a call never comes to (one that trains it, one that draws it), and
-an object attributes (a counter, a log), and these have no say in what the call gives. So they wait
-until their name is met in the code of a function that can be called, or among those that Python
-and torch ask for by themselves. Where something is named that may ask for a name that is written
-nowhere (getattr, most of what lies outside Python's core and torch), none of them waits.
+A class may have methods that a call never runs (one that trains, one that plots), and an object may
+have attributes that it never reads (a counter, a log). These have no influence on the result. So
+each waits until its name is found in the code of a function that can be called, or among the names
+that Python and torch look up by themselves. None of them waits where code may look up a name that
+it does not contain (getattr, most of what lies outside Python's core and torch).
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
     from forall._jit.tracing.coverage import Everything
 
-# What torch calls of a class without its name being written anywhere.
+# Methods of a class that torch calls, though no user code names them.
 BY_TORCH = frozenset({"forward", "backward", "setup_context", "vmap", "jvp"})
-# What Python calls of a class without a say in what a function gives.
+# Methods that Python calls, with no influence on a function's result.
 _ASIDE = frozenset({"__hash__", "__reduce__", "__reduce_ex__", "__getstate__"})
-# By these an attribute is found whose name may be any, and by these built-in functions.
+# By these names, and by these built-in functions, code may find an attribute of any name.
 BY_ANY_NAME = frozenset(
     {"__getattribute__", "__dict__", "__dir__", "__mro__", "mro", "format", "format_map"}
     | {"__reduce__", "__reduce_ex__", "__getstate__"}
@@ -39,7 +39,7 @@ _BUILT_IN = frozenset(
 )
 _EVALUATING = frozenset({"eval", "exec"})
 _WORD = re.compile(r"[^\W\d]\w*")
-# By these too, but where the name stands there as a text.
+# By these too, except where the attribute's name is a constant text in the code.
 BY_TEXT = frozenset({"getattr", "hasattr", "setattr", "delattr"})
 GLOBALS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"})
 SKIPPED = frozenset(
@@ -47,25 +47,28 @@ SKIPPED = frozenset(
 )
 _ONE = frozenset({"LOAD_FAST", "LOAD_FAST_BORROW", "LOAD_DEREF", "LOAD_CONST", *GLOBALS})
 _MODULES_BY_ANY_NAME = frozenset({"builtins", "numpy"})
-# What makes an object of a class: where somebody has the class, or asks an object for it.
+# Methods that make an object of a class; code that holds the class, or an object's, may call them.
 _MAKERS = frozenset({"__init__", "__new__", "__post_init__"})
 _CLASS = frozenset({"type", "__class__"})
 
 
 class Names:
-    """The names by which a call can ask, and what waits under others."""
+    """The names that a call's code can look up, and the values that wait under other names.
+
+    Most methods yield values that need not wait any longer, for the guards to visit.
+    """
 
     def __init__(self, ran: Everything) -> None:
         self._ran = ran
-        self.any = False  # whether it can ask by each
+        self.any = False  # True once code can look up any name
         self._met = {*BY_TORCH}
         self._written: set[str] = set()
         self._waiting: dict[str, list[Any]] = {}
 
     def in_class(self, kind: type) -> Iterator[Any]:
-        """What a class of the user's holds that can be come to now; its other methods wait."""
+        """Yield a user's class's values that code can look up now; its other methods wait."""
         for base in kind.__mro__:
-            if is_no_users(base) and base is not object:  # which may call what it has itself
+            if is_no_users(base) and base is not object:  # a library's base calls its own methods
                 yield from self._meet(vars(base))
         yield from self._meet(in_constant(vars(kind).get("__match_args__")))
         for name, value in vars(kind).items():
@@ -75,26 +78,26 @@ class Names:
                 yield from self._found(name, value)
 
     def makers(self, kind: type) -> Iterator[Any]:
-        """What makes an object of a class that a call can have."""
+        """Yield the methods that make an object of a class."""
         for base in kind.__mro__:
             if not is_no_users(base):
                 yield from (vars(base)[name] for name in _MAKERS & vars(base).keys())
 
     def in_object(self, state: dict[str, Any]) -> Iterator[Any]:
-        """What an object has under names by which a call can ask; its other attributes wait."""
+        """Yield an object's attributes that code can look up now; its other attributes wait."""
         for name, value in state.items():
             yield from self._found(name, value)
 
     def asks(self, name: str) -> bool:
-        """Whether this name stands in code that a call can run."""
+        """True if code that a call can run contains this name."""
         return name in self._written
 
     def asked(self, state: dict[str, Any]) -> tuple[list[str], frozenset[str]]:
-        """The names of an object's attributes that can be asked for, and those that it has not."""
+        """The attributes of an object that code can look up, and the names that it lacks."""
         return [n for n in state if self._is_met(n)], frozenset(self._met - state.keys())
 
     def in_code(self, func: FunctionType) -> Iterator[Any]:
-        """The waiting ones that a function may ask for."""
+        """Add the names in a function's code; yield the values that waited for them."""
         names = self._ran.written(func.__code__)
         if not names.isdisjoint(_EVALUATING):
             texts = [c for code in codes_of(func.__code__) for c in code.co_consts]
@@ -113,11 +116,11 @@ class Names:
         return any(asked_by_text(self._ran.instructions(code))[1] for code in codes)
 
     def by(self, value: Any) -> Iterator[Any]:
-        """The waiting ones that something of a library's may ask for."""
+        """Yield all waiting values if an object, of a library for example, may look up any name."""
         if isinstance(value, ModuleType):
             certain = value.__name__.partition(".")[0] not in _MODULES_BY_ANY_NAME
         else:
-            # Nobody can read what is not written in Python.
+            # The code of what is not written in Python cannot be read.
             read = not isinstance(value, BuiltinFunctionType) and not is_no_users(value)
             certain = read or (
                 pure_functions.is_trusted(value)
@@ -129,7 +132,7 @@ class Names:
             yield from self._all()
 
     def by_class(self) -> Iterator[Any]:
-        """The waiting ones that make an object: somebody has the class of another."""
+        """Yield the waiting methods that make an object: code asks an object for its class."""
         yield from self._meet(_MAKERS)
 
     def _all(self) -> Iterator[Any]:
@@ -163,10 +166,10 @@ def _finds_any(name: str, names: dict[str, Any]) -> bool:
 
 
 def asked_by_text(instructions: Iterable[dis.Instruction]) -> tuple[set[str], bool]:
-    """The names for which code asks `BY_TEXT` in a text, and whether it may ask for others.
+    """The constant names that code passes to `getattr` and the like, and if it may pass others.
 
-    Certain is a call with a variable, a global or an attribute of these, a text, and perhaps one
-    thing to fall back on: ``getattr(x.y, "z", None)``.
+    The name is certain in a call such as ``getattr(x.y, "z", None)``: with a variable, a global or
+    an attribute of these, a constant text, and perhaps one default.
     """
     left = [i for i in instructions if i.opname not in SKIPPED]
     found, others = set(), False
@@ -181,7 +184,7 @@ def asked_by_text(instructions: Iterable[dis.Instruction]) -> tuple[set[str], bo
 
 
 def _text(of: list[dis.Instruction], rest: Iterator[dis.Instruction]) -> str | None:
-    """What stands behind the first argument of a call, where the call is certain."""
+    """The constant text that is the second argument of a call, None where it is not certain."""
     text, *ends = [*islice(rest, 3), None, None, None][:3]
     fallback = ends[0] is not None and ends[0].opname in _ONE
     call = ends[fallback]

@@ -1,9 +1,9 @@
-"""What of Python's state a recorded call depends on, and whether it is still so.
+"""Guards: the Python state that a recorded call depends on, and the check that it is unchanged.
 
-A program knows nothing of Python. So what the function can be seen to reach (its closure, its
-defaults, the object it is bound to, the globals that it or a function it calls names, and modules,
-classes, containers and objects in these) is compared with each call, by identity. Of a method that
-nothing calls, only that it is the same.
+A program knows nothing of Python. So each call compares by identity what the function can reach:
+its closure, its defaults, the object it is bound to, the globals that it or a function it calls
+names, and modules, classes, containers and objects in these. A method that nothing calls is
+compared itself; its closure and globals are not.
 """
 
 from __future__ import annotations
@@ -102,11 +102,11 @@ _MADE_OF = ("__code__", "__defaults__", "__kwdefaults__", "__dict__")
 _TOLD = (*_MADE_OF, "__name__", "__qualname__", "__doc__", "__module__", "__annotations__")
 _BUILTINS = vars(builtins)
 _OPERATORS = (OpOverload, OpOverloadPacket)
-_OF_MODULES = frozenset({"__getattr__"})  # that Python asks for by itself
+_OF_MODULES = frozenset({"__getattr__"})  # a module's name that Python looks up by itself
 
 
 class Guards(Watched):
-    """The state that a function can be seen to reach, as it is now."""
+    """A snapshot of the Python state that a function can reach, as far as its code tells."""
 
     def __init__(
         self,
@@ -117,45 +117,46 @@ class Guards(Watched):
     ) -> None:
         super().__init__()
         self.ran = ran
-        self.until = until  # for how long it may look
+        self.until = until  # the deadline of the walk
         self.generators: list[torch.Generator] = []
         self._modules: set[tuple[int, frozenset[str]]] = set()
         self._asked = Names(ran)
-        # Of objects of which only some names are asked, and what holds such an object weakly.
+        # The `__dict__`s of objects of which code asks some names, with weak holders of these.
         self._states: list[tuple[dict[str, Any], Weakly | None]] = []
         self._functions: list[FunctionType] = []  # the user's, and those that do not run
-        self._aside: list[Mapping[str, Any]] = []  # of which only what code names is looked at
-        self._kinds: dict[int, type] = {}  # of objects, and what these derive from
+        self._aside: list[Mapping[str, Any]] = []  # entries are visited only if code names them
+        self._kinds: dict[int, type] = {}  # the classes of objects, and their bases
         self._left_of_libraries: list[FunctionType] = []
-        # What others have registered with a library, and the classes of the user that it is for.
+        # Values that others have registered with a library, and the user's classes they are for.
         self._registered: list[tuple[list[type], Any]] = []
         self._kinds_of_libraries: list[type] = []
         self._library_names: frozenset[str] = frozenset()
         self._followed: set[CodeType] = set()
         self._followed_methods: set[CodeType] = set()
-        # All that was met: no other takes its identity. Of all modules, code names what it asks.
+        # All visited objects, kept alive so that no other gets the same id. `sys.modules` counts as
+        # visited: code names the modules that it asks for.
         self._held: dict[int, Any] = {id(sys.modules): sys.modules}
         self._weakly: list[Weakly] = []
-        self.given = [*given]  # which a kind of calls may know by its identity
-        self._left = [func, *self.given]  # to be looked at: objects hang in each other without end
-        self.watch_class(torch.Tensor)  # which may be asked for any name
+        self.given = [*given]  # arguments that a cache key may know by identity
+        self._left = [func, *self.given]  # to be visited: a list, as objects nest without limit
+        self.watch_class(torch.Tensor)  # code may ask it for any name
         self._look_at_all()
         while self._left and self.why is None:
             self._look_at_all()
         self._of_objects()
-        # With what nothing asks for, which may lead anywhere.
+        # They hold objects that nothing asks for, which may lead anywhere.
         del self._asked, self._states, self._registered
 
     def reached(self) -> Iterable[Any]:
-        """All that was met, but for modules that code names."""
+        """All visited objects, except the modules that code names."""
         return [*self._held.values(), *self._kinds.values()]
 
     def identities(self) -> frozenset[int]:
-        """Of all that was met, tensors too: an argument may be one of these."""
+        """The ids of all visited objects, tensors too: an argument may be one of these."""
         return frozenset((*self._held, *self.tensors))
 
     def leads_back(self) -> bool:
-        """Whether what is held here may hold an object that is to be held weakly."""
+        """True if an object that is to be held weakly can be reached from what is held here."""
         return bool(self._weakly) and leads_to({id(w.of()) for w in self._weakly}, self._held)
 
     def _look_at_all(self) -> None:
@@ -199,7 +200,7 @@ class Guards(Watched):
         elif not isinstance(value, Unwatched):
             self._object(value)
         if is_derived(value):
-            self._object(value)  # of a class of the user's with entries: a NamedTuple, a dict
+            self._object(value)  # an object of a user's class with entries: a NamedTuple, a dict
 
     def _tensor(self, value: torch.Tensor) -> None:
         self.tensors[id(value)] = value
@@ -222,7 +223,7 @@ class Guards(Watched):
 
     def _hint(self, value: Any) -> None:
         origin = getattr(value, "__origin__", None)
-        if not (isinstance(origin, type) and is_no_users(origin)):  # who calls the hint makes one
+        if not (isinstance(origin, type) and is_no_users(origin)):  # a call of the hint calls it
             self._left.append(origin)
         self._aside.append(parts_of_hint(value))
 
@@ -242,7 +243,7 @@ class Guards(Watched):
             return
         now = value.get(UNSET)
         self._others.append(lambda: value.get(UNSET) is now)
-        self._left += [now, *gc.get_referents(value)]  # what it gives where nothing is set
+        self._left += [now, *gc.get_referents(value)]  # the default of the variable among these
 
     def _teller(self, value: Any) -> None:
         self._attributes.append((value, "__class__", type(value)))
@@ -259,7 +260,7 @@ class Guards(Watched):
         self._left.append((*kept(func),))
 
     def _library(self, func: FunctionType) -> None:
-        """What a function of a library's leads to, by the names in its code."""
+        """Visit what a library's function leads to, by the names in its code."""
         if func.__code__ in self._followed or not is_followed(func):
             return
         if not self.ran.holds(func.__code__):
@@ -277,7 +278,7 @@ class Guards(Watched):
         self._left_of_libraries += inner_functions(func)
 
     def _registry(self, value: Any) -> None:
-        """What a library keeps for its functions to ask, and may be given by others."""
+        """Watch a library's registry: a dict or list that others may add entries to."""
         if isinstance(value, dict):
             self._entries(value)
             entries = value.items()
@@ -287,11 +288,11 @@ class Guards(Watched):
         self._registered += [(classes_in(key), x) for key, x in of_users(entries)]
 
     def _has_met(self, kinds: list[type]) -> bool:
-        """True if each class was met, itself or as the class or base of an object."""
+        """True if each class was visited, itself or as the class or base of an object."""
         return all(id(kind) in self._kinds or id(kind) in self._held for kind in kinds)
 
     def _look_at_libraries(self) -> None:
-        """Functions of libraries that can be come to, and methods that have their names."""
+        """Visit the libraries' functions that can be reached, and methods that code names."""
         while self._left_of_libraries or self._methods_are_left():
             while self._left_of_libraries:
                 func = self._left_of_libraries.pop()
@@ -318,7 +319,7 @@ class Guards(Watched):
         if is_torchs(func):
             return
         if is_ours(func):
-            # Ours never change, nor what they are bound to.
+            # Our own functions never change, nor do their globals and defaults.
             self._left += [*map(contents, func.__closure__ or ()), *func.__dict__.values()]
             return
         self._functions.append(func)
@@ -348,7 +349,7 @@ class Guards(Watched):
             self._of_modules(func)
 
     def _of_modules(self, func: FunctionType) -> None:
-        """What it has of modules of the user's, but for names of those that it names."""
+        """Visit the user's modules that a function imports, or has whole in a variable."""
         imports = imported(func, self.ran)
         self._left += in_hand(func, self.ran, imports)
         for name, home in asked_for(func, self.ran):
@@ -364,7 +365,10 @@ class Guards(Watched):
                     self._named(vars(inside), [name], inner)
 
     def _named(self, names: dict[str, Any], wanted: Iterable[str], inner: frozenset[str]) -> None:
-        """What these names stand for; of a module of the user's, the ``inner`` names in it too."""
+        """Watch these names and visit their values.
+
+        In a user's module among the values, the ``inner`` names are watched and visited too.
+        """
         for name in wanted:
             value = names.get(name, UNSET)
             if value is UNSET:
@@ -388,7 +392,7 @@ class Guards(Watched):
             self._named(vars(value), inner, inner)
 
     def _module_of_library(self, module: ModuleType, inner: frozenset[str]) -> None:
-        """What code may ask a library's module for, by the names in it."""
+        """Watch the names of a library's module that code may ask for: those that it contains."""
         if (id(module), inner) in self._modules:
             return
         self._modules.add((id(module), inner))
@@ -412,17 +416,17 @@ class Guards(Watched):
                 self._kind(type(module))
 
     def _namespace(self, names: dict[str, Any]) -> None:
-        """A module's, that code may have from anywhere: then it may ask for what it names."""
+        """Watch a module's names that code can reach in any way: each name that code contains."""
         if id(names) not in self._held:
             self._held[id(names)] = names
             own = {n: x for n, x in names.items() if n == "__getattr__" or n[:2] != "__"}
             modules = {n: x for n, x in own.items() if isinstance(x, ModuleType)}
             self._states.append((names, None))
-            self._aside.append(modules)  # which lead everywhere
+            self._aside.append(modules)  # modules lead everywhere
             self._left += self._asked.in_object({n: own[n] for n in own.keys() - modules})
 
     def _class(self, kind: type) -> None:
-        if not is_no_users(type(kind)):  # what is done with a class is done by its class
+        if not is_no_users(type(kind)):  # a metaclass of the user's defines what the class does
             self._attributes.append((kind, "__class__", type(kind)))
             self._left.append(type(kind))
         self._left += [*self._asked.makers(kind), *self._asked.by(kind)]
@@ -446,7 +450,7 @@ class Guards(Watched):
             known = is_trusted(kind)
             put = ((n, f) for n, f in names.items() if type(f) is FunctionType)
             self._aside.append({n: f for n, f in put if not is_no_users(f)} if known else names)
-            self.watch_class(kind)  # which may be given other methods, as its bases
+            self.watch_class(kind)  # it and its bases may be given other methods
             return
         self._attributes.append((kind, "__mro__", kind.__mro__))
         self._entries(names)
@@ -472,7 +476,7 @@ class Guards(Watched):
                 self._attributes.append((thing, "__dict__", state))
             kind = type(thing)
             if is_registered(kind) or any(map(is_no_users, kind.__mro__[:-1])):
-                self._left.append(state)  # that others may read by any name
+                self._left.append(state)  # a library may read it by any name
             else:
                 self._state(state, weakly)
 
@@ -495,7 +499,7 @@ class Guards(Watched):
                 self._others.append(functools.partial(has_none, weakly, missing))
 
 
-# In this order: some are others too.
+# In this order: an object may be an instance of several.
 _LOOKS: tuple[tuple[Any, Callable[[Guards, Any], None]], ...] = (
     (torch.Tensor, Guards._tensor),
     (SCRIPTS, Guards._script),

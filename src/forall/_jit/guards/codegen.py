@@ -1,4 +1,4 @@
-"""Whether many things are what they were, asked with as little Python as can be."""
+"""Code generation for guards: checks of many objects with as little Python as possible."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from forall._jit.guards.identity import EXACT
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-_SIZED = (dict, OrderedDict)  # that are true where they hold anything
+_SIZED = (dict, OrderedDict)  # their truth value tells whether they are empty
 _offset = torch.Tensor.storage_offset
 _SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 _NONE: Mapping[str, str] = MappingProxyType({})
-_FEW = 4  # entries of a list, each of which is asked for by itself
-_MANY = 64  # tests, beside which one more call is nothing, and one more text to compile is much
+_FEW = 4  # entries of the longest list whose entries are tested one by one
+_MANY = 64  # tests beside which one more call costs nothing, but more text to compile does
 _values = methodcaller("values")
 
 
 class Tests(NamedTuple):
-    """Tests as text, and what they name. Written out, each costs what it does and no call more.
+    """Tests as source text, and the objects that they name, to be compiled into one function.
 
-    The text has no word of the user's: ``given`` are the things that it names, and ``attributes``
-    the true names of what it asks them for, which may be any text, a keyword too.
+    The text holds none of the user's names. ``given`` maps names to objects, and ``attributes``
+    maps placeholders to the true names of attributes, which may be any text, a keyword too.
     """
 
     texts: list[str]
@@ -55,13 +55,13 @@ class Tests(NamedTuple):
         return Tests(self.texts + other.texts, self.given | other.given, attributes)
 
     def written_out(self, arguments: str = "") -> Callable[..., bool]:
-        """A function that makes all of them; where one raises, it says no."""
+        """Compile a function that returns True if all tests hold, and False where one raises."""
         tests = " and ".join(self.texts) or True
         source = f"def holds({arguments}):\n try: return {tests}\n except Exception: return False"
         names = {**self.given, "__name__": __name__}
         exec(source, names)  # noqa: S102 - our own text
         holds = names["holds"]
-        if self.attributes:  # code asks for whatever its names are; only text has to be Python
+        if self.attributes:  # the names in code may be any text; those in source may not
             code = holds.__code__
             asked = tuple(self.attributes.get(name, name) for name in code.co_names)
             holds.__code__ = code.replace(co_names=asked)
@@ -69,11 +69,14 @@ class Tests(NamedTuple):
 
 
 class Holding(NamedTuple):
-    """Whether things hold what they held: a yes is sure; a no of ``quickly`` says nothing."""
+    """A fast and a full check that objects hold what they held.
+
+    True of either is certain. False of ``quickly`` is not: then ``certainly`` decides.
+    """
 
     quickly: Callable[[], bool]
     certainly: Callable[[], bool]
-    at_once: Tests  # what ``quickly`` makes, to be written out among others
+    at_once: Tests  # the tests of ``quickly``, to be compiled together with others
 
 
 def holding(
@@ -87,13 +90,13 @@ def holding(
     of_libraries: tuple[Sequence, Sequence] = ((), ()),
     others: Iterable[Callable[[], bool]] = (),
 ) -> Holding:
-    """What tells whether all of these hold what they held, compared by identity."""
+    """Return the checks that all of these hold the same objects, compared by identity."""
     attributes, dicts, lists = [*attributes], [*dicts], [*lists]
     empty = [row[0] for row in dicts if not row[1] and type(row[0]) in _SIZED]
     dicts = [row for row in dicts if row[1] or type(row[0]) not in _SIZED]
     own, others_own = _Dicts([*names], [*missing], dicts).by_whether_counted()
     names, dicts_of_libraries = of_libraries
-    # Apart: whoever writes into a global of theirs has not all of these looked at.
+    # Separate groups: a write into a library's global does not cause a check of all dicts.
     theirs, others_theirs = _Dicts([*names], [], [*dicts_of_libraries]).by_whether_counted()
     counted, counts, unwritten = _of_dicts([own, theirs])
     rest = _of_attributes([row for row in attributes if row[2] is not UNSET], empty)
@@ -109,7 +112,7 @@ def holding(
         ]
     )
     at_once = rest + _of_tensors(looks.tensors, looks.at_once or looks.exactly)
-    if looks.offsets:  # torch's own look does not ask for them
+    if looks.offsets:  # torch's own check does not compare storage offsets
         given = {"map": map, "offset_of": _offset, "offsets": looks.offsets}
         at_once += Tests(["[*map(offset_of, held)] == offsets"], given)
     if counted:
@@ -124,7 +127,7 @@ def holding(
 
 
 class Looks:
-    """What tensors look like now: they are to stay so, but for their numbers."""
+    """The metadata of tensors now, and checks that it is unchanged; their data may change."""
 
     def __init__(self, tensors: Iterable[torch.Tensor] = ()) -> None:
         self.tensors = [*tensors]
@@ -143,7 +146,7 @@ def _look(t: torch.Tensor) -> tuple:
 
 
 def _rest(t: torch.Tensor) -> tuple:
-    """What else Python may be told of it, and keep as a number."""
+    """Other metadata that Python can read as numbers: storage offset, nnz, `is_coalesced`."""
     if has_memory(t):
         return (t.storage_offset(),)
     if t.layout in _SPARSE:
@@ -166,7 +169,7 @@ def _of_attributes(rows: Sequence[tuple[Any, str, Any]], empty: Sequence[Any]) -
     of = [f"a{i}.of()" if type(row[0]) is Weakly else f"a{i}" for i, row in enumerate(rows)]
     tests = [f"{thing}.asked{i} is v{i}" for i, thing in enumerate(of)]
     tests += [f"not e{i}" for i, _ in enumerate(empty)]
-    # Where Python keeps a text as a name of code, it wants one of its own class.
+    # Python wants names of code to be of class str itself, not of a subclass.
     asked = {f"asked{i}": str.__str__(name) for i, (_, name, _) in enumerate(rows)}
     return Tests(tests, given, asked)
 
@@ -198,14 +201,14 @@ def _of_calls(checks: Sequence[Callable[[], bool]]) -> Tests:
 
 
 class _Dicts(NamedTuple):
-    """Entries of dicts, and those that are not there."""
+    """Entries that dicts have, names that they lack, and dicts with all their entries."""
 
     names: list[tuple[Any, str, Any]]
     missing: list[tuple[Any, frozenset[str]]]
     dicts: list[tuple[Any, tuple, tuple]]
 
     def by_whether_counted(self) -> tuple[_Dicts, _Dicts]:
-        """Return those whose writes are counted, and the others."""
+        """Return the rows of dicts whose writes are counted, and the other rows."""
         counted = _Dicts(*([row for row in rows if is_counted(row[0])] for rows in self))
         return counted, _Dicts(*([r for r in rows if not is_counted(r[0])] for rows in self))
 
@@ -222,9 +225,9 @@ class _Dicts(NamedTuple):
 
 
 def _of_dicts(groups: Sequence[_Dicts]) -> tuple[list[dict], list[int], Callable[[], bool]]:
-    """Dicts, how often each was written into when all were looked at, and what looks anew.
+    """Return the dicts of the groups, their write counts at the last check, and a check.
 
-    A group is looked at where one of its own was written into.
+    The check compares a group's entries only if one of the group's dicts was written into.
     """
     counted: list[dict] = []
     parts: list[tuple[slice, list[Callable[[], bool]]]] = []
@@ -277,7 +280,7 @@ def _of_lists(lists, entries):
 
 
 def _are_same(now: Iterable[Any], before: Sequence[Any]) -> bool:
-    """Whether these are the very things, or values of which all is said by their equality."""
+    """True if the objects are identical, or are constants of one class that compare equal."""
     now = [*now]
     return all(map(is_, now, before)) or all(map(_is_same, now, before))
 
@@ -289,7 +292,7 @@ def _is_same(a: Any, b: Any) -> bool:
 def _is_set(thing: Any, name: str) -> bool:
     try:
         getattr(thing.of() if type(thing) is Weakly else thing, name)
-    except (AttributeError, ValueError):  # a cell's is the latter
+    except (AttributeError, ValueError):  # an empty cell raises the latter
         return False
     return True
 

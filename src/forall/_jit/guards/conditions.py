@@ -1,4 +1,4 @@
-"""What a recorded call depends on, each thing with what it was: how that is compared again."""
+"""Guard conditions: snapshots of Python's and torch's state, and their comparison with now."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ if TYPE_CHECKING:
 
     from forall._core.python_state import Weakly
 
-_MOST_BYTES = 4096  # that are compared with each call
+_MOST_BYTES = 4096  # of an array that each call compares
 
 
 class Watched:
-    """State of Python's and torch's, and whether it is as it was."""
+    """A snapshot of Python's and torch's state, and the test that the state is unchanged."""
 
     def __init__(self) -> None:
         self.tensors: dict[int, torch.Tensor] = {}
-        self.why: str | None = None  # what of it cannot be watched
+        self.why: str | None = None  # the reason if some state cannot be watched
         self._attributes: list[tuple[Any, str, Any]] = []
         self._names: list[tuple[dict[str, Any], str, Any]] = []
         self._missing: list[tuple[dict[str, Any], frozenset[str]]] = []
-        # Of libraries: hardly ever written into, and asked apart from what is.
+        # Libraries' state, which is hardly ever written into and therefore compared separately.
         self._of_libraries: list[tuple[dict[str, Any], str, Any]] = []
         self._classes_of_libraries: list[tuple[Any, tuple, tuple]] = []
-        self._classes: dict[int, type] = {}  # of these
+        self._classes: dict[int, type] = {}  # the classes whose state that is
         self._of_weakly: list[tuple[Weakly, str, Any]] = []  # entries of an object's `__dict__`
         self._dicts: list[tuple[Any, tuple, tuple]] = []
         self._lists: list[tuple[Any, tuple]] = []
@@ -56,12 +56,12 @@ class Watched:
         self._holding: Holding | None = None
 
     def hold(self) -> bool:
-        """Whether everything is as it was."""
+        """True if the state is unchanged."""
         now = self._held_now()
         return now.quickly() or now.certainly()
 
     def at_once(self) -> Tests:
-        """Tests that make sure of that where they say yes, and are cheaper."""
+        """Cheaper tests: if they pass, the state is unchanged; if not, it may be."""
         return self._held_now().at_once
 
     def _held_now(self) -> Holding:
@@ -83,12 +83,12 @@ class Watched:
         return self._holding
 
     def watch_name(self, names: dict[str, Any], name: str, value: Any) -> None:
-        """What a module of a library's has under a name, beyond what is watched otherwise."""
+        """Watch the value that a library's module has under a name."""
         self._of_libraries.append((names, name, value))
         self._holding = None
 
     def watch_class(self, kind: type) -> None:
-        """A class of a library's: what it has, if that can change."""
+        """Watch the attributes of a library's class and of its bases, if they are mutable."""
         for base in kind.__mro__:
             if base.__flags__ & MUTABLE and id(base) not in self._classes:
                 self._classes[id(base)] = base
@@ -97,17 +97,17 @@ class Watched:
         self._holding = None
 
     def watch(self, tensors: Iterable[torch.Tensor]) -> None:
-        """These are read by the program, and all may be asked what they are: so they stay."""
+        """Watch the metadata of the tensors that a program reads, and of all visited tensors."""
         known = {id(t): t for t in (*self.tensors.values(), *tensors) if type(t) in PLAIN}
         self._looks, self._holding = Looks(known.values()), None
 
     def watch_answer(self, question: Callable[[], Any]) -> None:
-        """What torch tells of its state when the function asks."""
+        """Watch the answer of a function that returns torch's state."""
         self._answers[question] = answer(question)
         self._holding = None
 
     def watch_kernels(self) -> None:
-        """Watch which kernels it may take, of which the program has one."""
+        """Watch the kernels that torch may choose, one of which the program has."""
         self._others.append(functools.partial(may_take, kernels_allowed()))
         self._holding = None
 
@@ -116,7 +116,7 @@ class Watched:
         self._dicts.append((names, tuple(names), tuple(names.values())))
 
     def _memory(self, value: Any) -> None:
-        """Numbers in memory, of numpy's or of Python's own."""
+        """Watch the data of a numpy array or a Python buffer."""
         data = numbers(value)
         self._data.append((value, data))
         if len(data[0]) > _MOST_BYTES or (is_array(value) and value.dtype.hasobject):

@@ -1,14 +1,14 @@
-"""What tells one value from another, where equality says too little.
+"""Keys of values: hashable keys that are equal only for values that no code can tell apart.
 
 NOTE [when two values are one]
-    ``1 == True == 1.0``, ``0.0 == -0.0``, and a class of the user's may call equal what it likes.
-    So a value is told by its contents only if its class is one of Python's or torch's own and never
-    changes, or a container of these: class by class, floats by their digits. Whatever else there is
-    is told by its identity, and is an `object <Reading.objects>` for the guards, which compare what
-    is in it. Of a class in C that they cannot look into, nothing is told: `Unfit`.
+    ``1 == True == 1.0``, ``0.0 == -0.0``, and a user's class may define `__eq__` as it likes. So a
+    value has a key by its contents only if its class is an immutable one of Python's or torch's
+    own, or a container of these: with the classes, and floats by their digits. Every other value
+    has its identity as key, and is one of the `objects <Reading.objects>` for the guards, which
+    compare its contents. A class in C that guards cannot look into is `Unfit`.
 
-    A container of a registered class is more than its children: it has a context, and attributes
-    that its class may not speak of. Both are told as values.
+    A container of a registered class is more than its children: it has a context, and may have
+    attributes outside of it. Both are part of the key, as values.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Sequence
 
 
-class Unfit(Exception):  # noqa: N818 - no error: the call runs as it is
-    """An argument that no program can be made for; its text says why."""
+class Unfit(Exception):  # noqa: N818 - no error: the call runs eagerly
+    """Signal an argument that no program can be made for; the text is the reason."""
 
 
-# A value of one of these is all in its equality and its class.
+# Values of these classes are the same if they are equal and of one class.
 EXACT = frozenset(
     {
         int,
@@ -67,7 +67,7 @@ EXACT = frozenset(
 _FRACTIONAL = (float, complex)
 _SEQUENCES = (tuple, list, set, frozenset, deque)
 _DICTS = (dict, OrderedDict, defaultdict)
-# Classes in C that the guards look into, or of which a value never changes.
+# Classes in C that the guards look into, or that are immutable.
 _KNOWN = frozenset(
     {
         object,
@@ -126,9 +126,9 @@ _WORD = 8  # bytes of a pointer
 
 
 class Reading:
-    """Tells values apart; in ``objects`` is what is told by identity, for the guards to watch.
+    """A maker of keys. ``objects`` are the values keyed by identity, for the guards to watch.
 
-    ``nodes`` are the containers met, whose identity has a say as well.
+    ``nodes`` are the containers that were visited; code may compare them by identity.
     """
 
     def __init__(self, leaves: Iterable[Any] = ()) -> None:
@@ -138,12 +138,12 @@ class Reading:
         self._met: dict[int, int] = {}
 
     def value(self, x: Any) -> Any:
-        """What hashes, and is equal for another value if that is the same in all that is asked."""
+        """Return a hashable key that is equal for another value only if the two are the same."""
         kind: Any = type(x)
         if kind in EXACT:
             return kind, x
         if kind in _FRACTIONAL:
-            if x == x:  # noqa: PLR0124 - all but nan, which a list holds by its identity
+            if x == x:  # noqa: PLR0124 - not nan, which Python's containers compare by identity
                 return kind, repr(x)
         elif kind is range or kind is slice:
             return kind, self.value(x.start), self.value(x.stop), self.value(x.step)
@@ -155,7 +155,7 @@ class Reading:
             return torch.Tensor, self._places[id(x)]
         elif _is_numpys_number(kind):
             return kind, x.dtype.str, x.tobytes()
-        elif _is_of_an_object(x):  # another one each time that it is asked for
+        elif _is_of_an_object(x):  # each look-up makes a new bound method
             self._looked_into(x.__self__)
             self.objects += [x.__func__, x.__self__]
             return kind, id(x.__func__), id(x.__self__)
@@ -165,18 +165,18 @@ class Reading:
         return kind, id(x)
 
     def changes(self) -> bool:
-        """Whether a container was met that may hold something else later."""
+        """True if a mutable container was visited."""
         return any(isinstance(x, _CHANGING) for x in self.nodes)
 
     def leaf(self, x: Any) -> Any:
-        """The same of an argument, which may be another's list: a set is told by its identity."""
+        """Return the key of a leaf of the arguments; a set has its identity as key."""
         if type(x) is not set:
             return self.value(x)
         self.objects.append(x)
         return set, id(x)
 
     def odd(self, node: Any, children: Sequence[Any], context: Any) -> Any:
-        """What a container of a class is besides its children."""
+        """Return the key of a container's context and attributes, without its children."""
         kept = self.value(context)
         kind = type(node)
         if kind in _DICTS and not getattr(node, "__dict__", None):
@@ -192,7 +192,7 @@ class Reading:
 
     def _container(self, x: Any) -> Any:
         known = self._met.get(id(x))
-        if known is not None:  # once more, or inside itself
+        if known is not None:  # met before, perhaps inside itself
             return type(x), "met", known
         self._met[id(x)] = len(self.nodes)
         self.nodes.append(x)
@@ -216,7 +216,7 @@ class Reading:
 
 
 def _is_of_an_object(x: Any) -> bool:
-    """Return True for a method that is bound to something which is told by its identity."""
+    """True for a bound method of an object that has its identity as key."""
     if type(x) is not types.MethodType:
         return False
     return not isinstance(x.__self__, (torch.Tensor, *EXACT, *_FRACTIONAL, *_SEQUENCES, *_DICTS))
@@ -230,7 +230,7 @@ def _is_numpys_number(kind: type) -> bool:
 
 
 def _state(node: Any) -> list[tuple[str, Any]]:
-    """The attributes that an object has itself, in slots as well."""
+    """The attributes that an object has itself, in `__dict__` and in slots."""
     state = [*(getattr(node, "__dict__", None) or {}).items()]
     for kind in type(node).__mro__:
         slots = [n for n, found in vars(kind).items() if type(found) is MemberDescriptorType]
@@ -239,7 +239,7 @@ def _state(node: Any) -> list[tuple[str, Any]]:
 
 
 def _is_hidden(kind: type) -> bool:
-    """Whether its objects have a state that nothing here knows."""
+    """True if objects of a class may have state in C that guards cannot see."""
     known = _hidden.get(kind)
     if known is None:
         known = _hidden[kind] = not issubclass(kind, Unwatched) and any(map(_hides, kind.__mro__))
@@ -250,14 +250,14 @@ _hidden: WeakKeyDictionary[type, bool] = WeakKeyDictionary()
 
 
 def _hides(kind: type) -> bool:
-    """Whether objects are larger for this class than its attributes and slots make them."""
+    """True if a class makes its objects larger than its attributes and slots explain."""
     if kind in _KNOWN or _is_numpys(kind):
         return False
     if issubclass(kind, (BaseException, super)):
         return True
     numpy = sys.modules.get("numpy")
     if numpy is not None and issubclass(kind, numpy.ndarray) and is_no_users(kind):
-        return True  # a mask, say
+        return True  # a masked array, for example
     base = kind.__base__ or object
     shown = sum(type(found) is MemberDescriptorType for found in vars(kind).values())
     shown += ("__dict__" in vars(kind)) + ("__weakref__" in vars(kind))
@@ -267,7 +267,7 @@ def _hides(kind: type) -> bool:
 
 
 def _is_numpys(kind: type) -> bool:
-    """Whether it is a class of numpy's of which all is in the numbers, or nothing changes."""
+    """True for a class of numpy's without hidden state: arrays, and immutable objects."""
     numpy = sys.modules.get("numpy")
     if numpy is None or not kind.__module__.startswith("numpy") or kind is numpy.void:
         return False
@@ -276,10 +276,10 @@ def _is_numpys(kind: type) -> bool:
 
 
 def outlined(args: tuple, kwargs: dict) -> tuple[list[Any], Any, list[Any]]:
-    """The leaves of a call, what says how they hang together, and the containers.
+    """Return the leaves of a call, the outline of its arguments (their tree), and the containers.
 
-    Which of the containers are one is said as well: ``a is b`` asks for it. Bound methods count as
-    containers, since their identity is no part of their value.
+    The outline also tells which containers are the same object, as ``a is b`` would. Bound methods
+    count as containers, since their identity is no part of their value.
     """
     if not kwargs and pytree.are_leaves(map(type, args)):
         return [*args], len(args), []
@@ -300,7 +300,7 @@ def outlined(args: tuple, kwargs: dict) -> tuple[list[Any], Any, list[Any]]:
 
 
 def objects_of(args: tuple, kwargs: dict) -> list[Any]:
-    """What a call is given that is told by its identity, or is no value: for guards to watch."""
+    """The arguments of a call that are keyed by identity, and container classes of the user's."""
     outline = pytree.Outline()
     outline.of((args, kwargs))
     reading = Reading(outline.leaves)
@@ -316,10 +316,10 @@ def objects_of(args: tuple, kwargs: dict) -> list[Any]:
 def unlike_others(
     result: Any, leaves: list[Any], spec: Any, known: Container[int], given: Sequence[Any] | None
 ) -> str | None:
-    """Why a program cannot make what a call has given; None where it can.
+    """The reason why a program cannot make a call's result; None where it can.
 
-    ``known`` are the identities of what is there besides the call, ``given`` the containers of its
-    arguments, where a result may not be one of these.
+    ``known`` are the ids of objects that existed before the call. ``given`` are the containers of
+    the arguments, if a result may be none of these.
     """
     for x in leaves:
         if isinstance(x, torch.Tensor):
@@ -350,13 +350,13 @@ _CHANGING = (list, dict, set, deque)
 
 
 def _is_word(x: Any) -> bool:
-    """Whether it may come back as it is with each call."""
+    """True for an immutable value that a program can return in each call."""
     kind = type(x)
     return kind in EXACT or kind in _FRACTIONAL or _is_numpys_number(kind) or isinstance(x, Enum)
 
 
 def _is_for_good(x: Any) -> bool:
-    """Whether it is the same with each call: what a module defines, or ours."""
+    """True if an object is the same in each call: a definition of a module's, or our own."""
     if isinstance(x, (type, types.FunctionType, types.BuiltinFunctionType)):
         return "<locals>" not in x.__qualname__ and "<lambda>" not in x.__qualname__
     return type(x).__module__.partition(".")[0] == "forall" or _is_word(x)

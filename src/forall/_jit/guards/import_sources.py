@@ -1,4 +1,4 @@
-"""What a function imports while it runs: modules that are there already, under names of its own."""
+"""Imports inside functions: the modules, already loaded, that a function's code imports."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from forall._jit.tracing.coverage import Everything
 
 _IMPORT = dis.opmap["IMPORT_NAME"]
-_BETWEEN = frozenset({"SWAP", "POP_TOP"})  # of `import a.b as c`, and behind what is taken
+_BETWEEN = frozenset({"SWAP", "POP_TOP"})  # within `import a.b as c`, and after `from a import b`
 
 
 def imported(func: FunctionType, ran: Everything) -> dict[CodeType, Imports]:
-    """What the code of a function imports, and what is written inside it, where any does."""
+    """Return the imports of a function's code, and of functions nested in it, by code object."""
     return {
         code: Imports(ran.instructions(code), func.__globals__, libraries=False)
         for code in ran.inner(func.__code__)
@@ -30,15 +30,15 @@ def imported(func: FunctionType, ran: Everything) -> dict[CodeType, Imports]:
 
 
 def has_imports(code: CodeType) -> bool:
-    """True if code imports anything, without what is written inside it."""
+    """True if code imports anything, functions nested in it aside."""
     return _IMPORT in code.co_code[::2]
 
 
 class Imports:
-    """Those of a function's instructions; ``why`` tells what of them is not certain.
+    """The imports in a function's instructions; ``why`` is the reason if any is not certain.
 
-    ``modules`` are those that its variables hold, and ``taken`` what it takes out of modules. With
-    ``libraries`` no others are certain: nobody looks at what modules of the user's hold.
+    ``modules`` maps variables to modules, and ``taken`` lists the names imported from modules. With
+    ``libraries`` only imports of libraries are certain: the user's modules are not looked at.
     """
 
     def __init__(
@@ -47,9 +47,9 @@ class Imports:
         self._package, self._libraries = home.get("__package__") or "", libraries
         self.modules: dict[str, ModuleType] = {}
         self.taken: list[tuple[ModuleType, str]] = []
-        self.found: list[tuple[str, ModuleType]] = []  # by their full names
+        self.found: list[tuple[str, ModuleType]] = []  # all modules, with their full names
         self.why: str | None = None
-        others = set()  # variables that hold something else at times
+        others = set()  # variables that are also assigned something else
         constant = level = wanted = module = found = None
         for i in instructions:
             if i.opname == "IMPORT_NAME":
@@ -67,7 +67,7 @@ class Imports:
                 others.update(i.argval if isinstance(i.argval, tuple) else (i.argval,))
             elif i.opname not in _BETWEEN:
                 if isinstance(found, ModuleType):
-                    self.why = f"imports {found.__name__}"  # to where it is not looked for
+                    self.why = f"imports {found.__name__}"  # not into a local variable
                 module = found = None
             level, constant = constant, i.argval
         if not others.isdisjoint(self.modules):

@@ -1,4 +1,4 @@
-"""What the guards ask of single things: of arrays, caches, hints, and of torch's state."""
+"""Questions of the guards about single objects: arrays, caches, type hints, torch's state."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ if TYPE_CHECKING:
 
     from forall._jit.guards.attribute_names import Names
 
-_MOST = 10_000  # things that are followed
+_MOST = 10_000  # objects that are followed
 CONTAINERS = (dict, list, tuple, set, frozenset, deque, bytearray)
-TELLERS = (logging.Logger, logging.Handler, logging.LoggerAdapter)  # have no say in results
-MUTABLE = 1 << 9  # among the flags of a class: it is not one in C
+TELLERS = (logging.Logger, logging.Handler, logging.LoggerAdapter)  # do not influence results
+MUTABLE = 1 << 9  # the flag of a class that is not defined in C
 CACHED = functools._lru_cache_wrapper
 VIEWS = (type({}.keys()), type({}.values()), type({}.items()))
 WRAPPERS = (
@@ -57,11 +57,11 @@ WRAPPERS = (
     MethodWrapperType,
     _GeneratorContextManager,
 )
-LEAVES = (*WORDS, RemovableHandle)  # hooks are looked at where they hang
+LEAVES = (*WORDS, RemovableHandle)  # hooks are visited in the object that has them
 
 
 def is_hint(value: Any) -> bool:
-    """Whether it is a hint, of which only the reader makes something."""
+    """True for a type hint."""
     return type(value).__module__ == "typing" or isinstance(value, GenericAlias)
 
 
@@ -70,9 +70,9 @@ _IN_C = (WrapperDescriptorType, MethodDescriptorType)
 
 
 def is_moved_on(value: Any) -> bool:
-    """Whether what asks it moves it on, in C: nothing tells how far it has come.
+    """True for an iterator in C, whose position cannot be seen: to read from it would advance it.
 
-    The process's own input is left out, to which libraries lead, and files that are written to.
+    The process's own input, to which libraries lead, and files open for writing are left out.
     """
     is_in_memory = isinstance(value, (io.StringIO, io.BytesIO))
     if (
@@ -86,7 +86,7 @@ def is_moved_on(value: Any) -> bool:
 
 
 def held(value: Any) -> list[Any] | None:
-    """What something holds that is never given anything else; None where it is no such thing."""
+    """The contents of a slice or an `itemgetter`, which are immutable; None for another object."""
     if isinstance(value, slice):
         return [value.start, value.stop, value.step]
     if isinstance(value, itemgetter):
@@ -95,13 +95,13 @@ def held(value: Any) -> list[Any] | None:
 
 
 def parts_of_hint(value: Any) -> dict[str, Any]:
-    """What a hint is made of, by the names by which code asks for it."""
+    """The parts of a type hint, by the names with which code asks for them."""
     parts = {name: getattr(value, name, ()) for name in ("__args__", "__metadata__")}
     return {**parts, "get_args": (*parts.values(),)}
 
 
 def is_of_environment(value: Any) -> bool:
-    """Whether it gives the environment's variables, which are watched."""
+    """True for `os.environ` and `os.getenv`, whose variables are watched."""
     return value is os.environ or value is os.getenv
 
 
@@ -121,7 +121,7 @@ def has_none(weakly: Weakly, names: frozenset[str]) -> bool:
 
 
 def leads_to(wanted: set[int], held: Mapping[int, Any]) -> bool:
-    """Whether any of these can be come to from what is held, as far as the collector can tell."""
+    """True if the garbage collector's graph leads from what is held to one of these ids."""
     left, seen = [x for x in held.values() if not isinstance(x, Weakly)], set()
     while left:
         x = left.pop()
@@ -143,7 +143,7 @@ def is_array(value: Any) -> bool:
 
 
 def numbers(value: Any) -> tuple:
-    """What is in memory, and how it is read."""
+    """The data of an array or buffer as bytes, with an array's shape, dtype and strides."""
     if isinstance(value, bytearray):
         return (bytes(value),)
     how = (value.shape, value.dtype, value.strides) if is_array(value) else ()
@@ -155,18 +155,18 @@ def has_numbers(value: Any) -> bool:
 
 
 def kept(func: Any) -> list[Any]:
-    """What a cache holds, but for what holds it together: classes of its own, a dict of links."""
+    """The objects in an `lru_cache`, without its own classes and its dict of links."""
     found = gc.get_referents(func)
     found = [x for x in found if not (isinstance(x, type) and is_no_users(x))]
     return [x for x in found if not (type(x) is dict and any(map(_is_link, x.values())))]
 
 
 def keeping(func: Any) -> Callable[[], bool]:
-    """Whether a cache keeps what it keeps now: then it gives that, and calls nothing."""
+    """Return a test that an `lru_cache` holds what it holds now; if so, it calls no function."""
     info, held = func.cache_info(), {*map(id, kept(func))}
 
     def same() -> bool:
-        now = func.cache_info()  # what it has forgotten it may have made again
+        now = func.cache_info()  # an entry may have been dropped and computed again
         counts = (now.misses, now.currsize) == (info.misses, info.currsize)
         return counts and {*map(id, kept(func))} == held
 
@@ -182,20 +182,20 @@ def is_alive(reference: ReferenceType, *, wanted: bool = True) -> bool:
 
 
 def is_in_class(func: FunctionType) -> bool:
-    """Whether it is written as a method."""
+    """True if a function is defined in a class body."""
     home = func.__qualname__.rpartition(".")[0]
     return bool(home) and not home.endswith("<locals>")
 
 
 def is_leaf(value: Any) -> bool:
-    """Whether a value says all there is to say: one of a class of the user's may have more."""
+    """True for a constant of a built-in class; a user's subclass may have attributes."""
     if not isinstance(value, LEAVES):
         return False
     return type(value) in LEAVES or is_no_users(type(value))
 
 
 def is_derived(value: Any) -> bool:
-    """Whether something that is looked at by what it holds may have attributes too."""
+    """True for a container, wrapper or array of a subclass, which may have attributes too."""
     kind = type(value)
     if isinstance(value, CONTAINERS):
         return kind not in CONTAINERS
@@ -203,19 +203,19 @@ def is_derived(value: Any) -> bool:
 
 
 def wrapped(value: Any, asked: Names) -> Iterator[Any]:
-    """What a thing that leads to a function leads to, and what goes with that."""
+    """The function in a wrapper (partial, property, bound method ...), and what belongs to it."""
     if isinstance(value, functools.partial):
         return iter([value.func, value.args, value.keywords, vars(value)])
-    if isinstance(value, _GeneratorContextManager):  # of which each call makes another
+    if isinstance(value, _GeneratorContextManager):  # as a decorator, each call makes another
         return iter([value.func, value.args, value.kwds])
     if isinstance(value, property):
         return iter([value.fget, value.fset, value.fdel])
-    if isinstance(value, functools.cached_property):  # what it has found is in the object
+    if isinstance(value, functools.cached_property):  # its cached value is in the object
         return iter([value.func])
     if isinstance(value, MethodWrapperType):
         return iter([value.__self__])
     if isinstance(value, BuiltinFunctionType):
-        if value is pickle.dumps:  # which calls what others have registered for a class
+        if value is pickle.dumps:  # it calls functions that are registered for a class
             return chain([copyreg.dispatch_table], asked.by(value))
         alone = isinstance(value.__self__, ModuleType)
         return chain([] if alone else [value.__self__], asked.by(value))

@@ -1,8 +1,8 @@
-"""What a library's functions find by the names in their code, which others may give anew.
+"""Guards of library functions: the names in their code, whose values user code may replace.
 
-Such a function does the same with each call as long as its names stand for the same. Code may give
-a module another function (`unittest.mock.patch`), or register one of its own in a dict that the
-library asks (`torch.distributions.kl.register_kl`).
+A library's function does the same with each call as long as its names have the same values. Code
+may give a module another function (`unittest.mock.patch`), or register a function in a dict that
+the library reads (`torch.distributions.kl.register_kl`).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from types import CodeType
 
-# Where functions of torch's lead to others that bear on what they give. What torch has around them
-# (its dispatch to subclasses, its compilers) is left out: it only looks on.
+# Modules whose functions call others that bear on their results. What torch has around them (its
+# dispatch to subclasses, its compilers) is left out: it does not change results.
 _HOMES = ("torch",)
 _AROUND = (
     "torch.overrides",
@@ -45,14 +45,14 @@ _AROUND = (
     "torch._library",
     "torch.library",
     "torch._subclasses",
-    "torch._functorch",  # who calls it is in doubt anyhow
+    "torch._functorch",  # a function that calls it is not replayed anyhow
 )
-# Functions that write into what a library keeps, and ask it at most for what must not be there yet.
+# Functions that write into a library's registry, and read it at most to find duplicates.
 _REGISTERS = ("register_", "private_register_")
 
 
 def is_followed(func: FunctionType) -> bool:
-    """Whether the names of a library's function are followed."""
+    """True if the guards follow the names in the code of a library's function."""
     home = home_of(func)
     if home.partition(".")[0] not in _HOMES or home.startswith(_AROUND):
         return False
@@ -60,7 +60,7 @@ def is_followed(func: FunctionType) -> bool:
 
 
 def asked_names(func: FunctionType) -> Iterator[tuple[dict[str, Any], str, Any]]:
-    """Where a library's function finds what, by which name."""
+    """Yield the namespace, the name and the value of each global that a function's code names."""
     home = func.__globals__
     for way in _ways(func.__code__):
         names = home
@@ -75,18 +75,18 @@ def asked_names(func: FunctionType) -> Iterator[tuple[dict[str, Any], str, Any]]
 
 
 def inner_functions(func: FunctionType) -> Iterator[FunctionType]:
-    """The functions that a library's function has in its closure, or wraps."""
+    """The functions in the closure of a library's function, and the one that it wraps."""
     held = [*map(contents, func.__closure__ or ()), vars(func).get("__wrapped__")]
     yield from (value for value in held if isinstance(value, FunctionType))
 
 
 def of_users(entries: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
-    """The entries whose values are not the library's own, of a dict or list that it asks."""
+    """The entries of a library's registry whose values are not the library's own."""
     return [(key, value) for key, value in entries if not _is_librarys(value)]
 
 
 def classes_in(key: Any) -> list[type]:
-    """The user's classes that an entry of a library's dict is for."""
+    """The user's classes in the key of an entry of a library's registry."""
     parts = key if isinstance(key, tuple) else (key,)
     return [part for part in parts if isinstance(part, type) and not is_no_users(part)]
 

@@ -1,4 +1,4 @@
-"""By which ways code comes to a module's names: those of its own, or of one that it has in hand."""
+"""Guards of modules: the names that code looks up in its own module or in one that it holds."""
 
 from __future__ import annotations
 
@@ -25,19 +25,22 @@ if TYPE_CHECKING:
 ATTRIBUTES = frozenset({"LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"})
 _ASKERS = BY_TEXT - SETTERS
 _LOCALS = ("LOAD_FAST", "LOAD_DEREF")
-# By these functions and attributes code has the names of its module, or of one named in a text.
+# By these functions and attributes code gets all names of its module, or of one named by a text.
 _FUNCTIONS = frozenset({"globals", "eval", "exec", "__import__", "import_module"})
 _OF_OTHERS = frozenset({"__globals__", "f_globals", "import_module"})
 _MODULES = frozenset({"sys", "modules"})  # and by these together
 
 
 def is_users(value: Any) -> TypeGuard[ModuleType]:
-    """Whether it is a module, and one of the user's."""
+    """True for a module of the user's."""
     return isinstance(value, ModuleType) and not is_none_by_name(value.__name__)
 
 
 def asked_for(func: FunctionType, ran: Everything) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The names of modules that a function has all together, not by a name of theirs."""
+    """Yield modules, by name and namespace, whose names a function may reach in any way.
+
+    Its code may call `globals` or `eval`, for example, or look into `sys.modules`.
+    """
     names = ran.names(func.__code__)
     asked = not _FUNCTIONS.isdisjoint(names) and not _FUNCTIONS.isdisjoint(
         ran.globals(func.__code__)
@@ -53,7 +56,7 @@ def asked_for(func: FunctionType, ran: Everything) -> Iterator[tuple[str, dict[s
 def in_hand(
     func: FunctionType, ran: Everything, imports: Mapping[CodeType, Imports]
 ) -> Iterator[ModuleType]:
-    """The user's modules that a function names to do with them what no name of theirs tells."""
+    """Yield the user's modules that a function uses as a whole, not only by an attribute."""
     home = func.__globals__
     cells = zip(func.__code__.co_freevars, func.__closure__ or (), strict=True)
     held = {n: contents(c) for n, c in cells if isinstance(contents(c), ModuleType)}
@@ -72,12 +75,12 @@ def in_hand(
 
 
 def ways(instructions: Iterable[dis.Instruction], modules: Collection[str]) -> Iterator[list[str]]:
-    """The names that code goes along: from a global or a module that the closure has onwards.
+    """Yield the dotted names in code, which begin with a global or with one of ``modules``.
 
     ["", name] is an attribute of something else.
     """
     way: list[str] = []
-    named = False  # whether a function is called that takes the next name from a text
+    named = False  # True within a call such as getattr, which takes the next name from a text
     for i in instructions:
         if way and way[0] and i.opname in ATTRIBUTES:
             way.append(i.argval)
@@ -94,7 +97,7 @@ def ways(instructions: Iterable[dis.Instruction], modules: Collection[str]) -> I
             way = []
         if i.opname in GLOBALS:
             way = [i.argval]
-        elif i.opname.startswith(_LOCALS):  # some at once since Python 3.13; the last goes on
+        elif i.opname.startswith(_LOCALS):  # Python 3.13 loads two at once
             *before, last = i.argval if isinstance(i.argval, tuple) else (i.argval,)
             yield from ([name] for name in before if name in modules)
             way = [last] if last in modules else []

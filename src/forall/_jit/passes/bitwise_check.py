@@ -1,10 +1,10 @@
-"""Whether other operators give the same bits: they are tried, on numbers at random.
+"""Bitwise checks: trials on random data that other operators give the same bits.
 
 NOTE [the same bits]
-    In which order a product of matrices is summed is told nowhere, and hangs on shapes, strides,
-    dtypes and how many threads there are, never on the numbers. So where some hundred entries, each
-    of which rounds in its own way, lead to the same bits, all do. That tells a product of matrices
-    that lie otherwise, or that begins with a bias, from one that adds in another order.
+    The order in which a product of matrices is summed is not documented. It depends on shapes,
+    strides, dtypes and the number of threads, never on the data. So if some hundred entries, each
+    with its own rounding, have the same bits, all have. This tells whether a product of matrices
+    with other strides, or one that begins with a bias, adds in the same order.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
 
     from forall._jit.graph import Layout, Node, Value
 
-_ENTRIES = 256  # of each operand, and of the result, that are compared, or more
-_TRIALS = 32  # at most: where there are too few entries for that, nothing is said
-_KEPT = 1024  # answers: layers of one kind ask for the same
-_MOST = 1 << 16  # entries of what is tried: both are made, in each trial
+_ENTRIES = 256  # the fewest entries, of each operand and of the result, in all trials
+_TRIALS = 32  # the most trials; where they would have too few entries, the answer is no
+_KEPT = 1024  # answers that are kept: layers of one kind have the same trials
+_MOST = 1 << 16  # entries of the largest tensor in a trial, which computes both sides
 _CPU = torch.device("cpu")
 
 
 def can_be_tried(values: Sequence[Value], nodes: Sequence[Node]) -> bool:
-    """Whether these operators compute something small on the CPU."""
+    """True if these operators have small floating-point tensors on the CPU alone."""
     layouts = [values[n].layout for node in nodes for n in (*node.reads(), *node.makes())]
     return all(
         x.device == _CPU and x.dtype.is_floating_point and prod(x.shape) <= _MOST for x in layouts
@@ -42,7 +42,7 @@ def can_be_tried(values: Sequence[Value], nodes: Sequence[Node]) -> bool:
 
 
 def same_bits(values: Sequence[Value], old: Sequence[Node], new: Sequence[Node]) -> bool:
-    """Whether the last of these operators gives the same bits after either."""
+    """True if trials of ``old`` and of ``new`` give the same bits as their last result."""
     if not can_be_tried(values, (*old, *new)):
         return False
     try:
@@ -60,7 +60,7 @@ _known: dict[Any, bool] = {}
 
 
 def _key(values: Sequence[Value], old: Sequence[Node], new: Sequence[Node]) -> Any:
-    """All that the order of a sum hangs on: operators, layouts, and the state of torch."""
+    """The key of a trial: operators, layouts, threads, and the state of torch."""
     numbers: dict[int, int] = {}
 
     def of_value(n: int) -> Any:
@@ -92,7 +92,7 @@ def _tried(values: Sequence[Value], old: Sequence[Node], new: Sequence[Node]) ->
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Within it operators do what they say: no history, no casts."""
+    """Return a context within which operators run without autograd and autocast."""
     with without_history(), torch.no_grad():
         with without_autocast() if is_autocast() else nullcontext():
             yield
@@ -101,7 +101,7 @@ def alone() -> Iterator[None]:
 def _at_random(layout: Layout, random: torch.Generator) -> torch.Tensor:
     shape, strides, offset, dtype, *_ = layout
     reach = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
-    # All bits of an entry are at random: products of single numbers are exact in doubles.
+    # Random doubles, cast if need be: entries with few bits would have exact products.
     memory = torch.randn(offset + reach, generator=random, dtype=torch.float64).to(dtype)
     return memory.as_strided(shape, strides, offset)
 

@@ -1,10 +1,10 @@
-"""What a product of matrices is made of: factors, and which dims of theirs are one.
+"""Contractions: the factors of a product of matrices, and the indices that their dims share.
 
 NOTE [atoms]
-    A dim of a value is a product of atoms, outermost first; one of size 1, or along which nothing
-    changes, has none. Dims that are multiplied with each other, or summed together, share atoms.
-    Reading a program backwards from a product, views regroup atoms, and split them where a dim is
-    a part of another.
+    Atoms are the indices of a contraction. A dim of a value is a product of atoms, outermost first.
+    A dim of size 1, or of stride 0, has none. Dims that are multiplied with each other, or summed
+    together, share atoms. Read backwards from a product, views of a program regroup atoms, and
+    split them where a dim is a part of another.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from forall._jit.graph import Program
 
 aten = torch.ops.aten
-_STEPS = 64  # back from a product
-Dims = list[list[int]]  # of a value, the atoms of each
+_STEPS = 64  # values that are looked at, back from a product
+Dims = list[list[int]]  # the atoms of each dim of a value
 Halves = tuple[list["Factor"], list["Factor"]]
 
 # The dims of what is multiplied, and of the result: b(atch), r(ow), k (summed over), c(olumn).
@@ -42,17 +42,17 @@ _SLOPES = {
     aten.threshold_backward.default,
     aten.div.Tensor,
 }
-# Of these a product with the slope of one has each bit: that is what they compute.
+# Operators that compute the product with their slope at 1, so that product has the same bits.
 OF_ONE = {aten.tanh_backward.default}
 _COPIES = {
     aten.clone.default: 1,
     aten.contiguous.default: 1,
-    aten.t_copy.default: -1,  # with its dims the other way round
+    aten.t_copy.default: -1,  # with its dims in reverse order
 }
 
 
 class Factor(NamedTuple):
-    """A tensor (`Ref`), with its dims, or a number; and what takes it into a product."""
+    """A tensor (`Ref`) with its dims, or a number, and the operator that multiplies by it."""
 
     value: Any
     dims: Dims
@@ -61,7 +61,7 @@ class Factor(NamedTuple):
 
 
 class Product:
-    """The factors of one product of matrices, and the operators that it stands for."""
+    """One product of matrices or sum as a contraction of factors, and the operators it replaces."""
 
     def __init__(self, program: Program, node: Node, makers: Makers) -> None:
         self.program, self.makers = program, makers
@@ -90,13 +90,13 @@ class Product:
         return [len(self.sizes) - 1] if size > 1 else []
 
     def whole(self, atoms: Sequence[int]) -> list[int]:
-        """The atoms of a dim after all splits."""
+        """The atoms of a dim, with atoms that were split replaced by their parts."""
         return [b for a in atoms for b in (self.whole(self.parts[a]) if a in self.parts else [a])]
 
     def _expand(self, n: int, dims: Dims, *, alone: bool) -> None:
-        """Add the factors of a value; ``alone`` where nobody else asks for it."""
+        """Add the factors of a value; with ``alone``, no operator outside the product reads it."""
         self.steps += 1
-        # Behind so many there is more to multiply than is ever tried.
+        # With more steps there are more factors than any order that is tried has.
         node = None if self.steps > _STEPS else self.makers.of.get(n)
         values = self.program.values
         alone = alone and self.makers.readers[n] == 1
@@ -115,7 +115,7 @@ class Product:
         return None
 
     def _multiply(self, node: Node, dims: Dims) -> bool:
-        """Add the factors of an operator that multiplies entry by entry, if it is one."""
+        """Add the factors of a pointwise multiplication; return False for another operator."""
         if node.kwargs or not (node.op is aten.mul.Tensor or node.op in _SLOPES):
             return node.op is aten.neg.default and self._negate(node, dims)
         x, y, *rest = node.args
@@ -138,21 +138,21 @@ class Product:
         return True
 
     def _fits(self, node: Node) -> bool:
-        """Whether no operand is of another dtype, or lies with another device."""
+        """True if operands and result agree in dtype, device, and lazy conj and neg bits."""
         layouts = [self.program.values[n].layout for n in (*node.reads(), node.outs)]
         return len({(x.dtype, x.device, x.conj, x.neg) for x in layouts}) == 1
 
     def _of(self, operand: Ref, dims: Dims) -> Dims:
-        """The dims of an operand that is broadcast."""
+        """The dims of an operand that is broadcast to ``dims``."""
         shape = self.program.values[operand.n].layout.shape
         last = dims[len(dims) - len(shape) :]
         return [d if n > 1 else [] for d, n in zip(last, shape, strict=True)]
 
     def _before(self, view: Layout, given: Layout, dims: Dims) -> Dims | None:
-        """The dims of what a view is of: where each entry lies tells; None where some are left out.
+        """The dims of a view's base by its strides, or None where the view leaves entries out.
 
-        A view's dim is made of parts of the given ones: a part of size q of the dim of stride s
-        begins f entries further, at the stride f * s.
+        A view's dim is made of parts of the base's dims. A part of size q of a dim with stride s
+        has the stride f * s, where f is the number of entries that lie inside the part.
         """
         found: dict[int, list[tuple[int, list[int]]]] = {}
         for size, stride, atoms in zip(view.shape, view.strides, dims, strict=True):
@@ -191,7 +191,10 @@ class Product:
         return dims
 
     def _cut(self, atoms: list[int], sizes: list[int]) -> list[list[int]] | None:
-        """Atoms, outermost first, as parts of these sizes, the innermost part first."""
+        """Split atoms, outermost first, into parts of these sizes, innermost part first.
+
+        None where a size is not a product of atoms and of parts of one.
+        """
         atoms, parts = atoms[:], []
         for size in sizes:
             part: list[int] = []
@@ -214,7 +217,7 @@ class Product:
 
 
 def _meeting(given: Layout, stride: int) -> int | None:
-    """The dim that a step of so many entries goes along."""
+    """The dim along which a step of ``stride`` entries goes, None if there is none."""
     for i, (n, s) in enumerate(zip(given.shape, given.strides, strict=True)):
         if n > 1 and s and stride % s == 0 and stride // s < n and n % (stride // s) == 0:
             return i
@@ -222,7 +225,7 @@ def _meeting(given: Layout, stride: int) -> int | None:
 
 
 def _summed(node: Node, rank: int) -> tuple[Sequence, ...]:
-    """Names for the dims of the operands, of the result, and for those that are summed over."""
+    """Names for the dims of the operands, of the result, and for the dims that are summed over."""
     if node.op not in SUMS:
         return (*CONTRACTIONS[node.op], "k")
     over = (node.args[1] if len(node.args) > 1 else None) or range(rank)
@@ -231,12 +234,12 @@ def _summed(node: Node, rank: int) -> tuple[Sequence, ...]:
 
 
 class Makers:
-    """Who makes each value of a program, and how many read it."""
+    """The operator that makes each value of a program, and the number of its readers."""
 
     def __init__(self, program: Program) -> None:
         given = {*program.inputs, *program.captured, *program.constants}
         self.of: dict[int, Node] = {}
-        for node in program.nodes:  # the first: others give what there was another name
+        for node in program.nodes:  # the first: others return an alias of what there was
             if isinstance(node.outs, int) and node.outs not in given:
                 self.of.setdefault(node.outs, node)
         self.readers: Counter[int] = Counter()
@@ -256,7 +259,7 @@ class Makers:
             self._reading.setdefault(n, {})[id(node)] = node
 
     def replace(self, node: Node, others: Sequence[Node], result: int) -> None:
-        """Let others make what an operator made: their ``result`` is read in its place."""
+        """Replace an operator by others, and its result by their ``result`` in all readers."""
         old = node.outs
         for n in {*node.reads()}:
             self.readers[n] -= 1
@@ -274,13 +277,13 @@ class Makers:
         self.of.pop(old, None)
 
     def chain(self, product: Product) -> list[Node]:
-        """The operators that a product stands for, views among them, in their order."""
+        """The operators that a product replaces, views among them, in program order."""
         factors = {f.value.n for f in product.factors if type(f.value) is Ref}
         found: list[Node] = []
         left = [product.nodes[0]]
         while left:
             node = left.pop()
-            found = [other for other in found if other is not node]  # before all that ask for it
+            found = [other for other in found if other is not node]  # before all its readers
             found.append(node)
             left += [self.of[n] for n in node.reads() if n not in factors and n in self.of]
         return found[::-1]

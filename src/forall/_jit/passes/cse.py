@@ -1,10 +1,10 @@
-"""Passes that find values with the same bits: copies, and operators that are asked twice.
+"""Common-subexpression elimination: passes that remove copies and repeated operators.
 
 NOTE [one value in the place of two]
-    Two tensors with the same bits are two as long as somebody can tell: writes into the memory of
-    either, hands one of them out, or saves one for a backward pass and hands out the other. So
-    memory that is written into stays as it is, and so does what leaves, but for a copy of what
-    nobody else reads.
+    Two tensors with the same bits must stay two where a user can tell them apart: if either is
+    written into, if one is returned, or if one is saved for backward and the other is returned. So
+    memory that is written into stays as it is. So do results, except for a copy of a value that
+    nothing else reads.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from forall._jit.graph import Program
 
 aten = torch.ops.aten
-MOST = 1 << 16  # entries of what is worth keeping
+MOST = 1 << 16  # entries of the largest value that is worth keeping
 _COPIES = {aten.clone.default, aten._to_copy.default, aten.pow.Tensor_Scalar}
-# Two of these are two: their memory is written into, or holds what was there.
+# Operators that are never merged: their memory is written into, or uninitialized.
 _NEVER = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "alias"}
 _DRAWING = {"dropout", "dropout_p", "train"}
 _WORDS = (
@@ -44,7 +44,7 @@ _WORDS = (
 
 
 def copies(program: Program, back: Collection[Node] = ()) -> None:
-    """A copy that lies as what it copies does is that."""
+    """Remove copies that have the layout of the original, where the two need not be two."""
     values = program.values
     written = program.written()
     outside = {values[n].root for n in (*program.inputs, *program.captured, *program.constants)}
@@ -74,7 +74,7 @@ def copies(program: Program, back: Collection[Node] = ()) -> None:
 
 
 class Joining:
-    """Lets what shares memory with one root share it with another."""
+    """A merger of memory roots: values that share memory with one root move to another."""
 
     def __init__(self, program: Program) -> None:
         self.values = program.values
@@ -82,7 +82,7 @@ class Joining:
         self.takes_in(0)
 
     def takes_in(self, first: int) -> None:
-        """Count in the values from this one on, which are new."""
+        """Add the values from number ``first`` on, which are new."""
         for n in range(first, len(self.values)):
             self.sharing.setdefault(self.values[n].root, []).append(n)
 
@@ -96,16 +96,19 @@ class Joining:
 
 
 def _copied(node: Node) -> int | None:
-    """What an operator copies, if it copies."""
+    """The value that an operator copies, None if it does not copy."""
     if node.op not in _COPIES or not isinstance(node.outs, int):
         return None
-    if node.op is aten.pow.Tensor_Scalar and node.args[1:] != (1,):  # of which torch makes a copy
+    if node.op is aten.pow.Tensor_Scalar and node.args[1:] != (1,):  # torch copies for x ** 1
         return None
     return node.args[0].n
 
 
 def twins(program: Program, back: Collection[Node] = ()) -> None:
-    """What is computed twice is computed once, unless it is long to keep: a checkpoint is that."""
+    """Compute once what is computed twice (CSE), unless the result is large to keep.
+
+    A checkpoint computes large values twice on purpose.
+    """
     values = program.values
     written = program.written()
     leaves = {values[n].root for n in program.outputs}
@@ -143,7 +146,7 @@ def _is_short(program: Program, n: int) -> bool:
 
 
 def _key(node: Node) -> Any:
-    """What two operators that give the same have in common; None where two are two."""
+    """A key that is equal for two operators with the same result; None if they never merge."""
     fact = facts(node.op)
     if fact.seeded or node.writes() or node.op.namespace != "aten":
         return None
@@ -158,9 +161,9 @@ def _key(node: Node) -> Any:
 
 
 def frozen(a: Any, of_value: Callable[[int], Any] = int) -> Any:
-    """A tree of arguments as what is equal where they are; `TypeError` where that is unknown.
+    """Return a hashable key of a tree of arguments; `TypeError` for an argument of unknown type.
 
-    ``of_value`` tells what a value is to be equal by, which is its number as a rule.
+    ``of_value`` makes the key of a value, which is the value's number as a rule.
     """
     if type(a) is Ref:
         return Ref, of_value(a.n)

@@ -1,9 +1,10 @@
-"""A log-softmax of many rows of few entries, of which torch's kernel takes one row at a time.
+"""A pass for the log-softmax of many short rows, which torch's CPU kernel takes one at a time.
 
-Along a first dim it takes a vector of rows at a time, so there the rows are copied to columns, and
-back: a third of the time of ten classes. Where a row has fewer entries than a vector of the CPU's
-both sum them one after the other, so each bit is the same; which is tried, once. The last rows,
-fewer than a vector has, would be taken one by one, by another `exp`: there are none.
+Along the first dim the kernel takes a vector of rows at a time. So this pass copies the rows to
+columns and the result back, which takes a third of the time for ten classes. Where a row has fewer
+entries than a vector of the CPU, both kernels sum the entries in order, so each bit is the same;
+one trial checks that. The kernel would take the last rows, if they do not fill a vector, one by
+one and by another `exp`, so the pass asks for a whole number of vectors.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 _FORWARD = aten._log_softmax.default
 _BACKWARD = aten._log_softmax_backward_data.default
-_VECTOR = 64  # rows, of which no kernel takes more at a time
-# From how many entries of a row, and of all, it is worth the copies (measured on one CPU).
+_VECTOR = 64  # rows that a kernel takes at a time at most
+# The fewest entries of a row, and of all rows, that are worth the copies (measured on one CPU).
 _LEAST = {_FORWARD: (2, 1024), _BACKWARD: (5, 2048)}
 
 
 def along_columns(program: Program, back: list[Node]) -> None:
-    """Let rows of few entries be columns."""
+    """Compute each log-softmax of short rows, and its backward, along the first dim of copies."""
     second, written = set(map(id, back)), program.written()
     known: dict[Any, int] = {}  # the columns that a value was made of
     nodes = []
@@ -56,7 +57,7 @@ def along_columns(program: Program, back: list[Node]) -> None:
 
 def _fits(program: Program, node: Node) -> bool:
     if len(node.args) != len(node.op._schema.arguments):
-        return False  # some come by their names
+        return False  # some are keyword arguments
     layouts = [program.values[n].layout for n in (*node.reads(), node.outs)]
     shape, (few, least) = layouts[0].shape, _LEAST[node.op]
     entries, rows = prod(shape), prod(shape[:-1])
@@ -80,7 +81,10 @@ def _dense(shape: Sequence[int], like: Layout) -> Layout:
 
 
 def _in_columns(program: Program, node: Node, known: dict[int, int]) -> list[Node]:
-    """The same along the first dim, of copies: ``known`` are such that there are."""
+    """Return operators that do the same along the first dim of transposed copies.
+
+    ``known`` maps values to their transposed copies, where there are some already.
+    """
     layout = program.values[node.outs].layout
     rank = len(layout.shape)
     there, here = [rank - 1, *range(rank - 1)], [*range(1, rank), 0]
@@ -113,7 +117,7 @@ def _in_columns(program: Program, node: Node, known: dict[int, int]) -> list[Nod
 
 @cache
 def _have_the_bits(op: Any, entries: int, dtype: torch.dtype) -> bool:
-    """Whether rows and columns of so many entries are summed alike."""
+    """True if a trial on rows and on columns of so many entries gives the same bits."""
     random = torch.Generator().manual_seed(0)
     given = range(1 if op is _FORWARD else 2)
     rows = [torch.randn(4 * _VECTOR, entries, generator=random, dtype=dtype) for _ in given]

@@ -1,13 +1,13 @@
-"""Passes: products of matrices in the order that costs least, and sums within them.
+"""Passes that reorder products of matrices to the cheapest order, and fuse sums into them.
 
 NOTE [what fastmath may do]
-    ``jit(fastmath=True)`` takes sums and products for what they are on paper, so results differ
-    from eager's in rounding, and where a product in between is too large or too small for its
-    dtype, in more. Shapes, dtypes and layouts of results are those of eager.
+    ``jit(fastmath=True)`` treats sums and products as exact arithmetic, so results differ from
+    eager's in rounding. They differ in more where an intermediate product overflows or underflows
+    its dtype. Shapes, dtypes and layouts of results are those of eager.
 
-    Without it each operand of a product is made of what it was made of, and only lies otherwise;
-    and that is taken, as is a sum within a product, where it is found to give the same bits
-    (`tried`).
+    Without ``fastmath`` the operands of a product keep their factors, and only their layouts
+    change. Such a change, or a sum fused into a product, is made only where trials give the same
+    bits (`tried`).
 """
 
 from __future__ import annotations
@@ -46,20 +46,20 @@ if TYPE_CHECKING:
     from forall._jit.graph import Program
 
 aten = torch.ops.aten
-_MOST = 8  # factors, of which each half is tried on either side
-_GAIN = 0.85  # of the cost, from which on another order is taken
-# Nanoseconds of one operator, an entry that it makes, one that it copies, a product and sum, and a
-# matrix of many (measured on one CPU; an order is as good on others).
+_MOST = 8  # factors of a product, of which all splits into two halves are tried
+_GAIN = 0.85  # the share of the old cost that a new order may have
+# Nanoseconds of one operator, an entry that it makes, one that it copies, a multiply-add, and a
+# matrix of a batch (measured on one CPU; the best order is much the same on others).
 _CALL, _ENTRY, _COPIED, _PAIR, _MATRIX = 1000, 0.25, 0.7, 0.03, 300
 
 
 def reordered(program: Program, back: list[Node], *, fastmath: bool) -> None:
-    """Take the factors of each product of matrices in the order that costs least."""
+    """Multiply the factors of each product of matrices in the cheapest order."""
     second = set(map(id, back))
     makers, written = Makers(program), program.written()
     joining = Joining(program)
-    instead: dict[int, list[Node]] = {}  # of an operator, by its identity
-    for node in reversed(program.nodes):  # what stands before a product may be a factor of it
+    instead: dict[int, list[Node]] = {}  # new operators, by the id of the one they replace
+    for node in reversed(program.nodes):  # an earlier product may be a factor of this one
         if not _is_summed(program, node) or (node.op in SUMS and not fastmath):
             continue
         product = Product(program, node, makers)
@@ -94,7 +94,7 @@ def _is_summed(program: Program, node: Node) -> bool:
 
 
 def _is_written(program: Program, product: Product, written: set[int]) -> bool:
-    """Whether somebody writes into a factor, or into what is no longer made."""
+    """True if an operator writes into a factor, or into a value that would not be made any more."""
     values = program.values
     here = {values[f.value.n].root for f in product.factors if _is_tensor(f)}
     here |= {values[n].root for node in product.nodes[1:] for n in (*node.reads(), *node.makes())}
@@ -102,13 +102,13 @@ def _is_written(program: Program, product: Product, written: set[int]) -> bool:
 
 
 def _best(program: Program, product: Product) -> Scratch | None:
-    """The cheapest order, if it is worth it."""
+    """The cheapest order, None if no order is much cheaper."""
     tried = (Scratch.of(program, product, halves) for halves in _halves(product))
     return min(filter(None, tried), key=Scratch.cost, default=None)
 
 
 def _exact(program: Program, product: Product, makers: Makers) -> Scratch | None:
-    """The same operands made of tensors that lie otherwise, if that is worth it."""
+    """The same operands with other layouts, if that is cheaper and gives the same bits."""
     old = makers.chain(product)
     if not can_be_tried(program.values, old):
         return None
@@ -120,9 +120,9 @@ def _exact(program: Program, product: Product, makers: Makers) -> Scratch | None
 
 
 def _halves(product: Product) -> Iterator[Halves]:
-    """All ways to have a product of some factors on the left, and of the others on the right.
+    """Yield all splits of a product's factors into a left and a right half.
 
-    Those that go along the same dims stay together; those that go along none join the smaller half.
+    Factors with the same indices stay together; those without an index join the smaller half.
     """
     alike: dict[frozenset[int], list[Factor]] = {}
     for f in product.factors:
@@ -145,7 +145,7 @@ def _begins(factors: Sequence[Factor]) -> bool:
 
 
 def _is_first(f: Factor) -> bool:
-    """Whether a product can begin with it."""
+    """True if a product can begin with this factor."""
     return _is_tensor(f) and f.op is aten.mul.Tensor
 
 
@@ -159,7 +159,7 @@ def _cost(values: Sequence[Value], node: Node) -> float:
         x = values[next(node.reads())].layout.shape
         return _CALL + made * x[-1] * _PAIR + (x[0] * _MATRIX if len(x) == 3 else 0)
     if values[node.outs].root != node.outs or node.op in OF_LAYOUT:
-        return 0  # a view, or made once
+        return 0  # a view, or a constant
     if node.op in SUMS:
         made = prod(values[next(node.reads())].layout.shape)
     is_copy = node.op in (aten.clone.default, aten.t_copy.default, aten.reshape.default)
@@ -167,7 +167,7 @@ def _cost(values: Sequence[Value], node: Node) -> float:
 
 
 class _Longer(Sequence):
-    """A list of values that goes on after another one, which stays as it is."""
+    """A list of values that extends another list, without a copy or a change of that one."""
 
     def __init__(self, first: list[Value]) -> None:
         self.first, self.first_length = first, len(first)
@@ -184,11 +184,11 @@ class _Longer(Sequence):
 
 
 class Scratch:
-    """Operators that a program may take in, and the values that they make.
+    """New operators that a program may take in, and the values that they make.
 
-    Where these lie torch tells, on a ``device``: on that for tensors without memory nothing is
-    computed, but the first call of a process waits for imports of a second. With ``slopes`` those
-    of one are computed, and multiplied with.
+    The operators are run on a ``device`` to learn the layouts of their results. On "meta" nothing
+    is computed, but the first call of a process takes a second for imports. With ``slopes``, an
+    operator that multiplies by a slope becomes the slope at 1 and a product with it.
     """
 
     def __init__(self, program: Program, product: Product, device: str, *, slopes: bool) -> None:
@@ -209,9 +209,9 @@ class Scratch:
         *,
         slopes: bool = False,
     ) -> Scratch | None:
-        """A product of halves in the place of one, if it costs less and lies as that does."""
+        """Return the product of two halves, None unless it costs less and has the same layout."""
         if not {*product.out} <= _atoms(product.factors):
-            return None  # along one of its dims the result is the same
+            return None  # the result is constant along one of its dims
         if not all({*product.summed} <= _atoms(half) and _begins(half) for half in halves):
             return None
         made = cls(program, product, device, slopes=slopes)
@@ -228,7 +228,7 @@ class Scratch:
         return self.all.rest
 
     def do(self, op: Any, *args: Any) -> int:
-        """One more operator."""
+        """Append an operator and the value of its result; return the value's number."""
         given = with_refs(args, self._stand_in)
         made = op(*given)
         n, x = len(self.all), args[0].n
@@ -245,7 +245,7 @@ class Scratch:
         return torch.empty_strided(shape, strides, dtype=dtype, device=self.device)
 
     def contract(self, left: Sequence[Factor], right: Sequence[Factor], wanted: Layout) -> bool:
-        """The product of two halves, summed; False where it would lie otherwise."""
+        """Append the product of two halves; return False if its layout is not the wanted one."""
         k, out = self.product.summed, self.product.out
         mine, its = _atoms(left) - {*k}, _atoms(right) - {*k}
         both = [a for a in out if a in mine and a in its]
@@ -265,7 +265,7 @@ class Scratch:
         return found.layout._replace(offset=0) == wanted._replace(offset=0) and not wanted.offset
 
     def _half(self, factors: Sequence[Factor], both: list, free: list, k: list) -> int:
-        """The product of some factors, as (rows, k) or (batch, rows, k)."""
+        """Append the product of a half's factors, of shape (rows, k) or (batch, rows, k)."""
         sizes = self.product.sizes
         size = {id(f): prod(sizes[a] for a in _atoms([f])) for f in factors}
         ordered = sorted(factors, key=lambda f: (not _is_first(f), size[id(f)]))
@@ -291,13 +291,13 @@ class Scratch:
         return self.do(aten.mul.Tensor, Ref(n), Ref(slope))
 
     def _has_inside(self, f: Factor, k: list[int]) -> bool:
-        """Whether a factor lies with what is summed over inside."""
+        """True if the innermost dim of a factor in memory is one that is summed over."""
         strides = self.all[f.value.n].layout.strides
         moving = [(s, d[-1]) for s, d in zip(strides, f.dims, strict=True) if d and s]
         return not moving or min(moving)[1] in k
 
     def _arranged(self, f: Factor, order: Sequence[int]) -> int:
-        """A factor with a dim for each atom, of size 1 where it has none."""
+        """Append a factor with a dim for each index in ``order``, of size 1 where it lacks one."""
         sizes, n = self.product.sizes, f.value.n
         atoms = [a for dim in f.dims for a in dim]
         n = self._shaped(n, [sizes[a] for a in atoms])
@@ -316,7 +316,7 @@ class Scratch:
         return self.do(aten.permute.default, Ref(n), [*order])
 
 
-# What adds to a product as it is made, and the ranks that its first operand may have.
+# Products of matrices, and the operators that add to such a product.
 _ADDING = {
     aten.mm.default: aten.addmm.default,
     aten.mv.default: aten.addmv.default,
@@ -325,7 +325,7 @@ _ADDING = {
 
 
 def biased(program: Program, back: list[Node], *, fastmath: bool) -> None:
-    """A sum with a product of matrices is one operator."""
+    """Fuse each sum with a product of matrices into one operator, such as `addmm`."""
     second, written = set(map(id, back)), program.written()
     makers = Makers(program)
     roots, layouts = [v.root for v in program.values], [v.layout for v in program.values]

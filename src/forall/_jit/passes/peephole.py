@@ -1,4 +1,4 @@
-"""Passes that let an operator do the same for less: numbers made once, memory used again."""
+"""Peephole passes that make an operator cheaper: numbers as constants, in-place variants."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ if TYPE_CHECKING:
     from forall._jit.graph import Program
 
 aten = torch.ops.aten
-# With a number as the second operand, and with a tensor.
+# Operators with a number as the second operand, and their overloads with a tensor.
 _WITH_NUMBERS = {
     op: packet.Tensor
     for packet in (aten.add, aten.sub, aten.mul, aten.div)
     for op in (packet.Tensor, packet.Scalar)
 }
-_WIDE = (torch.float32, torch.float64)  # kernels of narrower ones take a number as it is
+_WIDE = (torch.float32, torch.float64)  # kernels of narrower dtypes take the number itself
 _CPU = torch.device("cpu")
 
 
 def numbers(program: Program) -> None:
-    """A number that a tensor is combined with is a tensor already, of the tensor's dtype.
+    """Turn each number that a tensor is combined with into a constant tensor of its dtype.
 
-    Torch makes that of it in each call: first a tensor of its own dtype, then a copy.
+    Torch does so in each call: it makes a tensor of the number's own dtype, and then a copy.
     """
     known: dict[Any, int] = {}
     for node in program.nodes:
@@ -53,7 +53,7 @@ def numbers(program: Program) -> None:
 
 
 def _exact(number: float) -> torch.Tensor:
-    """A number as torch takes it, before it makes it the other operand's dtype."""
+    """A number as the tensor that torch makes of it, before the cast to the other's dtype."""
     return torch.tensor(number, dtype=torch.float64 if type(number) is float else torch.int64)
 
 
@@ -65,7 +65,7 @@ def _constant(program: Program, t: torch.Tensor) -> int:
 
 
 def turned(program: Program) -> None:
-    """A view of a matrix with its dims the other way round is `t`, which is told nothing else."""
+    """Replace each view that transposes a matrix by `t`, whose call has the fewest arguments."""
     for node in program.nodes:
         if not only_views(node.op) or not isinstance(node.outs, int):
             continue
@@ -77,8 +77,7 @@ def turned(program: Program) -> None:
                 node.op, node.args, node.kwargs = aten.t.default, node.args[:1], {}
 
 
-# Each entry from what lies in its place, by one kernel whether the result is new memory or the
-# first operand's.
+# Operators and their in-place variants: pointwise, with one kernel for both.
 IN_PLACE = {
     getattr(aten, name).default: getattr(aten, f"{name}_").default
     for name in [
@@ -104,9 +103,10 @@ IN_PLACE = {
 
 
 def in_place(program: Program, back: Collection[Node] = ()) -> None:
-    """Write a result where its operand lay, of which this is the last that is heard.
+    """Use in-place variants where an operator is the last to read its first operand.
 
-    What a pull-back is handed it may be handed again, so it writes only into what it has made.
+    The backward half may be run again on the same saved tensors, so an operator of one half writes
+    only into what that half has made.
     """
     roots = [v.root for v in program.values]
     second = set(map(id, back))
@@ -127,10 +127,11 @@ def in_place(program: Program, back: Collection[Node] = ()) -> None:
 
 
 def _first(program: Program, node: Node) -> int | None:
-    """The first operand, if the result would fit where it lies, and no other operand does.
+    """The first operand if the result may be written into its memory, else None.
 
-    Zeros without memory cannot be written into, and a product with them is none where it is not
-    new: 0 * inf is nan then.
+    The two need one layout, and no other operand may share that memory. Zeros without memory (torch
+    calls them ZeroTensors) cannot be written into. A product with them is zero even for inf, which
+    the in-place variant would turn into nan.
     """
     n, values = node.outs, program.values
     if node.op not in IN_PLACE or type(node.args[0]) is not Ref or node.kwargs:

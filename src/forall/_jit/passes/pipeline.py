@@ -1,7 +1,7 @@
-"""What a program can do without. Every pass keeps each bit of each result, but for ``fastmath``.
+"""Optimization passes over a program; without ``fastmath`` each keeps every bit of the results.
 
 NOTE [what passes may not do]
-    They look at layouts, and at which memory is shared; never at a program's numbers. ``x + 0``,
+    Passes look at layouts, and at which memory is shared; never at a program's data. ``x + 0``,
     ``1 * x`` and ``zeros @ x`` stay: they promote dtypes, clear the sign of a zero, and turn inf
     into nan.
 """
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
     from forall._jit.graph import Program
 
 aten = torch.ops.aten
-_ROUNDS = 16  # until it is known what varies: each operator may tell of one that came before it
+_ROUNDS = 16  # rounds of the fixed point: a write may show that an earlier operator varies
 _POWER = aten.pow.Tensor_Scalar
 
 
 def clean(program: Program, back: list[Node] | None = None, *, fastmath: bool = False) -> Program:
-    """All passes, in the order in which they make work for each other.
+    """Run all passes on a program, each where the passes before it have made it useful.
 
-    ``back`` are the operators of a pull-back, which is run later than the others: ``fastmath`` puts
-    others in their place, and adds these.
+    ``back`` are the operators of the backward half, which runs later than the others. Passes that
+    replace operators of this half append the new ones to ``back``.
     """
     for _ in cleaning(program, back, fastmath=fastmath):
         pass
@@ -46,7 +46,7 @@ def clean(program: Program, back: list[Node] | None = None, *, fastmath: bool = 
 def cleaning(
     program: Program, back: list[Node] | None = None, *, fastmath: bool = False
 ) -> Iterator[None]:
-    """The passes of `clean`, one after the other."""
+    """Run the passes of `clean` as a generator, one per step."""
     back = [] if back is None else back
     yield constants(program)
     yield dead(program)
@@ -67,7 +67,7 @@ def cleaning(
 
 
 def constants(program: Program) -> None:
-    """What comes out the same with each call is made once."""
+    """Fold constants: run once what has the same result in each call."""
     nodes = _constant(program)
     env = dict(program.constants)
     with without_history(), torch.no_grad():
@@ -80,14 +80,14 @@ def constants(program: Program) -> None:
 
 
 def _constant(program: Program) -> list[Node]:
-    """Operators on constants alone, whose memory nobody else writes into, or reads before."""
+    """The operators on constants alone, whose memory no other operator writes, or reads before."""
     roots = [v.root for v in program.values]
-    # What leaves is made anew with each call: it is the caller's, to write into.
+    # Results are made anew in each call: the caller may write into them.
     varying = {roots[n] for n in (*program.inputs, *program.captured, *program.outputs)}
     for _ in range(_ROUNDS):
         before = len(varying)
         nodes = []
-        early: set[int] = set()  # what operators that are none of these have read so far
+        early: set[int] = set()  # memory that operators on other values have read so far
         for node in program.nodes:
             read = {roots[n] for n in node.reads()}
             made = {roots[n] for n in node.makes()}
@@ -115,7 +115,7 @@ def _is_constant(program: Program, node: Node, varying: set[int]) -> bool:
 def _value(program: Program, env: dict[int, torch.Tensor], n: int) -> torch.Tensor:
     if n in env:
         return env[n]
-    shape, strides, _, dtype, device, *_ = program.values[n].layout  # asked for nothing else
+    shape, strides, _, dtype, device, *_ = program.values[n].layout  # the operator reads no more
     return torch.empty_strided(shape, strides, dtype=dtype, device=device)
 
 
@@ -128,9 +128,9 @@ def _bind(outs: Any, made: Any, env: dict[int, torch.Tensor]) -> None:
 
 
 def dead(program: Program) -> None:
-    """Leave out operators that neither lead to a result nor leave a trace.
+    """Eliminate dead code: operators that neither lead to a result nor have a side effect.
 
-    An error of a call's numbers is a trace too.
+    An error that depends on the data is a side effect too.
     """
     roots = [v.root for v in program.values]
     lasting = {roots[n] for n in (*program.inputs, *program.captured)}
@@ -139,7 +139,7 @@ def dead(program: Program) -> None:
     nodes = []
     for node in reversed(program.nodes):
         used = not needed.isdisjoint(node.makes()) or any(roots[n] in read for n in node.writes())
-        called = node.outs is None or program.may_raise(node)  # for its error, as far as is known
+        called = node.outs is None or program.may_raise(node)  # for its error
         if used or called or facts(node.op).seeded:
             nodes.append(node)
             needed.update(node.reads())

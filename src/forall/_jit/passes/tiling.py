@@ -1,13 +1,13 @@
-"""Pointwise operators on tensors that leave the caches, run a block of them at a time.
+"""Loop tiling: pointwise operators on tensors larger than the caches run a block at a time.
 
-One after the other, each operator reads from main memory what the one before wrote there. A block
-stays in the caches until all have run, and only what is read later is kept. On one thread of a CPU
-with 32 MB of cache 20 cheap operators on 16 MB took 0.7 of the time, on 64 MB 0.5, and the memory
-of the result alone; on 4 MB 1.2, for a block costs a call of each operator.
+Run one after the other, each operator reads from main memory what the one before wrote there. A
+block stays in the caches until all operators have run, and only what is read later is kept. On one
+thread of a CPU with 32 MB of cache, 20 cheap operators on 16 MB took 0.7 of the time, on 64 MB 0.5,
+and the memory of the result alone. On 4 MB they took 1.2: a block costs a call of each operator.
 
 NOTE [where blocks end]
-    Kernels take a vector of entries at a time and the last few one by one, by functions that may
-    round otherwise. So blocks end where whole vectors do, and no thread's share ends elsewhere.
+    Kernels take a vector of entries at a time, and the last few one by one, by functions that may
+    round differently. So blocks end where whole vectors do, and no thread's share ends elsewhere.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ if TYPE_CHECKING:
     Shape = tuple[int, ...]
 
 _BLOCK = 1 << 16  # entries of a block, for each thread
-# Entries of a result that has left the caches when it is read, and of all that never do so in
-# blocks, from which on it is worth it.
+# Tiling is worth it from so many entries on: of a result that does not fit in the caches, and of
+# all intermediate results together.
 _LARGE, _WORTH = 1 << 22, 1 << 25
-_VECTORS = 128  # entries, of which no kernel takes more at a time
+_VECTORS = 128  # entries that a kernel takes at a time at most
 _NEW = {there: new for new, there in IN_PLACE.items()}
 _CPU = torch.device("cpu")
 
@@ -46,11 +46,11 @@ _CPU = torch.device("cpu")
 def in_blocks(
     program: Program, nodes: Sequence[Node], results: Collection[int], write: Callable
 ) -> Sequence[Node]:
-    """The same operators, some as a piece that takes its tensors in blocks.
+    """Return the same operators, with some as a subgraph that takes its tensors in blocks.
 
-    ``write`` makes a function of operators, the values that it is given and its results.
+    ``write`` makes a function of operators, the numbers of its inputs and those of its results.
     """
-    parts: list[Sequence[Node]] = []  # the last first
+    parts: list[Sequence[Node]] = []  # in reverse order
     read = {*results}
     for shape, group in reversed(_grouped(program, nodes)):
         made = [n for node in group for n in node.makes()]
@@ -64,9 +64,10 @@ def in_blocks(
 
 
 def _grouped(program: Program, nodes: Sequence[Node]) -> list[tuple[Shape | None, list[Node]]]:
-    """Operators that may run together: pointwise ones of a shape, or another one alone.
+    """Return the operators in groups that may run together, each with its shape.
 
-    A group waits for more until somebody reads what it makes, or writes where it reads.
+    A group is pointwise operators of one shape, or another operator alone, with None. A group is
+    open until an operator outside reads what the group makes, or writes where the group reads.
     """
     roots = [v.root for v in program.values]
     waiting: dict[Shape, _Group] = {}
@@ -84,7 +85,7 @@ def _grouped(program: Program, nodes: Sequence[Node]) -> list[tuple[Shape | None
 
 
 class _Group:
-    """Operators that wait for more, and the memory that they make, or read."""
+    """An open group of operators, and the memory that they write and read."""
 
     def __init__(self, roots: list[int]) -> None:
         self.roots = roots
@@ -98,15 +99,15 @@ class _Group:
         self.read.update(self.roots[n] for n in node.reads())
 
     def meets(self, node: Node) -> bool:
-        """Whether a node reads or writes what is made here, or writes where this reads."""
+        """True if a node depends on the group: by a read after write, or a write after either."""
         reads, writes = ({self.roots[n] for n in ns} for ns in (node.reads(), node.writes()))
         return not (self.made.isdisjoint(reads | writes) and self.read.isdisjoint(writes))
 
 
 def _shape(program: Program, node: Node) -> Shape | None:
-    """The shape of a pointwise operator's result that is large and lies in order, else None."""
+    """The shape of a pointwise operator's result that is large and contiguous, else None."""
     if isinstance(node, Piece) or not isinstance(node.outs, int) or node.outs in node.reads():
-        return None  # the last: written into by the user
+        return None  # the last condition: an in-place operator of the user's
     fact = facts(_NEW.get(node.op, node.op))
     value = program.values[node.outs]
     layout = value.layout
@@ -120,13 +121,13 @@ def _shape(program: Program, node: Node) -> Shape | None:
 
 
 class _Cut:
-    """Where values of a shape are cut: as rows of ``size`` along ``dim``, or flat."""
+    """A way to split values of a shape: into ``size`` rows along ``dim``, or as flat entries."""
 
     def __init__(self, shape: Shape, dim: int, size: int, *, flat: bool) -> None:
         self.shape, self.dim, self.size, self.flat = shape, dim, size, flat
 
     def takes(self, layout: Layout) -> bool:
-        """Whether the blocks have a part each; else all have the whole."""
+        """True if a tensor is split among the blocks; else each block gets the whole tensor."""
         back = self.dim - len(self.shape)
         return len(layout.shape) >= -back and layout.shape[back] == self.shape[self.dim]
 
@@ -137,7 +138,7 @@ class _Cut:
 
 
 def _cut(program: Program, shape: Shape, group: list[Node]) -> _Cut | None:
-    """How a group's values come apart, None where that does not keep each bit."""
+    """The way to split a group's values, None where blocks would not keep each bit."""
     threads = torch.get_num_threads()
     whole = _VECTORS * threads
     if threads > 1 and prod(shape) % whole:
@@ -146,7 +147,7 @@ def _cut(program: Program, shape: Shape, group: list[Node]) -> _Cut | None:
     flat = all(v.shape in ((), (1,)) or (v.shape == shape and v.is_dense) for v in given)
     dim = next(i for i, size in enumerate(shape) if size > 1)
     row = 1 if flat else prod(shape[dim + 1 :])
-    step = whole // gcd(whole, row)  # rows of whole vectors
+    step = whole // gcd(whole, row)  # rows that fill whole vectors
     size = _BLOCK * threads // row // step * step
     rows = prod(shape) // row
     return _Cut(shape, dim, size, flat=flat) if 0 < size < rows else None
@@ -171,7 +172,7 @@ def _piece(
 
 
 def _new(node: Node, read: list[int]) -> Node:
-    """The same, that leaves what is given as it is: other blocks may have a part in it."""
+    """The operator out of place where it writes into an input, which other blocks may read."""
     a = node.args[0]
     if node.op not in _NEW or a.n not in read:
         return node
@@ -179,7 +180,7 @@ def _new(node: Node, read: list[int]) -> Node:
 
 
 class Blocks:
-    """Operators on blocks of the first ``parted`` values, and all of the others."""
+    """Operators that run on blocks of the first ``parted`` values, and on the others whole."""
 
     def __init__(self, run: Callable, cut: _Cut, parted: int, layouts: list[Layout]) -> None:
         self.run, self.cut, self.parted, self.layouts = run, cut, parted, layouts

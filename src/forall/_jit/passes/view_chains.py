@@ -1,4 +1,4 @@
-"""Views: those that lead back to where they began are none, and chains of them are one."""
+"""A pass over views: it removes views that change nothing, and collapses chains of views."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from forall._jit.graph import Node, Ref
 if TYPE_CHECKING:
     from forall._jit.graph import Program
 
-# Views that only say where the entries lie: same memory, same dtype, nothing conjugated.
+# Views that change shape, strides and offset alone: same memory, same dtype, no conjugation.
 _VIEWS = frozenset(
     {
         "detach",
@@ -45,7 +45,7 @@ _VIEWS = frozenset(
         "mT",
     }
 )
-_LONGEST = 16  # views behind each other that are asked whether they lie as the last one
+_LONGEST = 16  # views of a chain that are compared with its last layout
 
 
 @cache
@@ -54,10 +54,10 @@ def only_views(op: Any) -> bool:
 
 
 def views(program: Program) -> None:
-    """A view that lies as its root does is the root; a chain of views is one."""
+    """Replace a view by a value with the same layout in its chain, and a chain by one view."""
     made: dict[int, Node] = {}  # the view that made a value
-    origin: dict[int, int] = {}  # what such a value is a view of, in the end
-    bases: set[int] = set()  # what operators made anew: it lies the same with each call
+    origin: dict[int, int] = {}  # the base of such a value
+    bases: set[int] = set()  # new memory of operators, with the same layout in each call
     other: dict[int, int] = {}
     outputs = {*program.outputs}
     pinned = {*program.inputs, *program.captured, *program.constants, *outputs}
@@ -70,7 +70,7 @@ def views(program: Program) -> None:
             continue
         first = node.args[0].n
         if program.values[first].root != program.values[n].root:
-            continue  # a copy after all
+            continue  # a copy, which `reshape` may make
         if program.values[first].layout.dtype != program.values[n].layout.dtype:
             continue  # other entries
         chain = [first]
@@ -83,7 +83,7 @@ def views(program: Program) -> None:
             continue
         made[n] = node
         base = origin[n] = origin.get(first, first)
-        known = base in bases  # others may begin elsewhere in their memory with each call
+        known = base in bases  # others may have another storage offset in each call
         if base != first and (known or program.values[base].layout.offset == layout.offset):
             node.op = torch.ops.aten.as_strided.default
             node.args = (Ref(base), layout.shape, layout.strides)

@@ -1,13 +1,13 @@
-"""What a call was seen to run: which functions, and which instructions of those of the user's.
+"""Coverage of a call by `sys.settrace`: the functions and the user's instructions that ran.
 
-A function that a call can come to by name need not be one that it runs, and a branch that it does
-not take may name anything: a logger, a file, another library. Calls that find the same state run
-the same instructions, so only what these name has a say in what they give.
+A call need not run each function that its names lead to, and a branch that it does not take may
+name anything: a logger, a file, another library. Calls with the same state run the same
+instructions, so only the names in these can influence the results.
 
 NOTE [seen by the instruction]
-    Lines would be cheaper to see, but one may hold both branches. Python tells of each instruction
-    to who asks by ``sys.settrace``, except of one behind EXTENDED_ARG, which is told of instead.
-    What runs in another thread is not seen; backward passes run in this one, on whatever device.
+    To trace lines would be cheaper, but a line may hold both branches. ``sys.settrace`` reports
+    each instruction, except one after EXTENDED_ARG: there the EXTENDED_ARG is reported instead.
+    Other threads are not traced; backward passes run in this thread, on whatever device.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ if TYPE_CHECKING:
     from types import FrameType
 
 
-_EACH = 64  # lines after which it is asked how long that took
-SIGHTS = 3  # of what calls run, before one may be recorded: the first may set things up
+_EACH = 64  # lines after which the clock is read
+SIGHTS = 3  # calls that may be observed before one is recorded: the first may set things up
 _GLOBALS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"})
-# By these code finds a free variable without naming it, and this one is asked for by `super()`.
+# By these functions code finds a free variable without its name; `super()` reads `__class__`.
 _BY_LOCALS = frozenset({"locals", "vars", "dir", "eval", "exec", "_getframe", "currentframe"})
 _BY_ITSELF = frozenset({"__class__"})
 _STOPS = frozenset({"breakpoint", "set_trace"})
@@ -47,77 +47,77 @@ _CONSTANT = frozenset(dis.hasconst)
 
 
 class Everything:
-    """All that a function can come to by name: where nobody has seen what it runs."""
+    """The coverage of a call that was not observed: all code that names can lead to."""
 
     seen = False
     why: str | None = None
 
     def __init__(self, most: int = 10_000) -> None:
-        self.most = most  # things that are watched
+        self.most = most  # objects that guards may visit
 
     def watching(self) -> AbstractContextManager:
-        """While this, it is seen what runs."""
+        """Return a context within which the code that runs is noted."""
         return nullcontext()
 
     def reading(self) -> AbstractContextManager:
-        """While this, what is read is kept: it is asked for again and again, and is much."""
+        """Return a context within which decoded instructions are cached."""
         return nullcontext()
 
     def __le__(self, other: Everything) -> bool:
-        """Whether another ran all of this too, of the user's functions."""
+        """True if another coverage includes all of the user's instructions in this one."""
         return not other.seen
 
     def codes(self) -> Iterable[CodeType]:
-        """The code of all functions of the user's that were seen to run."""
+        """The code of all the user's functions that were seen to run."""
         return ()
 
     def inner(self, code: CodeType) -> Iterable[CodeType]:
-        """A function's code and that of all written inside it."""
+        """A function's code and that of the functions nested in it, as far as they ran."""
         return codes_of(code)
 
     def holds(self, code: CodeType) -> bool:
-        """Whether this ran."""
+        """True if this code ran, or may have run."""
         return True
 
     def idle(self, thing: Any) -> bool:
-        """Whether a function or class of a library's has had no part in it."""
+        """True if a library's function, or all methods of a library's class, did not run."""
         return False
 
     def instructions(self, code: CodeType) -> Iterable[dis.Instruction]:
         return python_state.instructions_of(code)
 
     def globals(self, code: CodeType) -> Iterable[str]:
-        """The globals that a function, or one written inside it, names."""
+        """The globals that a function, or one nested in it, names."""
         return [name for name, _ in python_state.globals_of(code)]
 
     def cells(self, code: CodeType) -> Iterable[str]:
-        """The free variables that a function, or one written inside it, may ask for."""
+        """The free variables that a function, or one nested in it, may read."""
         return code.co_freevars
 
     def names(self, code: CodeType) -> frozenset[str]:
-        """All names of globals and attributes in a function, or in one written inside it."""
+        """All names of globals and attributes in a function, or in one nested in it."""
         return python_state.names_of(code)
 
     def written(self, code: CodeType) -> frozenset[str]:
-        """All names that stand in a function, or in one inside it, as such or as text."""
+        """All names in a function, or in one nested in it, also those in constant texts."""
         return python_state.written_in(code)
 
 
 class Ran(Everything):
-    """What was seen to run while it was `watching`."""
+    """The coverage of an observed call: the code that ran within `watching`."""
 
     seen = True
 
     def __init__(self, until: Deadline = NEVER) -> None:
-        super().__init__(most=50_000)  # of which most are functions that do not run
-        self.why: str | None = None  # it was not seen
-        self._until = until.call  # for how long it may be watched
+        super().__init__(most=50_000)  # most of the visited objects are functions that do not run
+        self.why: str | None = None  # the reason if the call was not observed to its end
+        self._until = until.call  # the time at which tracing stops
         self._lines = 0
         self._offsets: dict[CodeType, set[int]] = {}  # of the user's functions
         self._libraries: set[CodeType] = set()
-        self._idle: set[CodeType] = set()  # what was asked for and had not run
+        self._idle: set[CodeType] = set()  # code that was asked about and had not run
         self._tracers: dict[int, Callable | None] = {}
-        self._met: list[CodeType] = []  # so that no other takes their identity
+        self._met: list[CodeType] = []  # kept alive, so that no other code gets the same id
         self._read: dict[CodeType, list[dis.Instruction]] = {}
 
     @contextmanager
@@ -126,7 +126,7 @@ class Ran(Everything):
         try:
             yield
         finally:
-            if sys.gettrace() == self._entered:  # and not a debugger that was called meanwhile
+            if sys.gettrace() == self._entered:  # not a debugger that was called meanwhile
                 sys.settrace(None)
             self._tracers.clear()
             self._met.clear()
@@ -145,14 +145,14 @@ class Ran(Everything):
         return tracer
 
     def _goes_on(self, frame: FrameType) -> None:
-        """Leave it where that has taken too long: what runs in Python runs much slower so."""
+        """Count a line, and stop tracing after the deadline: traced Python runs much slower."""
         self._lines += 1
         is_late = not self._lines % _EACH and clock() > self._until
-        if is_late and sys.gettrace() == self._entered:  # and no other watches by now
+        if is_late and sys.gettrace() == self._entered:  # no other tracer was set by now
             self._leave(frame, TOO_LONG)
 
     def _leave(self, frame: FrameType | None, why: str) -> None:
-        """What runs goes on unseen, as for a debugger, which asks the frames for itself."""
+        """Stop tracing in this frame and its callers; a debugger can then trace them itself."""
         self.why = why
         sys.settrace(None)
         while frame is not None:
@@ -161,7 +161,7 @@ class Ran(Everything):
 
     def _tracer(self, frame: FrameType) -> Callable | None:
         home = frame.f_globals.get("__name__") or ""
-        made = home.startswith("namedtuple_")  # by Python, in a module of its own
+        made = home.startswith("namedtuple_")  # Python's generated code, in a module of its own
         if made or python_state.is_none_by_name(home) or _hashes_by_identity(frame):
             self._libraries.add(frame.f_code)
             return None
@@ -195,7 +195,7 @@ class Ran(Everything):
         return all(map(self._is_idle, bases))
 
     def _is_idle(self, kind: type) -> bool:
-        """Of a class in Python; what one in C does is not seen."""
+        """True if no method of a class in Python ran; for a class in C it is not known."""
         members = [getattr(value, "__func__", value) for value in vars(kind).values()]
         functions = [f for f in members if isinstance(f, FunctionType)]
         return bool(functions) and all(map(self.idle, functions))
@@ -237,9 +237,9 @@ class Ran(Everything):
         return dict.fromkeys(i.argval for i in self._all(code) if i.opname in _GLOBALS)
 
     def cells(self, code: CodeType) -> Iterable[str]:
-        """Those that instructions name which ran, also where these make a function of them.
+        """The free variables that instructions name which ran, also to make a nested closure.
 
-        Of a library's function all: which of its instructions ran is not seen.
+        Of a library's function all free variables, as its instructions are not traced.
         """
         if code not in self._offsets or not _BY_LOCALS.isdisjoint(self.names(code)):
             return code.co_freevars
@@ -258,7 +258,7 @@ class Ran(Everything):
 
 
 def _hashes_by_identity(frame: FrameType) -> bool:
-    """Whether it is a class's own text for what each object's hash is anyway."""
+    """True for a `__hash__` that returns ``id(self)``, which is the default hash in effect."""
     code, own = frame.f_code, _Hashed.__hash__.__code__
     is_text = code.co_name == "__hash__" and code.co_names == own.co_names
     return is_text and code.co_code == own.co_code and "id" not in frame.f_globals
@@ -270,7 +270,10 @@ class _Hashed:
 
 
 class _Noting:
-    """Where a frame is; an object, as a function that returns itself would be a ring."""
+    """A local trace function that notes the offsets of instructions.
+
+    An object, since a function that returns itself would be a reference cycle.
+    """
 
     __slots__ = ("goes_on", "offsets")
 

@@ -1,10 +1,10 @@
-"""The way back of a recorded call: its results pulled back once, to all outside that requires grad.
+"""The joint forward and backward recording: backward to all inputs that require grad, once.
 
 NOTE [whose history is whose]
     A gradient of the program is a gradient along the recorded operators alone. Torch follows every
-    path: where one of the tensors that gradients are wanted of was made of another, it would go on
-    through the user's history, and what flows there would count twice, in the program and outside.
-    So nothing is pulled back unless these tensors are apart.
+    path. Where one of the tensors that want a gradient was made of another, torch would go on
+    through the user's history, and that gradient would count twice, in the program and outside. So
+    nothing is pulled back if any of these tensors was made of another.
 """
 
 from __future__ import annotations
@@ -38,10 +38,11 @@ ENTWINED = "of what it is to be differentiated in, one is made of another"
 
 
 class Pass(NamedTuple):
-    """A backward pass to be recorded: the ``live`` results (or all), pulled back as ``graph`` says.
+    """A backward pass to be recorded, of the ``live`` results (or all).
 
-    Of some operators torch has another formula for a pass that records itself, with other rounding.
-    Autocast acts in a pass as ``casts`` says; most passes are made where the call's has ended.
+    ``graph`` stands for ``create_graph``: with it, torch has other formulas for some operators,
+    with other rounding. ``casts`` is the state of autocast in the pass; most passes are made after
+    the call's autocast has ended.
     """
 
     live: Collection[int] = ()
@@ -53,16 +54,16 @@ FIRST = Pass()
 
 
 class Pullback(NamedTuple):
-    """The second half of a recorded call: from cotangents to what they are pulled back to."""
+    """The backward half of a recorded call: from cotangents to gradients."""
 
     nodes: list[Node]
-    moved: list[int]  # the places of the results that have a derivative
-    live: list[int]  # of those that have a cotangent
-    graph: bool  # whether the pass records itself
-    casts: tuple  # what autocast does in it
-    cotangents: list[int]  # what stands for these
+    moved: list[int]  # the positions of differentiable results
+    live: list[int]  # the positions of results that have a cotangent
+    graph: bool  # `create_graph`
+    casts: tuple  # the state of autocast in the pass
+    cotangents: list[int]  # the values of the cotangents
     wanted: list[int]  # the inputs and captured tensors that require grad
-    gradients: list[int | None]  # of these; None where nothing depends on one
+    gradients: list[int | None]  # their gradients; None where no result depends on one
 
 
 def pulled_back(
@@ -73,12 +74,12 @@ def pulled_back(
     *,
     certain: bool,
 ) -> Pullback | None:
-    """Pull results back to all that requires grad outside, if anything does.
+    """Record a backward pass to all inputs and captured tensors that require grad, if any do.
 
-    With ``certain``, only if that runs no Python of the user's: it would, once more than they did.
+    With ``certain``, only if the pass runs no Python of the user's, who did not ask for this pass.
     """
     moved = {id(y): i for i, y in reversed([*enumerate(ends)]) if y.requires_grad}
-    if not torch.is_grad_enabled():  # what comes back as it came, or as a view, has no new history
+    if not torch.is_grad_enabled():  # results that are inputs, or views of them, get no new history
         outside = {id(t) for t in (*inputs, *recorder.captured.values())}
         moved = {k: i for k, i in moved.items() if k not in outside and ends[i].grad_fn is not None}
     places = sorted(moved.values())
@@ -123,7 +124,7 @@ def _pulled(
             return gradients_of(ends, wanted, cotangents, create_graph=asked.graph)
     except Halted:
         return ()
-    except RuntimeError as error:  # as who pulls back for themselves would meet
+    except RuntimeError as error:  # the user's own backward pass would raise it too
         recorder.fails(f"its results cannot be pulled back: {str(error).splitlines()[0]}")
         return ()
 
@@ -142,7 +143,7 @@ def _judge(
 
 
 def entangled(program: Program) -> str | None:
-    """What of a program with a derivative one node of the graph outside cannot tell of."""
+    """The reason why one autograd node cannot stand for a program, None if it can."""
     roots = [v.root for v in program.values]
     outside = {roots[n] for n in (*program.inputs, *program.captured)}
     written = program.written()
@@ -159,7 +160,10 @@ def entangled(program: Program) -> str | None:
 def cleaning_both(
     program: Program, back: Pullback, kept: Collection[int], *, fastmath: bool = False
 ) -> Generator[None, None, Pullback]:
-    """Clean both halves as one, which hold on to all that gradients are wanted of, and ``kept``."""
+    """Run the passes on both halves as one program; return the backward half.
+
+    Captured tensors that want a gradient stay in the program, as do those in ``kept``.
+    """
     captured = dict(program.captured)
     results = len(program.outputs)
     program.inputs += back.cotangents

@@ -1,12 +1,12 @@
-"""Results that are views, of what a call is given or of another result.
+"""Results that are views, of an input or of another result.
 
 NOTE [views in the open]
-    What a node of torch's graph returns is memory of its own to autograd. So where a derivative is
-    at stake, and a result shares memory with a tensor from outside or with another result, the
-    node goes as far as what is viewed. The views are made of that when the node is there, as the
-    function made them: they have the history that views have, and who writes into one writes into
-    all. This is for views alone: what has any other history of its own, or lies in memory that the
-    function has written into, is not recorded.
+    To autograd, what a custom node returns has memory of its own. So where a derivative is taken
+    and a result shares memory with an input, a captured tensor or another result, the node returns
+    the base of the view. The views are made of the node's results afterwards, as the function made
+    them, so that they have the history of views, and a write into one is seen in all. This is for
+    views alone: a call is not recorded if such a result has other history, or lies in memory that
+    the function has written into.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ _DETACH = torch.ops.aten.detach.default
 
 
 class Opened(NamedTuple):
-    """What a node returns in the place of results, and how they are made of it."""
+    """The bases (``ends``) that a node returns in place of results, and how to make the views."""
 
     ends: list[Tensor]
     numbers: list[int]  # of the ends
-    places: list[tuple[int, bool]]  # the result that each end is, or that is a view of it
-    given: list[int]  # the values from outside that results are, or are views of
-    run: Callable[..., tuple[Tensor, ...]]  # of the given and the ends, for the results
+    places: list[tuple[int, bool]]  # for each end a result, and True if it is a view of the end
+    given: list[int]  # inputs and captured values that are results, or bases of results
+    run: Callable[..., tuple[Tensor, ...]]  # makes the results of ``given`` and the ends
 
     def of(self, results: Sequence[Tensor]) -> list[Tensor]:
-        """The ends of another run of the function, by its results."""
+        """The bases (ends) of the results of another run of the function."""
         return [base_of(results[i]) if views else results[i] for i, views in self.places]
 
 
 def opened(recorder: Recorder, results: Sequence[Tensor]) -> Opened | None:
-    """The ends of a call whose results are views; None where none is, or one is not for certain."""
+    """The bases of results that are views; None where no result is one, or one is not certain."""
     numbers = [recorder.result(t) for t in results]
     if recorder.why is not None or recorder.makes_hooks:
         return None
@@ -71,7 +71,7 @@ class _Opening:
         self.cut: set[int] = set()  # views without a history of what has one
 
     def takes(self, i: int, t: Tensor) -> bool:
-        """Whether a result is an end, or is made of one, or of what is given."""
+        """Add a result; return False if it is neither an end, nor given, nor a view of these."""
         n = self.numbers[i]
         root = self.roots[n]
         if n in self.outside:
@@ -105,7 +105,7 @@ class _Opening:
         return True
 
     def _way(self, n: int) -> list[Node] | None:
-        """The views that lead from a root to a value."""
+        """The chain of views that leads from a root to a value, None if there is another node."""
         nodes = []
         while n != self.roots[n]:
             node = self.makers.get(n)

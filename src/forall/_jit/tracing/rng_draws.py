@@ -1,4 +1,4 @@
-"""Random draws of a recorded call: all that moves the generators has to be in the program."""
+"""Random draws of a traced call: each advance of a generator has to be in the program."""
 
 from __future__ import annotations
 
@@ -13,23 +13,26 @@ if TYPE_CHECKING:
 
 
 class Draws:
-    """The generators' states after the last recorded draw. No mode sees a seed being set."""
+    """The generators' states after the last recorded draw.
+
+    They tell of a seed being set, for example, which no dispatch mode sees.
+    """
 
     def __init__(self, given: Sequence[torch.Tensor], known: Sequence[torch.Generator]) -> None:
         self._known = [*given, *known]
         self._states = rng_state.states(self._known)
 
     def made(self) -> None:
-        """A recorded draw was made."""
+        """Take the states anew, after a recorded draw."""
         self._states = rng_state.states(self._known)
 
     def stray(self) -> bool:
-        """Whether anything else has moved a generator."""
+        """True if a generator was advanced by anything but a recorded draw."""
         now = rng_state.states(self._known)
-        was = self._states  # which lacks a device that has been set up since
+        was = self._states  # without devices that were set up since
         return any(key not in was or not torch.equal(was[key], now[key]) for key in now)
 
     def of_a_stranger(self, args: Any) -> bool:
-        """Whether an operator draws from a generator that the function has made itself."""
+        """True if an operator draws from a generator that the function has made itself."""
         drawn = [a for a in pytree.leaves(args) if isinstance(a, torch.Generator)]
         return not all(rng_state.is_among(g, self._known) for g in drawn)

@@ -1,4 +1,4 @@
-"""While a call is recorded, the recorder sees all that bears on it."""
+"""Detection of side effects while a call is recorded: what no operator shows to the tracer."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def seen_by(recorder: Recorder) -> Iterator[None]:
 
 
 class _Questions:
-    """Hears of each question that Python asks of examples: their answers are numbers.
+    """A listener to each read of an example's data by Python, which ends the recording.
 
-    A yes or no that is the same for all examples is one that the recorder takes.
+    A test with the same answer for all examples is recorded instead.
     """
 
     writes = True
@@ -52,11 +52,11 @@ class _Questions:
 
     @property
     def is_idle(self) -> bool:
-        """True once the recorder has found something that it does not record."""
+        """True once the recording has ended, so that nothing need be listened to."""
         return self.recorder.why is not None
 
     def give_up(self, why: str) -> None:
-        """Leave the call as it is, since ``why`` it runs better so."""
+        """End the recording: the call runs better eagerly, for the reason ``why``."""
         self.recorder.fails(why)
 
     def heard(self, frame: Any, truths: Callable[[], torch.Tensor] | None = None) -> None:
@@ -66,13 +66,13 @@ class _Questions:
             )
 
     def _is_one(self, values: torch.Tensor) -> bool:
-        """Whether all examples give one answer; asked of numbers that the recorder knows."""
+        """True if all examples have one answer, which is then read under the recorder."""
         if not values.numel():
             return False
         with no_dispatch(), functions_off():
             every, none = bool(values.all()), not bool(values.any())
         if every or none:
-            with outside_all():  # it may be the same for all without being asked
+            with outside_all():  # the recorder sees this read and asserts it
                 bool(values.all() if every else values.any())
         return every or none
 
@@ -83,7 +83,7 @@ class _Questions:
     def back_to(self, mark: Any) -> None: ...
 
 
-# Calls of the user's that read memory or change tensors where no operator tells.
+# Calls that read memory or change tensors without an operator.
 _UNSEEN = {
     getattr(torch.Tensor, name)
     for name in [
@@ -107,7 +107,7 @@ _UNSEEN = {
     torch.Tensor.data.__get__,  # pyright: ignore[reportAttributeAccessIssue]
 }
 
-# Calls that change the tensor itself: of no concern where the function has made it.
+# Calls that change the tensor itself, which do no harm where the function has made it.
 _CHANGES = {
     torch.Tensor.register_hook,
     torch.Tensor.requires_grad_,
@@ -117,7 +117,7 @@ _CHANGES = {
 _HOOKS = {torch.Tensor.register_hook, torch.Tensor.retain_grad}
 
 
-# Calls that come down to one of several kernels, as the user allows.
+# Calls for which torch chooses one of several kernels, among those that the user allows.
 _CHOOSING = {
     "scaled_dot_product_attention",
     "multi_head_attention_forward",
@@ -132,7 +132,7 @@ _CHOOSING = {
 }
 
 
-# Kernels that read where to cut from a tensor's memory, and go on with views, or other shapes.
+# Functions that read sizes or positions from a tensor's memory, for views and shapes.
 _READING = {
     "tensor_split",
     "_pack_padded_sequence",
@@ -148,7 +148,7 @@ _OPERATORS = (OpOverload, OpOverloadPacket)
 
 
 class Watch(TorchFunctionMode):
-    """Sees the calls that no operator tells of."""
+    """A function mode that sees the calls which no operator shows."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
@@ -163,7 +163,7 @@ class Watch(TorchFunctionMode):
         elif func in TELLS and self.recorder.is_from_outside(args[0]):
             self.recorder.fails(TELLING)
         elif func in _UNSEEN or (changes and self.recorder.is_from_outside(args[0])):
-            named = getattr(func, "__self__", func)  # an attribute's, for what reads or sets it
+            named = getattr(func, "__self__", func)  # the descriptor of an attribute
             self.recorder.fails(f"{getattr(named, '__name__', func)} is seen by no operator")
         elif "numpy" in sys.modules:
             arrays = sys.modules["numpy"].ndarray

@@ -1,4 +1,4 @@
-"""A first call: made as it is, and recorded."""
+"""Tracing of a first call: the function runs eagerly, and its operators are recorded."""
 
 from __future__ import annotations
 
@@ -59,43 +59,46 @@ if TYPE_CHECKING:
     Tensor = torch.Tensor
 
 
-Steps = Generator[float | None, None, Recorded]  # the seconds that the next one takes, if known
-_WRITTEN = 3e-5  # of these, for each operator that is written down
+Steps = Generator[float | None, None, Recorded]  # yields the next step's seconds, if known
+_WRITTEN = 3e-5  # seconds of code generation for each operator
 
 
 class Recording(NamedTuple):
-    """A first call: what it gave, and its program; or why it has none."""
+    """The outcome of a first call: its result, and its program or the reason it has none."""
 
     result: Any
-    steps: Steps | None  # that make the program, of what was seen
+    steps: Steps | None  # the work left: passes and code generation
     why: str | None
-    moved: bool = False  # Python's state alone was in the way, which a first call may set up
-    recorded: Recorded | None = None  # where these were made
-    operators: int = 0  # that the call came to
+    moved: bool = False  # the reason is a change of Python's state, which a first call may set up
+    recorded: Recorded | None = None  # the cache entry, when the steps were taken
+    operators: int = 0  # that the call ran
 
     def finished(self) -> Recording:
-        """The same with its program."""
+        """Take all steps; return the outcome with its cache entry."""
         if self.steps is None:
             return self
         return self._replace(recorded=Unfinished(self.steps).go_on())
 
 
 class Unfinished:
-    """A recorded call whose program is yet to be cleaned and written down, which can wait."""
+    """A recorded call that waits for its passes and code generation."""
 
-    used = 0  # the look at a call that found it last
+    used = 0  # the number of the look that found this entry last
 
     def __init__(self, steps: Steps) -> None:
         self.steps = steps
-        self._taken = Lock()  # by a thread
+        self._taken = Lock()  # held by the thread that takes steps
 
     @property
     def is_broken(self) -> bool:
-        """Whether it was broken off, and no step is left."""
+        """True if no step is left; without a program, the steps were broken off."""
         return self.steps.gi_frame is None
 
     def go_on(self, until: Deadline = NEVER) -> Recorded | None:
-        """Take a step, and more while there is time: for one like the last, if nothing is said."""
+        """Take a step, and more while there is time for the next; return the entry at the end.
+
+        A step that yields no seconds is expected to be followed by one as long as itself.
+        """
         if not self._taken.acquire(blocking=False):
             return None
         try:
@@ -107,7 +110,7 @@ class Unfinished:
         while True:
             start = clock()
             try:
-                with functions_off():  # a default device is not for what is made here
+                with functions_off():  # tensors made here are not for the user's default device
                     expected = next(self.steps)
             except StopIteration as done:
                 return done.value
@@ -122,7 +125,7 @@ def guarding(
     ran: Everything = EVERYTHING,
     until: Deadline = NEVER,
 ) -> Guards:
-    """What a call with these arguments depends on besides tensors, as it is now."""
+    """Return the guards of a call: the state besides its tensors that it depends on, as of now."""
     try:
         return Guards(func, map(unboxed, objects_of(*given)), ran, until)
     except Unfit as unfit:
@@ -132,17 +135,17 @@ def guarding(
 
 
 class Before:
-    """What a call finds that is there besides it: whether it writes into that, and its draws."""
+    """The state before a call: versions of the tensors from outside, and generator states."""
 
     def __init__(self, leaves: list, guards: Guards) -> None:
         self.outside = [*filter(_is_tensor, leaves), *guards.tensors.values()]
-        self.recorder: Recorder | None = None  # that sees the call
+        self.recorder: Recorder | None = None  # the tracer of the call
         self._drawing = [*self.outside, *guards.generators]
         self._versions = [*map(version, self.outside)]
         self._states = rng_state.states(self._drawing)
 
     def is_written_to(self) -> bool:
-        """Whether the call has written into a tensor from outside, as far as is known."""
+        """True if the call may have written into a tensor from outside."""
         unsaid = self.recorder is not None and self.recorder.writes_unsaid
         return unsaid or [*map(version, self.outside)] != self._versions
 
@@ -151,7 +154,10 @@ class Before:
 
     @contextmanager
     def drawing_again(self) -> Iterator[None]:
-        """What is drawn was drawn by the call, and counts once."""
+        """Return a context that starts from the states before the call.
+
+        At its end the generators have the states that they had at its beginning.
+        """
         now = rng_state.states(self._drawing)
         self.draw_again()
         try:
@@ -162,9 +168,9 @@ class Before:
 
 @dataclass
 class FirstCall:
-    """A call to be recorded: of a function, of leaves hung together as ``spec`` says.
+    """A call to be recorded: a function, and its arguments as the leaves of the tree ``spec``.
 
-    Its results may be pulled back on the way. With ``certain`` that runs no Python of the user's.
+    A backward pass may be recorded with it. With ``certain`` that runs no Python of the user's.
     """
 
     func: Callable
@@ -176,10 +182,10 @@ class FirstCall:
     certain: bool = False
     fastmath: bool = False
     asked: Pass = FIRST
-    until: Deadline = NEVER  # for how long it may be recorded
+    until: Deadline = NEVER  # the deadline of the recording
 
     def record(self, given: tuple[tuple, dict] | None) -> Recording:
-        """Make the call, and its program, which ``write`` makes a function."""
+        """Run and record the call."""
         made = self._made(self.leaves, given)
         if made.why != ENTWINED:
             return made
@@ -187,7 +193,7 @@ class FirstCall:
             return made._replace(why=WRITTEN)
         if clock() > self.until.call:
             return made._replace(why=TOO_LONG)
-        # Made once more, where only we see it, of arguments that are not made of each other.
+        # Run it once more, unseen by the user, on detached arguments.
         with self.before.drawing_again():
             alone = self._made(_apart(self.leaves), None)
         return made._replace(steps=alone.steps, why=alone.why)
@@ -214,7 +220,7 @@ class FirstCall:
         moved = recorder.why is None and not guards.hold()
         if moved:
             recorder.fails("it changes Python's state: a list, an attribute, a global")
-        if guards.ran.seen and recorder.tells:  # by a name that is written nowhere
+        if guards.ran.seen and recorder.tells:  # it read one by a name that no code contains
             recorder.fails(TELLING)
         views = opened(recorder, ends) if _have_history(ends) else None
         ends = ends if views is None else views.ends
@@ -238,7 +244,7 @@ class FirstCall:
         return Recording(result, self._steps_of_both(program, how, back, again, views), None)
 
     def _steps(self, program: Program, how: tuple) -> Steps:
-        """All that is left to do when the call has been made: it looks at none of its tensors."""
+        """Run the passes and generate code, in steps; no step looks at the call's tensors."""
         yield from cleaning(program, fastmath=self.fastmath)
         yield from asking(program)
         yield _WRITTEN * len(program.nodes)
@@ -254,7 +260,10 @@ class FirstCall:
         return Differentiated(program, *how, back, again, views)
 
     def _called(self, recorder: Recorder, leaves: list, given: tuple[tuple, dict] | None) -> Any:
-        """With the user's own lists and dicts, if they are at hand, which no program changes."""
+        """Call the function under the tracer, with the user's own containers if they are at hand.
+
+        A call that changes one of them cannot be recorded.
+        """
         if given is not None and all(map(is_, pytree.leaves(given), leaves)):
             args, kwargs = given
         else:
@@ -265,14 +274,14 @@ class FirstCall:
         after = pytree.leaves((args, kwargs))
         try:
             changed = not all(map(is_, after, before)) or _told(args, kwargs) != was
-        except Unfit:  # it has put in what no call can be told by
+        except Unfit:  # it has put in a value that no cache key can have
             changed = True
         if changed:
             recorder.fails("it changes what it is given: a list, a dict, an attribute")
         return result
 
     def _unlike_again(self, given: tuple[tuple, dict] | None, nodes: Sequence[Any]) -> str | None:
-        """Why arguments that are put together again would not do for a call that is made again."""
+        """The reason why rebuilt arguments would not do for an eager rerun, None if they would."""
         if given is None:
             return None
         args, kwargs = pytree.unflatten(self.leaves, pytree.fresh(self.spec))
@@ -282,7 +291,10 @@ class FirstCall:
         return None
 
     def _again(self, views: Opened | None) -> Callable[[Sequence[Tensor]], list[Tensor]]:
-        """The function of tensors in the arguments' place, for its ends; it keeps no tensor."""
+        """Return a function from other tensors, as arguments, to the ends of the user's function.
+
+        It keeps no tensor of the call.
+        """
         func, spec = self.func, pytree.fresh(self.spec)
         leaves = [_TENSOR if _is_tensor(x) else x for x in self.leaves]
 
@@ -306,7 +318,7 @@ def record(
     given: tuple[tuple, dict] | None = None,
     **how: Any,
 ) -> Recording:
-    """Make a call and its program; ``how`` are the fields of a `FirstCall`.
+    """Run a call and make its program; ``how`` are the fields of a `FirstCall`.
 
     ``given`` are the user's own containers of the arguments, if they are at hand.
     """
@@ -326,12 +338,12 @@ def begun(
     given: tuple[tuple, dict] | None,
     **how: Any,
 ) -> Recording:
-    """Make a call, whose program can be made later: the same as `record`, unfinished."""
+    """Run and record a call as `record` does, and leave the steps that make its program."""
     return FirstCall(func, leaves, spec, guards, before, **how).record(given)
 
 
 def _users_own(result: Tensor) -> str | None:
-    """What a program would not give a result: a class of the user's, or attributes."""
+    """The reason why a program cannot make a result: its class or attributes; else None."""
     if type(result) not in PLAIN:
         return f"a result of class {kind_of(result).__name__}"
     return (
@@ -344,7 +356,7 @@ def _have_history(ends: Sequence[Tensor]) -> bool:
 
 
 def _told(args: tuple, kwargs: dict) -> Any:
-    """All that is told of arguments, but for the numbers and layouts of tensors."""
+    """The structure of the arguments and the attributes of their tensors, to be compared."""
     leaves, shape, _ = outlined(args, kwargs)
     attributes = [Reading(leaves).value(vars(x)) for x in leaves if _is_tensor(x) and vars(x)]
     return shape, attributes
@@ -358,7 +370,7 @@ _TENSOR: Any = object()
 
 
 def _apart(leaves: list) -> list:
-    """The leaves with others in the place of tensors that have a history."""
+    """The leaves with detached ones in place of tensors that have a `grad_fn`."""
     made = [x for x in leaves if _is_tensor(x) and x.requires_grad and x.grad_fn is not None]
     cut = {id(x): x.detach().requires_grad_() for x in made}
     return [cut.get(id(x), x) for x in leaves]
@@ -366,7 +378,7 @@ def _apart(leaves: list) -> list:
 
 @contextmanager
 def _same_history(recorder: Recorder, tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Nothing is written into these tensors from outside that a derivative would have to know."""
+    """Watch these tensors: a write that changes the history of one ends the recording."""
     histories = [t.grad_fn for t in tensors]
     yield
     if any(t.grad_fn is not history for t, history in zip(tensors, histories, strict=True)):

@@ -1,22 +1,22 @@
-"""Recording: what a call does below all transforms, operator by operator.
+"""The tracer: a dispatch mode that records the operators of a call below all transforms.
 
-The recorder is the outermost dispatch mode, so what reaches it are operators on ordinary tensors:
-levels have taken their values apart, and autograd has taken its derivatives. The recorded call is a
-real one; its results are the user's.
+The recorder is the outermost dispatch mode, so operators reach it on ordinary tensors, after vmap
+levels have unwrapped their values and autograd has recorded its graph. The recorded call is a real
+one; its results are the user's.
 
 NOTE [what cannot be recorded]
-    A program is the same for all values, and knows where each of its tensors comes from: from an
-    argument, from what the function can be seen to capture, or from one of its own operators. A
-    tensor of any other origin, an operator that tells Python about numbers, or one whose result's
-    shape depends on them, ends the recording; the call goes on as it is.
+    A program is the same for all data, and knows the origin of each of its tensors: an argument, a
+    tensor that the function captures in sight of the guards, or one of its own operators. A tensor
+    of any other origin ends the recording, as does an operator that tells Python about data, or one
+    whose result has a data-dependent shape. The call then goes on eagerly.
 
 NOTE [answers]
-    Most of what Python asks is a yes or no that is the same each time: whether arguments are valid,
-    whether all is finite. A program makes the same test and asserts the answer. Where that is
-    another one it fails, having changed nothing that is seen from outside, and the function is
-    called. On other devices than the CPU a failed assertion would end the process. A whole number
-    is such an answer too: how many nodes a graph has; and so is the shape of what is picked by a
-    mask, which the program makes and asserts.
+    Most reads of data by Python are tests with the same answer each time: whether arguments are
+    valid, whether all entries are finite. A program makes the same test and asserts the answer.
+    Where the answer is another one, the program fails before any effect is seen outside, and the
+    function is called. On other devices than the CPU a failed assertion would end the process. An
+    integer is such an answer too (the number of nodes of a graph), and so is the shape of what is
+    selected by a mask, which the program computes and asserts.
 """
 
 from __future__ import annotations
@@ -65,14 +65,14 @@ _INDEX = aten.index.Tensor
 _INDEXING = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
 _FRESH = (aten.lift_fresh.default, aten.lift_fresh_copy.default)
 
-_HANDED_ON = f"{TORCH}_ops.py"  # what calls an operator by its overload
+_HANDED_ON = f"{TORCH}_ops.py"  # the file of `OpOverload.__call__`
 
 _SEED = "it sets the state of a random generator"
 TORCHS = "a transform of torch.func's runs in it"
 TELLING = "it asks for what tells of a tensor more than its kind"
 _LEFT = "it takes a derivative in inference mode, or leaves that mode otherwise"
 
-# Operators that tell Python about numbers, or change what a tensor is, without a tag that says so.
+# Operators that tell Python about data, or change a tensor's metadata, without a tag for it.
 _UNFIT = {
     getattr(getattr(aten, name), overload)
     for name, overload in (
@@ -88,7 +88,7 @@ _UNFIT = {
     )
 }
 
-# What tells Python a number. A yes or no, or a whole one, is the program's, see NOTE [answers].
+# Operators that return a number to Python. A program asserts bools and ints, see NOTE [answers].
 _READS = {aten._local_scalar_dense.default, aten.item.default, aten.is_nonzero.default}
 _EQUAL, _SAME, _ALL = aten.equal.default, aten.eq.Tensor, aten.all.default
 _NOT, _HOLDS, _SHAPED = (
@@ -98,7 +98,7 @@ _NOT, _HOLDS, _SHAPED = (
 )
 ASSERTED = frozenset({_HOLDS, _SHAPED})
 
-# Operators that give a tensor another shape in place, and the view that each comes down to.
+# Operators that give a tensor another shape in place, and the view that does the same.
 _AS_VIEWS = {
     aten.squeeze_.default: aten.squeeze.default,
     aten.squeeze_.dim: aten.squeeze.dim,
@@ -108,7 +108,7 @@ _AS_VIEWS = {
     aten.transpose_.default: aten.transpose.int,
 }
 
-# Questions about layouts and dtypes: within a kind of calls their answer is one.
+# Operators that read layouts and dtypes: for one cache key their answer is always the same.
 _ASIDE = {
     aten.is_same_size.default,
     aten._has_same_storage_numel.default,
@@ -118,12 +118,15 @@ _ASIDE = {
 }
 
 
-class Halted(Exception):  # noqa: N818 - no error: what is broken off runs for the recorder alone
-    """A backward pass that takes too long to record."""
+class Halted(Exception):  # noqa: N818 - no error: the pass runs for the recorder alone
+    """Signal that a backward pass takes too long to record, to break it off."""
 
 
 class Recorder(DispatchMode):
-    """Nodes and values of one call. ``why`` tells what of it cannot be recorded."""
+    """A dispatch mode that records the nodes and values of one call.
+
+    ``why`` is the reason if the call cannot be recorded.
+    """
 
     def __init__(
         self,
@@ -133,10 +136,10 @@ class Recorder(DispatchMode):
         until: Deadline = NEVER,
     ) -> None:
         super().__init__()
-        self.until = until  # for how long it may go on
-        self.operators = 0  # that were met so far
+        self.until = until  # the deadline of the recording
+        self.operators = 0  # that were called so far
         self._halts = False
-        self.known = known  # what the function can be seen to capture
+        self.known = known  # tensors that the function captures in sight of the guards
         self._draws = Draws(inputs, generators)
         self.nodes: list[Node] = []
         self.values: list[Value] = []
@@ -145,28 +148,28 @@ class Recorder(DispatchMode):
         self.why: str | None = None
         self._hears = False
         self._inference = torch.is_inference_mode_enabled()
-        self.writes_unsaid = False  # of which no version tells, nor a schema
+        self.writes_unsaid = False  # True after a write that no version counter or schema shows
         self.makes_leaves = False  # a result's history may end in a tensor of the function's own
-        self.makes_hooks = False  # that run in a backward pass
-        self.tells = False  # of a tensor more than a kind of calls says
-        self.chooses = False  # a kernel that torch chooses as the user allows
-        self.given: Any = None  # the arguments of the call of the user's that is under way
-        self._numbers: dict[int, int] = {}  # of each tensor's identity, as long as it lives
+        self.makes_hooks = False  # True after the call has registered hooks for backward
+        self.tells = False  # True after Python read more of a tensor than the cache key has
+        self.chooses = False  # True after an operator for which torch chooses among kernels
+        self.given: Any = None  # function, args and kwargs of the torch call that is under way
+        self._numbers: dict[int, int] = {}  # values by the id of a tensor, while that lives
         self._tensors: list[weakref.ref] = []
-        # The first of those that lie alike in a storage, for as long as it is there.
+        # The first value of each layout in a storage, as long as the storage lives.
         self._in_memory: dict[int, tuple[Any, dict[Layout, int]]] = {}
         self._known_at: dict[tuple[int, Layout], list[torch.Tensor]] = {}
         for t in known.values():
             if has_memory(t):
                 self._known_at.setdefault((storage_of(t), Layout.of(t)), []).append(t)
-        self._named: set[int] = set()  # values that leave under a name of their own
+        self._named: set[int] = set()  # results that were given a value of their own
         self.inputs = [self._new(t, None) for t in inputs]
         self._given_as = {*self.inputs}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if types and any(issubclass(t, Wrapper) for t in types):
-            with self:  # a level that has ended takes its values apart
+            with self:  # a level that has exited unwraps its values
                 return dispatched(func, args, kwargs)
         if torch.is_inference_mode_enabled() is not self._inference:
             self.fails(_LEFT)
@@ -175,9 +178,9 @@ class Recorder(DispatchMode):
         if known.statistics:
             self.writes_unsaid |= len(writes(func, args)) > len(known.facts.mutates)
         if self.why is not None or known.aside:
-            with functions_off():  # what runs on is no call of the user's either
+            with functions_off():  # function modes are to see the user's calls alone
                 return with_lazy_bits(func, args, kwargs)
-        if in_torch_func():  # its wrappers have no memory, and their values are not ours to take
+        if in_torch_func():  # torch.func's wrappers have no memory, and we may not unwrap them
             self.fails(TORCHS)
             return func(*args, **kwargs)
         if known.fresh and self._may_read_tensors(sys._getframe()):
@@ -186,7 +189,7 @@ class Recorder(DispatchMode):
             return self._answer(func, args[0])
         if func is _EQUAL and self._hears and args[0].is_cpu:
             return self._are_equal(*args)
-        with functions_off():  # a backward pass has them on, and what we ask is not the user's
+        with functions_off():  # a backward pass has function modes on; they are not to see ours
             node = self._met(func, known, args, kwargs)
             out = with_lazy_bits(func, args, kwargs)
             if node is not None:
@@ -197,7 +200,7 @@ class Recorder(DispatchMode):
                     node.outs = self._outs(node, args, out)
                 else:
                     node.outs = self._new(out, self._root(node, args, out))
-                # Else another name for what there was. What gives nothing is there to raise.
+                # Else the result is an alias. An operator without a result is there to raise.
                 if out is None or len(self.values) > before or node.writes():
                     self.nodes.append(node)
                     if not len(self.nodes) % EACH:
@@ -207,11 +210,11 @@ class Recorder(DispatchMode):
         return out
 
     def _may_read_tensors(self, frame: Any) -> bool:
-        """Whether the numbers of which a tensor is made may be those of tensors in a list."""
+        """True if a tensor may be made of numbers that torch reads from tensors in a list."""
         maker = _maker(frame)
         name, file = maker.f_code.co_name, maker.f_code.co_filename
         if file.startswith(OURS) and name != "__torch_function__":
-            return False  # no call of the user's, for whom a mode calls on
+            return False  # our own call; a function mode of ours calls for the user
         seen = self.given is not None and file.startswith((OURS, TORCH))
         return not seen or _holds_tensors(self.given)
 
@@ -228,11 +231,17 @@ class Recorder(DispatchMode):
             self.fails(TOO_LONG)
 
     def halting(self) -> AbstractContextManager:
-        """Within it nothing is run but for the recorder: what takes too long is broken off."""
+        """Return a context for runs that serve the recorder alone: after the deadline, raise.
+
+        The exception is `Halted`.
+        """
         return self._while_set("_halts")
 
     def hearing(self) -> AbstractContextManager:
-        """Within it answers are recorded: a backward pass has no call to go back to."""
+        """Return a context within which reads of data are recorded as assertions.
+
+        A backward pass is outside of it: a failed assertion there has no call to rerun.
+        """
         return self._while_set("_hears")
 
     @contextmanager
@@ -254,13 +263,13 @@ class Recorder(DispatchMode):
         return answer
 
     def _require(self, t: torch.Tensor, answer: bool) -> None:
-        """Let the program hold only where this yes or no is what it is now."""
+        """Record the assertion that a test has the answer that it has now."""
         if not answer:
             t = self.__torch_dispatch__(_NOT, (), (t,))
         self.__torch_dispatch__(_HOLDS, (), (t,))
 
     def _are_equal(self, a: torch.Tensor, b: torch.Tensor) -> bool:
-        """Whether two tensors are equal, which is no question of numbers where shapes differ."""
+        """Record `torch.equal`; where shapes differ, its answer does not depend on the data."""
         with functions_off():
             answer = _EQUAL(a, b)
             if a.shape == b.shape:
@@ -274,21 +283,22 @@ class Recorder(DispatchMode):
         self.nodes, self.constants = [], {}
 
     def tensor(self, n: int) -> torch.Tensor | None:
-        """The tensor that a value was made as, if it lives."""
+        """The tensor of a value, None if it does not live any more."""
         return self._tensors[n]()
 
     def number(self, t: torch.Tensor) -> int | None:
-        """The value that a tensor is, if it is known where it comes from."""
+        """The number of a tensor's value, None if the tensor's origin is unknown."""
         n = self._numbers.get(id(t))
         if n is not None and self._tensors[n]() is t:
             return n
         return self._of_known(t) if id(t) in self.known else self._alias(t)
 
     def _alias(self, t: torch.Tensor) -> int | None:
-        """The value of a tensor that torch or a level made as a second name, which no mode sees.
+        """The value of a tensor that torch or a level made as an alias, which no mode sees.
 
-        Several may lie in that place. They are one to the program, but not to a derivative: it may
-        be a name of any captured one that requires grad, so the program knows of them all.
+        Several tensors may have that storage and layout. To the program they are one value, but not
+        to autograd: the alias may be of any captured tensor that requires grad. So all of these are
+        entered in the program.
         """
         place, layout = storage_of(t), Layout.of(t)
         found = self._at(place).get(layout)
@@ -299,7 +309,7 @@ class Recorder(DispatchMode):
         return found
 
     def _at(self, place: int) -> dict[Layout, int]:
-        """The values that lie in a storage, as long as that is there."""
+        """The values in a storage by layout, none if the storage was freed."""
         held, numbers = self._in_memory.get(place, (None, {}))
         return {} if held is None or held.expired() else numbers
 
@@ -311,17 +321,17 @@ class Recorder(DispatchMode):
         return n
 
     def made_aside(self, t: torch.Tensor) -> None:
-        """A tensor of our own that comes out the same with each call, and that no mode sees."""
+        """Enter a tensor of our own as a constant: it is the same in each call, unseen by modes."""
         if self.why is None:
             self.constants[self._new(t, None)] = t.clone()
 
     def is_from_outside(self, t: torch.Tensor) -> bool:
-        """Whether a tensor was there before the call, as far as is known."""
+        """True if a tensor was there before the call, or its origin is unknown."""
         n = self.number(t) if has_memory(t) else -1
         return n is None or n in self._given_as or n in self.captured
 
     def program(self, outputs: Iterable[torch.Tensor | int]) -> Program | None:
-        """What was recorded, with these results; None where ``why`` tells why not."""
+        """The recorded program with these results; None where ``why`` is the reason against it."""
         if self._draws.stray():
             self.fails(_SEED)
         numbers = [t if isinstance(t, int) else self.result(t) for t in outputs]
@@ -342,11 +352,11 @@ class Recorder(DispatchMode):
         )
 
     def named(self, t: torch.Tensor) -> int:
-        """A value that comes from outside, and stands for others in later calls."""
+        """Enter a tensor from outside as a value, in whose place later calls have other tensors."""
         return self._new(t, None)
 
     def result(self, t: torch.Tensor) -> int | None:
-        """The value of a tensor that leaves, under a name of its own."""
+        """The value of a result, with a detach or an alias recorded where it needs its own."""
         n = self.number(t) if has_memory(t) else None
         if n is None:
             self.fails("a result comes from where no operator was seen")
@@ -354,12 +364,12 @@ class Recorder(DispatchMode):
             return n
         elif self.why is None and not t.requires_grad and self._leads_outside(n):
             return self._renamed(n, t, aten.detach.default)
-        elif self.why is None and self._tensors[n]() is not t:  # it is to have a name of its own
+        elif self.why is None and self._tensors[n]() is not t:  # the user sees two tensors
             return self._renamed(n, t, aten.alias.default)
         return n
 
     def _leads_outside(self, n: int) -> bool:
-        """Whether a view of the value, made without history, is one of what requires grad."""
+        """True if a value is a view of a tensor from outside that requires grad."""
         root = self.values[n].root
         known = self._tensors[root]()
         return known is not None and known.requires_grad and self.is_from_outside(known)
@@ -372,20 +382,20 @@ class Recorder(DispatchMode):
 
     def _met(self, func: Any, known: _Known, args: tuple, kwargs: dict) -> Node | None:
         fact = known.facts
-        if fact.is_collective:  # a program may drop or reorder what processes have to meet in
+        if fact.is_collective:  # a program may drop or reorder what all processes have to call
             self.fails(f"{func} communicates between processes")
             return None
         looks = fact.dynamic and not self._hears and _looks(func, args)
         changes = known.changes
         if changes and not self.is_from_outside(args[0]):
-            func = _AS_VIEWS.get(func, func)  # the tensor goes on as a view of what it was
+            func = _AS_VIEWS.get(func, func)  # from now on the tensor is a view of its old value
             changes = torch.Tag.inplace_view in func.tags
         if known.unfit or looks or changes:
             self.fails(f"{func} looks at numbers, or changes what a tensor is")
             return None
         if fact.seeded and (self._draws.stray() or self._draws.of_a_stranger((args, kwargs))):
             self.fails(_SEED)
-        if known.fresh and self.number(args[0]) is None:  # made of Python's numbers just now
+        if known.fresh and self.number(args[0]) is None:  # a tensor just made of Python numbers
             self.constants[self._new(args[0], None)] = args[0].clone()
         args = tuple([self._argument(a) for a in args])
         kwargs = {name: self._argument(a) for name, a in kwargs.items()} if kwargs else kwargs
@@ -397,7 +407,7 @@ class Recorder(DispatchMode):
         return pytree.map_tensors(self._given, a) if isinstance(a, _TREES) else a
 
     def _given(self, t: torch.Tensor) -> Ref | None:
-        """What stands for an argument."""
+        """The reference that stands for a tensor argument; unknown tensors end the recording."""
         n = self.number(t) if has_memory(t) else None
         if n is None:
             self.fails(
@@ -447,15 +457,18 @@ class Recorder(DispatchMode):
 
 
 class _Known(NamedTuple):
-    """What of an operator is asked at each call: to hash one takes as long as to look this up."""
+    """Facts about an operator that each call needs, looked up by id.
 
-    func: Any  # that no other takes its identity
+    To hash an operator takes as long as this look-up.
+    """
+
+    func: Any  # kept alive, so that no other gets the same id
     facts: Facts
     aside: bool
     fresh: bool
     reads: bool
     unfit: bool
-    changes: bool  # what a tensor is
+    changes: bool  # True if the operator changes a tensor's metadata
     statistics: bool
 
     @classmethod
@@ -478,15 +491,15 @@ _TREES = (list, tuple, dict)
 
 
 def _looks(func: Any, args: tuple) -> bool:
-    """Whether numbers say of what shape the result is."""
+    """True if the shape of the result depends on data."""
     return facts(func).dynamic and not (func is _INDEX and not _has_mask(args[1]))
 
 
 def _maker(frame: Any) -> Any:
     """The frame that calls for a tensor of Python's numbers.
 
-    The frame that is given is that of the handler that meets the operator. A level hands the
-    operator on, so its handler is called by who made the tensor, or by the next level's.
+    ``frame`` is that of the `__torch_dispatch__` that has the operator. A level passes the operator
+    on, so its caller is the frame that is looked for, or the next level's `__torch_dispatch__`.
     """
     while True:
         while frame.f_code.co_name != "__torch_dispatch__":
@@ -497,10 +510,9 @@ def _maker(frame: Any) -> Any:
 
 
 def _holds_tensors(given: tuple) -> bool:
-    """Whether numbers may be read of tensors in a list, which torch does unseen.
+    """True if torch may read numbers of tensors in a list, which no operator shows.
 
-    ``torch.Tensor([...])`` is no call that is seen. A tuple of tensors is an index, but one inside
-    it is a list of numbers.
+    In an index, a tuple holds tensors as indices, and a list or tuple inside it holds numbers.
     """
     func, args, kwargs = given
     rows = [a for a in (*args, *kwargs.values()) if isinstance(a, (list, tuple))]
@@ -513,7 +525,7 @@ def _holds_tensors(given: tuple) -> bool:
 
 
 def is_whole(t: torch.Tensor) -> bool:
-    """Whether its numbers are whole ones, which the CPU may read."""
+    """True for a tensor of integers or bools on the CPU, whose data Python may read."""
     return t.is_cpu and not (t.is_floating_point() or t.is_complex())
 
 

@@ -1,7 +1,8 @@
-"""Memory that is given out though no operator has written there.
+"""Detection of uninitialized memory: values that no recorded operator has written.
 
-Some functions of torch's in C++ make a tensor of a list (`ctc_loss` of its lengths): what is seen
-is ``empty``, and the numbers are put there unseen. A program would read what the memory held.
+Some functions of torch's in C++ make a tensor of a list (`ctc_loss` of its lengths). A dispatch
+mode sees ``empty`` alone, not the data that C++ puts there. A program would read uninitialized
+memory.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ def _overloads(names: str) -> frozenset:
 
 
 UNFILLED = _overloads("empty empty_like new_empty empty_strided new_empty_strided")
-# What these return depends on the layout of their argument, and on none of its numbers.
+# Operators whose result depends on the layout of their argument, and not on its data.
 OF_LAYOUT = _overloads("zeros_like ones_like full_like new_zeros new_ones new_full")
-# These too ask what a tensor is, and not for its numbers.
+# Operators that read a tensor's metadata, and not its data.
 _ASK = (
     UNFILLED | OF_LAYOUT | _overloads("rand_like randn_like randint_like _assert_tensor_metadata")
 )
-# They write into memory, in whole or in part, whatever it held. Those that draw do too.
+# Operators that write into memory, in whole or in part, without reading it, as random ones do too.
 _FILLS = _overloads(
     """
     copy_ fill_ zero_ eye fill_diagonal_ index_put_ _index_put_impl_ index_copy_ index_fill_
@@ -43,9 +44,9 @@ _FILLS = _overloads(
 
 
 def are_given(nodes: Sequence[Node], values: Sequence[Value], seen: Iterable[int]) -> bool:
-    """Whether what such memory held has a part in what is seen: in these values, or an assertion.
+    """True if uninitialized memory may flow into these values, or into an assertion.
 
-    What is copied of it (an example's place in a buffer of all) and then written over has none.
+    Memory that is written after all does not count, even if it was copied before.
     """
     roots = [value.root for value in values]
     unfilled: set[int] = set()
@@ -64,7 +65,7 @@ def are_given(nodes: Sequence[Node], values: Sequence[Value], seen: Iterable[int
 
 
 def _read(node: Node) -> Iterator[int]:
-    """The values of which it takes numbers."""
+    """The values whose data an operator reads."""
     if node.op is not aten.convolution_backward.default:
         return node.reads()
     cotangent, images, weight, *_, asked = node.args
