@@ -1,16 +1,18 @@
-"""How torch.compile captures a call of a transform: one node of its graph.
+"""The capture of a transform's call by torch.compile, as one node of its graph.
 
 NOTE [transforms in a compiled function]
-    Dynamo, which reads a function's Python for torch.compile, cannot read our engine, and its
-    graphs hold tensors alone. So a call of a transform is a higher-order operator. Dynamo traces
-    the transformed function once, for one example, into a graph of its own: what the function
-    captures becomes an argument of that graph. The node runs the transform itself, of that graph.
-    AOTAutograd then runs our engine under its tracers, as make_fx does, and sees plain operators.
+    Dynamo, which traces a function's Python for torch.compile, cannot trace forall's engine, and
+    its graphs hold tensors alone. So a call of a transform is a higher-order operator. Dynamo
+    traces the transformed function once, for one example, into a subgraph: each tensor that the
+    function captures becomes an input of the subgraph.
 
-    What a transform returns is taken apart by item nodes, so any tree will do. A function that it
-    returns, as `vjp` does, is an object that lives in the graph, and each of its calls is a node.
-    Python that one example cannot say in a graph, such as a question to a tensor's value, breaks
-    the graph at the call: the transform then runs as it does without a compiler.
+    The node runs the transform itself on the subgraph. AOTAutograd then runs the engine under its
+    tracers, as make_fx does, and sees plain operators.
+
+    The result of a transform is taken apart by item nodes, so it may be any pytree. A function
+    that a transform returns, as `vjp` does, is an object in the graph, and each call of it is a
+    node. Python that cannot be traced for one example, such as a test of a tensor's value, breaks
+    the graph at the call. The transform then runs as it does without a compiler.
 """
 
 from __future__ import annotations
@@ -41,9 +43,9 @@ def is_named(tree: Any) -> bool:
 
 
 def map_leaves(f: Callable, tree: Any, ordered: Callable = OrderedDict) -> Any:
-    """Return the tree with ``f`` of each leaf in its place; a graph may hold its nodes.
+    """Return the tree with ``f`` applied to each leaf; a graph may hold its nodes.
 
-    ``ordered`` makes what is in the place of an OrderedDict, out of a dict.
+    ``ordered`` converts a dict to the stand-in for an OrderedDict.
     """
     if type(tree) in _SEQUENCES:
         return type(tree)([map_leaves(f, x, ordered) for x in tree])
@@ -77,7 +79,7 @@ def with_tensors(tree: Any, tensors: Any) -> Any:
 
 
 class Ordered(NamedTuple):
-    """An OrderedDict in a graph, whose dicts are all of one class."""
+    """A stand-in for an OrderedDict in a graph, whose dicts are all of one class."""
 
     items_of: dict
 
@@ -86,9 +88,9 @@ _CONSTANTS = (bool, int, float, complex, str, type(None))
 
 
 def check_names(options: dict, kwargs: dict) -> None:
-    """Break the graph where an argument that was passed by position is named.
+    """Break the graph if an argument that was passed by position is named.
 
-    What the transform gets from Dynamo is a graph, whose arguments have no names.
+    Dynamo gives the transform a graph, whose inputs have no names.
     """
     dims, names = options.get("in_dims"), options.get("argnames")
     if isinstance(dims, dict):
@@ -107,7 +109,7 @@ def check_names(options: dict, kwargs: dict) -> None:
 
 
 def operand(leaf: Any) -> Any:
-    """Return what a graph holds of an argument; the function itself keeps what is no tensor."""
+    """Return a graph's operand for an argument; non-tensors are captured by the function itself."""
     if isinstance(leaf, torch.Tensor) or type(leaf) in _CONSTANTS:
         return leaf
     if _is_tree(type(leaf)):
@@ -119,7 +121,7 @@ def operand(leaf: Any) -> Any:
 
 
 def _is_tree(kind: type) -> bool:
-    """Return True for a class whose objects have leaves of their own. Dynamo runs it."""
+    """Return True for a class whose objects have leaves of their own. Dynamo runs this function."""
     return kind in SUPPORTED_NODES
 
 
@@ -130,9 +132,9 @@ _is_tree._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberA
 
 
 class TransformInGraph(HigherOrderOperator):
-    """``transform(func, **options)(*args, **kwargs)``, where Dynamo traces ``func`` to a graph.
+    """The operator ``transform(func, **options)(*args, **kwargs)``, with ``func`` as a graph.
 
-    It is never dispatched: whoever runs a graph runs the transform.
+    It is never dispatched: running a graph runs the transform.
     """
 
     def __init__(self, run: Callable, example_dims: Callable) -> None:
@@ -140,8 +142,8 @@ class TransformInGraph(HigherOrderOperator):
         self.run = run
         self.example_dims = example_dims
 
-    # Dynamo asks for an operator's name to find how to trace it. To say so at import would import
-    # Dynamo, which takes a second.
+    # Dynamo reads an operator's name to find how to trace it. To register that at import would
+    # import Dynamo, which takes a second.
     @property
     def __name__(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
         _register()
@@ -154,9 +156,9 @@ class TransformInGraph(HigherOrderOperator):
     def __call__(
         self, func: Callable, verb: str, options: dict, args: tuple, kwargs: dict, *rest: Any
     ) -> Any:
-        """Run the transform of a graph, or of a function where Dynamo gave the call up.
+        """Run the transform of a graph, or of a function if Dynamo has broken the graph.
 
-        A graph takes the tensors of the arguments, then what it captures.
+        A graph takes the tensors of the arguments, then those that the function captures.
         """
         if not isinstance(func, torch.fx.GraphModule):
             with eagerly():
@@ -178,10 +180,10 @@ def call_in_graph(func: Callable, args: tuple, kwargs: dict) -> Any:
 
 
 def one_example(x: torch.Tensor, dim: int | None) -> torch.Tensor:
-    """Return a tensor for which a function is traced: one example along ``dim``, or all of ``x``.
+    """Return an example tensor to trace a function for: an index of ``dim``, or all of ``x``.
 
-    It requires grad, and is no leaf: Dynamo leaves the backward of a custom Function out of a graph
-    in which nothing does, and a function may write to its arguments.
+    It requires grad and is no leaf. Dynamo leaves the backward of a custom Function out of a graph
+    if nothing in it requires grad. A function may write to its arguments, and so not to leaves.
     """
     if dim is not None:
         shape = x.shape[:dim] + x.shape[dim + 1 :]
@@ -195,9 +197,9 @@ _KINDS = torch._C._TorchDispatchModeKey.FUNCTIONAL, torch._C._TorchDispatchModeK
 
 
 def _answer_forward_mode() -> Any:
-    """Return a context in which forward mode gets its answers about functional and fake tensors.
+    """Return a context in which forward mode can query functional and fake tensors.
 
-    Torch keeps the answer of a fake tensor under a key that does not tell its memory.
+    torch caches the answer for a fake tensor under a key that does not identify its memory.
     """
     from forall._compat.export_tracer import Recorded
 
@@ -221,7 +223,7 @@ def _thaw(tree: Any) -> Any:
 
 
 def _register() -> None:
-    """Tell Dynamo how to trace the operator, once it is loaded."""
+    """Register the operator with Dynamo, once that is loaded."""
     from torch._dynamo.variables import higher_order_ops
 
     known = higher_order_ops._hop_name_to_variable_class
