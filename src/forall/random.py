@@ -1,4 +1,4 @@
-"""Random numbers from keys: what is drawn depends on the key alone."""
+"""Random numbers from keys: a draw depends on its key alone."""
 
 from forall._random.continuous import (
     exponential,

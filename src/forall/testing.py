@@ -1,4 +1,4 @@
-"""The laws, for users and for whoever adds a rule: `vmap` is the loop, derivatives are slopes."""
+"""Checks of the laws, for users and authors of rules: `vmap` is the loop, derivatives are right."""
 
 from __future__ import annotations
 

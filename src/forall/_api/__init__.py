@@ -1,1 +1,1 @@
-"""Floor 4: the public verbs. Each checks its arguments, flattens trees, enters and leaves."""
+"""The public transforms: each checks its arguments, flattens pytrees, enters and leaves levels."""

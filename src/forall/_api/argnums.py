@@ -1,4 +1,4 @@
-"""What a derivative is taken with respect to: the arguments asked for, the tensors among them."""
+"""Selection of the arguments and tensors that a derivative is taken with respect to."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from forall._divergence import users
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-# Where an argument stands: its position, or the name it was passed by; one, or a tuple of them.
+# The position of an argument, or the name that it was passed by; one, or a tuple of them.
 Places = Any
 
 
 class Moved:
-    """A tree of which the floating-point and complex tensors are moved; the rest stays.
+    """A tree whose floating-point and complex tensors are differentiated; other leaves stay.
 
-    ``asked`` are the arguments that make it up. An integer tensor among their leaves has no
-    derivative and stays; one that was itself asked for is a mistake.
+    ``asked`` are the arguments that make up the tree. An integer tensor inside one of them has no
+    derivative and stays. An integer tensor that is itself one of them is an error.
     """
 
     __slots__ = ("at", "leaves", "spec", "tensors")
@@ -47,11 +47,11 @@ class Moved:
             raise argument_checks.no_tensor(call, self.leaves)
 
     def put(self, new: Any) -> Any:
-        """The tree with other tensors in the place of those that move."""
+        """Return the tree with other tensors in the place of those that are differentiated."""
         return self._with(list(self.leaves), new)
 
     def shaped(self, new: Any) -> Any:
-        """A tree of what belongs to the tensors that move, None for every other leaf."""
+        """Return a tree with results at the differentiated tensors and None at other leaves."""
         return self._with([None] * len(self.leaves), new)
 
     def _with(self, leaves: list, new: Any) -> Any:
@@ -65,7 +65,7 @@ def _moves(x: Any) -> bool:
 
 
 class Arguments(Moved):
-    """The arguments of a call, of which those at argnums, or called argnames, are moved."""
+    """The arguments of a call, with those that argnums or argnames select differentiated."""
 
     __slots__ = ("args", "kwargs", "places")
 
@@ -86,26 +86,26 @@ class Arguments(Moved):
         super().__init__(call, chosen, asked, error)
 
     def beside(self) -> list[torch.Tensor]:
-        """The tensors among the arguments that are not moved."""
+        """Return the tensors among the arguments that are not differentiated."""
         moved = set(map(id, self.tensors))
         leaves = pytree.leaves((self.args, self.kwargs))
         return [x for x in leaves if isinstance(x, torch.Tensor) and id(x) not in moved]
 
     def call(self, func: Callable, new: Any) -> Any:
-        """``func`` of these arguments, with others in the place of the tensors that move."""
+        """Call ``func`` with other tensors in the place of those that are differentiated."""
         args, kwargs = put(self.args, self.kwargs, self.places, self.put(new))
         return users(func)(*args, **kwargs)
 
 
 def pick(args: tuple, kwargs: dict, places: Places) -> Any:
-    """The argument at ``places``, or the tuple of them."""
+    """Return the argument at ``places``, or the tuple of them."""
     if isinstance(places, tuple):
         return tuple(pick(args, kwargs, p) for p in places)
     return kwargs[places] if isinstance(places, str) else args[places]
 
 
 def put(args: tuple, kwargs: dict, places: Places, new: Any) -> tuple[tuple, dict]:
-    """The arguments with ``new`` (shaped as `pick` gave it) in place."""
+    """Return the arguments with ``new``, a tree as `pick` returned it, at ``places``."""
     by_position, by_name = list(args), dict(kwargs)
     several = isinstance(places, tuple)
     for p, x in zip(places if several else (places,), new if several else (new,), strict=True):
@@ -119,7 +119,7 @@ def put(args: tuple, kwargs: dict, places: Places, new: Any) -> tuple[tuple, dic
 def called(
     verb: str, func: Callable, argnums: Any, argnames: Any, *, holomorphic: bool = False
 ) -> Call:
-    """The call, with the options that say which arguments, and of what kind."""
+    """Return the call for error messages, with the options that select arguments."""
     which = {"argnums": argnums} if argnames is None else {"argnames": argnames}
     return Call(verb, func, **which, **({"holomorphic": True} if holomorphic else {}))
 
@@ -133,7 +133,7 @@ def by_torch(
     argnames: Any,
     **options: Any,
 ) -> Any:
-    """What torch.func's transform of this name gives; it counts arguments and knows no names."""
+    """Call torch.func's transform of this name, which takes argnums and no argnames."""
     if argnames is None:
 
         def by_position(*xs: Any) -> Any:  # Dynamo cannot look into a functools.partial
@@ -165,10 +165,7 @@ def holomorphic_by_torch(
     has_aux: bool,
     **options: Any,
 ) -> Any:
-    """What torch.func's Jacobian of this name gives for df/dz, of which it knows nothing.
-
-    By the Cauchy-Riemann equations df/dz is the derivative of f(x + iy) in x, which is real.
-    """
+    """Return df/dz by torch.func's Jacobian of this name, which has no such option."""
     at = places(called(verb, func, argnums, argnames), args, kwargs, argnums, argnames)
     chosen = pick(args, kwargs, at)
     x, y = (pytree.map_tensors(part, chosen) for part in (torch.real, torch.imag))
@@ -190,7 +187,7 @@ def _complex(x: Any, y: Any) -> Any:
 
 
 def valued(verb: str, func: Callable, has_aux: bool) -> Callable:
-    """``func`` with its own value as its aux: how a derivative gives the value besides."""
+    """Return ``func`` with its own value as its aux, so that a derivative returns the value too."""
 
     @functools.wraps(func, updated=())  # argnames asks it for names
     def beside(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -207,7 +204,7 @@ def valued(verb: str, func: Callable, has_aux: bool) -> Callable:
 
 
 def places(call: Call, args: tuple, kwargs: dict, argnums: Any, argnames: Any) -> Places:
-    """Where the arguments stand that ``argnums`` counts, or ``argnames`` names."""
+    """Return the positions or names of the arguments that ``argnums`` or ``argnames`` select."""
     if argnames is not None:
         return _named(call, args, kwargs, argnums, argnames)
     if isinstance(argnums, int) and not isinstance(argnums, bool):
@@ -271,12 +268,12 @@ def _named(call: Call, args: tuple, kwargs: dict, argnums: Any, argnames: Any) -
 
 
 def signature(func: Any) -> inspect.Signature:
-    """Whose names count: of a module those of its forward."""
+    """Return the signature of a function; for a module, that of its forward."""
     return inspect.signature(func.forward if isinstance(func, torch.nn.Module) else func)
 
 
 def _position(call: Call, args: tuple, kwargs: dict, name: str) -> int:
-    """Where an argument stands that was passed by position."""
+    """Return the position of an argument that was passed by position."""
     try:
         parameters = list(signature(call.func).parameters.values())
     except ValueError:

@@ -1,4 +1,4 @@
-"""What the derivatives ask of their arguments, and what they say where it does not hold."""
+"""Checks of the arguments of transforms, with the errors that they raise."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from forall._random.keys import check as check_key
 
 def callable_(verb: str, func: Any) -> None:
     if is_dynamo_compiling():
-        return  # Dynamo knows of few things whether they can be called, and calls this one
+        return  # Dynamo can rarely tell if an object is callable, and traces this function
     if not callable(func):
         raise TypeError(
             f"{verb}(func): func must be callable.\n"
@@ -40,7 +40,7 @@ def randomness(verb: str, flag: Any, *, keys: bool = False) -> None:
 
 
 def no_key(call: Call, flag: Any) -> None:
-    """torch's own vmap, which works where Dynamo traces or torch.func is around, knows none."""
+    """Refuse a key of forall.random where torch's own vmap does the work, which draws by no key."""
     if isinstance(flag, torch.Tensor):
         raise NotImplementedError(
             f"{call}: torch.compile and the transforms of torch.func cannot draw by a key.\n"
@@ -82,7 +82,7 @@ def chunk_size(verb: str, size: Any) -> None:
 
 
 def primals(call: Call, given: tuple) -> tuple[list, Any]:
-    """Leaves and tree; forward mode moves every primal, so every leaf is a tensor."""
+    """Return the leaves and tree of the primals; forward mode takes tensors only."""
     leaves, spec = flatten(given)
     for leaf in leaves:
         if not isinstance(leaf, torch.Tensor):
@@ -101,7 +101,7 @@ def short_name(call: Call) -> str:
 
 
 def a_tuple(call: Call, given: Any) -> None:
-    """What `jvp` asks of its primals besides."""
+    """Check that the primals of `jvp` are a tuple that holds something."""
     if not isinstance(given, tuple):
         raise RuntimeError(
             f"{call}: primals must be a tuple, one entry per argument.\n"
@@ -125,7 +125,7 @@ def differentiable(
 
 
 def no_tensor(call: Call, leaves: list) -> ValueError:
-    """Numbers beside tensors get None; numbers alone are a mistake."""
+    """Return the error for arguments without a tensor; numbers beside tensors are no error."""
     return ValueError(
         f"{call}: there is no tensor to differentiate with respect to.\n"
         f"{columns([('differentiated', short(x), kind(x)) for x in leaves])}\n"
@@ -134,7 +134,7 @@ def no_tensor(call: Call, leaves: list) -> ValueError:
 
 
 def unknown_tree(x: Any) -> str:
-    """The cure for an object that torch's trees take for a leaf; nothing for another leaf."""
+    """Return the cure for an object that torch's pytrees take for a leaf; "" for any other leaf."""
     kind = type(x)
     name = kind.__name__
     if isinstance(x, type):
@@ -160,9 +160,10 @@ def unknown_tree(x: Any) -> str:
 
 
 def real_or_complex(call: Call, what: str, tensors: list, holomorphic: bool | None) -> None:
-    """Jacobians have one column per real number; those of holomorphic functions per complex one.
+    """Check that tensors are real; with ``holomorphic``, that they are complex.
 
-    ``holomorphic`` is None for a transform that has no such option.
+    A Jacobian has one column per real number, that of a holomorphic function one per complex
+    number. ``holomorphic`` is None for a transform that has no such option.
     """
     among = [x for x in tensors if isinstance(x, torch.Tensor)]
     for x in among:
@@ -192,7 +193,7 @@ HOLOMORPHIC = "\nFor a complex-differentiable function give holomorphic=True: th
 
 
 def not_nested(call: Call, tensors: list) -> None:
-    """What a program of tangents asks, which has one shape."""
+    """Refuse nested tensors as primals of `linearize`, whose recorded program has one shape."""
     for x in tensors:
         if x.is_nested:
             raise NotImplementedError(
@@ -245,7 +246,7 @@ def tangents(call: Call, primals: list, spec: Any, given: Any) -> list:
 
 
 def vector_last(call: Call, args: tuple) -> tuple[tuple, Any]:
-    """The arguments of `hvp`'s function, and the vector."""
+    """Split the arguments of `hvp` into those of its function and the vector."""
     if len(args) < 2:
         raise TypeError(
             f"{call}: the arguments of the function come first, then the vector.\n"
@@ -256,7 +257,7 @@ def vector_last(call: Call, args: tuple) -> tuple[tuple, Any]:
 
 
 def vector_like(call: Call, given: Any, vector: Any) -> tuple:
-    """What moves in the arguments, of the vector; `tangents` looks at shapes and dtypes."""
+    """Return the vector's leaves at the differentiated tensors; `tangents` checks their shapes."""
     leaves, spec = flatten(vector)
     if spec != given.spec:
         rows = [("arguments", pytree.text(given.spec)), ("vector", pytree.text(spec))]
@@ -268,7 +269,7 @@ def vector_like(call: Call, given: Any, vector: Any) -> tuple:
 
 
 def alike(call: Call, primals: list, tangents: list) -> None:
-    """A program is kept for the dtypes and devices it was recorded with."""
+    """Check dtypes and devices: a program is kept for those that it was recorded with."""
     rows = [
         (f"primal {short(p)} on {p.device}", f"tangent {short(t)} on {t.device}")
         for p, t in zip(primals, tangents, strict=True)
@@ -362,7 +363,7 @@ def floating(call: Call, outputs: list) -> None:
 
 
 def scalar(call: Call, value: Any, holomorphic: bool | None = None) -> None:
-    """What `grad` asks of its function's value; see `real_or_complex` for ``holomorphic``."""
+    """Check that a function returned a scalar; see `real_or_complex` for ``holomorphic``."""
     if not isinstance(value, torch.Tensor):
         raise RuntimeError(
             f"{call}: the function must return a tensor.\n"

@@ -1,7 +1,7 @@
-"""Custom autograd.Functions under our levels: the user's backward decides every derivative.
+"""Custom autograd.Functions under levels: the user's backward decides every derivative.
 
-Function.apply does not pass the function mode, so it is wrapped once: captured arguments are
-shared there too, and where a jvp is active the tangent is derived from the user's backward.
+Function modes do not see Function.apply, so it is wrapped once. The wrapper lifts captured
+arguments to the level too, and under a jvp it derives the tangent from the user's backward.
 """
 
 from __future__ import annotations
@@ -69,18 +69,18 @@ def _applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
     if is_once(cls) and torch.is_grad_enabled():
         remember(args, out)
     if stack.parted and (stack.again or not in_backward()):
-        settle()  # what was written inside has its history only now
+        settle()  # writes inside the Function have their history only now
     return out
 
 
 def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-    """torch.autograd.Function.apply, which see; under a level captured tensors are shared first."""
+    """Run torch.autograd.Function.apply; under a level, captured tensors are lifted to it first."""
     out = _apply(cls, args, kwargs)
     return _with_history(out, args) if posing.used else out
 
 
 def _with_history(out: Any, args: tuple) -> Any:
-    """Posed results whose wrappers have the history that autograd has given these."""
+    """Return results with the history that autograd has given them, in the user's own classes."""
     if type(out) is tuple:
         return tuple([_with_history(o, args) for o in out])
     if not isinstance(out, Posed) or any(out is a for a in args):
@@ -113,7 +113,7 @@ def _apply(cls: Any, args: tuple, kwargs: dict) -> Any:
             for a in args
         )
     if in_torch_func() or not any(isinstance(a, torch.Tensor) and peels(bare(a)) for a in args):
-        # Under a transform of torch.func it comes by once more, with the values below that.
+        # Under a transform of torch.func, apply is called again with the values below it.
         with outside(level) if level.peels else nullcontext():
             return _applied(cls, *args, **kwargs)
     if cls is BACKWARD_HOOK:
@@ -122,10 +122,10 @@ def _apply(cls: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _through(cls: Any, args: tuple) -> tuple:
-    """A node that modules hang their hooks on, which they look for at the innermost level."""
+    """Apply the node that modules register backward hooks on, at the innermost level."""
     outs = apply_users(cls, *args)
     for a, out in zip(args, outs, strict=True):
-        if isinstance(a, Wrapper):  # torch names the same values anew, but without their tangents
+        if isinstance(a, Wrapper):  # torch makes new tensors of the values, without their tangents
             vars(out).update({k: v for k, v in vars(a.graph_free()).items() if k != "family"})
     return outs
 
@@ -140,7 +140,7 @@ def _with_tangents(cls: Any, level: Level, args: tuple, kwargs: dict) -> Any:
     def h(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         filled = list(args)
         for i, t in zip(places, tensors, strict=True):
-            made = t.clone() if t.requires_grad else t  # a variable cannot be written to
+            made = t.clone() if t.requires_grad else t  # a leaf with grad cannot be written to
             filled[i] = carried(made, args[i])
         out = _applied(cls, *filled, **kwargs)
         single[:] = [isinstance(out, torch.Tensor)]
@@ -152,9 +152,9 @@ def _with_tangents(cls: Any, level: Level, args: tuple, kwargs: dict) -> Any:
         return tuple(undressed(_with_history(o, ())) for o in tensors)
 
     if cls.jvp is not torch.autograd.Function.jvp:
-        h = functools.partial(h)  # what leads to itself would wait for Python's collector
+        h = functools.partial(h)  # a reference cycle would wait for Python's collector
         vars(h)["rule"] = functools.partial(push_by_rule, h.func)
-    # What is kept for a derivative must be what it was, also when an argument has been written to.
+    # Values that are saved for a derivative must not change when an argument is written to.
     given = [undressed(args[i]) for i in places]
     found = at(level, h, tuple([x.clone() if x.requires_grad else x for x in given]))
     tensors = iter(
@@ -168,14 +168,14 @@ def _with_tangents(cls: Any, level: Level, args: tuple, kwargs: dict) -> Any:
 
 
 def _function_mode() -> AbstractContextManager:
-    """Our function mode, where it waits for a call of torch's that runs code of the user's."""
+    """Return forall's function mode if a call of torch's, which ran without it, runs user code."""
     if sharing(top()) is None or function_modes() or functions_are_off():
         return nullcontext()
     return SHARING
 
 
 def _hooks(outputs: Any, create_graph: bool) -> AbstractContextManager:
-    """Those of a pass of the user's: under a level, in a recorded call, or through an ended one."""
+    """Return a context with forall's hooks for a backward pass of the user's, if any are needed."""
     under = bool(dispatch_modes())
     if not under and not may_have_phases():
         return nullcontext()
@@ -184,7 +184,7 @@ def _hooks(outputs: Any, create_graph: bool) -> AbstractContextManager:
 
 
 def _making(gradients: Any) -> AbstractContextManager | None:
-    """Where the user's backward runs whose level has ended; None where nothing is to be told."""
+    """Return a context for a user's backward whose level has exited; None if there is none."""
     level = deepest(pytree.leaves(gradients))
     if level is None or level.active:
         return None
@@ -194,10 +194,10 @@ def _making(gradients: Any) -> AbstractContextManager | None:
 
 
 class _Captures(TorchFunctionMode):
-    """What the user's backward captures is shared with the examples of an ended level.
+    """A function mode that lifts tensors captured by a user's backward to a level that has exited.
 
-    Before anything is computed of it, or its stand-in that the forward saved would be no part of
-    what a derivative is asked of.
+    A captured tensor is lifted before anything is computed from it. Otherwise its stand-in that the
+    forward saved would not be among the inputs of a derivative.
     """
 
     def __init__(self, level: Level) -> None:
@@ -210,7 +210,7 @@ class _Captures(TorchFunctionMode):
         kwargs = kwargs or {}
         asks = func is torch.autograd.grad
         if (asks or torch.is_grad_enabled()) and func not in ITSELF:
-            written = 1 if func in IN_PLACE else 0  # itself, so that its history tells
+            written = 1 if func in IN_PLACE else 0  # the target itself, which gets the history
             with torch.enable_grad():
                 rest, kwargs = self.level.share_captured(args[written:], kwargs)
             args = args[:written] + rest
@@ -218,14 +218,14 @@ class _Captures(TorchFunctionMode):
 
 
 def _theirs(gradients: tuple, found: Any) -> Any:
-    """What a user's backward gives, for the examples that the gradients are of."""
+    """Restrict the result of a user's backward to the examples that the gradients are of."""
     return for_those_asked(gradients, found) if stack.ever_parted else found
 
 
 def _within() -> Callable[[torch.Tensor], bool]:
-    """Tells values of levels that are entered from now on.
+    """Return a test for values of levels that are entered from now on.
 
-    Where they are entered once more, they are other levels, whose values these could not meet.
+    A recomputation enters other levels, whose values could not be mixed with these.
     """
     around = around_what_runs()
 
@@ -248,7 +248,7 @@ _KEPT = (
 
 
 def install() -> None:
-    """Put our apply in torch's place, once."""
+    """Replace torch's Function.apply, once."""
     install_forward_level()
     checkpoint.install(
         where_it_first_ran,

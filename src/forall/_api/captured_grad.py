@@ -1,11 +1,13 @@
-"""torch.autograd inside a mapped function, through history that a captured tensor brings along.
+"""torch.autograd inside a mapped function, through the history of a captured tensor.
 
-A captured tensor's stand-in begins a graph of its own (`Share`), and what a backward pass leaves
-further out is the sum over the examples. That is what `.backward()` is to leave on a leaf. But a
-gradient that `torch.autograd.grad` returns is each example's own: so it stops at the border, and
-goes from there through the graph outside with all examples' cotangents at once, as `jacrev` does.
-Where it stops is a stand-in, or a mapped argument whose stack has such a history: each example's
-cotangent is then one of the stack that is zero but for the example's own place.
+A captured tensor's stand-in begins a graph of its own (`Share`), and a backward pass accumulates
+the sum over the examples outside. `.backward()` must leave that sum on a leaf. But a gradient that
+`torch.autograd.grad` returns is each example's own.
+
+So the pass stops at the level's boundary, and continues through the graph outside with the
+cotangents of all examples at once, as `jacrev` does. It stops at a stand-in, or at a mapped
+argument whose batched value has such a history. Each example's cotangent is then zero in the
+batched value but for the example's own index.
 """
 
 from __future__ import annotations
@@ -37,11 +39,11 @@ Tensors = list[torch.Tensor]
 
 
 class Crossing(NamedTuple):
-    """A place where a graph crosses a level's border, and goes on outside."""
+    """A place where a graph crosses a level's boundary and continues outside."""
 
     inside: End
     outside: End
-    axis: int | None  # of the examples in a mapped argument's stack; None for a shared tensor
+    axis: int | None  # the batch axis of a mapped argument; None for a shared tensor
 
 
 def _grad(
@@ -55,7 +57,7 @@ def _grad(
     is_grads_batched: bool = False,
     materialize_grads: bool = False,
 ) -> Any:
-    """torch.autograd.grad, where the way to a captured input leads through the graph outside."""
+    """Compute torch.autograd.grad, also with respect to a captured tensor and its history."""
     level = sharing(top())
     given = _tuple(inputs)
     if level is None or not all(isinstance(x, torch.Tensor) for x in given):
@@ -67,7 +69,7 @@ def _grad(
     with torch.enable_grad():
         outs = tuple(lift(y, level) if isinstance(y, torch.Tensor) else y for y in _tuple(outputs))
     crossings = _crossings(level, outs, wanted)
-    # Under no_grad the inputs have not been shared, and a pass would go on to them and sum.
+    # Under no_grad the inputs have no stand-ins, and a pass would continue to them and sum.
     if torch.is_grad_enabled() and not any(_goes_on(c.outside, wanted) for c in crossings):
         return NotImplemented  # one graph, of this level
     flags = (bool(create_graph if retain_graph is None else retain_graph), create_graph)
@@ -84,7 +86,7 @@ def _grad(
 
 
 def _all_used(found: Iterable) -> tuple:
-    """As torch has it, in its words."""
+    """Raise torch's own error, in its words, if an input has no gradient."""
     for i, g in enumerate(found):
         if g is None:
             raise RuntimeError(
@@ -97,7 +99,7 @@ def _all_used(found: Iterable) -> tuple:
 def _found(
     level: Level, outs: tuple, wanted: Tensors, grads: Any, crossings: list[Crossing], flags: Any
 ) -> list:
-    """One gradient, or None, for each tensor that is wanted: the level's own, then the others."""
+    """Return a gradient, or None, for each wanted tensor: the level's own and those outside."""
     stops = [x for x in wanted if not is_from_outside(x, level)]
     stops += [c.inside for c in crossings]
     pulled = iter(gradients(outs, stops, grads, *flags))
@@ -111,7 +113,7 @@ def _found(
 
 
 class Outside(Pullback):
-    """The graph from what crosses a level's border to tensors further out."""
+    """The graph from where it crosses a level's boundary to tensors further out."""
 
     def __init__(self, inner: Level, met: list[Crossing], wanted: Tensors, flags: Any) -> None:
         self.inner = inner
@@ -134,12 +136,12 @@ class Outside(Pullback):
             ]
 
     def found(self, gradients: Tensors) -> dict[int, torch.Tensor]:
-        """The gradients that there are, by the tensors they belong to."""
+        """Return the gradients that exist, by the ids of the tensors that they belong to."""
         triples = zip(self.wanted, gradients, self.used, strict=True)
         return {id(x): g for x, g, used in triples if used}
 
     def _run_stacked(self, stacks: Tensors) -> Tensors:
-        """(N, *O) of the outputs -> (N, *I) of what is wanted, zeros where nothing leads to it."""
+        """Pull back (N, *O) to (N, *I); zeros for a wanted tensor that nothing leads to."""
         size, level = stacks[0].shape[0], self.level
         stacks = [self._placed(s, axis) for s, axis in zip(stacks, self.axes, strict=True)]
         own = [x for x in self.wanted if level is None or not is_from_outside(x, level)]
@@ -155,7 +157,7 @@ class Outside(Pullback):
         return [found.get(id(x), x.new_zeros(()).expand(size, *x.shape)) for x in self.wanted]
 
     def _placed(self, stack: torch.Tensor, axis: int | None) -> torch.Tensor:
-        """(B * N, *S), where S is of one example -> (B * N, .., B, ..), zero for the others."""
+        """Return (B * N, *S) as (B * N, .., B, ..), with zeros for all other examples along B."""
         if axis is None:
             return stack
         parts = stack.unflatten(0, (self.inner.size, -1)).movedim(0, -1)
@@ -174,7 +176,7 @@ class Outside(Pullback):
 
 
 def _crossings(level: Level, roots: Iterable[End], wanted: Tensors) -> list[Crossing]:
-    """Where the graphs of ``roots`` cross the level's border on a way to what is wanted."""
+    """Find where the graphs of ``roots`` cross the level's boundary on a way to wanted tensors."""
     shared = [
         Crossing(s, t, None)
         for t, s in level.lifted.values()
@@ -212,13 +214,13 @@ _BORDER = (Enter._backward_cls, Share._backward_cls)
 
 
 def _goes_on(end: End, wanted: Tensors) -> bool:
-    """Whether a stand-in is not all that there is to it."""
+    """Return True if a graph continues from a crossing to a wanted tensor further out."""
     others = [x for x in wanted if x is not end]
     return len(others) == len(wanted) or _leads(end, others)
 
 
 def _leads(end: End, wanted: Tensors) -> bool:
-    """Whether a graph leads to what is wanted, or is there already."""
+    """Return True if a graph leads to a wanted tensor, or its end is one."""
     if any(end is x for x in wanted):
         return True
     goals = {x.grad_fn for x in wanted if x.grad_fn is not None}
@@ -227,7 +229,10 @@ def _leads(end: End, wanted: Tensors) -> bool:
 
 
 def _backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-    """Tensor.backward too. The sum over the examples, as the loop leaves it."""
+    """Run a backward pass that leaves the sum over the examples, as the loop over them does.
+
+    This serves `torch.autograd.backward` and `Tensor.backward`.
+    """
     level = sharing(top())
     if level is None:
         return NotImplemented
@@ -249,7 +254,7 @@ def _backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _lower_grad(leaf: torch.Tensor) -> None:
-    """Nodes outside have run under the level, which wraps what they make."""
+    """Unwrap the gradient of a leaf outside: nodes there ran under the level, which wrapped it."""
     left = leaf.grad
     while type(left) is Batched and left.axis is None and is_from_outside(leaf, left.level):
         left = leaf.grad = left.value
@@ -260,7 +265,7 @@ def _tuple(tensors: Any) -> tuple:
 
 
 def install() -> None:
-    """What calls of torch.autograd mean under `vmap`."""
+    """Register the implementations of torch.autograd's functions under `vmap`."""
     CALLS[torch.autograd.grad] = _grad
     CALLS[torch.Tensor.backward] = _backward
     CALLS[torch.autograd.backward] = _backward

@@ -1,4 +1,4 @@
-"""How many examples, rows or columns are done at once: what a ``chunk_size`` says."""
+"""The ``chunk_size`` of transforms: how many examples, rows or columns are computed at once."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
     import torch
 
-_SHARE = 0.8  # of the memory that is free may be taken, if nobody says how much
+_SHARE = 0.8  # the part of the free memory that may be taken by default
 
 
 @dataclass(frozen=True)
 class Chunks:
-    """How much of a call is done at once, for the ``chunk_size`` of any transform.
+    """A chunk size for any transform: how much of a call is computed at once.
 
     ``chunk_size=n`` is short for ``Chunks(n)``, and ``chunk_size="auto"`` for ``Chunks("auto")``.
     The results are the same for every choice; memory and time differ.
@@ -44,8 +44,7 @@ class Chunks:
         MemoryError: in the call, where one example alone takes more than the budget.
         ImportError: in the call, with ``progress``, where tqdm is not installed.
 
-    Source: a batch that is halved until it fits is old usage; that a failed one leaves nothing
-    behind is ours.
+    Source: a batch that is halved until it fits is old usage; undoing the failed one is ours.
 
     Example:
         >>> fits = forall.Chunks(memory_budget=2000)              # bytes
@@ -79,7 +78,7 @@ class Chunks:
             )
 
     def budget(self, near: Iterable[torch.Tensor]) -> AbstractContextManager:
-        """What limits the memory of a chunk of a call with these tensors."""
+        """Return a context that limits the memory of a chunk of a call with these tensors."""
         limit = self.memory_budget
         if limit is None and self.size == "auto" and top() is None and all(x.is_cpu for x in near):
             limit = int(_SHARE * (free_memory() or 0)) or None
@@ -88,7 +87,7 @@ class Chunks:
         return Budget(limit, str(self))
 
     def bar(self, total: int, unit: str) -> Any:
-        """What shows how many are done; None without ``progress``."""
+        """Return a context that gives a progress bar; one that gives None without ``progress``."""
         if not self.progress:
             return nullcontext()
         try:
@@ -106,11 +105,11 @@ def _is_count(n: Any) -> bool:
 
 
 def chunks_of(chunk: Any) -> Chunks | None:
-    """What a chunk_size stands for; None where all is done at once."""
+    """Return the `Chunks` for a chunk_size; None if all is computed at once."""
     return chunk if chunk is None or isinstance(chunk, Chunks) else Chunks(chunk)
 
 
 def for_torch(chunk: Any) -> int | None:
-    """What torch's own transforms take for it."""
+    """Return the chunk size for torch's own transforms, which take an int or None."""
     known = chunks_of(chunk)
     return None if known is None or known.size == "auto" else known.size

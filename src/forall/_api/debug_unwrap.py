@@ -1,4 +1,4 @@
-"""`debug_unwrap`: what lies behind a tensor inside a transform."""
+"""`debug_unwrap`: the plain tensor behind a tensor inside a transform."""
 
 from __future__ import annotations
 

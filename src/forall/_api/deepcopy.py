@@ -1,6 +1,6 @@
-"""`copy.deepcopy` of a tensor from outside, inside a transform: a copy that is the level's own.
+"""`copy.deepcopy` of a captured tensor inside a transform: a copy that belongs to the level.
 
-Torch has an empty tensor made and lets it have a copy of the memory. What a level makes has none.
+torch's own makes an empty tensor and copies the memory into it; values of a level have no memory.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ def _deepcopy(self: torch.Tensor, memo: dict) -> torch.Tensor:
 
 
 def _is_copied(x: torch.Tensor) -> bool:
-    """Whether it is all there is to copy: nothing lies in the same memory, or leads to it."""
+    """Return True for a leaf that is no view, so that a clone is a full copy of it."""
     with functions_off():
         return x.layout is torch.strided and x.is_leaf and x._base is None and not x.is_quantized
 
 
 def install() -> None:
-    """Put it in torch's place, once."""
+    """Replace `torch.Tensor.__deepcopy__`, once."""
     torch.Tensor.__deepcopy__ = _deepcopy

@@ -1,6 +1,6 @@
 """A call of a transform in a function that torch.compile compiles.
 
-`call` is read by Dynamo and never run. See NOTE [transforms in a compiled function].
+Dynamo traces `call` and never runs it. See NOTE [transforms in a compiled function].
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from forall._core.errors import Call
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-# The rest is made of these, and Dynamo reads how.
+# Other transforms are made of these, and Dynamo traces through their code.
 VERBS = frozenset({"vmap", "grad", "grad_and_value", "vjp", "jvp", "linearize", "jacrev", "jacfwd"})
 VERBS |= {"jacobian", "hessian", "hessian_diag", "hvp", "laplacian"}
 
@@ -54,7 +54,7 @@ def _seen(verb: str, args: tuple) -> tuple:
 
 
 def _run(verb: str, options: dict, func: Callable, args: tuple, kwargs: dict) -> Any:
-    """Return ``verb(func, **options)(*args, **kwargs)``; some verbs take the arguments at once."""
+    """Return ``verb(func, **options)(*args, **kwargs)``, for each transform's own signature."""
     transform = getattr(sys.modules["forall"], verb)
     if verb in ("jvp", "linearize", "vjp"):
         return transform(func, *args, **options)

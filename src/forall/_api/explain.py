@@ -1,4 +1,4 @@
-"""`explain`: where the examples of a call parted, and how it ran for that."""
+"""`explain`: a report of where the examples of a call diverged, and how the call ran."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 
 def explain(mapped: Callable[..., Any]) -> Callable[..., Explanation]:
-    """How a call of ``vmap(f)`` ran where its examples part: text, picture and result.
+    """A report of how a call of ``vmap(f)`` ran, where its examples diverged, and its result.
 
-    The law: ``explain(vmap(f))(*xs).result`` is ``vmap(f)(*xs)``. The call is made, once, with all
-    that it does.
+    The law: ``explain(vmap(f))(*xs).result`` is ``vmap(f)(*xs)``. The call is made once, with all
+    its side effects.
 
     Cost: that of the call, and some microseconds for each test on values. Calls that nobody asks
     about pay nothing.
@@ -68,18 +68,23 @@ def explain(mapped: Callable[..., Any]) -> Callable[..., Explanation]:
 
 @dataclass(frozen=True)
 class Explanation:
-    """How one call of ``vmap(f)`` ran: ``str`` gives the report, ``plot`` the picture.
+    """The report on one call of ``vmap(f)``: ``str`` gives the text, ``plot`` the picture.
 
-    ``examples`` is how many there were; ``ways`` how the call ran, in words, one try after another;
-    ``groups`` how many examples each group had, where it ran in groups; ``partings`` each time that
-    examples parted; ``steps`` each test on values, with the examples that took it; ``converted``
-    and ``refused`` the functions whose source was converted or, for a reason, was not; ``again``
-    the calls in which examples parted and that ran again for each group, with how often; ``replay``
-    how many calls of the function were replayed, or why they are not, while
-    `forall.config.replay` is on; ``measured`` how calls with so many examples run otherwise (what
-    is explained runs together), and what that takes, where `forall.config.parting` finds it out;
-    ``scalar`` where code begins that computes with Python's own values alone: here it runs together
-    as well, to show its steps, and in other calls for one example after another.
+    Attributes:
+        examples: how many there were.
+        ways: how the call ran, in words, one try after another.
+        groups: how many examples each group had, if it ran in groups.
+        partings: each time that examples diverged.
+        steps: each test on values, with the examples that took it.
+        converted: the functions whose source was converted.
+        refused: the functions whose source was not converted, with the reason.
+        again: the calls in which examples diverged, and how often each ran again for a group.
+        replay: how many calls of the function were replayed, or why they are not, while
+            `forall.config.replay` is on.
+        measured: how other calls with so many examples run, and how long that takes, if
+            `forall.config.parting` finds it out. An explained call runs together.
+        scalar: the lines where code begins that computes with Python's own values alone. It runs
+            together in an explained call, to show its steps, and in others one after another.
 
     Cost: nothing more; all is kept as it was found.
 
@@ -131,7 +136,7 @@ class Explanation:
         return "\n\n".join(parts)
 
     def plot(self, path: Any = None) -> Any:
-        """Examples over steps, one colour for each line, by matplotlib; a figure, or a file."""
+        """Plot examples over steps, one colour per line of code, as a figure or into a file."""
         size = explain_plot.counted(self.examples, "example")
         title = f"{self.call}: {size}\n{self.ways[-1]}"
         return explain_plot.draw(title, self.examples, self.steps, path)
@@ -157,7 +162,7 @@ def _explanation(mapped: Callable, report: Report, result: Any) -> Explanation:
 
 
 def _times(ways: tuple[str, ...]) -> list[str]:
-    """The same in several chunks, once."""
+    """Return each way that a call ran once, with how many chunks ran so."""
     return [way if n == 1 else f"{way} ({n} times)" for way, n in Counter(ways).items()]
 
 
@@ -185,7 +190,7 @@ def _steps(steps: tuple[Step, ...]) -> list[tuple[str, ...]]:
 
 
 def _row(sizes: list[int]) -> str:
-    """Numbers in a row; where they repeat, how often."""
+    """Return numbers in a row; of repeated ones, how often they repeat."""
     runs: list[list[int]] = []
     for n in sizes:
         if runs and runs[-1][0] == n:

@@ -1,4 +1,4 @@
-"""The picture of an explanation: which examples took each step, by matplotlib."""
+"""The plot of an explanation: which examples took each step, by matplotlib."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from forall._core.call_site import Place
     from forall._divergence.report_records import Step
 
-# Told apart by people who see few colours, too (Okabe and Ito, 2008); then again from the first.
+# Colours for the colour-blind (Okabe and Ito, 2008); they repeat from the first.
 COLOURS = (
     "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#555555",
 )  # fmt: skip
@@ -20,7 +20,7 @@ NOBODY = "#F2F2F2"
 
 
 def draw(title: str, examples: int, steps: Sequence[Step], path: Any) -> Any:
-    """A figure; written to ``path`` where there is one."""
+    """Return a figure; with a ``path``, write it there and return the path."""
     try:
         from matplotlib import colors, figure
     except ImportError:
@@ -57,7 +57,7 @@ def draw(title: str, examples: int, steps: Sequence[Step], path: Any) -> Any:
 
 
 def _table(examples: int, steps: Sequence[Step], places: list[Place]) -> Any:
-    """(examples, steps): which line it is, from 1, for those who take it."""
+    """Return a table (examples, steps) of the number of the line, from 1, that examples take."""
     number = {place: n for n, place in enumerate(places, 1)}
     table = torch.zeros((examples, len(steps)), dtype=torch.uint8, device="cpu")
     for column, step in enumerate(steps):

@@ -1,7 +1,7 @@
-"""An autograd.Function's own ``vmap``: what it says of stacks is run in the place of its forward.
+"""The user's ``vmap`` of an autograd.Function: it runs on batched values in the forward's place.
 
-It gets the stacks of one level, and its results become examples of that. What is recorded is the
-Function itself on examples, with its own backward, as it is where it has no such rule.
+It gets the batched values of one level, and its results become values of that level. Autograd
+records the Function itself on examples, with its own backward, as it does without such a rule.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _Function = torch.autograd.Function
 
 
 class VmapInfo(NamedTuple):
-    """What torch tells a rule of the `vmap` that it is run under."""
+    """The facts about the enclosing `vmap` that torch passes to such a rule."""
 
     batch_size: int
     randomness: str
 
 
 def by_own_rule(cls: Any, args: tuple) -> Any:
-    """``cls``, or its form for stacks where it has a rule for these arguments."""
+    """Return ``cls``, or its form for batched values if it has a rule for these arguments."""
     if not has_own_rule(cls) or _level_of(args) is None:
         return cls
     found = _forms.get(cls)
@@ -44,7 +44,7 @@ _forms: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
 
 def has_own_rule(cls: Any) -> bool:
-    """True if ``cls`` has a ``vmap`` of its own, and a ``setup_context``, which torch asks for."""
+    """True if ``cls`` has a ``vmap`` of its own, and a ``setup_context``, which torch requires."""
     return (
         cls.vmap is not _Function.vmap
         and not cls.generate_vmap_rule
@@ -53,7 +53,7 @@ def has_own_rule(cls: Any) -> bool:
 
 
 def _level_of(args: tuple) -> VmapLevel | None:
-    """The innermost level of these arguments, if it is one whose examples all run as one."""
+    """Return the innermost level of these arguments, if all its examples run as one."""
     level = deepest(args)
     if not isinstance(level, VmapLevel) or level.records_values:
         return None
@@ -66,7 +66,7 @@ def _level_of(args: tuple) -> VmapLevel | None:
 def _forward_of(cls: Any) -> Any:
     def forward(*args: Any) -> Any:
         level = _level_of(args)
-        if level is None:  # the examples have parted since
+        if level is None:  # the examples have diverged since
             return cls.forward(*args)
 
         leaves, spec = pytree.flatten(args)
@@ -88,7 +88,7 @@ def _forward_of(cls: Any) -> Any:
 
 
 def _examples(cls: Any, out: Any, out_dims: Any, level: VmapLevel, own: dict[int, Any]) -> Any:
-    """Outputs as examples; one that is an argument's own stack is that argument."""
+    """Return outputs as values of the level; the batched value of an argument is that argument."""
     if isinstance(out, (tuple, list)):
         dims = out_dims if isinstance(out_dims, (tuple, list)) else (out_dims,) * len(out)
         if len(dims) != len(out):

@@ -1,4 +1,4 @@
-"""Modules as functions of their parameters and buffers, which may be stacks of many modules'."""
+"""Modules as functions of their parameters and buffers, which may be stacks over many modules."""
 
 from __future__ import annotations
 
@@ -68,9 +68,10 @@ def functional_call(
 
 
 def _left_by_torch(module: torch.nn.Module) -> list[tuple[dict, dict]]:
-    """Where torch leaves what it was given, and what is there now.
+    """Return the dicts in which torch may leave the given tensors, with their present entries.
 
-    Submodules that have more than one name, and recurrent ones, which keep a list of their weights.
+    They belong to submodules that have more than one name, and to recurrent ones, which keep a list
+    of their weights.
     """
     seen: set[torch.nn.Module] = set()
     twice: dict[torch.nn.Module, None] = {}

@@ -187,7 +187,7 @@ def _grad_and_value(
     verb = how[0]
 
     def given_back(tree: Any, value: Any, aux: Any) -> Any:
-        """What the transform returns."""
+        """Return the result of the transform, with the value and aux that were asked for."""
         if valued:
             return tree, (value, aux) if has_aux else value
         return (tree, aux) if has_aux else tree
@@ -196,7 +196,7 @@ def _grad_and_value(
     simple = simple and argnames is None and not has_aux and not holomorphic
 
     def differentiate_alone(*args: Any) -> Any:
-        """Return the same by torch.autograd, for ordinary tensors without history."""
+        """Return the gradient by torch.autograd, for ordinary tensors without history."""
         x = args[argnums].detach().requires_grad_()
         value = func(*args[:argnums], x, *args[argnums + 1 :])
         if type(value) is not torch.Tensor or value.dim():

@@ -421,7 +421,7 @@ def hessian(
 
 
 def derived(
-    how: tuple,  # what the transform was told
+    how: tuple,  # the transform's name and options
     func: Callable,
     which: tuple[Any, Any],  # argnums, argnames
     has_aux: bool,
@@ -433,7 +433,7 @@ def derived(
     holomorphic: bool,
     **options: Any,
 ) -> Callable:
-    """What ``sweep`` finds as a tree, and beside it what was asked for."""
+    """Return a transform: the tree of the blocks that ``sweep`` computes, and the value or aux."""
     verb, beside = how[0], has_aux or return_value
 
     @replaying(func, how)
@@ -452,7 +452,7 @@ def derived(
 
 
 def _hessian_by_torch(
-    by: Callable,  # what takes its first and its second derivatives
+    by: Callable,  # takes the first and the second derivatives, by torch.func
     func: Callable,
     argnums: Any,
     argnames: Any,

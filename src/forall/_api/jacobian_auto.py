@@ -85,11 +85,12 @@ def jacobian(
 
         jacobian(f)(x)[o, i] = d f(x)[o] / d x[i].
 
-    Cost: ``f`` is called once and recorded. Then one pull-back per number in the output; or, where
-    the input has fewer than half as many, one push per number in it, as the pull-back of the
-    recorded pull-back. That needs a record of torch's own operators alone, and nothing outside that
-    differentiates the Jacobian; else it is `jacrev`. `jacfwd` records nothing, so it needs less
-    memory.
+    Cost: ``f`` is called once and recorded. Then one pull-back per number in the output is run. If
+    the input has fewer than half as many numbers, one push-forward per number in it is run instead,
+    as the pull-back of the recorded pull-back. That needs a graph of torch's own operators alone,
+    and nothing outside that differentiates the Jacobian; else it is `jacrev`.
+
+    `jacfwd` records nothing, so it needs less memory.
 
     Args:
         argnums: one position, or several; several give a tuple in the order asked.

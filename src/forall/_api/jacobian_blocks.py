@@ -1,4 +1,4 @@
-"""All derivatives of a function of tensors: a pull-back per row, or a push per column.
+"""All derivatives of a function of tensors: a pull-back per row, or a push-forward per column.
 
 Both give, for each output and each input, one block of shape (*O, *I).
 """
@@ -31,19 +31,19 @@ if TYPE_CHECKING:
 
 
 class Blocks(NamedTuple):
-    """Derivatives, ``blocks[o][i]`` of output o with respect to input i."""
+    """Derivatives: ``blocks[o][i]`` is that of output o with respect to input i."""
 
     blocks: list[list[torch.Tensor]]
     spec: Any  # the tree of the outputs
     aux: Any
 
     def tree(self, shaped: Callable[[list], Any]) -> Any:
-        """The output's tree, with one of the inputs' (see `Moved.shaped`) at every leaf."""
+        """Return the output's tree, with a tree like the inputs (see `Moved.shaped`) at leaves."""
         return pytree.unflatten([shaped(row) for row in self.blocks], self.spec)
 
 
 class First:
-    """The Jacobian at a call's arguments, as a function of the tensors that move.
+    """The Jacobian at a call's arguments, as a function of the differentiated tensors.
 
     It returns ``blocks[o][i]`` (see `Blocks`), and the value of the user's function as its aux.
     """
@@ -91,19 +91,22 @@ class First:
         return Blocks(blocks, self.spec, None).tree(self.given.shaped)
 
     def answer(self, result: Any, j: list, y: Any, return_value: bool) -> Any:
-        """``result``, and beside it what was asked for."""
+        """Return ``result`` with the value, Jacobian and aux that were asked for."""
         return answered(result, self.tree(j), y, self.has_aux, return_value)
 
 
 def answered(result: Any, jacobian: Any, y: Any, has_aux: bool, return_value: bool) -> Any:
-    """A second derivative, and beside it what was asked for; with has_aux ``y`` is two things."""
+    """Return a second derivative with the Jacobian, value and aux that were asked for.
+
+    With has_aux, ``y`` is the value and the aux.
+    """
     if return_value:
         return result, (jacobian, *y) if has_aux else (jacobian, y)
     return (result, y[1]) if has_aux else result
 
 
 def moved(call: Call, xs: list[torch.Tensor], holomorphic: bool | None) -> list[torch.Tensor]:
-    """What a Jacobian asks of its inputs."""
+    """Check that the inputs of a Jacobian are real, or complex if it is holomorphic."""
     argument_checks.real_or_complex(call, "inputs", xs, holomorphic)
     for x in xs:
         boundary.refuse_torchs(x)
@@ -118,23 +121,23 @@ def by_rows(
     chunk: Chunk,
     holomorphic: bool | None,
 ) -> Blocks:
-    """Reverse mode: pull back every number of the outputs."""
+    """Compute a Jacobian in reverse mode: pull back every number of the outputs."""
     pull, _, aux = pullback(call, func, tuple(moved(call, xs, holomorphic)), has_aux)
     argument_checks.real_or_complex(call, "outputs", pull.outputs, holomorphic)
     return Blocks(rows_of(pull, chunk, holomorphic), pull.out_spec, aux)
 
 
 def rows_of(pull: Pullback, chunk: Chunk, holomorphic: bool | None) -> list[list[torch.Tensor]]:
-    """``[o][i]`` of shape (*O, *I), by rows.
+    """Return blocks ``[o][i]`` of shape (*O, *I), by rows.
 
-    A pull-back of torch's multiplies a cotangent by the conjugate of df/dz.
+    torch's backward multiplies a cotangent by the conjugate of df/dz.
     """
     blocks = blocks_of(pull, chunk)
     return [[b.conj_physical() for b in row] for row in blocks] if holomorphic else blocks
 
 
 def blocks_of(pull: Pullback, chunk: Chunk) -> list[list[torch.Tensor]]:
-    """``[o][i]`` of shape (*O, *I), by rows."""
+    """Return blocks ``[o][i]`` of shape (*O, *I), by rows."""
     stacks = _rows(pull, chunk)
     first, blocks = 0, []
     for y in pull.outputs:
@@ -145,7 +148,7 @@ def blocks_of(pull: Pullback, chunk: Chunk) -> list[list[torch.Tensor]]:
 
 
 def _rows(pull: Pullback, chunk: Chunk) -> list[torch.Tensor]:
-    """(N, *I) for each input: the pull-backs of all N directions of the outputs together."""
+    """Return (N, *I) for each input: the pull-backs of all N directions of the outputs together."""
     total = sum(y.numel() for y in pull.outputs)
     if not total:
         return [torch.zeros(0, *x.shape, dtype=x.dtype, device=x.device) for x in pull.own]
@@ -169,7 +172,7 @@ def by_columns(
     chunk: Chunk,
     holomorphic: bool | None,
 ) -> Blocks:
-    """Forward mode: push every number of the inputs."""
+    """Compute a Jacobian in forward mode: push forward every number of the inputs."""
     xs, beside = moved(call, given.tensors, holomorphic), given.beside()
     specs: list[Any] = []
     first = _FirstRun(call, xs, beside)
@@ -203,12 +206,12 @@ def by_columns(
         for target, value in zip(first.written or (), values, strict=True):
             _give_history(target, value)
     finally:
-        first.forget()  # it leads to what may hold this function: a ring by way of torch's graph
+        first.forget()  # else a reference cycle through torch's graph may hold this function
     return Blocks([_split(s, xs) for s in stacks], specs[0], aux[0] if has_aux else None)
 
 
 class _FirstRun:
-    """The run of a sweep's first directions: its writes, and older memory as it was before."""
+    """The run of the first chunk of directions: its writes, and older memory as it was before."""
 
     def __init__(self, call: Call, xs: list[torch.Tensor], beside: list[torch.Tensor]) -> None:
         self.call, self.xs, self.beside = call, xs, beside
@@ -217,7 +220,7 @@ class _FirstRun:
         self.written: list[torch.Tensor] | None = None  # the arguments with history at stake
 
     def begin(self, level: Any) -> None:
-        """Have the directions of ``level`` read what those before them have read."""
+        """Restore older memory, so that directions of ``level`` read what the first ones read."""
         if self.before is not None:
             self.undo()
             return
@@ -227,7 +230,7 @@ class _FirstRun:
                 self.before.keep_history(x)
 
     def undo(self) -> None:
-        """Put back what was written, and what levels further out have noted since."""
+        """Undo writes, and the logs that levels further out have kept since."""
         moved = {id(x) for x in self.xs if x.requires_grad}
         for t in self.written or ():
             if id(t) in moved:  # each chunk would give it history upon history
@@ -247,12 +250,12 @@ class _FirstRun:
             self.written = [target for target, _ in written]
 
     def forget(self) -> None:
-        """Let go of all that is held."""
+        """Drop all references."""
         self.__dict__.clear()
 
 
 def _give_history(target: torch.Tensor, value: torch.Tensor) -> None:
-    """The target holds this value, written there below autograd: now by its history as well."""
+    """Give the target the history of a value that it holds, written there below autograd."""
     if value.requires_grad:
         number = version(target)
         target.copy_(value)
@@ -260,6 +263,6 @@ def _give_history(target: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def _split(stack: torch.Tensor, xs: list) -> list[torch.Tensor]:
-    """(*O, N), N counting the numbers of all ``xs`` together -> (*O, *I) for each of them."""
+    """Split (*O, N), where N counts the numbers of all ``xs`` together, into (*O, *I) for each."""
     parts = stack.split([x.numel() for x in xs], -1)
     return [p.reshape((*stack.shape[:-1], *x.shape)) for p, x in zip(parts, xs, strict=True)]

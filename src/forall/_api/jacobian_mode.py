@@ -1,4 +1,4 @@
-"""A Jacobian by rows, or by columns where there are fewer: the pull-back of a pull-back."""
+"""A Jacobian by rows or, if they are fewer, by columns: the double-backward trick."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class Hooks(TorchFunctionMode):
-    """Whether a hook is registered while it is on: such may do anything to a cotangent."""
+    """A function mode that notes whether a hook is registered: hooks may change a cotangent."""
 
     seen = False
 
@@ -40,7 +40,7 @@ class Hooks(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-# A node's own hooks are registered where no mode sees it; the node is asked for before.
+# No mode sees a node's own hooks being registered, but the read of `grad_fn` before that.
 _HOOKED = {torch.Tensor.register_hook, torch.Tensor.grad_fn.__get__}
 
 
@@ -52,10 +52,10 @@ def by_fewer(
     chunk: Chunk,
     holomorphic: bool,
 ) -> Blocks:
-    """Pull back every number of the outputs, or push those of the inputs, where they are few.
+    """Pull back every number of the outputs, or push forward those of the inputs if they are fewer.
 
     ``func`` has run by the time that its outputs can be counted. A pull-back is linear in the
-    cotangents, so its own pull-back is the push-forward; one costs about two of the others.
+    cotangents, so its own pull-back is the push-forward, which costs about twice as much.
     """
     hooks = Hooks()
 
@@ -71,14 +71,14 @@ def by_fewer(
     return Blocks(found or rows_of(pull, chunk, holomorphic), pull.out_spec, aux)
 
 
-# The nodes of torch's own operators; a Function's has no number.
+# The nodes of torch's own operators; the name of a Function's node has no number.
 _TORCHS = re.compile(r".*Backward\d+|AccumulateGrad|CopySlices|CopyBackwards")
 
 
 def _is_torchs(pull: Pullback) -> bool:
-    """Whether a graph can be pulled back twice, and no third time.
+    """Return True if a graph can be pulled back twice, and no third pass is possible.
 
-    What a Function has for a backward need not be recorded. A third pass lacks terms in torch.
+    The backward of a Function need not be differentiable. A third pass lacks terms in torch.
     """
     with functions_off():
         if may_carry_tangents() or any(x.grad_fn is not None for x in pull.own):
@@ -89,7 +89,7 @@ def _is_torchs(pull: Pullback) -> bool:
 
 
 def _pushed(call: Call, pull: Pullback, xs: list, chunk: Chunk) -> list | None:
-    """``[o][i]`` of shape (*O, *I), by columns; None where torch has no second backward."""
+    """Return ``[o][i]`` of shape (*O, *I), by columns; None where torch has no second backward."""
     cots = tuple(map(torch.zeros_like, pull.outputs))
     try:
         push, *_ = pullback(call, lambda *cots: tuple(pull.at(top(), [*cots])), cots, False)
@@ -104,6 +104,6 @@ def _pushed(call: Call, pull: Pullback, xs: list, chunk: Chunk) -> list | None:
 
 
 def _turned(block: torch.Tensor, n: int) -> torch.Tensor:
-    """(*I, *O) -> (*O, *I), with n dims in I."""
+    """Return a block (*I, *O) as (*O, *I), with n dims in I."""
     with functions_off():
         return block.permute([*range(n, block.dim()), *range(n)]).detach().contiguous()

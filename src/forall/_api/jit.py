@@ -1,4 +1,4 @@
-"""`jit`: a pure function recorded once for each kind of arguments, and replayed."""
+"""`jit`: a pure function that is recorded once for each kind of arguments, and replayed."""
 
 from __future__ import annotations
 
@@ -25,30 +25,36 @@ def jit(
     backend: Literal["python", "inductor", "cudagraphs"] = "python",
     fastmath: bool = False,
 ) -> Jitted[P, R]:
-    """``func`` without its Python: recorded once for each kind of arguments, then replayed.
+    """Return ``func`` without its Python: recorded once for each kind of arguments, then replayed.
 
     The law: ``jit(f)(x)`` equals ``f(x)`` for a pure function ``f`` of trees of tensors: results,
     derivatives taken outside, random draws, and what is written into arguments. Transforms inside
     are recorded as what they come down to: a straight line of operators without a level or a tape.
 
-    Cost: the first call of a kind runs ``func`` as it is, and besides cleans and compiles what it
-    saw, about a millisecond for each operator. A later call runs the operators. A kind is made of
-    the tree of the arguments, the shape, strides, dtype, device and ``requires_grad`` of each
-    tensor, the class and value of each number and string, which tensors and containers are one, the
-    identity of everything else, and torch's state: grad mode, autocast, default dtype, default
-    device. The last 64 kinds are kept. Where something outside requires grad, the backward pass is
-    replayed as well; a derivative of that pass runs ``func`` again, as does the first pass that
-    starts at other results than those before.
+    Cost: the first call of a kind runs ``func`` as it is, then optimizes and compiles the recorded
+    operators, about a millisecond for each. A later call runs the operators. The last 64 kinds are
+    kept.
 
-    Captured tensors are read anew with each call. What ``func`` can be seen to reach (closure,
-    globals, defaults, attributes, modules) is compared with each call by identity, and a change
-    records anew. So does the answer to a test (``if (x > 0).all():``, a check of arguments that
-    raises), a whole number (``int(batch.max())``) and the shape of what a mask picks, which the
-    program asks for as well: where one is another, ``func`` is called. What no program can stand
-    for runs as it is, with one `PerformanceWarning` that says why: answers that change all the time
-    or differ between examples, ``.item()`` of a fraction, numpy, a list or an attribute that
-    ``func`` changes. Inside another transform, and for
-    arguments of a class of their own, ``func`` runs as it is without a word.
+    Two calls are of one kind if these agree: the tree of the arguments; the shape, strides, dtype,
+    device and ``requires_grad`` of each tensor; the class and value of each number and string;
+    which tensors and containers are identical; the identity of everything else; torch's state
+    (grad mode, autocast, default dtype, default device).
+
+    If something outside requires grad, the backward pass is replayed as well. A derivative of that
+    pass runs ``func`` again, as does the first pass that starts at other results than before.
+
+    Captured tensors are read anew with each call. The objects that ``func`` can be seen to reach
+    (closure, globals, defaults, attributes, modules) are compared with each call by identity, and
+    a change leads to a new recording.
+
+    The program also computes each answer that ``func`` read: to a test (``if (x > 0).all():``, a
+    check that raises), a whole number (``int(batch.max())``), the shape of a masked selection. If
+    an answer differs from the recorded one, ``func`` is called.
+
+    Code that no program can replace runs as it is, with one `PerformanceWarning` that says why.
+    Examples are answers that change all the time or differ between examples, ``.item()`` of a
+    fraction, numpy, a list or an attribute that ``func`` changes. Inside another transform, and
+    for arguments of a class of their own, ``func`` runs as it is without a warning.
 
     Backends: ``"python"`` runs operator after operator, each bit as in ``f(x)``; where they are
     many and called often, by torch's own interpreter. ``"inductor"`` and ``"cudagraphs"`` hand the
@@ -66,9 +72,9 @@ def jit(
     large or too small for its dtype, infs and nans may come in, or go, as with other programs for
     the same numbers. Shapes and layouts stay.
 
-    To look inside: ``jitted.cache_info()`` counts calls as `functools.lru_cache` does, where a miss
-    ran ``func``; ``jitted.kinds()`` lists what is kept, and ``print(*jitted.kinds())`` shows each
-    program, or why there is none; ``jitted.cache_clear()`` forgets all.
+    To look inside: ``jitted.cache_info()`` counts calls as `functools.lru_cache` does; a miss ran
+    ``func``. ``jitted.kinds()`` lists the kinds that are kept, and ``print(*jitted.kinds())`` shows
+    each program, or why there is none. ``jitted.cache_clear()`` drops them all.
 
     Args:
         func: a function of trees of tensors, or a module. What it does besides (print, files,
@@ -117,7 +123,7 @@ def jit(
     """
     argument_checks.callable_("jit", func)
     if is_dynamo_compiling():
-        return cast("Jitted[P, R]", func)  # whoever compiles the calls of it records it too
+        return cast("Jitted[P, R]", func)  # the compiler of the outer function traces it too
     kinds = _kinds(func, static_argnums, static_argnames, backend, fastmath)
 
     @functools.wraps(func, updated=())
@@ -131,7 +137,7 @@ def jit(
 
 
 def _kinds(func: Callable, *how: Any) -> Kinds:
-    # A tenth of `import forall`, and many never ask.
+    # Importing these takes a tenth of `import forall`, and many programs never use `jit`.
     from forall._jit.cache.call_cache import Kinds
     from forall._jit.static_args import Statics
 

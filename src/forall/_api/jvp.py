@@ -123,10 +123,10 @@ def push(
     beside: Sequence[torch.Tensor] = (),
     written: list[tuple[torch.Tensor, torch.Tensor]] | None = None,
 ) -> Any:
-    """What `jvp` and `jacfwd` share; ``beside`` are further arguments of ``func``.
+    """Push tangents forward, for `jvp` and `jacfwd`; ``beside`` are further arguments of ``func``.
 
-    ``written`` takes the arguments that were written to with history at stake, each with what it
-    now is.
+    ``written`` collects the arguments that were written to while they have history, each with the
+    value that it has now.
     """
     flat, spec = argument_checks.primals(call, primals)
     flat_t = argument_checks.tangents(call, flat, spec, tangents)
@@ -157,7 +157,7 @@ def push(
 def run(
     call: Call, func: Callable, duals: tuple, level: jvp_level.JvpLevel, has_aux: bool
 ) -> tuple[list, Any, Any]:
-    """The outputs at values of ``level``, each as primal and tangent; their tree, and the aux."""
+    """Return the outputs at values of ``level``, each as primal and tangent, their tree and aux."""
     with level:
         out = users(func)(*duals)
     aux = None
@@ -169,7 +169,7 @@ def run(
 
 
 def _dual(p: torch.Tensor, t: torch.Tensor, level: jvp_level.JvpLevel) -> torch.Tensor:
-    """A primal and its tangent as a value of the level."""
+    """Return a primal and its tangent as a value of the level."""
     if type(p) is Jagged:
         rows = _dual(p.values(), t.values(), level)
         with level:
@@ -179,9 +179,9 @@ def _dual(p: torch.Tensor, t: torch.Tensor, level: jvp_level.JvpLevel) -> torch.
 
 
 def left(y: torch.Tensor, level: jvp_level.JvpLevel) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The primal that a call leaves of a value, as what the user knows that by; and its tangent."""
+    """Return the primal of a result, in the class that the user gave it, and its tangent."""
     if type(y) is Jagged:
-        with level:  # which its class does not ask about the tangents of the rows
+        with level:  # the class of nested tensors does not enter it to read the rows' tangents
             rows = y.values()
         primal, tangent = left(rows, level)
         return with_rows(y, primal), None if tangent is None else with_rows(y, tangent)
@@ -190,7 +190,7 @@ def left(y: torch.Tensor, level: jvp_level.JvpLevel) -> tuple[torch.Tensor, torc
 
 
 def detached(results: Any) -> Any:
-    """Results without history; to the user they are what they were."""
+    """Return results without history, in the classes that the user gave them."""
 
     def cut(t: torch.Tensor) -> torch.Tensor:
         with functions_off():

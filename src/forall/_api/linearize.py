@@ -95,7 +95,7 @@ def linearize(func: Callable, *primals: Any) -> tuple[Any, Callable]:
     call = Call("linearize", func)
     flat, spec = argument_checks.primals(call, primals)
     argument_checks.not_nested(call, flat)
-    if is_on() and not torch.is_inference_mode_enabled():  # in which it makes other tensors
+    if is_on() and not torch.is_inference_mode_enabled():  # inference mode makes other tensors
         value, found = replay(func, _linearized, *primals, how=how)
     else:
         value, found = call_transform(_linearized, func, *primals)
@@ -107,7 +107,7 @@ def linearize(func: Callable, *primals: Any) -> tuple[Any, Callable]:
 
 
 def _played(call: Call, play: Callable, constants: list) -> Callable:
-    """The tangent program with its constants, while these are what they were at the point."""
+    """Return the tangent program, which raises if its constants have been written to."""
     counts = [Count(c) for c in constants if isinstance(c, torch.Tensor)]
 
     def played(seeds: list) -> list:
@@ -125,9 +125,9 @@ def _played(call: Call, play: Callable, constants: list) -> Callable:
 
 
 class _Own:
-    """The tangent program of a kind of calls: what their results have in common.
+    """The tangent program that all calls of a kind share.
 
-    Two are the same where they do the same. Guards need not look at what never changes.
+    Two programs are equal if they do the same. Guards need not inspect what never changes.
     """
 
     __slots__ = ("calls", "linear", "out_spec")
@@ -155,10 +155,11 @@ class _Own:
 
 
 def _linearized(func: Callable, *primals: Any) -> tuple:
-    """The value, and the tangent program with its constants.
+    """Return the value, and the tangent program with its constants.
 
-    As the key of a dict the program is a part of the result's tree, which is the same for all calls
-    of a kind; one that holds on to what a single call has made is a leaf, and no call is recorded.
+    The program is the key of a dict, so it is part of the result's tree, which is the same for all
+    calls of a kind. A program that refers to objects of a single call is a leaf of the result
+    instead, and such calls are not recorded.
     """
     given = flatten(primals)
     value, linear, out_spec, constants, _ = _run(Call("linearize", func), func, *given, False)
@@ -170,7 +171,7 @@ def _linearized(func: Callable, *primals: Any) -> tuple:
 def program(
     call: Call, func: Callable, primals: tuple, *, has_aux: bool
 ) -> tuple[Any, Callable, Any]:
-    """Value, tangent program and aux of ``func``, run once."""
+    """Return the value, tangent program and aux of ``func``, which is run once."""
     flat, spec = argument_checks.primals(call, primals)
     value, linear, out_spec, constants, aux = _run(call, func, flat, spec, has_aux)
     return value, _pushing(call, flat, spec, partial(linear.play, constants), out_spec), aux
@@ -199,7 +200,7 @@ def _run(
         try:
             pairs, out_spec, aux = run(call, func, pytree.unflatten(duals, spec), level, has_aux)
         finally:
-            level.tapes = None  # a ring of these by way of torch's graph would never be free
+            level.tapes = None  # a reference cycle through torch's graph would never be freed
         settle(tapes)
     value = pytree.unflatten([p for p, _ in pairs], out_spec)
     pairs = [(bare(p), t) for p, t in pairs]
@@ -212,7 +213,7 @@ def _run(
 def _pushing(call: Call, flat: list, spec: Any, play: Callable, out_spec: Any) -> Callable:
     @functorch_interop.left_to_python
     def jvp_fn(*tangents: Any) -> Any:
-        """The derivative at the point, in the direction of ``tangents``."""
+        """Return the derivative at the point, in the direction of ``tangents``."""
         seeds = argument_checks.tangents(call, flat, spec, tangents)
         argument_checks.alike(call, flat, seeds)
         return pytree.unflatten(call_transform(play, seeds), out_spec)

@@ -1,4 +1,4 @@
-"""What `vmap` maps: a dim for every argument, a place for every result."""
+"""The ``in_dims`` and ``out_dims`` of `vmap`: a dim for every argument and every result."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 def named(
     call: Call, func: Callable, in_dims: dict, args: tuple, kwargs: dict
 ) -> tuple[tuple, dict, tuple, dict]:
-    """Arguments and their dims, where a dict of in_dims names the arguments."""
+    """Return the arguments and their dims if a dict of in_dims names the arguments."""
     try:
         parameters = signature(func)
     except ValueError:
@@ -66,7 +66,7 @@ def named(
 def inputs(
     call: Call, args: tuple, kwargs: dict, in_dims: Any, named_dims: dict | None = None
 ) -> tuple[list, Any, list, int]:
-    """Leaves, tree, a dim per leaf (from the front; None for shared) and the number of examples.
+    """Return leaves, tree, a dim per leaf (from the front; None for shared) and the batch size.
 
     ``named_dims`` are for the keyword arguments, which are shared without it.
     """
@@ -108,7 +108,7 @@ def inputs(
 
 
 def opened(args: tuple, kwargs: dict, in_dims: Any, named_dims: Any = None) -> tuple[tuple, dict]:
-    """Args and kwargs with collections in the place of mapped modules that hold one."""
+    """Return args and kwargs with collections in the place of mapped modules that hold one."""
     wrapper = tensordict.wrapper()
     leaves, spec = _flat(args, kwargs) if wrapper else ([], None)
     if not any(isinstance(leaf, wrapper) for leaf in leaves):
@@ -116,7 +116,7 @@ def opened(args: tuple, kwargs: dict, in_dims: Any, named_dims: Any = None) -> t
     by_position = tuple(in_dims) if isinstance(in_dims, list) else in_dims
     dims = pytree.prefix((by_position, named_dims), spec)
     if dims is None:
-        return args, kwargs  # `inputs` tells
+        return args, kwargs  # `inputs` raises the error
     is_mapped = [
         isinstance(x, wrapper) and d is not None for x, d in zip(leaves, dims, strict=True)
     ]
@@ -125,7 +125,7 @@ def opened(args: tuple, kwargs: dict, in_dims: Any, named_dims: Any = None) -> t
 
 
 def _flat(args: tuple, kwargs: dict) -> tuple[list, Any]:
-    """Leaves and tree of ``(args, kwargs)``; most calls pass tensors and nothing else."""
+    """Return leaves and tree of ``(args, kwargs)``; most calls pass tensors and nothing else."""
     for a in args:
         if type(a) is not torch.Tensor:
             return flatten((args, kwargs))
@@ -140,7 +140,7 @@ def _tree_of_leaves(n: int) -> Any:
 def _dim(
     call: Call, i: int, leaf: Any, dim: Any, args: tuple, kwargs: dict, sizes: list[int]
 ) -> int:
-    """The dim of leaf ``i``, from the front; how many examples it has is added to ``sizes``."""
+    """Return the dim of leaf ``i``, from the front; append its number of examples to ``sizes``."""
     if type(dim) is not int:
         raise ValueError(
             f"{call}: a dim of in_dims must be an int or None.\n"
@@ -177,7 +177,7 @@ def _dim(
 
 
 def paths(args: tuple, kwargs: dict) -> list[str]:
-    """How a user would write each leaf of the arguments."""
+    """Return each leaf of the arguments as a user would write it."""
     found = ["args" + pytree.keystr(p) for p, _ in pytree.tree_flatten_with_path(args)[0]]
     return found + [
         "kwargs" + pytree.keystr(p) for p, _ in pytree.tree_flatten_with_path(kwargs)[0]
@@ -235,7 +235,7 @@ def written_twice(call: Call, leaf: torch.Tensor) -> RuntimeError:
 
 
 def are_places(given: Any) -> bool:
-    """Whether ``given`` is an int, None, or a tree of them, as out_dims must be."""
+    """Return True if ``given`` is an int, None, or a tree of them, as out_dims must be."""
     return (
         type(given) is int
         or given is None
@@ -252,7 +252,7 @@ def no_places(call: Call) -> ValueError:
 
 
 class Places:
-    """The places of the examples in the results."""
+    """The out_dims of a call: the place of the batch axis in each result."""
 
     __slots__ = ("call", "out_dims")
 
@@ -295,7 +295,7 @@ def nested_result(call: Call, result: torch.Tensor) -> NotImplementedError:
 
 
 def unmapped(call: Call, result: torch.Tensor, level: Any) -> torch.Tensor:
-    """A result with out_dims None leaves as it is, if it is the same for all examples."""
+    """Return a result with out_dims None as it is, if it is the same for all examples."""
     if not (isinstance(result, Batched) and result.level is level):
         return result
     if result.axis is not None:
@@ -308,7 +308,7 @@ def unmapped(call: Call, result: torch.Tensor, level: Any) -> torch.Tensor:
 
 
 def as_it_is(call: Call, result: Any, level: Any) -> Any:
-    """A result that is no tensor passes through, if no example's own tensor hides in it."""
+    """Return a result that is no tensor as it is, if no example's own tensor hides in it."""
     if result is None or isinstance(result, str):
         return result
     held = _find_unseen(result, level)
@@ -333,7 +333,7 @@ def _unseen(call: Call, result: str, held: Any, cure: str | None = None) -> Valu
 
 
 def _find_unseen(thing: Any, level: Any) -> Any:
-    """The first value of an example among an object's attributes, or None."""
+    """Return the first value of an example among an object's attributes, or None."""
     for x in pytree.held_by(thing):
         of = bare(x)
         if type(x) is Number or (
@@ -344,7 +344,7 @@ def _find_unseen(thing: Any, level: Any) -> Any:
 
 
 def joined(call: Call, column: tuple, place: int | None, firsts: list[int]) -> Any:
-    """One result of all parts, whose first examples have these numbers."""
+    """Return one result of all groups, whose first examples have the numbers ``firsts``."""
     first = column[0]
     if isinstance(first, torch.Tensor):
         if place is None:

@@ -1,4 +1,4 @@
-"""A limit on the memory that tensors take, and what is free of a machine's."""
+"""A limit on the memory that tensors take, and the memory that the machine has free."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _aside = _Aside.made(idle=True)
 
 @contextmanager
 def unlimited() -> Iterator[None]:
-    """For what puts back what a run has done: the run may have ended because of the limit."""
+    """Suspend the limit for code that undoes a run: the run may have ended because of the limit."""
     was, _aside.on = _aside.on, True
     try:
         yield
@@ -38,19 +38,19 @@ def unlimited() -> Iterator[None]:
 
 
 class Budget(DispatchMode):
-    """While it is on, tensors that are made may hold so many bytes at a time.
+    """A dispatch mode that limits the bytes which tensors made within it may hold at a time.
 
-    What goes beyond fails as an allocation does for which there is no memory. A tensor is counted
-    once it is there, so one operator may overrun the limit for a moment; what an operator takes
-    for itself while it runs is not seen.
+    An operator that exceeds the limit fails as an allocation for which there is no memory does. A
+    tensor is counted once it exists, so one operator may overrun the limit for a moment. The memory
+    that an operator takes for itself while it runs is not counted.
     """
 
     def __init__(self, limit: int, words: str) -> None:
         super().__init__()
         self.limit = limit
         self.words = words
-        self._bytes = 0  # of all that were made since the last look at which of them are left
-        self._made: dict[int, tuple[Any, int]] = {}  # storages from before the limit take nothing
+        self._bytes = 0  # of all tensors made since `_look` last dropped those that are gone
+        self._made: dict[int, tuple[Any, int]] = {}  # storages from before the limit count 0 bytes
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
@@ -71,7 +71,7 @@ class Budget(DispatchMode):
             if isinstance(x, (list, tuple)):
                 self._note(x, made=made)
             elif isinstance(x, torch.Tensor):
-                x = innermost(x)  # below a level that the limit is set within
+                x = innermost(x)  # unwrapped below a level that the limit is set within
                 if has_memory(x) and storage_of(x) not in self._made:
                     memory = x.untyped_storage()
                     size = memory.nbytes() if made else 0
@@ -101,7 +101,10 @@ _ROOT = Path("/sys/fs/cgroup")
 
 
 def free_memory() -> int | None:
-    """The bytes that the process may still take, as far as the system tells: Linux alone does."""
+    """Return the bytes that the process may still take; None if that is unknown.
+
+    On Linux it is the memory available, or the rest of a container's limit if that is less.
+    """
     found = []
     with suppress(OSError, ValueError, StopIteration):
         lines = Path("/proc/meminfo").read_text().splitlines()

@@ -1,4 +1,4 @@
-"""Nested tensors as mapped arguments: the examples are their components, which have no stack."""
+"""Nested tensors as mapped arguments: the examples are the components, of several shapes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Components:
             return cls(whole, components(whole) if is_jagged else whole.unbind())
 
     def some(self, numbers: Sequence[int]) -> Tensor | Components:
-        """These of the examples: a stack of their own where they are one, or of one shape."""
+        """Return some of the examples: a stack if they are one or have one shape."""
         if not isinstance(numbers, range):
             return torch.stack([self.examples[n] for n in numbers])
         if len(numbers) == 1:
@@ -39,12 +39,15 @@ class Components:
         return Components(self.whole, self.examples[numbers.start : numbers.stop])
 
     def put(self, numbers: Sequence[int], rows: Tensor) -> None:
-        """Write rows into these of the examples."""
+        """Write rows into these examples."""
         for n, row in zip(numbers, rows.unbind(), strict=True):
             self.examples[n].copy_(row)
 
     def offsets_of(self, examples: Sequence[Tensor]) -> tuple[Tensor, int] | None:
-        """Return the offsets of the whole, if these have its lengths, and the dim that has them."""
+        """Return the offsets of the nested tensor and its ragged dim, if the lengths agree.
+
+        ``examples`` are tensors whose sizes along one dim are compared with the lengths.
+        """
         whole = self.whole
         if type(whole) is not Jagged or whole.lengths() is not None:
             return None
@@ -57,7 +60,7 @@ class Components:
 
 
 def by_shape(given: Iterable[Components]) -> list[list[int]]:
-    """The numbers of the examples in groups, each of one shape in every argument."""
+    """Group the numbers of the examples so that each group has one shape in every argument."""
     found: dict[tuple, list[int]] = {}
     for n, row in enumerate(zip(*(x.examples for x in given), strict=True)):
         found.setdefault(tuple(x.shape for x in row), []).append(n)

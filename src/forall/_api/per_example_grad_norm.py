@@ -1,4 +1,4 @@
-"""`per_example_grad_norm`: how large each example's gradient is, without the gradients."""
+"""`per_example_grad_norm`: the norm of each example's gradient, without the gradients."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ def per_example_grad_norm(
     for a tree ``w`` the norm of all its gradients as one vector.
 
     Cost: one forward and one backward pass over all examples. The gradient of a weight that is
-    used by ``linear``, ``@``, a convolution or an ``embedding`` is left as its two factors, where
-    they hold fewer numbers than the product, and is not made; wherever the same weight is used,
-    the factors are put together. All other gradients (of biases, of the weights of norms) are made.
+    used by ``linear``, ``@``, a convolution or an ``embedding`` is kept as its two factors, if they
+    hold fewer numbers than the product. Factors from several uses of a weight are concatenated. All
+    other gradients (of biases, of the weights of norms) are computed.
 
     Args:
         argnums: one position, or several; several are one vector together.
@@ -98,7 +98,7 @@ def per_example_grad_norm(
 def _norms(
     func: Callable, how: tuple, which: tuple, mapping: tuple, has_aux: bool, return_value: bool
 ) -> Callable:
-    """What `per_example_grad_norm` returns."""
+    """Return the transformed function of `per_example_grad_norm`."""
     in_dims, randomness, chunk_size = mapping
 
     @replaying(func, how)
@@ -120,7 +120,7 @@ def _norms(
 
 
 def _dims(in_dims: Any, places: Any, n: int) -> Any:
-    """What `vmap` is told; one int is for the arguments that are not differentiated."""
+    """Return the in_dims for `vmap`; one int is for the arguments that are not differentiated."""
     if not isinstance(in_dims, int):
         return in_dims
     shared = places if isinstance(places, tuple) else (places,)
@@ -128,7 +128,7 @@ def _dims(in_dims: Any, places: Any, n: int) -> Any:
 
 
 def _of_one(func: Callable, args: tuple, kwargs: dict, which: tuple, has_aux: bool) -> tuple:
-    """The norm of a gradient, the value, and what was returned beside it."""
+    """Return the norm of a gradient, the value, and the aux if there is one."""
     call = called("per_example_grad_norm", func, *which)
     if is_dynamo_compiling() or functorch_interop.needed():
         argnums, argnames = which
@@ -154,7 +154,7 @@ def _of_one(func: Callable, args: tuple, kwargs: dict, which: tuple, has_aux: bo
 
 
 def _dtype(tensors: list[torch.Tensor]) -> torch.dtype:
-    """That of the norm: the widest, and real."""
+    """Return the dtype of the norm: the widest of the tensors', and real."""
     found = tensors[0].dtype
     for x in tensors[1:]:
         found = torch.promote_types(found, x.dtype)
@@ -162,7 +162,7 @@ def _dtype(tensors: list[torch.Tensor]) -> torch.dtype:
 
 
 def _root(squares: list[torch.Tensor]) -> torch.Tensor:
-    """Of their sum; with derivative 0 at 0, as torch has it for a norm."""
+    """Return the root of a sum, with derivative 0 at 0, as torch has it for a norm."""
     total = functools.reduce(torch.add, squares)
     zero = total == 0
     return total.masked_fill(zero, 1).sqrt().masked_fill(zero, 0)

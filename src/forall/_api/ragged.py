@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Ragged:
-    """One result of each example, on its way out; ``place`` is what out_dims says of it."""
+    """One result of each example, unstacked; ``place`` is its out_dim."""
 
     __slots__ = ("examples", "place")
 
@@ -31,14 +31,14 @@ class Ragged:
 
 
 def apiece(stack: Tensor, place: int) -> Tensor | Ragged:
-    """A stack of results, one by one; numbers stay stacked."""
+    """Return a stack of results as single results; numbers stay stacked."""
     if stack.dim() < 2:
         return stack
     return Ragged([*stack.unbind(place)], place)
 
 
 def together(parts: Sequence[Tensor | Ragged], order: list[int]) -> Ragged:
-    """The results of parts of the examples, in the examples' order."""
+    """Return the results of groups of the examples, in the examples' order."""
     place = next(part.place for part in parts if isinstance(part, Ragged))
     rows = (t for p in parts for t in (p.examples if isinstance(p, Ragged) else p.unbind()))
     found = dict(zip(order, rows, strict=True))
@@ -46,11 +46,11 @@ def together(parts: Sequence[Tensor | Ragged], order: list[int]) -> Ragged:
 
 
 def joined(call: Call, tree: Any, given: Sequence[Any], *, always: bool) -> Any:
-    """The results as they leave: a nested tensor for each `Ragged`.
+    """Return the results with a nested tensor in the place of each `Ragged`.
 
-    It is jagged where its examples differ in one dim at most. One that has the lengths of a mapped
-    nested tensor, which are ``given``, has its offsets. Unless it is ``always`` to be one, results
-    of one shape are stacked.
+    The nested tensor is jagged if its examples differ in one dim at most. If it has the lengths of
+    a mapped nested tensor among ``given``, it shares the offsets. Results of one shape are stacked,
+    unless ``always``.
     """
 
     def one(leaf: Any) -> Any:

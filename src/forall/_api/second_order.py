@@ -321,7 +321,7 @@ def laplacian(
 
 
 def _from_diagonal(
-    how: tuple,  # what the transform was told
+    how: tuple,  # the transform's name and options
     func: Callable,
     which: tuple[Any, Any],  # argnums, argnames
     has_aux: bool,
@@ -329,7 +329,7 @@ def _from_diagonal(
     chunk_size: Chunk,
     result: Callable[[First, list], Any],
 ) -> Callable:
-    """What ``result`` makes of the diagonals of a call, and beside it what was asked for."""
+    """Return a transform: ``result`` of the diagonals of a call, and the value or aux."""
     verb = how[0]
     argument_checks.callable_(verb, func)
     argument_checks.chunk_size(verb, chunk_size)
@@ -350,12 +350,12 @@ def _trace(first: First, diagonals: list) -> Any:
 
 
 def _over(block: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """(*O, *I) -> (*O), for ``x`` of shape (*I)."""
+    """Return a block (*O, *I) summed to (*O), for ``x`` of shape (*I)."""
     return block.reshape(*block.shape[: block.dim() - x.dim()], x.numel()).sum(-1)
 
 
 def _diagonal(first: First, chunk: Chunk) -> tuple[list, list, Any]:
-    """d^2 y / d x^2 (*O, *I) for each output and input, then what ``first`` gives."""
+    """Return d^2 y / d x^2 (*O, *I) for each output and input, then the results of ``first``."""
     xs = tuple(first.given.tensors)
     if functorch_interop.needed():
         chunk = for_torch(chunk)
@@ -372,7 +372,7 @@ def _diagonal(first: First, chunk: Chunk) -> tuple[list, list, Any]:
 
     def some(numbers: range) -> list:
         found = columns(*standard_basis.rows(xs, numbers.start, numbers.stop))
-        # A copy, for a view would keep all the columns that it is of.
+        # A copy, because a view would keep all the columns in memory.
         return [(at, d.clone()) for at, d in _on_diagonal(found, xs, numbers)]
 
     for found in each(some, sum(x.numel() for x in xs), chunk or COLUMNS, xs, "column"):
@@ -386,7 +386,7 @@ def _diagonal(first: First, chunk: Chunk) -> tuple[list, list, Any]:
 
 
 def _on_diagonal(found: list, xs: tuple, numbers: range) -> Any:
-    """Of columns ``numbers`` (C, *O, *I) the entries on the diagonal, (*O, some of I)."""
+    """Yield the diagonal entries (*O, some of I) of columns ``numbers`` (C, *O, *I)."""
     first = 0
     for i, x in enumerate(xs):
         n = x.numel()

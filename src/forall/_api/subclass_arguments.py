@@ -1,4 +1,4 @@
-"""Arguments and results of `vmap` that are of a class of the user's, as the loop has them."""
+"""Arguments and results of `vmap` that are of the user's own tensor classes."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ if TYPE_CHECKING:
 
 
 class Looks(NamedTuple):
-    """What an example of an argument is to the user besides its numbers."""
+    """The class and the attributes of each example of a mapped argument."""
 
     kind: type
     shared: dict[str, Any]  # attributes that are the same for all examples
-    apiece: dict[str, torch.Tensor]  # tensors that each example has its own of, stacked along 0
+    apiece: dict[str, torch.Tensor]  # per-example tensors, stacked along 0
 
     def of_some(self, pick: Callable[[torch.Tensor], torch.Tensor]) -> Looks:
-        """The same for some of the examples, which are picked from stacks along 0."""
+        """Return the attributes of some of the examples; ``pick`` selects from stacks along 0."""
         return self._replace(apiece={k: pick(t) for k, t in self.apiece.items()})
 
     def given_to(self, example: Any, level: Any) -> Any:
-        """A fresh example with these looks."""
+        """Give a fresh example this class and these attributes."""
         if is_worn(self.kind):
             example = worn(example, self.kind)
         own = {k: boundary.enter(t, 0, level) for k, t in self.apiece.items()}
@@ -49,7 +49,7 @@ class Looks(NamedTuple):
 
 
 def looks(call: Call, leaf: Any, dim: int, size: int) -> Looks:
-    """What the examples look like that the loop takes from an argument by ``select``."""
+    """Return the attributes of the examples that the loop takes from an argument by ``select``."""
     if not size:
         return Looks(kind_of(leaf), {}, {})
     first = leaf.select(dim, 0)
@@ -112,9 +112,10 @@ def _differ(call: Call, leaf: Any, seen: list[tuple[int, type, dict]]) -> ValueE
 
 
 def stacked_by_class(known: Any, stack: torch.Tensor, place: int, level: Any) -> Any:
-    """The stack of a result as what the loop's ``torch.stack`` of such examples would be.
+    """Return the stack of a result in the class that ``torch.stack`` gives in the loop.
 
-    A class with a ``__torch_function__`` of its own is asked, with an entry for each example.
+    For a class with its own ``__torch_function__``, torch.stack is called with an entry per
+    example.
     """
     kind = kind_of(known)
     if not is_worn(kind) or not has_own_meaning(kind):
@@ -132,7 +133,7 @@ def stacked_by_class(known: Any, stack: torch.Tensor, place: int, level: Any) ->
 
 
 def _by_example(value: Any, level: Any) -> Callable[[int], Any]:
-    """An attribute's value for each example."""
+    """Return a function from an example's number to the value of an attribute."""
     of = bare(value)
     if isinstance(of, Wrapper) and of.level.root is level:
         stack = stacked_by_class(value, boundary.leave(of, 0, level), 0, level)

@@ -1,8 +1,8 @@
-"""forall in the place of torch.func, for code that nobody here can edit.
+"""Installation of forall in the place of torch.func, for code that cannot be edited.
 
-What a module has under a name is replaced: the names of `torch.func` and `functorch`, `torch.vmap`,
-and those of modules that have imported one. `torch._functorch` stays as it is: Dynamo finds torch's
-transforms there, and they call each other by these names.
+The names of `torch.func` and `functorch`, `torch.vmap`, and the names of modules that have imported
+one of these are rebound. `torch._functorch` stays as it is: Dynamo finds torch's transforms there,
+and they call each other by these names.
 """
 
 from __future__ import annotations
@@ -139,13 +139,13 @@ def installed() -> Iterator[tuple[str, ...]]:
 
 
 class _State:
-    """Who wants forall to be there."""
+    """The requests for forall to be installed, and whether it is."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.is_asked_for = False  # by `install`
         self.blocks = 0  # of `installed` that have begun and not ended
-        self.is_there = False  # whether ours are
+        self.is_there = False  # True while forall is installed
 
 
 _state = _State()
@@ -164,9 +164,9 @@ def _put_torchs_unless_needed() -> None:
 
 @cache
 def _pairs() -> tuple[tuple[Any, Any], ...]:
-    """Torch's functions, each with the one of ours that takes its place.
+    """Return torch's functions, each with the one of forall's that takes its place.
 
-    Ours are copies: a name that stands for one was put there, or imported from there. Names that
+    Forall's are copies: a name bound to a copy was put there, or imported from there. Names that
     stand for ``forall.vmap`` itself are the user's, and stay when torch's functions come back.
     """
     pairs = []
@@ -201,7 +201,7 @@ def _copy(ours: Any, module: str) -> Any:
 
 
 def _may_take_ours(module: str) -> bool:
-    """Whether names of a module may be replaced: torch's private ones call each other."""
+    """Return True if names of a module may be rebound: torch's private modules call each other."""
     if module in ("torch", "torch.func", "functorch"):
         return True
     return module.partition(".")[0] not in ("torch", "functorch", "forall")
@@ -212,7 +212,7 @@ def _is_not_of_forall(module: str) -> bool:
 
 
 def _replace(new: dict[int, Any], is_wanted: Callable[[str], bool]) -> tuple[str, ...]:
-    """Put others in the place of these objects, by id, in all modules: all of them, or none."""
+    """Rebind names in all modules from these objects, by id, to others: all of them, or none."""
     found = []
     for module, names in _namespaces():
         if is_wanted(module):

@@ -1,4 +1,4 @@
-"""Type variables of the public verbs: they keep the parameters of a function, and its result."""
+"""Type variables of the public transforms: they keep a function's parameters and its result."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from forall._jit.cache.cache_info import CacheInfo, Kind
 
 P = ParamSpec("P")
-R = TypeVar("R")  # what the function returns
+R = TypeVar("R")  # the result of the function
 # The argument that is differentiated. Without a bound every operator in a lambda is an error.
 A = TypeVar("A", bound=Any)
 X = TypeVar("X")  # the aux
 Ts = TypeVarTuple("Ts")  # primals
 
-# How many at once: so many, as many as memory takes, or all.
+# How many examples at once: a number, as many as memory allows, or all.
 Chunk: TypeAlias = "int | Literal['auto'] | Chunks | None"
 
 Q = ParamSpec("Q")  # the parameters of a method, without its object
@@ -37,7 +37,7 @@ Out_co = TypeVar("Out_co", covariant=True)
 
 
 class Jitted(Protocol[P, Out_co]):
-    """What `jit` returns: a function, which is a method in a class, and what is kept of it."""
+    """The type of a function that `jit` returns, also as a method of a class, with its cache."""
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Out_co: ...
 

@@ -110,7 +110,7 @@ def vjp(func: Callable, *primals: Any, has_aux: bool = False) -> Any:
 def pullback(
     call: Call, func: Callable, primals: tuple, has_aux: bool
 ) -> tuple[Pullback, Any, Any]:
-    """Run ``func`` on fresh variables; what `vjp` and `jacrev` share."""
+    """Run ``func`` on fresh variables, for `vjp` and `jacrev`, and return its pull-back."""
     outer = torch.is_grad_enabled()
     with functorch_interop.eagerly(), reverse_mode.recording() as run:
         moved = Moved(call, primals, primals)
@@ -128,7 +128,7 @@ def pullback(
 
 
 class Pullback:
-    """The graph from fresh variables to outputs, at the level it was recorded in."""
+    """The graph from fresh variables to outputs, at the level that it was recorded in."""
 
     _nodes: set | None = None
 
@@ -143,10 +143,11 @@ class Pullback:
         self.level = top()
 
     def at(self, level: Level | None, cots: list, *, retain_graph: bool = True) -> list:
-        """Pull back cotangents of ``level``, which may lie inside the graph's own.
+        """Pull back cotangents of ``level``, which may be inside the graph's own.
 
-        The graph's values are constant in every level entered since, and the pull-back is linear:
-        examples leave their level as one more axis, a tangent is pulled back like its primal.
+        The graph's values are constant in every level entered since, and the pull-back is linear.
+        So examples leave their level as one more axis, and a tangent is pulled back like its
+        primal.
         """
         if level is self.level or not self._is_inside(level):
             return self._run(cots, retain_graph)
@@ -171,7 +172,7 @@ class Pullback:
         return level is self.level
 
     def stacked(self, stacks: list, level: Level | None) -> list:
-        """Pull back stacks (N, *O) of cotangents that lie at ``level``, all N at once."""
+        """Pull back stacks (N, *O) of cotangents that are values of ``level``, all N at once."""
         if level is not self.level and self._is_inside(level):
             n = stacks[0].shape[0]
             stacks = [lift(s, level) for s in stacks]
@@ -207,8 +208,8 @@ class Pullback:
         return reverse_mode.closed(found, run, outer)
 
     def _pulled(self, pull: Callable[[tuple, tuple], Iterable], stacks: list) -> list:
-        """What ``pull`` finds for N cotangents of each output at once: (N, *I), or None."""
-        if stacks[0].shape[0] == 1:  # by the pass itself, which no level has to follow
+        """Return the results of ``pull`` for N cotangents of each output: (N, *I), or None."""
+        if stacks[0].shape[0] == 1:  # a plain pass, without a level
             found = pull(tuple(self.outputs), tuple(s.squeeze(0) for s in stacks))
             return [None if g is None else g.unsqueeze(0) for g in found]
         level = VmapLevel(stacks[0].shape[0], "same", top(), records_values=True)
@@ -221,14 +222,14 @@ class Pullback:
         return found
 
     def _older(self) -> set:
-        """The nodes that were there before a pass."""
+        """Return the nodes that existed before a backward pass."""
         if self._nodes is None:
             self._nodes = {*nodes(self.outputs)}
         return self._nodes
 
     @staticmethod
     def _unstacked(g: torch.Tensor, level: VmapLevel) -> torch.Tensor:
-        """(N, *I) of a gradient, with the history it has outside."""
+        """Return a gradient as (N, *I), with the history that it has outside."""
         value, axis = (g.value, g.axis) if getattr(g, "level", None) is level else (g, None)
         if axis is None:
             return value.unsqueeze(0).expand(level.size, *value.shape)
@@ -236,7 +237,7 @@ class Pullback:
 
 
 def _each(pull: Callable[[list], list], duals: list, level: jvp_level.JvpLevel) -> list:
-    """A linear ``pull`` of values of a jvp level: of the primals, and of the tangents alike."""
+    """Apply a linear ``pull`` to values of a jvp level: to the primals, and to the tangents."""
     pairs = [jvp_level.unpack(d, level) for d in duals]
     primals = pull([p for p, _ in pairs])
     tangents = pull([torch.zeros_like(p) if t is None else t for p, t in pairs])

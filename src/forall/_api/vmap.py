@@ -1,4 +1,4 @@
-"""`vmap`: one function of one example, for all examples at once."""
+"""`vmap`: a function of one example, applied to all examples at once."""
 
 from __future__ import annotations
 
@@ -62,20 +62,22 @@ def vmap(
     ragged: bool = False,
     max_steps: int | None = None,
 ) -> Callable[P, R]:
-    """``func`` of one example, for all examples at once.
+    """Return ``func`` of one example as a function of all examples at once.
 
     The law: ``vmap(f)(xs)`` equals ``torch.stack([f(x) for x in xs])``, values, shapes and dtypes.
     For ``f: (*S) -> (*R)`` and ``xs: (B, *S)``, ``vmap(f)(xs)`` has shape ``(B, *R)``.
 
     Cost: ``func`` is called once. Each of its operators runs once, on the stacks of all examples;
-    one without a rule runs once per example and warns (`PerformanceWarning`). Where examples part
-    (``if x > 0``), that run is undone, and from then on the source of ``func``, and of what it
-    calls, runs in a form in which they part and meet again: each operator once for each group that
-    comes to it. What has no such form (a generator, code without source) runs once for each group
-    of examples that agree, and warns. Prints, and what is written to files, then come more than
-    once. Where ``func`` is seen to do nothing but compute, and examples of which Python asks
-    something take less time one after another, they run so, as in the loop: calls find out, see
-    `config.parting`.
+    one without a rule runs once per example and warns (`PerformanceWarning`).
+
+    If examples diverge (``if x > 0``), that run is undone. From then on a converted form of the
+    source of ``func``, and of the functions that it calls, runs in its place. There examples
+    diverge and merge again: each operator runs once for each group that reaches it.
+
+    Code that cannot be converted (a generator, code without source) runs once for each group of
+    examples that agree, and warns. Prints, and writes to files, then come more than once. If
+    ``func`` is seen to only compute, and examples whose values are tested take less time one after
+    another, they run so, as in the loop. Calls are timed to find out, see `config.parting`.
 
     Args:
         func: takes tensors, or trees of them, and returns tensors, numbers, or trees of them.
@@ -158,7 +160,7 @@ def vmap(
 
 
 def _mapped(func: Callable, given: tuple, how: tuple, options: Options) -> Callable:
-    """What `vmap` returns."""
+    """Return the mapped function of `vmap`."""
     settled = Settled(func, *how[:2]) if is_simple(how, options) else None
 
     @replaying(func, given, settled)
@@ -171,7 +173,7 @@ def _mapped(func: Callable, given: tuple, how: tuple, options: Options) -> Calla
 
 
 class Verb(NamedTuple):
-    """What `vmap` was given."""
+    """The arguments of `vmap`."""
 
     func: Callable
     in_dims: Any
@@ -180,7 +182,7 @@ class Verb(NamedTuple):
     chunk_size: Chunk
 
     def run(self, options: Options, args: tuple, kwargs: dict) -> Any:
-        """One call of the mapped function."""
+        """Run one call of the mapped function."""
         func, in_dims, out_dims, randomness, chunk_size = self
         call = Call("vmap", func, in_dims=in_dims)
         if isinstance(in_dims, dict):
@@ -217,17 +219,17 @@ class Verb(NamedTuple):
 
 
 class Options(NamedTuple):
-    """How examples that part are run."""
+    """The options for running examples that diverge."""
 
     divergence: str
     ragged: bool
     max_steps: int | None
     report: Report | None
 
-    spares = False  # whether a run is undone where memory does not suffice
+    spares = False  # True if a run is undone when memory does not suffice
 
     def listening(self, func: Callable, level: VmapLevel) -> Any:
-        """A context in which Python's questions are heard, by whom they are counted for."""
+        """Return a context in which listeners are notified of tests on values."""
         listeners: list[Listener] = []
         if trace_modes.are_on():
             listeners.append(Traced(Call("vmap", func)))
@@ -241,7 +243,7 @@ class Options(NamedTuple):
         return heard_by(listeners) if listeners else _NOBODY
 
     def gave_up(self, level: VmapLevel, error: BaseException | None) -> bool:
-        """Whether a run that ended so is to be made again, in groups."""
+        """Return True if a run that ended with this error is to be run again, in groups."""
         return False
 
 
@@ -249,7 +251,7 @@ _USUAL = Options("split", ragged=False, max_steps=None, report=None)
 
 
 def is_simple(how: tuple, options: Options) -> bool:
-    """Return True for what `Settled` can run."""
+    """Return True for arguments of `vmap` that `Settled` supports."""
     in_dims, _, randomness, chunk_size = how
     dims = in_dims if type(in_dims) is tuple else (in_dims,)
     if chunk_size is not None or type(randomness) is not str or options != _USUAL:
@@ -258,17 +260,17 @@ def is_simple(how: tuple, options: Options) -> bool:
 
 
 class Entering(NamedTuple):
-    """Arguments, each with the dim that counts its examples, or None."""
+    """The arguments of a call, each with the dim that counts its examples, or None."""
 
     leaves: list
     spec: Any
     dims: list
     size: int
     given: tuple  # args and kwargs, as they came
-    looks: dict[int, Looks]  # what examples of a leaf of a class of the user's look like
+    looks: dict[int, Looks]  # by the position of a leaf of a class of the user's
 
     def looked_at(self, call: Call) -> Entering:
-        """With plain tensors in the place of those of a class of the user's, which is noted."""
+        """Return the arguments as plain tensors, with the user's classes noted in ``looks``."""
         found = {
             i: looks(call, leaf, dim, self.size)
             for i, (leaf, dim) in enumerate(zip(self.leaves, self.dims, strict=True))
@@ -278,7 +280,7 @@ class Entering(NamedTuple):
         return self._replace(leaves=leaves, looks=found)
 
     def unflatten(self, entered: list) -> tuple[tuple, dict]:
-        """Args and kwargs of an example; an argument without a mapped leaf is the very object."""
+        """Return args and kwargs of an example; arguments without mapped leaves are the same."""
         old, old_named = self.given
         if not old_named and len(old) == len(entered) and all(map(is_, old, self.leaves)):
             return tuple(entered), {}
@@ -298,7 +300,7 @@ class Entering(NamedTuple):
 
 
 class Mapping(NamedTuple):
-    """One call of a mapped function, or a part of its examples."""
+    """One call of a mapped function, on all or some of its examples."""
 
     func: Callable
     entering: Entering
@@ -308,7 +310,7 @@ class Mapping(NamedTuple):
     options: Options
 
     def some(self, numbers: Sequence[int]) -> Mapping:
-        """The same for these of the examples, counted from 0: views for a range, else copies."""
+        """Return the call on some of the examples, from 0: views for a range, else copies."""
         entering, origin = self.entering, self.origin
         leaves = [
             leaf if dim is None else _some(leaf, dim, numbers)
@@ -333,14 +335,14 @@ class Mapping(NamedTuple):
         )
 
     def run(self) -> Any:
-        """All examples at once, or in groups where they part, or are of several shapes."""
+        """Run all examples at once, or in groups if they diverge or have several shapes."""
         components = [x for x in self.entering.leaves if type(x) is Components]
         if components:
             return pytree.unflatten(*strategy.run_groups(self, by_shape(components)))
         return pytree.unflatten(*strategy.run(self))
 
     def once(self) -> tuple[list, Any]:
-        """One run of the function. It ends with `Groups` where its examples part."""
+        """Run the function once; raise `Groups` if its examples diverge."""
         level = VmapLevel(self.entering.size, self.draws.flag, top())
         level.origin = self.origin
         level.scope = self.draws.scope(level, self.origin.numbers)
@@ -394,7 +396,7 @@ def _some(leaf: Any, dim: int, numbers: Sequence[int]) -> Any:
 
 
 def _hand_back(entering: Entering, entered: list, level: VmapLevel, origin: Origin) -> None:
-    """Let the caller's tensors have the history of what was written into them."""
+    """Give the caller's tensors the history of writes into their examples."""
     with functions_off():
         changed = [
             leaf

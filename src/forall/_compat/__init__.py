@@ -1,1 +1,1 @@
-"""Floor 0, the frontier: the only place that names private torch things."""
+"""Access to torch's private interfaces: the only package that names them."""

@@ -1,4 +1,4 @@
-"""What the user sets of torch by the thread or the process, and code that runs later must find."""
+"""torch's settings of a thread or the process that code which runs later depends on."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Setting(NamedTuple):
-    """``get()`` tells its value, which may be set to another for the time of ``under(value)``."""
+    """A setting of torch: ``get()`` reads it, ``under(value)`` is a context that sets it."""
 
     name: str
     get: Callable[[], Any]
@@ -39,7 +39,7 @@ def _in_process(name: str, get: Callable[[], Any], put: Callable[[Any], Any]) ->
 
 
 def _in_c(name: str, setter: str | None = None, *, several: bool = False) -> Setting | None:
-    """A flag of torch's C++, if this torch has it; one that is ``several`` is set as it is told."""
+    """Return a flag of torch's C++, or None; ``several`` values are passed as arguments."""
     get = getattr(torch._C, f"_get_{name}", None)
     put = getattr(torch._C, setter or f"_set_{name}", None)
     if get is None or put is None:
@@ -49,7 +49,7 @@ def _in_c(name: str, setter: str | None = None, *, several: bool = False) -> Set
 
 @contextmanager
 def under_autocast(wanted: tuple) -> Iterator[None]:
-    """Within it autocast acts as `autocast_state` told."""
+    """Set autocast for a block as `autocast_state` returned it."""
     now, then = dict(autocast_state()), dict(wanted)
     with ExitStack() as contexts:
         for device in now.keys() | then.keys():
@@ -69,7 +69,7 @@ def _set_determinism(value: tuple[bool, bool]) -> None:
     torch.use_deterministic_algorithms(value[0], warn_only=value[1])
 
 
-# Of what the precision of float32 is told: a name that says "none" goes by the one before it.
+# The names of float32's precision; one that is "none" inherits from the one before it.
 _OF_PRECISION = [
     (backend, operators)
     for backend, several in {
@@ -81,11 +81,14 @@ _OF_PRECISION = [
 ]
 
 
-_OF_CUDA = 5  # the first of these
+_OF_CUDA = 5  # the first of these concern CUDA
 
 
 def _precision() -> tuple[str | None, ...]:
-    """By torch's older name, which sets some of the others and is set by none, and by each."""
+    """Return the precision by torch's older name, and by each of the newer ones.
+
+    The older name sets some of the newer ones, and none of these sets it.
+    """
     try:
         older = torch.get_float32_matmul_precision()
     except RuntimeError:  # it contradicts one of the others
@@ -107,7 +110,7 @@ _FASTPATH = _in_process(
     torch.backends.mha.get_fastpath_enabled,
     torch.backends.mha.set_fastpath_enabled,
 )
-# Which kernels attention and recurrent layers may take: one is taken where a function is recorded.
+# The kernels that attention and recurrent layers may use: recording a function chooses one.
 _OF_KERNELS: list[Setting] = [
     s
     for s in (
@@ -159,26 +162,26 @@ _ASKED_OF_NUMBERS = [
 
 
 def kernels_allowed() -> tuple:
-    """Which kernels attention and recurrent layers may take, and which before which."""
+    """Return the kernels that attention and recurrent layers may use, and their priorities."""
     return tuple([ask() for ask in _ASKED_OF_KERNELS])
 
 
 def precision_allowed() -> tuple:
-    """Return what kernels of CUDA are chosen by: precision, benchmarks and determinism.
+    """Return the settings that CUDA kernels are chosen by: precision, benchmarks, determinism.
 
-    An operator asks for it when it runs, compiled code and graphs when they are made.
+    An operator reads them when it runs, compiled code and graphs when they are created.
     """
     return tuple([ask() for ask in _ASKED_OF_NUMBERS])
 
 
 def settings_now() -> tuple:
-    """The value of each setting."""
+    """Return the value of each setting."""
     return tuple([s.get() for s in SETTINGS])
 
 
 @contextmanager
 def under_settings(values: tuple) -> Iterator[None]:
-    """Within it the settings are what `settings_now` told; what is as it was is not touched."""
+    """Apply the settings that `settings_now` returned for a block; equal ones are not touched."""
     with ExitStack() as contexts:
         for setting, value in zip(SETTINGS, values, strict=True):
             if setting.get() != value:

@@ -1,4 +1,4 @@
-"""The graph that torch's autograd keeps of where tensors come from."""
+"""The graph that autograd records: walks over its nodes, and backward passes through it."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     Tensor = torch.Tensor
     End = Tensor | GradientEdge
 
-WRITTEN = BackwardCFunction  # nodes whose formula is written in Python
+WRITTEN = BackwardCFunction  # nodes whose backward is a user's Python function
 
-_MOST = 100_000  # nodes that are looked at
+_MOST = 100_000  # nodes that are visited
 
 
 def are_apart(tensors: Sequence[Tensor]) -> bool:
-    """Whether it is certain that none of these was made of another, or of a view of one."""
+    """Return True if none of these tensors can have been computed from another, or a view of it."""
     own = {id(node): node for node in map(node_of, tensors) if node is not None}
     if len(own) < 2 or not any(t.grad_fn is not None for t in tensors):
         return True
@@ -33,7 +33,7 @@ def are_apart(tensors: Sequence[Tensor]) -> bool:
 
 
 def has_pythons(ends: Iterable[Tensor], stops: Iterable[Tensor]) -> bool:
-    """Whether a node between these may run Python that is not ours."""
+    """Return True if a node between these tensors may run Python that is not forall's."""
     stop = {id(node): node for node in map(node_of, stops)}
     way = [*islice(nodes(ends, lambda node: id(node) in stop), _MOST)]
     return len(way) == _MOST or any(
@@ -45,7 +45,7 @@ def has_pythons(ends: Iterable[Tensor], stops: Iterable[Tensor]) -> bool:
 
 
 def nodes(ends: Iterable[End], stops: Callable[[Any], bool] | None = None) -> Iterator[Any]:
-    """Every node of the graphs that lead to ``ends``, none behind one that ``stops``."""
+    """Yield every node of the graphs that lead to ``ends``, none behind one that ``stops``."""
     starts = [e.grad_fn if isinstance(e, torch.Tensor) else e.node for e in ends]
     todo: list[Any] = [node for node in starts if node is not None]
     seen = {None, *todo}
@@ -63,10 +63,10 @@ def nodes(ends: Iterable[End], stops: Callable[[Any], bool] | None = None) -> It
 def gradients(
     outputs: tuple, stops: Iterable[End], given: Any, retain_graph: bool, create_graph: bool
 ) -> tuple[Tensor | None, ...]:
-    """torch.autograd.grad in the answer to a call of it: no function mode is asked once more.
+    """Run torch.autograd.grad as the implementation of a user's call of it.
 
-    But those that wait stay on for what the user's own backwards do: torch's name leads there
-    (`checkpoints`), and `run_backward` does not.
+    Function modes are not asked again about the call itself. They stay on for the user's own
+    backwards: torch's name leads there (`checkpoints`), and `run_backward` does not.
     """
     with functions_off():
         cotangents = torch.autograd._tensor_or_tensors_to_tuple(given, len(outputs))
@@ -84,9 +84,9 @@ def gradients_of(
     create_graph: bool,
     retain_graph: bool = True,
 ) -> tuple[Tensor | None, ...]:
-    """torch.autograd.grad of cotangents that are known to be of the outputs' kinds.
+    """Run torch.autograd.grad for cotangents that are known to match the outputs.
 
-    Torch compares their shapes by what imports sympy on its first use: half a second.
+    torch's own check of their shapes imports sympy on its first use, which takes half a second.
     """
     return torch.autograd._engine_run_backward(
         tuple(outputs),
@@ -100,9 +100,9 @@ def gradients_of(
 
 
 def node_of(t: Tensor) -> Any:
-    """The node that gradients of a tensor arrive at; None where none ever do.
+    """Return the node that gradients of a tensor arrive at; None if none ever do.
 
-    That is a view which is older than that its base requires grad.
+    It is None for a view that was made before its base required grad.
     """
     if t.grad_fn is not None:
         return t.grad_fn
@@ -112,7 +112,7 @@ def node_of(t: Tensor) -> Any:
 
 
 def is_view_of(t: Tensor, root: Tensor) -> bool:
-    """Whether the history of ``t`` is that of a view of ``root``, and nothing else's."""
+    """Return True if the history of ``t`` is that of a view of ``root``, and nothing else."""
     start, node, number = node_of(root), t.grad_fn, t.output_nr
     while node is not None and not (node is start and number == root.output_nr):
         if node.name().rstrip("0123456789") not in _VIEWS or len(node.next_functions) != 1:
@@ -129,17 +129,17 @@ _VIEWS = frozenset({*(f"{kind}Backward" for kind in _KINDS.split()), "torch::aut
 
 
 def base_of(t: Tensor) -> Tensor:
-    """What a view is one of."""
+    """Return the base of a view; any other tensor as it is."""
     return t if t._base is None else t._base
 
 
 class Gate:
-    """Within it no gradient goes on from what has been led through it to what that was made of."""
+    """A block in which no gradient passes from tensors led through the gate to their inputs."""
 
     closed = False
 
     def through(self, t: Tensor) -> Tensor:
-        """The tensor itself, with its history behind the gate."""
+        """Return a view of the tensor, whose history is behind the gate."""
         return _Through.apply(self, t)
 
     def __enter__(self) -> None:

@@ -1,4 +1,4 @@
-"""Sets of row numbers as Python integers, one bit for each row: what is asked of them is cheap."""
+"""Sets of row numbers as Python integers, one bit for each row, so that operations are cheap."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import sys
 
 import torch
 
-# Times this, the first bits of the 8 bytes of a word come to lie side by side in its last byte.
+# Multiplying by this gathers the lowest bits of the 8 bytes of a word in its last byte.
 _GATHER = 0x0102040810204080
 _LITTLE = sys.byteorder == "little"
 
 
 def to_int(flags: torch.Tensor) -> int:
-    """The set that a bool tensor (n,) marks."""
+    """Return the set that a bool tensor (n,) marks."""
     size = flags.numel()
     if size % 8 or flags.storage_offset() or not (flags.is_cpu and flags.is_contiguous()):
         padded = torch.zeros(-(-size // 8) * 8, dtype=torch.bool, device="cpu")
@@ -27,12 +27,12 @@ def to_int(flags: torch.Tensor) -> int:
 
 
 def count_of(flags: torch.Tensor) -> int:
-    """How many a bool tensor (n,) marks."""
+    """Return how many entries of a bool tensor (n,) are True."""
     return int(flags.count_nonzero())
 
 
 def to_flags(rows: int, size: int) -> torch.Tensor:
-    """(size,) bool: who is in the set."""
+    """Return a bool tensor (size,) that marks the rows in the set."""
     if not size:
         return torch.zeros(0, dtype=torch.bool, device="cpu")
     packed = torch.frombuffer(bytearray(rows.to_bytes(-(-size // 8), "little")), dtype=torch.uint8)
@@ -40,5 +40,5 @@ def to_flags(rows: int, size: int) -> torch.Tensor:
 
 
 def everyone(size: int) -> int:
-    """The set of all of so many rows."""
+    """Return the set of all of ``size`` rows."""
     return (1 << size) - 1

@@ -1,8 +1,8 @@
-"""Code of the user's that torch runs in a backward pass, told where it belongs.
+"""User code that torch runs in a backward pass, run at the level where it belongs.
 
-Checkpoints learn where a function ran, and of draws that are no generator's. Hooks on saved tensors
-unpack where they packed. While a backward pass runs, function modes stay on, and what the backward
-of a Function makes belongs to the level of its gradients.
+Checkpoints record where a function ran, and its draws of stateless random numbers. Hooks on saved
+tensors unpack where they packed. While a backward pass runs, function modes stay on, and the
+results of a Function's backward belong to the level of its gradients.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _backwards = {name: getattr(BackwardCFunction, name) for name in versions.BACKWA
 
 
 def _nothing() -> Iterator[None]:
-    """Before the function and after it, where checkpoint asks."""
+    """Yield once, as a checkpoint's generator that saves and recomputes nothing."""
     yield
 
 
@@ -47,16 +47,18 @@ def install(
     within: Callable[[], Keeps],
     hooks: Callable[[Any, bool], AbstractContextManager],
 ) -> None:
-    """Put all of this in torch's place, once.
+    """Replace torch's functions that run user code in a backward pass, once.
 
-    What runs again runs by ``in_place(function)``, made where it is first run; where draws are to
-    be repeated, by ``in_place(drawing(function))``. While there may be ``tangents`` nothing is
-    recomputed, for what autograd saves loses them on its way through the hooks of a checkpoint: the
-    same numbers for more memory. A backward pass runs in ``modes()``, the user's part of a node in
-    ``making(gradients)``, and what that gives goes on as ``theirs(gradients, it)``. A checkpoint
-    keeps the tensors for which ``within()``, asked where it begins, says so. A pass from outputs,
-    which is to be differentiated or not, runs in ``hooks(outputs, create_graph)``, and in the
-    thread that asks for it, see NOTE [device threads].
+    ``in_place(function)`` is made where a function first runs, and runs the function again in the
+    same context. If draws are to be repeated, it is ``in_place(drawing(function))``. While
+    ``tangents()`` is True nothing is recomputed: saved tensors would lose their tangents in the
+    hooks of a checkpoint. The numbers are the same, for more memory.
+
+    A backward pass runs in ``modes()``. The user's backward of a node runs in
+    ``making(gradients)``, and its result is passed on as ``theirs(gradients, result)``. A
+    checkpoint calls ``within()`` when it begins, for a test of the tensors that it keeps. A pass
+    from outputs runs in ``hooks(outputs, create_graph)``, in the thread that starts it, see NOTE
+    [device threads].
     """
     if checkpoint.CheckpointFunction.forward is not _forward:
         return
@@ -122,13 +124,13 @@ def _install_checkpoints(
 
 
 class _Kept(NamedTuple):
-    """What is not computed again."""
+    """A saved tensor that is kept, and not recomputed."""
 
     tensor: torch.Tensor
 
 
 class _Now(exception_safety.Here):
-    """What the checkpoint keeps that begins now, or has kept that is computed again."""
+    """The test of the current checkpoint for tensors that it keeps."""
 
     keeps: Keeps = staticmethod(lambda _: False)
 
@@ -146,7 +148,7 @@ def _that(keeps: Keeps) -> Iterator[None]:
 
 
 class _Begun(Generator):
-    """A checkpoint whose hooks are told, where they are entered, what it keeps."""
+    """A checkpoint whose hooks find the test for kept tensors when they are entered."""
 
     def __init__(self, keeps: Keeps, hooks: Generator) -> None:
         self.keeps, self.hooks = keeps, hooks
@@ -172,7 +174,7 @@ def _install_hooks(
     tangents: Callable[[], bool],
 ) -> None:
     def of_checkpoint(pack: Callable, unpack: Callable, keeps: Keeps | None) -> None:
-        """As they are: they have been told where. What runs in a checkpoint is its own affair."""
+        """Push a checkpoint's own hooks, which know their context, but keep tensors as tested."""
 
         def packed(tensor: torch.Tensor) -> Any:
             return _Kept(tensor) if (keeps or _now.keeps)(tensor) else pack(tensor)
@@ -190,7 +192,7 @@ def _install_hooks(
             return
 
         def packed(tensor: torch.Tensor) -> Any:
-            # Torch packs under no_grad, which is none of the user's: it must cut no tangents.
+            # torch packs under its own no_grad, which must not cut the user's tangents.
             with torch.set_grad_enabled(tangents()):
                 return pack(tensor), in_place(unpack)
 

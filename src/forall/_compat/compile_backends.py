@@ -1,4 +1,4 @@
-"""Torch's own compilers. Nothing here is imported before somebody asks for one of them."""
+"""torch's own compilers, which are imported when a caller needs one of them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 
-# By process, for a forked one has no threads.
+# By process id: a forked process has no threads.
 _THREADS: dict[int, ThreadPoolExecutor] = {}
 
 
 def no_inductor() -> str | None:
-    """What this machine lacks to run what inductor makes."""
+    """Return what this machine lacks to run code of inductor's; None if it lacks nothing."""
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
 
@@ -30,19 +30,21 @@ def no_inductor() -> str | None:
 
 
 def no_graphs() -> str | None:
-    """What it lacks to run graphs of CUDA's."""
+    """Return what this machine lacks to run CUDA graphs; None if it lacks nothing."""
     return None if torch.cuda.is_available() else "a CUDA device"
 
 
 def by_inductor(
     program: torch.fx.GraphModule, examples: Sequence[torch.Tensor], *, writes: bool
 ) -> Callable:
-    """A function of tensors like these. It writes into them where the program does.
+    """Compile a program to a function of tensors like ``examples``, by inductor.
 
-    It is compiled in a thread of the compiler's: grad mode, autocast and what is excluded from
-    dispatch belong to a thread, and the compiler wants them as they are at the start. It is one
-    thread for all programs and does not end. In torch 2.10 and 2.11, built for CUDA but without a
-    device, the compiler crashes in a second thread once the first has ended.
+    The function writes into its arguments if the program does. The compiler runs in a thread of its
+    own. It needs the initial values of grad mode, autocast and excluded dispatch keys, which belong
+    to a thread.
+
+    One thread serves all programs and does not end. In torch 2.10 and 2.11, built for CUDA but
+    without a device, the compiler crashes in a second thread once the first has ended.
     """
     inside: list[Any] = []
 
@@ -60,8 +62,8 @@ def by_inductor(
     if process not in _THREADS:
         _THREADS[process] = ThreadPoolExecutor(1)
     whole = _THREADS[process].submit(compiled).result()
-    # What torch has around the compiler's own lines is three quarters of a call of a few small
-    # operators. Mostly it has nothing to do; with writes, equal results would not tell.
+    # torch's wrapper around the generated code takes three quarters of a call of a few small
+    # operators, and mostly does nothing. With writes, equal results would not prove that.
     lines = getattr(inside[0], "current_callable", None) if len(inside) == 1 else None
     if writes or lines is None:
         return whole
@@ -73,7 +75,7 @@ def by_inductor(
 
 
 def _are_same(one: Callable, other: Callable, tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether two functions give the same, and lay it the same."""
+    """Return True if two functions return the same values with the same strides."""
     wanted = [*other(*tensors)]
     try:
         found = [*one(*tensors)]
@@ -93,10 +95,11 @@ def is_capturing() -> bool:
 def by_graph(
     program: Callable, examples: Sequence[torch.Tensor], written: Sequence[int]
 ) -> Callable:
-    """The same, recorded on the device once. A call copies its tensors there, and results back.
+    """Record a program as a CUDA graph. A call copies its tensors there, and the results back.
 
-    The graph is of the tensors' device, and captured while other threads may call CUDA. Callers
-    share the memory that it reads: threads wait for each other's calls, streams for their work.
+    The graph is of the tensors' device, and is captured while other threads may call CUDA. All
+    calls share the memory that the graph reads: threads wait for each other's calls, streams for
+    their work.
     """
     with torch.cuda.device(device_of(examples)):
         return _captured(program, examples, written)
@@ -119,7 +122,7 @@ def _captured(
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        for _ in range(3):  # what libraries set up with their first calls is no part of it
+        for _ in range(3):  # so that the graph does not capture what libraries set up once
             given(examples)
             program(*places)
         given(examples)

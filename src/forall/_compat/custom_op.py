@@ -1,4 +1,4 @@
-"""Operators that torch.library.custom_op made, and the vmap rules that torch.library keeps."""
+"""Operators that torch.library.custom_op defined, and the vmap rules that torch.library keeps."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ if TYPE_CHECKING:
 
 
 class VmapInfo(NamedTuple):
-    """What torch.library.register_vmap promises its rules as their first argument."""
+    """The first argument of rules that torch.library.register_vmap registers."""
 
     batch_size: int
     randomness: str
 
 
 def overloads(op: Any) -> list | None:
-    """The overloads that an extender means by ``op``; None if it is no operator."""
+    """Return the overloads of an operator; None if ``op`` is no operator."""
     if isinstance(op, CustomOpDef):
         return [op._opoverload]
     if isinstance(op, torch._ops.OpOverload):
@@ -30,7 +30,7 @@ def overloads(op: Any) -> list | None:
 
 
 def definition(func: Any) -> CustomOpDef | None:
-    """The custom_op behind an overload, if there is one."""
+    """Return the custom_op of an overload, if there is one."""
     return OPDEFS.get(f"{func.namespace}::{func.overloadpacket.__name__}")
 
 
@@ -38,5 +38,5 @@ _TORCHS = frozenset({"aten", "prims", "prim", "quantized", "mkldnn"})
 
 
 def vmap_rule(op: CustomOpDef) -> Callable | None:
-    """What torch.library.register_vmap was given for this operator."""
+    """Return the rule that torch.library.register_vmap registered for this operator."""
     return op._vmap_fn

@@ -1,12 +1,14 @@
-"""The threads in which autograd runs the nodes of a device, and passes that keep out of them.
+"""The threads in which autograd runs the nodes of a device, and passes that avoid them.
 
 NOTE [device threads]
-    On an accelerator autograd runs a node in a thread of the node's device. What is thread-local
-    is empty there: levels, modes, for which examples code runs, what is being recorded. A custom
-    Function that is called in the backward of another would not meet its level, and its part of the
-    derivative would be missing. So passes of ours, and the user's own once a transform has been
-    called, run in the thread that asks for them. The device works as before: its kernels are
-    queued by one thread in the place of another.
+    On an accelerator autograd runs a node in a thread of the node's device. Thread-local state is
+    empty there: levels, modes, the examples for which code runs, the recorder. A custom Function
+    that is called in the backward of another would not find its level, and its part of the
+    derivative would be missing.
+
+    So forall's backward passes, and the user's own once a transform has been called, run in the
+    thread that starts them. The device works as before: its kernels are queued by one thread
+    instead of another.
 """
 
 from __future__ import annotations
@@ -21,12 +23,12 @@ _is_enabled = torch._C._is_multithreading_enabled
 
 @functools.cache
 def has_device_threads() -> bool:
-    """Whether there is a device other than the CPU: autograd looks once, at its first pass."""
+    """Return True if there is a device other than the CPU, as autograd finds at its first pass."""
     return torch.accelerator.is_available()
 
 
 class one_thread:
-    """Within it a backward pass runs in this thread, on whatever devices its nodes are."""
+    """A block in which a backward pass runs in this thread, on whatever devices its nodes are."""
 
     __slots__ = ("was",)
 

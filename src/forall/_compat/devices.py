@@ -1,4 +1,4 @@
-"""The default device, which torch keeps as a function mode, and the accelerator's current one."""
+"""The default device, which torch keeps as a function mode, and the accelerator in use."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 _CPU = torch.device("cpu")
-any_function_modes = torch._C._len_torch_function_stack  # how many, in C
+any_function_modes = torch._C._len_torch_function_stack  # their number
 _at = torch._C._get_function_stack_at
 _pop = torch._C._pop_torch_function_stack
 _push = torch._C._push_on_torch_function_stack
-PASSES_ON = DeviceContext.__torch_function__.__code__  # the call of whoever is under the mode
+PASSES_ON = DeviceContext.__torch_function__.__code__  # a frame that only passes a call on
 
 
 def function_modes() -> int:
     """Return how many function modes are on, apart from torch's own for a default device.
 
-    Those have a say in nothing but where new tensors lie.
+    The mode for a default device decides nothing but the device of new tensors.
     """
     count = left = any_function_modes()
     while left:
@@ -37,7 +37,7 @@ def function_modes() -> int:
 
 
 def default_device() -> torch.device | None:
-    """Return what `torch.set_default_device` or ``with torch.device(...)`` has set, or None."""
+    """Return the device of `torch.set_default_device` or ``with torch.device(...)``, or None."""
     left = any_function_modes()
     while left:
         left -= 1
@@ -48,13 +48,13 @@ def default_device() -> torch.device | None:
 
 
 def new_device(device: Any = None) -> Any:
-    """Return the device on which torch makes a new tensor of Python's numbers, if told this one."""
+    """Return the device on which torch makes a tensor of Python's numbers, given ``device``."""
     return device if device is not None else default_device() or _CPU
 
 
 @contextmanager
 def under_default_device(device: torch.device | None) -> Iterator[None]:
-    """Within it the default device is this one; with None no default device is set."""
+    """Set the default device for a block; with None no default device is set."""
     if device is not None:
         with DeviceContext(device):
             yield
@@ -72,13 +72,13 @@ def under_default_device(device: torch.device | None) -> Iterator[None]:
 
 
 def _take_off() -> list[Any]:
-    """Take all function modes off; return them, the outermost first."""
+    """Pop all function modes; return them, the outermost first."""
     return [_pop() for _ in range(any_function_modes())][::-1]
 
 
 @contextmanager
 def unwatched() -> Iterator[None]:
-    """Let no mode see what a backend does here, nor who watches which functions a call runs."""
+    """Hide a backend's own calls from all modes, and from a trace function that watches a call."""
     trace = sys.gettrace()
     if trace is not None:
         sys.settrace(None)
@@ -98,10 +98,10 @@ def accelerator() -> Any:
 
 
 def current_device() -> int:
-    """Return the index that a device without one stands for.
+    """Return the index of the device that is meant by one without an index.
 
-    That is 0 until the accelerator is in use. To ask it earlier would set it up, after which the
-    process could no longer fork.
+    That is 0 until the accelerator is in use. An earlier query would initialise the accelerator,
+    after which the process could no longer fork.
     """
     module = accelerator()
     if module is None:
@@ -118,9 +118,9 @@ def _is_used() -> bool:
 def wait_until_made(tensors: Iterable[torch.Tensor]) -> None:
     """Wait for the devices of tensors that are to be read on any stream from now on.
 
-    A program keeps its constants, and its calls may come on other streams than the recording did.
-    To wait once costs less than to ask at each call. A graph of the user's that is being captured
-    cannot be waited for, and runs all that it holds in order.
+    A program keeps its constants, and its calls may run on other streams than the recording did.
+    One wait costs less than a check with each call. While the user captures a CUDA graph, its
+    stream cannot be waited for, and it runs all its work in order.
     """
     for device in {t.device for t in tensors}:
         if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
@@ -128,9 +128,10 @@ def wait_until_made(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def on_device(index: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return an index of the CPU's on a device, where it is copied to once.
+    """Return a CPU index on a device, to which it is copied once.
 
-    The copy is kept on the index, for each stream of CUDA: another may read it before it is there.
+    The copy is kept on the index, for each CUDA stream: another stream may read it before it is
+    there.
     """
     if device.type == "cpu":
         return index
@@ -144,6 +145,6 @@ def on_device(index: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _copied(index: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Nobody waits for a copy from pinned memory."""
+    """Copy from pinned memory, which does not wait for the device."""
     index = index.pin_memory() if device.type == "cuda" else index
     return index.to(device, non_blocking=True)

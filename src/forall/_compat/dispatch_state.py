@@ -1,4 +1,4 @@
-"""Torch's thread-local dispatch state, and its one forward-mode level per process."""
+"""torch's thread-local dispatch state, and its one forward-mode level per process."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ set_excluded = torch._C._dispatch_tls_set_dispatch_key_excluded
 is_forward_enabled = torch._C._is_fwd_grad_enabled
 set_forward_enabled = torch._C._set_fwd_grad_enabled
 set_grad_enabled = torch._C._set_grad_enabled
-ACCUMULATE = torch._C._functions.AccumulateGrad  # the node that leaves a gradient on a leaf
-# The node of a tensor that AOTAutograd wraps: it stands for the history of what is wrapped.
+ACCUMULATE = torch._C._functions.AccumulateGrad  # the node that sets the gradient of a leaf
+# The node of a tensor that AOTAutograd wraps: it stands for the history of the wrapped tensor.
 MIRRORED = torch._C._functions.Error
 
 AUTOGRAD = DispatchKey.AutogradFunctionality
@@ -40,8 +40,8 @@ NEGATIVE = DispatchKey.Negative
 ZEROS = DispatchKey.ZeroTensor
 VIEWS = DispatchKey.ADInplaceOrView
 PYTHON = DispatchKey.Python
-SNAPSHOT = DispatchKey.PythonTLSSnapshot  # what one level hands to the next
-# What the dispatcher switches off on its way into a Python handler and autograd's kernels need.
+SNAPSHOT = DispatchKey.PythonTLSSnapshot  # the dispatch state that one level hands to the next
+# Keys that the dispatcher excludes when it calls a Python handler, and autograd's kernels need.
 _ABOVE_PYTHON = (
     AUTOGRAD,
     VIEWS,
@@ -52,11 +52,11 @@ _ABOVE_PYTHON = (
 
 
 class autograd_below:
-    """Inside a Python handler, let autograd (and forward mode) act on the values one level down.
+    """Enable autograd (and forward mode) on the values one level down, inside a Python handler.
 
-    A handler is entered with autograd switched off in thread-local state. A level whose values
-    carry derivatives of their own switches it on for the operators it runs on them, in the grad
-    mode given, and puts everything back as it was.
+    A handler is entered with autograd disabled in thread-local state. A level whose values carry
+    derivatives enables it for the operators that it runs on them, in the given grad mode. The state
+    is restored afterwards.
     """
 
     __slots__ = ("forward", "grad", "was_excluded", "was_forward", "was_grad")
@@ -82,7 +82,7 @@ class autograd_below:
 
 
 class forward_on:
-    """Let operators see tangents, whatever the grad mode says of them."""
+    """Let operators compute tangents, whatever the grad mode is."""
 
     __slots__ = ("was",)
 
@@ -95,17 +95,18 @@ class forward_on:
 
 
 class _Held(exception_safety.Here):
-    """What this thread does with the forward-mode level."""
+    """This thread's use of the forward-mode level."""
 
-    ours = 0  # jvps that are running
+    ours = 0  # jvps of forall that are running
     users = 0  # the user's own level inside them
 
 
 class _ForwardLevel:
-    """PyTorch has one forward-mode level per process: entered by the first jvp, left by the last.
+    """PyTorch's one forward-mode level per process: entered by the first jvp, left by the last.
 
-    The user's own ``dual_level`` (also that of torch.func.jvp) inside a jvp of ours shares it: ours
-    keeps its tangents one level further down, where operators on the user's do not look.
+    The user's own ``dual_level`` (also that of torch.func.jvp) inside a jvp of forall shares the
+    level. Forall keeps its tangents one level further down, where operators on the user's do not
+    look.
     """
 
     def __init__(self) -> None:
@@ -137,20 +138,20 @@ class _ForwardLevel:
         self.held.ours -= 1
 
     def put_back(self, _: list, level: int) -> None:
-        """Leave what an exception between two instructions has left entered."""
+        """Leave the level if an exception between two instructions has left it entered."""
         if not self.held.ours:
             return
         with suppress(RuntimeError):  # that this thread does not hold it
             self.lock.release()
         with self.lock:
             self.threads.discard(threading.get_ident())
-            if not self.threads and level < 0:  # torch has this one level, and counts it apart
+            if not self.threads and level < 0:  # torch has one level, and a separate count
                 with suppress(RuntimeError):  # that it was not entered
                     torch._C._exit_dual_level(level=0)
                 forward_ad._current_level = level
 
     def enter_users(self) -> int:
-        """torch.autograd.forward_ad.enter_dual_level, which see."""
+        """Enter the user's level, as torch.autograd.forward_ad.enter_dual_level does."""
         _refuse_linearize()
         if not self.held.ours or self.held.users:
             return self.torchs_enter()
@@ -158,7 +159,7 @@ class _ForwardLevel:
         return forward_ad._current_level
 
     def exit_users(self, *, level: int | None = None) -> None:
-        """torch.autograd.forward_ad.exit_dual_level, which see."""
+        """Exit the user's level, as torch.autograd.forward_ad.exit_dual_level does."""
         if not self.held.users:
             self.torchs_exit(level=level)
         else:
@@ -170,7 +171,7 @@ exception_safety.PUT_BACK.append(_forward_level.put_back)
 
 
 def install_forward_level() -> None:
-    """Let the user's own forward-mode level know of ours, once."""
+    """Make the user's own forward-mode level share forall's, once."""
     if forward_ad.enter_dual_level is not _enter_dual_level:
         forward_ad.enter_dual_level = _enter_dual_level
         forward_ad.exit_dual_level = _exit_dual_level
@@ -199,19 +200,19 @@ def forward_level() -> Iterator[None]:
 
 
 def forward_mode_runs() -> bool:
-    """Whether tensors may carry tangents at all."""
+    """Return True if tensors may carry tangents at all."""
     return forward_ad._current_level >= 0
 
 
 def users_tangents() -> bool:
-    """Whether tensors may carry tangents that torch.autograd.forward_ad gave them, not we."""
+    """Return True if tensors may carry tangents from the user's own torch.autograd.forward_ad."""
     return forward_ad._current_level >= 0 and (
         not _forward_level.threads or _forward_level.held.users > 0
     )
 
 
 def has_tangent(tensor: torch.Tensor) -> bool:
-    """Whether PyTorch's own forward mode gave this tensor a tangent."""
+    """Return True if PyTorch's own forward mode gave this tensor a tangent."""
     if torch_funcs(tensor):
         return False
     if in_torch_func():
@@ -222,7 +223,7 @@ def has_tangent(tensor: torch.Tensor) -> bool:
 
 
 def users_tangent(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The tangent that the user's own forward mode gave this tensor, if it did."""
+    """Return the tangent that the user's own forward mode gave this tensor, if it did."""
     if not users_tangents() or not has_tangent(tensor):
         return None
     with torch._C.DisableTorchFunction():
@@ -230,7 +231,7 @@ def users_tangent(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 _LINEARIZE = torch.func.linearize.__code__
-_API = f"{Path(__file__).parents[1] / '_api'}{os.sep}"
+_TRANSFORMS = f"{Path(__file__).parents[1] / '_transforms'}{os.sep}"
 
 
 def _is_tracing_linearize(frame: Any) -> bool:
@@ -242,7 +243,7 @@ def _is_tracing_linearize(frame: Any) -> bool:
 
 
 def refuse_inside_linearize() -> None:
-    """torch.func.linearize traces its function: it would keep our levels' values as constants."""
+    """Raise inside torch.func.linearize, whose trace would keep values of levels as constants."""
     if users_tangents() and _called_by(_is_tracing_linearize):
         raise NotImplementedError(
             "torch.func.linearize: its function calls a transform of forall.\n"
@@ -253,7 +254,7 @@ def refuse_inside_linearize() -> None:
 
 def _refuse_linearize() -> None:
     if _called_by(_is_tracing_linearize) and _called_by(
-        lambda frame: frame.f_code.co_filename.startswith(_API)
+        lambda frame: frame.f_code.co_filename.startswith(_TRANSFORMS)
     ):
         raise NotImplementedError(
             "torch.func.linearize: called inside a transform of forall.\n"
@@ -280,10 +281,10 @@ def is_mode_on(mode: object) -> bool:
 
 # As in a handler: autograd neither records nor counts versions.
 below_autograd = torch._C._AutoDispatchBelowADInplaceOrView
-# Nothing is recorded, but writes are counted and views know their base: for what users receive.
+# Nothing is recorded, but writes are counted and views know their base: for users' tensors.
 without_history = torch._C._AutoDispatchBelowAutograd
 no_dispatch = torch._C._DisableTorchDispatch
-# Our own code is not the user's: no function mode is to see what it asks of tensors.
+# For forall's own code: no function mode may see what it does with tensors.
 functions_off = torch._C.DisableTorchFunction
 functions_on = torch._C._EnableTorchFunction
 functions_are_off = torch._C._is_torch_function_all_disabled
@@ -301,12 +302,12 @@ _CAST_DEVICES = ("cpu", "cuda", "mtia", "maia", "xpu", "ipu", "hpu", "xla", "mps
 
 
 def without_autocast() -> Any:
-    """A context for operators that have been cast already."""
+    """Return a context for operators that have been cast already."""
     return torch._C._ExcludeDispatchKeyGuard(_CASTS)
 
 
 def autocast_state() -> tuple:
-    """What autocast does now, for each kind of device that it can be on for."""
+    """Return the state of autocast for each kind of device that it is on for."""
     own = torch._C._get_privateuse1_backend_name()  # of a backend that is no part of torch
     return tuple(
         (d, torch.get_autocast_dtype(d))
@@ -323,7 +324,7 @@ def run_backward(
     retain_graph: bool,
     create_graph: bool,
 ) -> tuple[torch.Tensor | None, ...]:
-    """torch.autograd.grad without its argument checks and its trip through function modes."""
+    """Run torch.autograd.grad without its argument checks and its trip through function modes."""
     with one_thread():
         return torch.autograd.Variable._execution_engine.run_backward(
             outputs,
@@ -337,11 +338,11 @@ def run_backward(
 
 
 def in_backward() -> bool:
-    """Whether autograd is running a backward pass in this thread."""
+    """Return True if autograd is running a backward pass in this thread."""
     return graph_task() != -1
 
 
-# What autograd does with the gradient that it leaves on a leaf.
+# The operators that autograd runs to set the gradient of a leaf.
 ACCUMULATION = frozenset(
     {
         torch.ops.aten.add.Tensor,
@@ -355,16 +356,16 @@ ACCUMULATION = frozenset(
 
 
 def is_accumulating() -> bool:
-    """Whether autograd is leaving a gradient on a leaf right now."""
+    """Return True if autograd is setting the gradient of a leaf right now."""
     return isinstance(torch._C._current_autograd_node(), torch._C._functions.AccumulateGrad)
 
 
 def accumulating_on() -> torch.Tensor | None:
-    """The leaf on which autograd is leaving a gradient right now."""
+    """Return the leaf whose gradient autograd is setting right now, or None."""
     return torch._C._current_autograd_node().variable if is_accumulating() else None
 
 
-# Whether a transform of torch.func is running around us.
+# True while a transform of torch.func is running further out.
 in_torch_func = torch._C._are_functorch_transforms_active
 
 
@@ -373,12 +374,12 @@ _is_functorchs = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 def torch_funcs(tensor: torch.Tensor) -> bool:
-    """Whether a transform of torch made this tensor, one of torch.func or autograd's own vmap."""
+    """Return True for a wrapper of torch's own transforms: torch.func's or autograd's vmap."""
     return _is_functorchs(tensor) or _is_legacy(tensor)
 
 
 class outside_torch_func:
-    """Act as code outside every transform of torch.func that is running does."""
+    """Act as code outside every transform of torch.func that is running."""
 
     __slots__ = ("layers",)
 
@@ -393,8 +394,8 @@ class outside_torch_func:
 
 
 def dynamo_loaded() -> bool:
-    """Whether torch.compile can have been used at all; importing it to ask would cost seconds."""
-    # Another thread may be in the middle of importing it: this part is there when it can be used.
+    """Return True if torch.compile can have been used; importing it to ask would take seconds."""
+    # Another thread may be importing it: once it can be used, it has this attribute.
     return hasattr(sys.modules.get("torch._dynamo"), "eval_frame")
 
 
@@ -402,16 +403,16 @@ _NO_DISPATCH = torch.Tensor.__torch_dispatch__
 
 
 def has_own_dispatch(kind: type[torch.Tensor]) -> bool:
-    """True if a class of tensors says by __torch_dispatch__ what operators mean on it."""
+    """True if a class of tensors defines operators by its own __torch_dispatch__."""
     return kind.__torch_dispatch__ is not _NO_DISPATCH
 
 
 def plain_alias(tensor: torch.Tensor, *, moves: bool = True) -> torch.Tensor:
-    """An ordinary tensor under a second name without history; a user's own tangent stays.
+    """Return an ordinary tensor that shares memory, without history; a user's tangent stays.
 
-    Unless it ``moves`` under that name, the tangent goes as well. A tensor whose class dispatches
-    for itself (DTensor) has its class do it: the kernel knows nothing of what such a tensor holds,
-    and would answer with a tensor that has no memory.
+    Unless ``moves`` is True, the tangent is dropped too. A tensor whose class has its own dispatch
+    (DTensor) is detached by that class. The kernel does not know what such a tensor holds, and
+    would return a tensor without memory.
     """
     hidden = beneath_ours() if has_own_dispatch(type(tensor)) else unseen()
     with functions_off(), hidden:
@@ -424,13 +425,13 @@ def plain_alias(tensor: torch.Tensor, *, moves: bool = True) -> torch.Tensor:
 
 
 class _Aside(exception_safety.Here):
-    told: tuple[Callable, ...] = ()  # who is told of what no mode sees being made
+    told: tuple[Callable, ...] = ()  # called with tensors that are made where no mode sees it
 
 
 aside = _Aside.made()
 
 
 def apply_function(function: type, *args: Any) -> Any:
-    """torch.autograd.Function.apply of one of ours, without the sharing that we add to it."""
+    """Run torch.autograd.Function.apply of forall's own, without lifting the arguments."""
     with torch._C.DisableTorchFunction():
         return apply_own(function, *args)

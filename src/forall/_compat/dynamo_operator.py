@@ -1,16 +1,18 @@
-"""How torch.compile captures a call of a transform: one node of its graph.
+"""The capture of a transform's call by torch.compile, as one node of its graph.
 
 NOTE [transforms in a compiled function]
-    Dynamo, which reads a function's Python for torch.compile, cannot read our engine, and its
-    graphs hold tensors alone. So a call of a transform is a higher-order operator. Dynamo traces
-    the transformed function once, for one example, into a graph of its own: what the function
-    captures becomes an argument of that graph. The node runs the transform itself, of that graph.
-    AOTAutograd then runs our engine under its tracers, as make_fx does, and sees plain operators.
+    Dynamo, which traces a function's Python for torch.compile, cannot trace forall's engine, and
+    its graphs hold tensors alone. So a call of a transform is a higher-order operator. Dynamo
+    traces the transformed function once, for one example, into a subgraph: each tensor that the
+    function captures becomes an input of the subgraph.
 
-    What a transform returns is taken apart by item nodes, so any tree will do. A function that it
-    returns, as `vjp` does, is an object that lives in the graph, and each of its calls is a node.
-    Python that one example cannot say in a graph, such as a question to a tensor's value, breaks
-    the graph at the call: the transform then runs as it does without a compiler.
+    The node runs the transform itself on the subgraph. AOTAutograd then runs the engine under its
+    tracers, as make_fx does, and sees plain operators.
+
+    The result of a transform is taken apart by item nodes, so it may be any pytree. A function
+    that a transform returns, as `vjp` does, is an object in the graph, and each call of it is a
+    node. Python that cannot be traced for one example, such as a test of a tensor's value, breaks
+    the graph at the call. The transform then runs as it does without a compiler.
 """
 
 from __future__ import annotations
@@ -28,9 +30,9 @@ if TYPE_CHECKING:
 
 
 class TransformInGraph(HigherOrderOperator):
-    """``transform(func, **options)(*args, **kwargs)``, where Dynamo traces ``func`` to a graph.
+    """The operator ``transform(func, **options)(*args, **kwargs)``, with ``func`` as a graph.
 
-    It is never dispatched: whoever runs a graph runs the transform.
+    It is never dispatched: running a graph runs the transform.
     """
 
     def __init__(self, run: Callable, example_dims: Callable) -> None:
@@ -38,8 +40,8 @@ class TransformInGraph(HigherOrderOperator):
         self.run = run
         self.example_dims = example_dims
 
-    # Dynamo asks for an operator's name to find how to trace it. To say so at import would import
-    # Dynamo, which takes a second.
+    # Dynamo reads an operator's name to find how to trace it. To register that at import would
+    # import Dynamo, which takes a second.
     @property
     def __name__(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
         _register()
@@ -52,9 +54,9 @@ class TransformInGraph(HigherOrderOperator):
     def __call__(
         self, func: Callable, verb: str, options: dict, args: tuple, kwargs: dict, *rest: Any
     ) -> Any:
-        """Run the transform of a graph, or of a function where Dynamo gave the call up.
+        """Run the transform of a graph, or of a function if Dynamo has broken the graph.
 
-        A graph takes the tensors of the arguments, then what it captures.
+        A graph takes the tensors of the arguments, then those that the function captures.
         """
         if not isinstance(func, torch.fx.GraphModule):
             with eagerly():
@@ -69,7 +71,7 @@ class TransformInGraph(HigherOrderOperator):
 
 
 def _register() -> None:
-    """Tell Dynamo how to trace the operator, once it is loaded."""
+    """Register the operator with Dynamo, once that is loaded."""
     from torch._dynamo.variables import higher_order_ops
 
     known = higher_order_ops._hop_name_to_variable_class

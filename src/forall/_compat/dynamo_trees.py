@@ -25,9 +25,9 @@ def is_named(tree: Any) -> bool:
 
 
 def map_leaves(f: Callable, tree: Any, ordered: Callable = OrderedDict) -> Any:
-    """Return the tree with ``f`` of each leaf in its place; a graph may hold its nodes.
+    """Return the tree with ``f`` applied to each leaf; a graph may hold its nodes.
 
-    ``ordered`` makes what is in the place of an OrderedDict, out of a dict.
+    ``ordered`` converts a dict to the stand-in for an OrderedDict.
     """
     if type(tree) in _SEQUENCES:
         return type(tree)([map_leaves(f, x, ordered) for x in tree])
@@ -61,7 +61,7 @@ def with_tensors(tree: Any, tensors: Any) -> Any:
 
 
 class Ordered(NamedTuple):
-    """An OrderedDict in a graph, whose dicts are all of one class."""
+    """A stand-in for an OrderedDict in a graph, whose dicts are all of one class."""
 
     items_of: dict
 
@@ -70,9 +70,9 @@ _CONSTANTS = (bool, int, float, complex, str, type(None))
 
 
 def check_names(options: dict, kwargs: dict) -> None:
-    """Break the graph where an argument that was passed by position is named.
+    """Break the graph if an argument that was passed by position is named.
 
-    What the transform gets from Dynamo is a graph, whose arguments have no names.
+    Dynamo gives the transform a graph, whose inputs have no names.
     """
     dims, names = options.get("in_dims"), options.get("argnames")
     if isinstance(dims, dict):
@@ -91,7 +91,7 @@ def check_names(options: dict, kwargs: dict) -> None:
 
 
 def operand(leaf: Any) -> Any:
-    """Return what a graph holds of an argument; the function itself keeps what is no tensor."""
+    """Return a graph's operand for an argument; non-tensors are captured by the function itself."""
     if isinstance(leaf, torch.Tensor) or type(leaf) in _CONSTANTS:
         return leaf
     if _is_tree(type(leaf)):
@@ -103,7 +103,7 @@ def operand(leaf: Any) -> Any:
 
 
 def _is_tree(kind: type) -> bool:
-    """Return True for a class whose objects have leaves of their own. Dynamo runs it."""
+    """Return True for a class whose objects have leaves of their own. Dynamo runs this function."""
     return kind in SUPPORTED_NODES
 
 
@@ -118,10 +118,10 @@ def call_in_graph(func: Callable, args: tuple, kwargs: dict) -> Any:
 
 
 def one_example(x: torch.Tensor, dim: int | None) -> torch.Tensor:
-    """Return a tensor for which a function is traced: one example along ``dim``, or all of ``x``.
+    """Return an example tensor to trace a function for: an index of ``dim``, or all of ``x``.
 
-    It requires grad, and is no leaf: Dynamo leaves the backward of a custom Function out of a graph
-    in which nothing does, and a function may write to its arguments.
+    It requires grad and is no leaf. Dynamo leaves the backward of a custom Function out of a graph
+    if nothing in it requires grad. A function may write to its arguments, and so not to leaves.
     """
     if dim is not None:
         shape = x.shape[:dim] + x.shape[dim + 1 :]
@@ -135,9 +135,9 @@ _KINDS = torch._C._TorchDispatchModeKey.FUNCTIONAL, torch._C._TorchDispatchModeK
 
 
 def answer_forward_mode() -> Any:
-    """Return a context in which forward mode gets its answers about functional and fake tensors.
+    """Return a context in which forward mode can query functional and fake tensors.
 
-    Torch keeps the answer of a fake tensor under a key that does not tell its memory.
+    torch caches the answer for a fake tensor under a key that does not identify its memory.
     """
     from forall._compat.export_tracer import Recorded
 

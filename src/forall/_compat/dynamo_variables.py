@@ -1,4 +1,4 @@
-"""What Dynamo holds for a transform, and for a function that one returned, while it traces.
+"""Dynamo's variables for a transform, and for a function that a transform returned.
 
 See NOTE [transforms in a compiled function]. Only Dynamo loads this module.
 """
@@ -28,7 +28,7 @@ from forall._compat.dynamo_trees import call_in_graph, one_example
 
 
 class TransformVariable(TorchHigherOrderOperatorVariable):
-    """The operator `TransformInGraph`."""
+    """Dynamo's variable for the operator `TransformInGraph`."""
 
     _HOP_NAME = "forall_transform"
     _ALLOW_FALLBACK_TO_EAGER = True
@@ -59,7 +59,7 @@ class TransformVariable(TorchHigherOrderOperatorVariable):
                 verb,
                 source_target=self.value,
                 enable_grad=None if verb == "vmap" else True,
-                set_subgraph_inputs="flatten_manual",  # so none of them is taken for a captured one
+                set_subgraph_inputs="flatten_manual",  # so none of them counts as captured
                 supports_input_mutation=True,
                 supports_aliasing=True,
             )
@@ -73,10 +73,10 @@ class TransformVariable(TorchHigherOrderOperatorVariable):
 
 
 def _refuse_operators(verb: str, graph: torch.fx.Graph, ours: HigherOrderOperator) -> None:
-    """Break the graph where a function calls another operator that takes functions.
+    """Break the graph if a function calls another operator that takes functions.
 
-    Of a custom Function Dynamo keeps a derivative of first order alone; a checkpoint's knows none
-    of our levels.
+    Of a custom Function Dynamo keeps a derivative of first order alone. A checkpoint's operator
+    does not know forall's levels.
     """
     for node in graph.nodes:
         if isinstance(node.target, HigherOrderOperator) and node.target is not ours:
@@ -90,7 +90,7 @@ def _refuse_operators(verb: str, graph: torch.fx.Graph, ours: HigherOrderOperato
 
 
 def _autograd_is_traced() -> Any:
-    """A context in which the graph may have torch.autograd.grad in it: we run it as it is."""
+    """Return a context in which Dynamo traces torch.autograd.grad into the graph as a call."""
     if hasattr(config, "trace_autograd_ops"):
         return config.patch(trace_autograd_ops=True)
     return nullcontext()
@@ -125,13 +125,13 @@ def _example_of(tx: Any, x: VariableTracker, dim: int | None) -> VariableTracker
 
 
 def _emit(tx: Any, target: Any, args: tuple) -> VariableTracker:
-    """A node of the graph, and what it returns as variables of Dynamo's."""
+    """Add a node to the graph, and return its result as variables of Dynamo's."""
     proxy = tx.output.create_proxy("call_function", target, args, {})
     return _variable(tx, get_fake_value(proxy.node, tx), proxy)
 
 
 def _variable(tx: Any, value: Any, proxy: torch.fx.Proxy) -> VariableTracker:
-    """``value``, which is what ``proxy`` gives for an example."""
+    """Return a variable for ``value``, which is the result of ``proxy`` for an example."""
     if isinstance(value, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)):
         return wrap_fx_proxy(tx, proxy, example_value=value)
     proxy.node.meta["example_value"] = value
@@ -157,7 +157,7 @@ def _item(tx: Any, proxy: torch.fx.Proxy, key: Any) -> torch.fx.Proxy:
 
 
 def _function(variable: Any) -> Any:
-    """A function of Python's, of which Dynamo knows more than of a class of ours."""
+    """Wrap a variable as a function of Python's, which Dynamo knows better than forall's class."""
     return lambda *args, **kwargs: variable(*args, **kwargs)  # noqa: PLW0108
 
 

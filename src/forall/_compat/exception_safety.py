@@ -1,12 +1,14 @@
-"""A call of a transform that ends in an exception leaves this thread's state as it found it.
+"""Restoration of this thread's state if a call of a transform ends in an exception.
 
 NOTE [an exception between two instructions]
-    Each context of ours puts back what it has changed, which serves for errors of the user's. A
-    KeyboardInterrupt, or the exception of another signal's handler, may come between any two
-    instructions: while a context is entered, or before its ``__exit__`` has done anything. So the
-    outermost call keeps what was there before it, in one place, and puts it back where the call
-    ends in any exception. What it finds as it was, it leaves alone. A generator that a context is
-    made of is closed first: whoever keeps the exception would have it go on later.
+    Each context of forall restores the state that it has changed, which suffices for errors of the
+    user's code. A KeyboardInterrupt, or the exception of another signal handler, may come between
+    any two instructions. It may come while a context is entered, or before its ``__exit__`` has
+    done anything.
+
+    So the outermost call takes a snapshot of the state before it, and restores it if the call ends
+    in any exception. State that is unchanged is left alone. Generators of contexts are closed
+    first: they would otherwise continue when the exception is freed.
 """
 
 from __future__ import annotations
@@ -42,19 +44,19 @@ _count_functions = torch._C._len_torch_function_stack
 
 _PLACES: list[Any] = []
 _IDLE: list[Any] = []
-# What else is done, before our own state is put back: told of the modes that were left on, and of
-# the level of torch's forward mode that is to be the current one.
+# Functions called before forall's own state is restored, with the modes that were left on and
+# the level of torch's forward mode that is to be current.
 PUT_BACK: list[Callable[[list, int], None]] = []
 
 
 class Here(threading.local):
-    """State of a thread that is put back."""
+    """The base of thread-local state that is restored."""
 
     @classmethod
     def made(cls, *, idle: bool = False) -> Any:
-        """The one object of its class, which is put back with all others.
+        """Create the one object of its class, which is restored with all others.
 
-        What is ``idle`` outside of calls has its class's values there, and need not be kept.
+        State that is ``idle`` has its class's values outside of calls, and is not saved.
         """
         here = cls()
         (_IDLE if idle else _PLACES).append(here)
@@ -62,7 +64,7 @@ class Here(threading.local):
 
 
 class _Now(threading.local):
-    before: Any = None  # what the outermost call of this thread has found
+    before: Any = None  # the state before the outermost call of this thread
 
     def __init__(self) -> None:
         self.open: list[Any] = []  # generators of contexts that have been entered
@@ -75,12 +77,12 @@ _ever_called = False
 
 
 def has_called() -> bool:
-    """Whether a transform has been called in this process."""
+    """Return True if a transform has been called in this process."""
     return _ever_called
 
 
 def _entered(guard: Any) -> None:
-    """Enter a context of torch's for good: one that is let go puts back what it has changed."""
+    """Enter a context of torch's for good, and keep it: dropping it would undo its change."""
     guard.__enter__()
     _guards.append(guard)
 
@@ -94,12 +96,12 @@ class _Context(contextlib._GeneratorContextManager):
         try:
             return super().__exit__(*error)
         finally:
-            if self.gen.gi_frame is None:  # it has put back what it set
+            if self.gen.gi_frame is None:  # it has restored the state
                 _now.open.remove(self.gen)
 
 
 def contextmanager(func: Callable[P, Iterator[T]]) -> Callable[P, AbstractContextManager[T]]:
-    """`contextlib.contextmanager` for contexts that set state."""
+    """Return a context manager as `contextlib.contextmanager` does, for contexts that set state."""
 
     @functools.wraps(func)
     def made(*args: P.args, **kwargs: P.kwargs) -> AbstractContextManager[T]:
@@ -114,7 +116,7 @@ def is_inside_call() -> bool:
 
 
 def call_and_restore(func: Callable, /, *args: Any, **kwargs: Any) -> Any:
-    """``func(*args, **kwargs)``, after which this thread's state is as before if it fails."""
+    """Return ``func(*args, **kwargs)``; restore this thread's state if that raises."""
     global _ever_called  # noqa: PLW0603 - of the process, and set once
     _ever_called = True
     try:
@@ -130,7 +132,7 @@ def call_and_restore(func: Callable, /, *args: Any, **kwargs: Any) -> Any:
 
 
 def _found() -> tuple:
-    """What this thread has set of torch's state and of ours."""
+    """Return this thread's state of torch and of forall."""
     now = _now
     dicts = now.dicts
     if len(dicts) != len(_PLACES):
@@ -149,10 +151,10 @@ def _found() -> tuple:
 
 
 def _put_back(before: tuple) -> None:
-    """Put back all that is not as it was."""
+    """Restore all state that has changed."""
     opened, on, grad, forward, level, caches, dispatch, function, ours = before
     while len(_now.open) > opened:
-        with contextlib.suppress(Exception):  # of one that finds what others have left
+        with contextlib.suppress(Exception):  # its state may have been changed by others
             _now.open.pop().close()
     with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
         left = _back(modes, dispatch, lambda: pop_mode(None), push_mode)
@@ -173,19 +175,19 @@ def _put_back(before: tuple) -> None:
 
 
 def modes() -> tuple:
-    """The dispatch modes that are on, the outermost first."""
+    """Return the dispatch modes that are on, the outermost first."""
     at = torch._C._get_dispatch_stack_at
     return tuple(at(i) for i in range(_count_modes()))
 
 
 def functions() -> tuple:
-    """The function modes that are on, the outermost first."""
+    """Return the function modes that are on, the outermost first."""
     at = torch._C._get_function_stack_at
     return tuple(at(i) for i in range(_count_functions()))
 
 
 def _back(found: Callable[[], tuple], was: tuple, pop: Callable, push: Callable) -> list:
-    """Have the modes on that were; those that were left on."""
+    """Restore a stack of modes; return those that were left on."""
     now = found()
     same = 0
     for a, b in zip(now, was, strict=False):

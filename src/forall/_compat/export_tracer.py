@@ -1,14 +1,14 @@
-"""The tracer of torch.export, which is on before autograd, records our calls after autograd.
+"""Recording of transforms by torch.export, whose tracer is on before autograd.
 
 NOTE [tracing before autograd]
-    Dispatch goes to such a tracer at a key of its own. No wrapper of ours gets past it, and the
-    operators of a backward pass are not shown to it. While a call of ours runs, the tracer lies
-    where make_fx otherwise has it, after autograd. It records what the call comes down to: plain
-    operators on stacks.
+    Operators dispatch to such a tracer at a key of its own. Wrappers of levels never get past it,
+    and it does not see the operators of a backward pass. While a transform runs, the tracer is
+    moved to where make_fx has it, after autograd. It then records the plain operators on batched
+    values that the transform runs.
 
     The derivative of these operators need not be that of the call: a custom Function, or a
-    statistic that a kernel saves for its backward pass, would be lost without a word. So results
-    are recorded as detached, with one warning where a derivative could have been asked for.
+    statistic that a kernel saves for its backward pass, would be lost silently. So results are
+    recorded as detached, with one warning if a derivative could have been asked for.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _count_functions = torch._C._len_torch_function_stack
 
 
 def call(func: Callable, /, *args: Any, **kwargs: Any) -> Any:
-    """``func(*args, **kwargs)``, recorded after autograd, with results that are detached."""
+    """Return ``func(*args, **kwargs)``, recorded after autograd, with detached results."""
     with _after_autograd():
         result = func(*args, **kwargs)
         with functions_off():
@@ -59,17 +59,17 @@ def _warn() -> None:
 
 
 class Recorded(_python_dispatch.TorchDispatchMode):
-    """What our calls come down to, as a tracer of functional tensors is to see it."""
+    """A dispatch mode that replaces operators which such a tracer cannot record."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(kind, Wrapper) for kind in types):
-            return NotImplemented  # its level says what it comes down to
+            return NotImplemented  # the wrapper's level runs the operator
         kwargs = kwargs or {}
         if func is aten._has_same_storage_numel.default:
-            return True  # forward mode asks, and views of the caller's would be told by their bases
+            return True  # forward mode asks; the bases of the caller's views would be compared
         if func is aten.is_same_size.default:
             return args[0].shape == args[1].shape
-        if func is aten._efficientzerotensor.default:  # whose kernels know no open sizes
+        if func is aten._efficientzerotensor.default:  # its kernels take no symbolic sizes
             return plain_zeros(*args, **kwargs)
         if func in LINEAR:
             known = simpler(func, args, kwargs)
@@ -80,9 +80,9 @@ class Recorded(_python_dispatch.TorchDispatchMode):
 
 
 class _after_autograd:
-    """The tracer sees what is done within after autograd; see NOTE [tracing before autograd].
+    """A block in which the tracer works after autograd; see NOTE [tracing before autograd].
 
-    Its function mode, which records how grad mode is set, is off.
+    Its function mode, which records changes of grad mode, is off.
     """
 
     __slots__ = ("functions", "modes")

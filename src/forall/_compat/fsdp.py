@@ -1,7 +1,7 @@
 """FSDP2's bookkeeping of parameters, which runs in hooks of the modules that it shards.
 
 Gathering parameters before a module runs, and freeing them afterwards, is no part of the function
-that a user transforms: levels that saw it would refuse its collectives and its changes of storage.
+that a user transforms. Levels that saw it would refuse its collectives and its storage changes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _METHODS = ("unshard", "wait_for_unshard", "reshard", "post_backward", "finalize
 
 
 class _State:
-    """Whether the methods have been wrapped. To import FSDP2 takes long, so users do it."""
+    """A flag: True once the methods are wrapped. The user imports FSDP2, which takes long."""
 
     is_patched = False
 

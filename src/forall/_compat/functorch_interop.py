@@ -1,8 +1,9 @@
-"""Inside torch's own transforms these do the work; its compiler stays out of ours.
+"""Interoperation with torch.func and Dynamo: torch's own transforms run inside one another.
 
-Inside an active transform of torch.func ours would not see its tensors, which gives silent zeros.
-The other way round, torch.func inside ours, needs nothing: its wrappers lie on our values, and its
-operators reach our levels.
+Inside an active transform of torch.func, forall's transforms would not see its tensors, which gives
+silent zeros; so torch's own run in their place. The other way round, torch.func inside forall needs
+nothing: its wrappers lie on values of levels, and its operators reach the levels. Dynamo does not
+trace or compile forall's engine.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def needed() -> bool:
-    """Whether torch's own transforms must run instead of ours."""
+    """Return True if torch's own transforms must run instead of forall's."""
     if torch.compiler.is_dynamo_compiling():
         return _is_around()
     if in_torch_func():
@@ -40,22 +41,22 @@ def _is_around() -> bool:
     return in_torch_func()
 
 
-vars(_is_around)["_dynamo_marked_constant"] = True  # Dynamo calls it, and takes the answer
+vars(_is_around)["_dynamo_marked_constant"] = True  # Dynamo calls it, and uses the result
 
 
-# As they are at import: somebody may put ours in the place of these later, by name.
+# As they are at import: `forall.install` may rebind these names later.
 OWN = {name: f for name, f in vars(torch.func).items() if callable(f)}
 
 
 def call(name: str, *args: Any, **kwargs: Any) -> Any:
-    """torch.func's transform of this name, with these arguments."""
+    """Return the result of torch.func's transform of this name."""
     return OWN[name](*args, **kwargs)
 
 
 def call_named(
     func: Callable, in_dims: tuple, out_dims: Any, randomness: str, chunk_size: Any
 ) -> Callable:
-    """torch.func.vmap with dims for keyword arguments too: ``in_dims`` is (args, kwargs)."""
+    """Return torch.func.vmap with dims for keyword arguments too: ``in_dims`` is (args, kwargs)."""
 
     def unpacked(args: tuple, kwargs: dict) -> Any:
         return func(*args, **kwargs)
@@ -65,9 +66,10 @@ def call_named(
 
 
 def linearize(func: Callable, primals: tuple) -> tuple[Any, Callable]:
-    """What torch.func.linearize promises, by torch.func.jvp: right under every transform.
+    """Linearize a function by torch.func.jvp, which is right under every transform.
 
-    Its own program is constant in the point of linearisation, and Dynamo cannot trace it.
+    torch.func.linearize's own program is constant in the point of linearisation, and Dynamo cannot
+    trace it.
     """
 
     def jvp_fn(*tangents: Any) -> Any:
@@ -78,22 +80,22 @@ def linearize(func: Callable, primals: tuple) -> tuple[Any, Callable]:
 
 class _Eager(exception_safety.Here):
     depth = 0
-    callback: Any = None  # what the outermost has found
+    callback: Any = None  # Dynamo's callback before the outermost call
 
 
 _eager = _Eager.made(idle=True)
 
 
 def runs_eagerly() -> bool:
-    """Whether one of our transforms runs a function now."""
+    """Return True while a transform of forall runs a function."""
     return _eager.depth > 0
 
 
 class eagerly:
-    """Run functions as plain Python, also those that went through torch.compile.
+    """A block in which functions run as plain Python, also those that torch.compile wraps.
 
-    Dynamo would compile our handlers along with the user's function, or make one autograd node of
-    it, which no level could look into. All of it is state of this thread.
+    Dynamo would compile forall's handlers along with the user's function, or make one autograd node
+    of it, which no level could look into. All of this is state of the thread.
     """
 
     __slots__ = ("callback", "counted")
@@ -107,7 +109,7 @@ class eagerly:
             self.callback = compiler.set_eval_frame(None)
             if _eager.depth == 1:
                 _eager.callback = self.callback
-            # While somebody counts, fullgraph=True does not ask how many frames it compiled.
+            # While frames are counted, fullgraph=True does not check how many it compiled.
             self.counted = count_compiled_frames(compiler, 0)
             if compiler._callback_from_stance is not _callback_from_stance:
                 _install(compiler)
@@ -123,12 +125,12 @@ class eagerly:
 
 
 def compiler_listens() -> bool:
-    """Return True where Dynamo would compile the next function of Python's that is called."""
+    """Return True if Dynamo would compile the next Python function that is called."""
     return dynamo_loaded() and callable(torch._C._dynamo.eval_frame.get_eval_frame_callback())
 
 
 def left_to_python(func: Callable) -> Callable:
-    """Have Dynamo neither read nor compile ``func``, which runs our engine."""
+    """Wrap ``func``, which runs forall's engine, so that Dynamo neither traces nor compiles it."""
 
     @functools.wraps(func)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -137,13 +139,13 @@ def left_to_python(func: Callable) -> Callable:
         with eagerly():
             return func(*args, **kwargs)
 
-    # What torch.compiler.disable sets; to import that takes a second.
+    # torch.compiler.disable sets this; importing that takes a second.
     vars(run)["_torchdynamo_disable"] = True
     return run
 
 
 def _compile_again(_left: list, _level: int) -> None:
-    """Let the compiler hear of calls again, if it did before the outermost of ours."""
+    """Restore Dynamo's callback, if there was one before the outermost transform."""
     if _eager.callback is not None:
         sys.modules["torch._dynamo.eval_frame"].set_eval_frame(_eager.callback)
 
@@ -152,7 +154,10 @@ exception_safety.PUT_BACK.append(_compile_again)
 
 
 def push(mode: DispatchMode) -> bool:
-    """Push a mode; its own entry, which takes longer, also tells the compiler, where it may run."""
+    """Push a mode; the mode's own entry, which takes longer, also informs Dynamo, if it may run.
+
+    Return True if the mode was entered so.
+    """
     tells = dynamo_loaded() and not runs_eagerly()
     if tells:
         mode.__enter__()
@@ -172,7 +177,7 @@ _torchs: list[Any] = []
 
 
 def _callback_from_stance(callback: Any) -> Any:
-    """What a compiled function asks for on its way in: the compiler to run under, or None."""
+    """Return the compiler that a compiled function runs under, or None; replaces torch's own."""
     return None if _eager.depth else _torchs[0](callback)
 
 

@@ -1,4 +1,4 @@
-"""Torch's control-flow operators, told of our transforms."""
+"""torch's control-flow operators, which forall's replace inside transforms."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _redirected: set[str] = set()
 
 
 def _either(torchs: Callable, ours: Callable) -> Callable:
-    """``ours`` inside our transforms, and torch's elsewhere."""
+    """Return a function that is ``ours`` inside transforms of forall, and torch's elsewhere."""
 
     @functools.wraps(torchs)
     def either(*args: Any, **kwargs: Any) -> Any:
@@ -33,23 +33,23 @@ def _either(torchs: Callable, ours: Callable) -> Callable:
 
 
 def redirect(ours: Callable) -> None:
-    """Let torch's operator of the same name be ``ours`` inside our transforms, once."""
+    """Replace torch's operator of the same name by ``ours`` inside transforms of forall, once."""
     name = ours.__name__
     if name in _redirected:
         return
     _redirected.add(name)
     torchs = getattr(torch._higher_order_ops, name)
     either = _either(torchs, ours)
-    own = sys.modules[f"torch._higher_order_ops.{name}"]  # which the function of this name hides
+    own = sys.modules[f"torch._higher_order_ops.{name}"]  # the function of this name hides it
     for module in (own, torch._higher_order_ops, torch):
         if getattr(module, name, None) is torchs:
             setattr(module, name, either)
 
 
 def redirect_flex_attention(attention: Callable, helpers: dict[str, Callable]) -> None:
-    """Let the operator of FlexAttention, and these private functions beside it, be ours, once.
+    """Replace FlexAttention's operator, and private functions beside it, inside transforms, once.
 
-    Users have imported the public function by name; what that calls is looked up with each call.
+    Users have imported the public function by name; it looks up the private ones with each call.
     """
     if "flex_attention" in _redirected:
         return
@@ -64,18 +64,18 @@ def redirect_flex_attention(attention: Callable, helpers: dict[str, Callable]) -
 
 @contextmanager
 def _not_compiled() -> Iterator[str]:
-    """Let FlexAttention run its operator as it is; the compiler may not have been loaded so far."""
-    import_module("torch._dynamo.eval_frame")  # which takes seconds, so who does not need it waits
+    """Make FlexAttention run its operator as it is, also before the compiler has been loaded."""
+    import_module("torch._dynamo.eval_frame")  # takes seconds, so it is not imported earlier
     with functorch_interop.eagerly():
         yield "eager"
 
 
 def _allow_devices(*_: torch.Tensor) -> None:
-    """Stand where torch refuses derivatives on a CPU, of which its operator has none."""
+    """Accept all devices, where torch's check refuses derivatives on a CPU for its own operator."""
 
 
 def is_identity(score_mod: Callable) -> bool:
-    """Return True for what FlexAttention has in the place of a score_mod that is not given."""
+    """Return True for FlexAttention's default score_mod."""
     return score_mod is getattr(flex, "_identity", None)
 
 

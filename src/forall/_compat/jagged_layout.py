@@ -1,7 +1,7 @@
-"""Nested tensors of the jagged layout: rows in one tensor, and where each component begins.
+"""Nested tensors of the jagged layout: the rows in one tensor, and the offset of each component.
 
-Torch writes what an operator does with one in Python, by operators of its rows. So where the rows
-are a value of one of our levels, its own meaning is asked first, and we see what it does with them.
+torch implements operators on them in Python, by operators on the rows. If the rows are a value of a
+level, that implementation runs first, and the level sees its operators on the rows.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ __all__ = ["Jagged", "components", "held_rows", "jagged_dim", "with_held_rows", 
 
 
 def held_rows(nested: torch.Tensor) -> torch.Tensor:
-    """The rows as they are, without the history of the whole."""
+    """Return the rows as they are, without the history of the nested tensor."""
     whole: Any = nested
     return whole._values
 
 
 def with_rows(nested: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """The same components with other rows; torch combines these with those of ``nested``."""
+    """Return the same components with other rows, which torch combines with the offsets."""
     return torch.nested.nested_tensor_from_jagged(
         rows, nested.offsets(), nested.lengths(), jagged_dim=jagged_dim(nested) + 1
     )
 
 
 def jagged_dim(nested: torch.Tensor) -> int:
-    """The dim of a component in which they differ: the one whose size is no number."""
+    """Return the dim of a component in which sizes differ: its size in the shape is symbolic."""
     (dim,) = (d for d, n in enumerate(nested.shape) if not isinstance(n, int))
     return dim - 1
 
 
 def components(nested: torch.Tensor) -> Sequence[torch.Tensor]:
-    """The components, as views that have derivatives of any order; those of unbind have one."""
+    """Return the components as views with derivatives of any order; those of unbind have one."""
     rows, starts, dim = nested.values(), nested.offsets().tolist(), jagged_dim(nested)
     if nested.lengths() is None:
         return rows.split([b - a for a, b in pairwise(starts)], dim)
@@ -47,7 +47,7 @@ def components(nested: torch.Tensor) -> Sequence[torch.Tensor]:
 
 
 def with_held_rows(nested: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """The same components with other rows, for who stands below autograd."""
+    """Return the same components with other rows, for code below autograd."""
     whole: Any = nested
     names, kept = whole.__tensor_flatten__()
     parts = {name: getattr(whole, name) for name in names} | {"_values": rows}

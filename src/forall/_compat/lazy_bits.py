@@ -1,4 +1,4 @@
-"""Bits by which a tensor puts work off: to be conjugated, to be negated, to be zeros at all."""
+"""Lazy bits of tensors: a conjugation or negation still to be done, and zeros without memory."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _DUAL = {
 
 
 def is_zeros(t: torch.Tensor) -> bool:
-    """Whether a tensor is zeros that have no memory."""
+    """Return True if a tensor is zeros that have no memory."""
     return t._is_zerotensor()
 
 
 def put_lazy_bits(wrapper: torch.Tensor, value: torch.Tensor) -> None:
-    """Let a wrapper show that its value is yet to be conjugated, or to be negated."""
+    """Set the conj and neg bits of a wrapper like those of its value."""
     if value.is_conj():
         torch._C._set_conj(wrapper, True)
     if value.is_neg():
@@ -41,7 +41,7 @@ def put_lazy_bits(wrapper: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def attach_tangent(primal: torch.Tensor, tangent: torch.Tensor) -> torch.Tensor:
-    """A dual of torch's own. Forward mode takes no view where the two differ in these bits."""
+    """Return a dual of torch's own; its forward mode takes no view if these bits differ."""
     if tangent.is_conj() != primal.is_conj():
         tangent = tangent.resolve_conj() if tangent.is_conj() else tangent.conj_physical().conj()
     if tangent.is_neg() != primal.is_neg():
@@ -50,7 +50,7 @@ def attach_tangent(primal: torch.Tensor, tangent: torch.Tensor) -> torch.Tensor:
 
 
 def moving(a: Any) -> Any:
-    """A tensor with a tangent that is there, even if it is zero."""
+    """Return a tensor with a tangent that has memory, even if it is zero."""
     if not isinstance(a, torch.Tensor) or not a.is_floating_point():
         return a
     primal, tangent = split_tangent(a, level=0)
@@ -62,10 +62,10 @@ def moving(a: Any) -> Any:
 
 
 def set_lazy_bits(on: bool) -> None:
-    """Whether kernels look at the conj, neg and zero bits of their tensors.
+    """Switch on or off that kernels look at the conj, neg and zero bits of their tensors.
 
-    Inside a Python handler they do not: for its own tensors that is settled. But many a kernel
-    (``pinv``, complex ``lstsq``) calls others with a lazy conjugate it made itself.
+    Inside a Python handler kernels do not: for the handler's own tensors the bits are resolved. But
+    many a kernel (``pinv``, complex ``lstsq``) calls others with a lazy conjugate that it made.
     """
     off = not on
     set_excluded(CONJUGATE, off)
@@ -74,10 +74,10 @@ def set_lazy_bits(on: bool) -> None:
 
 
 def with_lazy_bits(func: Callable, args: tuple, kwargs: dict) -> Any:
-    """A call from inside a Python handler, whose kernels look at these bits as anywhere else.
+    """Call an operator from a Python handler, with kernels that look at the lazy bits.
 
-    In inference mode `_DUAL` get here in one piece, and have no kernel for a tensor of before but
-    autograd's own for views.
+    In inference mode the operators `_DUAL` are not decomposed on their way here. For a tensor made
+    before the mode, their only kernel is autograd's own for views.
     """
     if not is_excluded(CONJUGATE):
         return func(*args, **kwargs)
@@ -94,7 +94,7 @@ def with_lazy_bits(func: Callable, args: tuple, kwargs: dict) -> Any:
 
 
 class lazy_bits_off:
-    """Inside of what runs `with_lazy_bits`: what is done to a wrapper itself."""
+    """A block inside `with_lazy_bits` for operations on a wrapper itself."""
 
     __slots__ = ("was",)
 
@@ -109,10 +109,11 @@ class lazy_bits_off:
 
 
 class lazy_zeros_pass:
-    """Let zeros without memory reach our handlers, which take them down to where they are plain.
+    """A block in which zeros without memory reach the handlers of levels.
 
-    Else their own kernel comes first. It moves wrappers to the meta device and answers with plain
-    zeros that bear the history of our examples. A graph that forward mode made is full of them.
+    Otherwise the kernel for such zeros comes first. It moves wrappers to the meta device and
+    returns plain zeros that have the history of the examples. Graphs of forward mode are full of
+    such zeros.
     """
 
     __slots__ = ("was",)
@@ -128,7 +129,7 @@ class lazy_zeros_pass:
 
 
 class lazy_zeros_stay(lazy_zeros_pass):
-    """For what runs as it would outside of such a pass: plain kernels would read no memory."""
+    """A block inside `lazy_zeros_pass` for plain kernels, which must not read such zeros."""
 
     __slots__ = ()
     passing = False

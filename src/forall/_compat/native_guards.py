@@ -1,6 +1,6 @@
-"""Whether dicts and tensors are what they were, asked in C: torch has such questions for its own.
+"""Fast checks in C that dicts and tensors have not changed, by Dynamo's guards.
 
-Each answers yes only where nothing has changed; a no says nothing.
+A check that holds proves that nothing has changed; one that fails proves nothing.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
 _needs = attrgetter("requires_grad")
-# A number that is another one after each write into a dict, if `is_counted`.
+# The version of a dict, which each write into it changes, if `is_counted`.
 writes_into = torch._C._dynamo.guards.dict_version
 
 
 class _Object:
-    """Of whose attributes Python may tell nobody that they are written."""
+    """A class to find out whether writes of attributes change a dict's version."""
 
 
 def _counts_attributes() -> bool:
@@ -41,14 +41,14 @@ COUNTS_ATTRIBUTES = _counts_attributes()
 
 
 def beneath(names: Mapping) -> Any:
-    """The dict that is written to where a class gets an attribute, or another mapping itself."""
+    """Return the dict that a class's attributes are written into; another mapping itself."""
     return gc.get_referents(names)[0] if type(names) is MappingProxyType else names
 
 
 def is_counted(names: Mapping) -> bool:
-    """Return True if `writes_into` tells of each write into these names.
+    """Return True if each write into these names changes their version.
 
-    Where it misses attributes, a dict may be an object's; that of a module or a class is not.
+    In a Python that does not count writes of attributes, that is the dict of a module or a class.
     """
     if type(beneath(names)) is not dict:
         return False
@@ -60,13 +60,13 @@ def is_counted(names: Mapping) -> bool:
 
 
 def alike(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
-    """What tells of others in the place of these tensors whether they are like them.
+    """Return a check that other tensors match these; None if there is no such check.
 
-    That is class, shape, strides, dtype, device, whether they require grad, and the conj and neg
-    bits.
+    It compares class, shape, strides, dtype, device, whether they require grad, and the conj and
+    neg bits.
     """
     if not all(map(has_memory, tensors)):
-        return None  # it asks each for its strides
+        return None  # the check reads the strides of each
     sizes, strides = (
         [[*of(t)] for t in tensors] for of in (torch.Tensor.size, torch.Tensor.stride)
     )
@@ -75,13 +75,14 @@ def alike(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
     ).check
     if torch.is_grad_enabled():
         return look
-    needs = [*map(_needs, tensors)]  # under `no_grad` it takes none to require grad
+    needs = [*map(_needs, tensors)]  # under `no_grad` the check ignores `requires_grad`
     return lambda *others: look(*others) and [*map(_needs, others)] == needs
 
 
 def state() -> Callable[[], bool]:
-    """Tells whether torch's state is what it is now, but for inference mode.
+    """Return a check that torch's state is the same as now, but for inference mode.
 
-    That is grad mode, autocast, default dtype and determinism; of others it may say no.
+    It compares grad mode, autocast, default dtype and determinism. It may fail for other changes
+    too.
     """
     return torch._C._dynamo.guards.GlobalStateGuard().check

@@ -1,6 +1,6 @@
-"""numpy's functions in torch's own numpy layer, and tensors as its arrays and back.
+"""numpy's functions in torch's own numpy layer, and conversions between tensors and arrays.
 
-numpy itself is not needed: nothing here runs before numpy has called us.
+numpy itself is not needed: nothing here runs before numpy has called forall.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-# Where torch's layer gives what numpy gives, dtype included; the tests hold each to it.
+# Functions for which torch's layer agrees with numpy, dtype included; tests compare each.
 _UFUNC_NAMES = """
     absolute add arccos arccosh arcsin arcsinh arctan arctan2 arctanh ceil conjugate copysign cos
     cosh deg2rad degrees divide equal exp exp2 expm1 float_power floor floor_divide fmax fmin fmod
@@ -35,7 +35,7 @@ FUNCTIONS = frozenset(_FUNCTION_NAMES.split())
 
 
 def counterpart(func: Any) -> Callable | None:
-    """The function of torch's numpy layer that means the same, or None."""
+    """Return the function of torch's numpy layer with the same meaning, or None."""
     numpy = sys.modules["numpy"]
     if isinstance(func, numpy.ufunc):
         name = func.__name__ if func.__name__ in UFUNCS else ""
@@ -54,7 +54,7 @@ def counterpart(func: Any) -> Callable | None:
 
 
 def array(a: Any) -> Any:
-    """Tensors and numpy's arrays and numbers as arrays of torch's layer, in lists too."""
+    """Convert tensors, and numpy's arrays and numbers, to arrays of torch's layer, in lists too."""
     import torch._numpy as layer
 
     numpy = sys.modules["numpy"]
@@ -70,7 +70,7 @@ def array(a: Any) -> Any:
 
 
 def tensor(a: Any) -> Any:
-    """What torch's layer, or numpy, answers, as tensors."""
+    """Convert arrays of torch's layer, or of numpy, to tensors, in lists too."""
     import torch._numpy as layer
 
     numpy = sys.modules["numpy"]
@@ -84,7 +84,7 @@ def tensor(a: Any) -> Any:
 
 
 def plain(a: Any) -> Any:
-    """An ordinary tensor as numpy's array."""
+    """Return an ordinary tensor as numpy's array."""
     if not isinstance(a, torch.Tensor):
         return a
     with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
@@ -92,13 +92,13 @@ def plain(a: Any) -> Any:
 
 
 def is_array(a: Any) -> bool:
-    """Whether numpy answered with numbers of its own."""
+    """Return True for an array or a number of numpy's own."""
     numpy = sys.modules["numpy"]
     return isinstance(a, (numpy.ndarray, numpy.generic))
 
 
 def ufunc(func: Any, method: str, inputs: tuple, kwargs: dict, level: Any) -> Any:
-    """What __array_ufunc__ answers for values of ``level``."""
+    """Implement __array_ufunc__ for values of ``level``."""
     if kwargs.get("out") is not None:
         raise TypeError(
             f"np.{func.__name__}: out= cannot take a tensor's values.\n"
@@ -131,7 +131,7 @@ _REFLECTED = {
     "equal": "__eq__",
     "not_equal": "__ne__",
 }
-# Of these dtypes torch's layer answers as numpy does; integers it promotes by torch's rules.
+# For these dtypes torch's layer agrees with numpy; it promotes integers by torch's rules.
 _FLOATS = frozenset({torch.float32, torch.float64, torch.complex64, torch.complex128})
 
 
@@ -139,7 +139,7 @@ _LOOKS = {"ndim": torch.Tensor.dim, "shape": lambda x: x.shape, "size": torch.Te
 
 
 def function(func: Any, args: tuple, kwargs: dict, level: Any) -> Any:
-    """What __array_function__ answers for values of ``level``."""
+    """Implement __array_function__ for values of ``level``."""
     if func.__name__ in _LOOKS and len(args) == 1 and isinstance(args[0], torch.Tensor):
         return _LOOKS[func.__name__](args[0])
     ours = counterpart(func)

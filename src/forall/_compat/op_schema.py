@@ -1,4 +1,4 @@
-"""What an operator's schema and tags say: what it writes, what it views, how it is derived."""
+"""Facts of an operator's schema and tags: its writes, its views, and its related overloads."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ if TYPE_CHECKING:
 
 
 class Facts(NamedTuple):
-    """Read once per overload; looking into a schema on every call would cost more than the call."""
+    """The facts of an overload, read once: reading a schema costs more than a call."""
 
-    mutates: tuple[int | str, ...]  # places (positional) or names (keyword-only), by its schema
+    mutates: tuple[int | str, ...]  # positions or (keyword-only) names, by its schema
     out_names: tuple[str, ...]  # the out= arguments among them
     view: bool  # results alias the first argument without writing it
     pointwise: bool
     seeded: bool
     dynamic: bool  # result shape or Python value depends on data
     names: tuple[str, ...]
-    statistics: tuple[int, ...]  # places of running statistics that it may write into
-    asks: int | None  # the place of what says whether it does; None where it always does
-    writes: bool  # whether it may write into anything
-    into_lists: bool  # whether into tensors of a list
-    foreign: bool  # a library's; forward mode passes these by, and its tangents come out as zeros
+    statistics: tuple[int, ...]  # positions of running statistics that it may write into
+    asks: int | None  # the position of the flag that enables this; None if it always writes
+    writes: bool  # True if it may write into any argument
+    into_lists: bool  # True if it writes into tensors of a list
+    foreign: bool  # a library's; forward mode ignores it, and its tangents come out as zeros
     is_collective: bool  # torch.distributed's: all processes of a group take part in one call
 
 
@@ -34,8 +34,8 @@ _COLLECTIVES = frozenset(
     {"c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd", "symm_mem"}
 )
 _RUNNING = ("running_mean", "running_var")
-# What writes into running statistics where this argument says so (None: always), and in whose
-# schema no word of it is.
+# Operators that write into running statistics if this argument is True (None: always), which
+# their schemas do not declare.
 _STATISTICS = {
     "native_batch_norm": "training",
     "cudnn_batch_norm": "training",
@@ -49,7 +49,7 @@ _STATISTICS = {
 }
 
 
-# Operators that a level or a recorder has met: those looked at, and decompositions under vmap.
+# Operators that a level or a recorder has seen, and decompositions under vmap.
 met: set[Any] = set()
 
 
@@ -96,9 +96,9 @@ def facts(func: Any) -> Facts:
 
 
 def writes(func: Any, args: tuple) -> tuple[int | str, ...]:
-    """The places (or names, see `Facts.mutates`) of the arguments that an operator writes into.
+    """Return positions or names (see `Facts.mutates`) of the arguments that are written into.
 
-    Everybody asks here: schemas say nothing of running statistics.
+    Schemas do not declare writes into running statistics, so all code calls this.
     """
     fact = facts(func)
     if fact.statistics and (fact.asks is None or args[fact.asks]):
@@ -107,46 +107,46 @@ def writes(func: Any, args: tuple) -> tuple[int | str, ...]:
 
 
 def written_by(func: Any, args: tuple, kwargs: dict) -> list[torch.Tensor]:
-    """The tensors that an operator writes into, those in lists too."""
+    """Return the tensors that an operator writes into, those in lists too."""
     return tensors_in(args[m] if isinstance(m, int) else kwargs.get(m) for m in writes(func, args))
 
 
 def tensors_in(found: Iterable[Any]) -> list[torch.Tensor]:
-    """The tensors among these, and in lists among them."""
+    """Return the tensors among these, and in lists among them."""
     flat = [t for f in found for t in (f if isinstance(f, (list, tuple)) else [f])]
     return [t for t in flat if isinstance(t, torch.Tensor)]
 
 
 def in_lists(f: Callable[[Any], Any], a: Any) -> Any:
-    """An argument with ``f`` of it in its place, or of each in a list of them.
+    """Return ``f`` of an argument, or a list with ``f`` of each entry.
 
     NOTE [functions that call themselves]
-        One that is written inside another holds itself, and so all that it has of the other's: the
-        garbage collector alone would free that, and with it what a call has computed. So they
-        stand on their own, as here.
+        A recursive function that is nested in another refers to itself, and so to all that it
+        captures. The garbage collector alone would free that, and with it the results of a call. So
+        recursive functions are not nested, as here.
     """
     return [in_lists(f, b) for b in a] if isinstance(a, (list, tuple)) else f(a)
 
 
 def in_arguments(f: Callable[[Any], Any], args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """An operator's arguments with ``f`` of each in its place, also of those in lists."""
+    """Return an operator's arguments with ``f`` applied to each, also in lists."""
     return tuple(in_lists(f, a) for a in args), {k: in_lists(f, a) for k, a in kwargs.items()}
 
 
 @cache
 def functional_of(func: Any) -> Any | None:
-    """The overload that computes what this in-place or out= one writes, or None.
+    """Return the overload that computes the result of an in-place or out= overload, or None.
 
-    Where an out= form also writes into arguments of its own, so does that overload.
+    If an out= form also writes into other arguments, so does the overload returned.
     """
     return next((op for op, more in _alike(func) if not more), None)
 
 
 @cache
 def factory_of(func: Any) -> Any | None:
-    """The overload that makes a new tensor of what this out= one writes, or None.
+    """Return the overload that makes a new tensor of the result of an out= overload, or None.
 
-    It has to be told the dtype and the device, which out= has.
+    It takes the dtype and the device that out= has.
     """
     if not facts(func).out_names:
         return None
@@ -157,7 +157,7 @@ _NEW = {"dtype", "layout", "device", "pin_memory"}
 
 
 def _alike(func: Any) -> list[tuple[Any, set[str]]]:
-    """The overloads that take what this one is given besides out=, and what else they take."""
+    """Return the overloads that take this one's arguments but for out=, and their further ones."""
     fact = facts(func)
     name = func.overloadpacket.__name__
     space = getattr(torch.ops, func.namespace)

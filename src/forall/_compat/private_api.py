@@ -1,4 +1,4 @@
-"""What torch keeps private and others here need, each under one name: a call costs nothing more."""
+"""torch's private functions that other packages need, each under one name, without a wrapper."""
 
 from __future__ import annotations
 
@@ -44,18 +44,18 @@ DispatchKey = torch._C.DispatchKey
 OpOverload = torch._ops.OpOverload
 OpOverloadPacket = torch._ops.OpOverloadPacket
 
-PLAIN = (torch.Tensor, torch.nn.Parameter)  # the classes that mean what torch itself means
+PLAIN = (torch.Tensor, torch.nn.Parameter)  # the classes without a behaviour of their own
 
 
 class DispatchMode(TorchDispatchMode):
-    """A mode of ours: torch need not import its compiler to leave the handler alone."""
+    """The base of forall's dispatch modes, which torch runs without importing its compiler."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
 
 
-# A tensor subclass whose __torch_function__ this is has none, at no cost.
+# As the __torch_function__ of a tensor subclass, this disables it at no cost.
 functions_pass = torch._C._disabled_torch_function_impl
 # A context: __torch_function__ of subclasses is off, function modes stay on.
 subclass_functions_off = torch._C.DisableTorchFunctionSubclass
@@ -66,13 +66,13 @@ pop_mode = torch._C._pop_torch_dispatch_stack
 push_functions = torch._C._push_on_torch_function_stack
 pop_functions = torch._C._pop_torch_function_stack
 
-# Torch hangs hooks on a tensor: also while it makes the history of a view anew.
+# torch sets hooks on a tensor: also while it regenerates the history of a view.
 SET_HOOKS = torch.Tensor._backward_hooks.__set__  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
 
-# Forward mode without the checks of torch.autograd.forward_ad, which ask for a level of its own.
+# Forward mode without the checks of torch.autograd.forward_ad, which require a dual level.
 split_tangent = torch._VF._unpack_dual
 
-# Where torch's own functions of operators are, the cheaper ones to call first.
+# The homes of torch's own functions for operators, the ones that are cheaper to call first.
 function_homes = (
     torch._C._VariableFunctions,
     torch._C._nn,
@@ -84,43 +84,43 @@ function_homes = (
 
 
 def fast_operator(op: Any) -> Callable:
-    """An operator without the checks in Python that stand before it."""
+    """Return an operator without the checks in Python that precede it."""
     return op._op
 
 
-# What packs sequences of several lengths, and pads them again; both read lengths from memory.
+# Packing and padding of sequences of several lengths; both read the lengths from memory.
 pack_padded = torch._VF._pack_padded_sequence
 pad_packed = torch._VF._pad_packed_sequence
 
-# The node that full backward hooks of modules hang on.
+# The node that full backward hooks of modules are registered on.
 BACKWARD_HOOK = torch.nn.modules._functions.BackwardHookFunction
 SPARSE_SUM = torch._sparse_sum
 
-# The code of the module that all of BatchNorm1d, 2d and 3d are.
+# The code of the common base of BatchNorm1d, 2d and 3d.
 BATCH_NORM = torch.nn.modules.batchnorm._BatchNorm.forward.__code__
 
 
 def version(tensor: torch.Tensor) -> int:
-    """How often a tensor has been written to; -1 where torch does not count."""
-    with torch._C.DisableTorchFunction():  # a level would answer for its own part in the tensor
+    """Return how often a tensor has been written to; -1 if torch does not count."""
+    with torch._C.DisableTorchFunction():  # a level would return the version of its own value
         return -1 if tensor.is_inference() else tensor._version
 
 
 def set_version(tensor: torch.Tensor, number: int) -> None:
-    """Say that a tensor which holds what it held then has not been written to since."""
+    """Reset the version of a tensor that holds the same values as it held at that version."""
     if number >= 0:
         torch._C._autograd._unsafe_set_version_counter((tensor,), (number,))
 
 
-# The hooks that are set on what autograd saves, if any (torch.autograd.graph.saved_tensors_hooks).
+# The hooks on saved tensors, if any (torch.autograd.graph.saved_tensors_hooks).
 hooks_on_saved = partial(torch._C._autograd._top_saved_tensors_default_hooks, True)
-# Whether hooks are set that all modules of the process run.
+# True if hooks are registered that all modules of the process run.
 has_global_hooks = torch.nn.modules.module._has_any_global_hook
 has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 
 
 def decompositions() -> dict[Any, Callable]:
-    """Torch's operators in terms of others, in Python. Importing them takes a while."""
+    """Return torch's operators in terms of others, in Python. Importing them takes a while."""
     from torch._decomp import decomposition_table
 
     return decomposition_table

@@ -1,4 +1,4 @@
-"""Names for calls in a profile, asked for only where a profiler of torch's is on."""
+"""Names for calls in a profile, computed only while a profiler of torch's is on."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ is_on = torch._C._autograd._profiler_enabled
 
 
 def span(name: str) -> Any:
-    """A context under this name. It is no operator, so modes of ours do not meet it."""
+    """Return a context under this name. It is no operator, so modes do not see it."""
     return torch._C._profiler._RecordFunctionFast(f"forall.{name}")
 
 
 def named(told: Callable[[Any], str]) -> Callable[[F], F]:
-    """A decorator: calls have spans, under what ``told`` makes of their function."""
+    """Return a decorator for a transform, whose calls get the name ``told(func)`` in a profile."""
 
     def decorated(transform: F) -> F:
         @functools.wraps(transform)

@@ -1,7 +1,7 @@
-"""What of torch and of Python does the same with each call, and nothing besides.
+"""Functions and classes of torch and Python that are known to be pure: an allow-list.
 
-A list of what is known, not of what is not: whatever is missing here runs as it is. Of `QUESTIONS`,
-which ask for torch's state, the answers are compared with each call.
+A function that is missing here is not recorded. The functions in `QUESTIONS` read torch's state;
+their results are compared with each call.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from forall._compat.versions import LATER_QUESTIONS
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-# Modules of which every function is trusted, and packages whose classes are.
+# Modules whose functions are all trusted, and packages whose classes are.
 _MODULES = frozenset({"math", "_operator", "operator", "itertools", "_bisect", "re", "forall"})
-# Modules of Python's whose functions do no more than they say, as members of classes too.
+# Modules of Python's whose functions have no side effects, as members of classes too.
 _OF_PYTHON = frozenset(
     {"collections", "enum", "dataclasses", "abc", "typing", "types", "functools", "contextlib"}
 )
@@ -116,16 +116,16 @@ _OF_NUMPY = frozenset(_NUMPYS.split())
 BUILTINS = frozenset(_BUILTINS.split()) | {
     n for n, e in vars(builtins).items() if isinstance(e, type) and issubclass(e, BaseException)
 }
-# What tells of a tensor, a generator or a function more than a kind of calls says.
+# Attributes that tell more of a tensor, a generator or a function than a cache key does.
 TELLING = frozenset(_TELLING.split())
 
-# By what name these ask is not written.
+# Functions that read an attribute whose name is not in the source.
 BY_NAME = frozenset({"getattr", "setattr", "vars"})
 _TOLD = [getattr(torch.Tensor, n) for n in TELLING - {"__dict__"} if hasattr(torch.Tensor, n)]
-# Of tensors, what gives what is told by those names.
+# The functions and getters of tensors with those names.
 TELLS = frozenset(_TOLD + [told.__get__ for told in _TOLD if hasattr(told, "__get__")])
 
-# What tells of torch's state, and takes no argument (one does: of the kinds of calls, autocast is).
+# Functions of torch's state without arguments (but for autocast, which is part of the key).
 QUESTIONS = frozenset(
     {
         torch.jit.is_scripting,
@@ -154,14 +154,14 @@ QUESTIONS = frozenset(
     }
 )
 
-# By these keys a function is called before any mode sees its operator.
+# Keys at which a function is called before any mode sees its operator.
 _COMPOSITE = (
     "CompositeImplicitAutograd",
     "CompositeImplicitAutogradNestedTensor",
     *CAST_KEYS,
 )
 
-# Torch's functions of tensors, and what is not found where they are.
+# torch's functions of tensors, and those outside these modules.
 _HOMES = (*function_homes[:-1], F, torch.functional, torch.linalg, torch.fft, torch.special)
 _UNFIT = ("__", "set_", "_cufft_set", "from_file")
 _MORE = (
@@ -214,7 +214,7 @@ _MORE = (
         getattr(pytree, f"tree_{n}")
         for n in ["map", "map_only", "flatten", "unflatten", "leaves", "iter", "all", "any"]
     ),
-    pickle.dumps,  # of a tensor it reads the memory, which is seen
+    pickle.dumps,  # it reads the memory of a tensor, which the recorder sees
     types.SimpleNamespace,
     collections.OrderedDict,
     collections.defaultdict,
@@ -223,11 +223,11 @@ _MORE = (
     collections.deque,
 )
 _FOUND = [getattr(home, n) for home in _HOMES for n in dir(home) if not n.startswith(_UNFIT)]
-_FUNCTIONS = frozenset(map(id, [*filter(callable, _FOUND), *_MORE]))  # none of them ever goes
+_FUNCTIONS = frozenset(map(id, [*filter(callable, _FOUND), *_MORE]))  # none of them is ever freed
 _QUESTIONS = frozenset(map(id, QUESTIONS))
 
 
-# Of these classes a value says all there is to say.
+# Classes whose objects are compared by value.
 WORDS = (
     int,
     float,
@@ -241,10 +241,10 @@ WORDS = (
     types.CodeType,
     types.UnionType,
 )
-# Of these too, or it has nothing that changes.
+# These too, and classes whose objects never change.
 _INERT = (
     *WORDS,
-    types.GenericAlias,  # which the guards look into, as into what follows
+    types.GenericAlias,  # guards compare its parts, as those of the following
     type(...),
     type(NotImplemented),
     range,
@@ -255,13 +255,13 @@ _INERT = (
     SDPBackend,
     types.GetSetDescriptorType,
     types.MemberDescriptorType,
-    type(inspect.FullArgSpec.args),  # what reads an entry of a tuple
-    type(torch.LongTensor),  # what these make comes from nowhere that a recorder knows
+    type(inspect.FullArgSpec.args),  # a reader of a namedtuple's entry
+    type(torch.LongTensor),  # the recorder refuses the tensors that these make
 )
 _INERT_MODULES = frozenset({"typing", "dataclasses", "_abc", "enum", "numpy._globals"})
 
 
-# Classes whose objects are known, or looked at each by itself.
+# Classes whose objects are known, or inspected one by one.
 _LOOKED_AT = frozenset({torch.jit.ScriptFunction, *_INERT})
 
 
@@ -273,26 +273,26 @@ def is_inert(value: Any) -> bool:
 
 
 def is_question(value: Any) -> bool:
-    """Whether it asks for torch's state, so that its answer has to be watched."""
+    """Return True if a function reads torch's state, so that its result has to be guarded."""
     return id(value) in _QUESTIONS or _is_of_onnx(value)
 
 
 def _is_of_onnx(value: Any) -> bool:
-    """Whether it is onnx's question, which nobody holds before torch.onnx is imported: 0.2 s."""
+    """Return True for onnx's function of its state; importing torch.onnx for it takes 0.2 s."""
     onnx = sys.modules.get("torch.onnx")
     return onnx is not None and value is getattr(onnx, "is_in_onnx_export", None)
 
 
 def is_torchs(value: Any) -> bool:
-    """Whether this is a function of torch's of which nothing but its name need be looked at."""
+    """Return True for a function of torch's that is known to be pure by its identity."""
     return id(value) in _FUNCTIONS or _is_of_onnx(value)
 
 
-# These ask what they are given for attributes by any name.
+# Functions that read any attribute of their argument.
 READERS = frozenset({hasattr, pickle.dumps})
 
 SCRIPTS = (torch.jit.ScriptFunction, torch.jit.ScriptModule, torch._C.ScriptMethod)
-# What a function in TorchScript may be made of, besides operators: it has no state of its own.
+# The nodes of TorchScript, besides operators, that have no state.
 _SCRIPTED = """
     Constant If Loop ListConstruct ListUnpack TupleConstruct TupleUnpack TupleIndex TupleSlice
     DictConstruct NumToTensor Uninitialized RaiseException unchecked_cast dtype device layout
@@ -303,7 +303,7 @@ _NOT_OF_SCRIPTS = frozenset(f"aten::{name}" for name in TELLING | {"warn", "set_
 
 
 def _is_plain_script(function: torch.jit.ScriptFunction) -> bool:
-    """Whether it does nothing but call operators, which are seen as those of Python are."""
+    """Return True if a scripted function only calls operators, which the recorder sees."""
     return all(
         kind in _OF_SCRIPTS or (kind.startswith("aten::") and kind not in _NOT_OF_SCRIPTS)
         for kind in _kinds(function.inlined_graph)
@@ -311,7 +311,7 @@ def _is_plain_script(function: torch.jit.ScriptFunction) -> bool:
 
 
 def makes_lists(scripted: Any) -> bool:
-    """Whether a function in TorchScript makes a list of a tensor, whose memory it reads itself."""
+    """Return True if a scripted function makes a list of a tensor, whose memory it reads itself."""
     return "prim::tolist" in _kinds(scripted.inlined_graph)
 
 
@@ -323,13 +323,13 @@ def _kinds(block: Any) -> Iterator[str]:
 
 
 def is_trusted(value: Any) -> bool:
-    """Whether a value of a library may be used: called, if it can be."""
+    """Return True if a value of a library may be used: called, if it can be."""
     if is_torchs(value) or is_inert(value):
         return True
     if isinstance(value, torch.jit.ScriptFunction):
         return _is_plain_script(value)
     if value is operator.attrgetter or value is operator.methodcaller:
-        return False  # they read names that nobody reads here
+        return False  # they read attributes that the analysis does not see
     if isinstance(value, type):
         return _is_trusted_class(value)
     if _is_of_numpy(value):
@@ -348,7 +348,7 @@ def is_trusted(value: Any) -> bool:
 
 
 def _is_of_numpy(value: Any) -> bool:
-    """Whether it is a function of numpy's that makes numbers of numbers."""
+    """Return True for a function of numpy's that computes numbers from numbers."""
     numpy = sys.modules.get("numpy")
     kind = type(value)
     if numpy is None or not (kind is types.FunctionType or kind.__module__ == "numpy"):
@@ -361,11 +361,11 @@ def _is_of_numpy(value: Any) -> bool:
 
 def _is_trusted_class(kind: type) -> bool:
     module = kind.__module__
-    if module in _INERT_MODULES or kind in _LOOKED_AT:  # each of which is looked at
+    if module in _INERT_MODULES or kind in _LOOKED_AT:  # objects of these are inspected
         return True
     if module == "builtins":
         return kind.__name__ in BUILTINS
-    if module == "numpy":  # no program knows arrays, so they only give Python's numbers
+    if module == "numpy":  # programs have no arrays, so these only give Python's numbers
         numpy = sys.modules["numpy"]
         kinds = (numpy.ndarray, numpy.generic, numpy.ufunc, numpy.dtype, type(numpy.sum))
         return issubclass(kind, kinds) or kind is type(numpy.dtype)
@@ -382,7 +382,7 @@ _BASES = frozenset(
         *torch.autograd.Function.__mro__,
         types.SimpleNamespace,
         types.ModuleType,
-        threading.local,  # whose attributes are those of the thread that asks
+        threading.local,  # its attributes are those of the thread that reads them
         contextlib.nullcontext,
         *contextlib.ExitStack.__mro__,
         functools.partial,
@@ -402,7 +402,7 @@ _BASES = frozenset(
 
 
 def is_trusted_base(kind: type) -> bool:
-    """Whether a class of the user's may derive from this one of a library."""
+    """Return True if a class of the user's may derive from this one of a library."""
     return (
         kind in _BASES
         or kind.__module__ in ("typing", "typing_extensions", "enum", "abc")
@@ -413,7 +413,7 @@ def is_trusted_base(kind: type) -> bool:
 
 
 def _is_namedtuple(kind: type) -> bool:
-    """Whether `collections.namedtuple` wrote all that it has."""
+    """Return True if `collections.namedtuple` made all methods of a class."""
     if kind.__bases__ != (tuple,) or "_fields" not in vars(kind):
         return False
     functions = (getattr(f, "__func__", f) for f in vars(kind).values())
@@ -422,15 +422,16 @@ def _is_namedtuple(kind: type) -> bool:
 
 
 def definition_of(op: Any) -> Any:
-    """The object of `torch.library.custom_op` that has an operator's functions; None elsewhere."""
+    """Return the `torch.library.custom_op` that holds an operator's functions, or None."""
     packet = getattr(op, "overloadpacket", op)
     return custom_ops.OPDEFS.get(packet._qualified_op_name)
 
 
 def is_made_of_users_calls(op: Any) -> bool:
-    """Whether an operator is a function in Python that calls others, registered by its name.
+    """Return True for an operator that a user's Python function implements by other operators.
 
-    Nobody keeps that function where Python finds it, so nothing tells what it reads.
+    The function is registered by name and kept where Python does not find it, so its code cannot be
+    analysed.
     """
     packet = getattr(op, "overloadpacket", op)
     home, _, name = packet._qualified_op_name.partition("::")

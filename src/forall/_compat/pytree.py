@@ -1,4 +1,4 @@
-"""Trees: torch's own registry, so that what other libraries registered counts here too."""
+"""Pytrees by torch's own registry, so that node types which other libraries register count too."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ __all__ = [
 
 
 class _Unusual(Exception):  # noqa: N818 - no error: another way is taken
-    """A tree with nodes that only torch's registry can take apart."""
+    """A signal that a tree has nodes which only torch's registry can flatten."""
 
 
 _specs: dict[Any, TreeSpec] = {}
@@ -52,12 +52,12 @@ _MANY = 1000
 
 
 def is_registered(kind: type) -> bool:
-    """Whether somebody takes apart what is of this class."""
+    """Return True if a flatten function is registered for this class."""
     return kind in SUPPORTED_NODES
 
 
 def flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
-    """Leaves and shape of a tree; shapes of tuples, lists and dicts are made once and kept."""
+    """Return leaves and spec of a tree; specs of tuples, lists and dicts are cached."""
     found: list[Any] = []
     try:
         outline = _walk(tree, found)
@@ -65,7 +65,7 @@ def flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
         return tree_flatten(tree)
     spec = _specs.get(outline)
     if spec is None:
-        if is_dynamo_compiling():  # which may keep nothing in a function that it traces
+        if is_dynamo_compiling():  # a function that Dynamo traces must not write to globals
             return tree_flatten(tree)
         if len(_specs) >= _MANY:
             _specs.clear()
@@ -74,11 +74,11 @@ def flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
 
 
 class Outline:
-    """How trees hang together, at less than specs cost, and what they are made of.
+    """The structure of trees, at less cost than specs, with their leaves and containers.
 
-    What `of` gives for a tree hashes, and is None for a leaf. It leaves out the identity of the
-    containers, which are ``nodes``. Of those that are ``odd`` it says the class alone: each of
-    these is there with its children, and with what its class keeps besides.
+    The outline that `of` returns for a tree is hashable, and None for a leaf. It leaves out the
+    identity of the containers, which are ``nodes``. Of ``odd`` nodes the outline has the class
+    alone: each is listed with its children and its context.
     """
 
     __slots__ = ("leaves", "nodes", "odd")
@@ -117,14 +117,14 @@ class Outline:
         return [add(node) if type(node) in _LEAVES else of(node) for node in nodes]
 
 
-_LEAVES = frozenset({torch.Tensor, torch.nn.Parameter, int, float})  # that most leaves are of
+_LEAVES = frozenset({torch.Tensor, torch.nn.Parameter, int, float})  # the classes of most leaves
 are_leaves = _LEAVES.issuperset  # of classes
 _ODD = object()
 _NAMED: Any = next(kind for kind in BUILTIN_TYPES if not isinstance(kind, type))  # `namedtuple`
 
 
 def classes(spec: TreeSpec) -> set[type]:
-    """The classes of a tree's containers, but for those of Python's own."""
+    """Return the classes of a tree's containers, but for those of Python's own."""
     kind = spec._context if spec.type is _NAMED else spec.type
     own = set() if kind is None or kind in _PYTHONS else {kind}
     return own.union(*map(classes, spec._children))
@@ -134,20 +134,20 @@ _PYTHONS = frozenset({tuple, list, dict, OrderedDict, defaultdict, deque})
 
 
 def contexts(spec: TreeSpec) -> list[Any]:
-    """The contexts of a tree's containers, but for those of Python's own."""
+    """Return the contexts of a tree's containers, but for those of Python's own."""
     own = [] if spec.type is None or spec.type in BUILTIN_TYPES else [spec._context]
     return [*own, *(c for child in spec._children for c in contexts(child))]
 
 
 def held_by(thing: Any) -> list[Any]:
-    """The leaves of an object's attributes, in slots as well."""
+    """Return the leaves of an object's attributes, in slots as well."""
     names = getattr(type(thing), "__slots__", ())
     slots = [getattr(thing, n, None) for n in ((names,) if isinstance(names, str) else names)]
     return leaves([getattr(thing, "__dict__", None), slots])
 
 
 def _walk(node: Any, found: list[Any]) -> Any:
-    """Add the leaves and say how they hang together, in a form that hashes: None for a leaf."""
+    """Append the leaves, and return the structure in a hashable form: None for a leaf."""
     kind = type(node)
     if kind in _LEAVES:
         found.append(node)
@@ -166,7 +166,7 @@ def _walk(node: Any, found: list[Any]) -> Any:
 
 
 def unflatten(leaves: Iterable[Any], spec: TreeSpec) -> Any:
-    """The tree of this shape with these leaves."""
+    """Return the tree of this spec with these leaves."""
     given = list(leaves)
     if len(given) != spec.num_leaves:
         raise ValueError(f"unflatten: {len(given)} leaves for a tree of {spec.num_leaves}")
@@ -176,7 +176,7 @@ def unflatten(leaves: Iterable[Any], spec: TreeSpec) -> Any:
 
 
 def fresh(spec: TreeSpec) -> TreeSpec:
-    """A shape with containers of its own in what classes keep besides their children."""
+    """Return a spec whose contexts have containers of their own."""
     if type(spec) is not TreeSpec or spec.type is None:
         return spec
     children = [*map(fresh, spec._children)]
@@ -187,10 +187,10 @@ def fresh(spec: TreeSpec) -> TreeSpec:
 
 
 def is_alike(spec: TreeSpec, other: TreeSpec) -> bool:
-    """True if trees have one shape, also where each has a context of its own that holds the same.
+    """True if specs are equal, or differ only in contexts that hold the same.
 
-    A context of a class without an equality is equal to itself alone, so that what a function makes
-    anew in each run would differ between its runs.
+    A context of a class without an equality equals itself alone. So a context that a function
+    creates in each run would differ between its runs.
     """
     if spec == other:
         return True
@@ -215,7 +215,7 @@ def holds_same(a: Any, b: Any, within: frozenset[tuple[int, int]] = frozenset())
     if kind is dict:
         return [*a] == [*b] and all(holds_same(a[k], b[k], within) for k in a)
     if kind.__eq__ is object.__eq__:
-        # What is larger than its attributes make it may hold what none of them tells.
+        # An object that is larger than its attributes may hold more than they show.
         is_plain = hasattr(a, "__dict__") and kind.__basicsize__ == _Plain.__basicsize__
         return is_plain and holds_same(vars(a), vars(b), within)
     try:
@@ -261,7 +261,7 @@ def _built(spec: TreeSpec, leaves: Iterator[Any]) -> Any:
 
 
 def leaves(tree: Any) -> list[Any]:
-    """The leaves of a tree."""
+    """Return the leaves of a tree."""
     found: list[Any] = []
     try:
         _walk(tree, found)
@@ -271,7 +271,7 @@ def leaves(tree: Any) -> list[Any]:
 
 
 def prefix(tree: Any, spec: TreeSpec) -> list[Any] | None:
-    """``tree`` broadcast to a leaf for every leaf of ``spec``; None if it does not fit."""
+    """Return ``tree`` broadcast to a leaf for every leaf of ``spec``; None if it does not fit."""
     if tree is None or type(tree) is int:  # one for all, without a walk
         return [tree] * spec.num_leaves
     if type(tree) is tuple and spec.type is tuple and len(tree) == spec.num_children:
@@ -288,7 +288,7 @@ def prefix(tree: Any, spec: TreeSpec) -> list[Any] | None:
 
 
 def _prefix_by_fields(tree: Any, spec: TreeSpec) -> list[Any] | None:
-    """The same where a tree has dataclasses, of which a field that is None is no child in torch."""
+    """Broadcast a tree with dataclasses, for which torch drops children that are None."""
     kind = spec.type
     own = _NAMED if is_namedtuple_class(type(tree)) else type(tree)
     if own not in SUPPORTED_NODES:
@@ -314,7 +314,7 @@ def _prefix_by_fields(tree: Any, spec: TreeSpec) -> list[Any] | None:
 
 
 def _fields_of_children(kind: type, spec: TreeSpec) -> list[str | None]:
-    """The names of the fields that hold the children of a dataclass; None where none does."""
+    """Return the names of the fields that hold a dataclass's children; None if unknown."""
     marks = [_Star() for _ in range(spec.num_children)]
     try:
         whole = SUPPORTED_NODES[kind].unflatten_fn(marks, spec._context)
@@ -330,7 +330,7 @@ class _Star:
 
 
 def text(spec: TreeSpec) -> str:
-    """A tree's shape as its user would write it, a star for every leaf."""
+    """Return a tree's structure as its user would write it, with a star for every leaf."""
     shown = repr(unflatten([_Star()] * spec.num_leaves, spec))
     return shown if len(shown) <= 60 else shown[:57] + "..."
 

@@ -1,4 +1,4 @@
-"""The state of torch's own random generators, so that draws can be made once more."""
+"""The state of torch's own random generators, so that draws can be repeated."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _noting = _Noting.made()
 
 
 def states(leaves: Iterable[Any]) -> States:
-    """Return those of the CPU, of all devices in use and of generators given.
+    """Return the states of the CPU, of all devices in use and of the generators given.
 
-    No argument need lie on a device for a function to draw there.
+    A function may draw on a device that holds none of its arguments.
     """
     with unwatched():
         return {
@@ -38,7 +38,7 @@ def states(leaves: Iterable[Any]) -> States:
 
 
 def _devices() -> list[torch.device]:
-    """The accelerator's devices, once one of them has been used: to ask must not set them up."""
+    """Return the accelerator's devices, if one has been used: a query must not initialise them."""
     if not has_device_threads():
         return []
     kind = torch.accelerator.current_accelerator()
@@ -75,7 +75,7 @@ def restore(saved: States) -> None:
 
 @contextmanager
 def noting(saved: States) -> Iterator[None]:
-    """Add to ``saved`` what generators of the user's held before draws inside take from them."""
+    """Add states of users' generators before their first draw in the block to ``saved``."""
     was, _noting.states = _noting.states, (*_noting.states, saved)
     try:
         yield
@@ -84,7 +84,7 @@ def noting(saved: States) -> Iterator[None]:
 
 
 def note(args: Iterable[Any]) -> None:
-    """A draw with these arguments is about to be made."""
+    """Record the states of the generators in the arguments of a draw about to be made."""
     if _noting.states:
         for a in args:
             if isinstance(a, torch.Generator):
@@ -94,12 +94,15 @@ def note(args: Iterable[Any]) -> None:
 
 
 def is_among(generator: torch.Generator, others: Iterable[Any]) -> bool:
-    """Whether it is one of these. An operator gets a Python object of its own for a generator."""
+    """Return True if a generator is one of others.
+
+    An operator receives a Python object of its own for a generator, so they are compared in C.
+    """
     return any(isinstance(g, torch.Generator) and g._cdata == generator._cdata for g in others)
 
 
 def of(args: Iterable[Any]) -> torch.Generator:
-    """The generator that a draw with these arguments takes from."""
+    """Return the generator that a draw with these arguments uses."""
     device = torch.device("cpu")
     for a in args:
         if isinstance(a, torch.Generator):

@@ -11,9 +11,9 @@ if TYPE_CHECKING:
 
 
 def broadcast_shapes(*shapes: Sequence[int]) -> torch.Size:
-    """``torch.broadcast_shapes``, which imports sympy on its first use: half a second.
+    """Return ``torch.broadcast_shapes``, without its import of sympy, which takes half a second.
 
-    Sizes that are no numbers, as those of a tracer, are torch's to compare, and so are errors.
+    Symbolic sizes, as those of a tracer, are compared by torch, which also raises errors.
     """
     rank = max(map(len, shapes), default=0)
     common = [1] * rank

@@ -1,4 +1,4 @@
-"""Which memory a tensor's entries lie in, and what a device says where it has no more."""
+"""The storage of tensors, and errors of devices that have no more memory."""
 
 from __future__ import annotations
 
@@ -9,37 +9,37 @@ from forall._compat.private_api import PLAIN
 
 
 def has_memory(t: torch.Tensor) -> bool:
-    """Whether a tensor is no more than entries in memory, laid out by strides."""
+    """Return True if a tensor is nothing but entries in memory, laid out by strides."""
     return type(t) in PLAIN and t.layout is torch.strided and not t.is_quantized
 
 
 def is_alone(t: torch.Tensor) -> bool:
-    """Whether no other tensor shares this one's memory."""
-    storage = t.untyped_storage()  # which counts as one more
+    """Return True if no other tensor shares this one's memory."""
+    storage = t.untyped_storage()  # this is one more reference
     return torch._C._storage_Use_Count(storage._cdata) <= 2
 
 
 def storage_of(t: torch.Tensor) -> int:
-    """What all tensors that share this one's memory have in common."""
+    """Return a number that is the same for all tensors which share this one's memory."""
     return t.untyped_storage()._cdata
 
 
-# What backends say in a RuntimeError that is no torch.OutOfMemoryError.
+# Texts of backends' out-of-memory errors that are no torch.OutOfMemoryError.
 _OUT_OF_MEMORY = ("DefaultCPUAllocator", "out of memory", "STATUS_ALLOC_FAILED")
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether an allocation failed, on whatever device."""
+    """Return True if an allocation failed, on whatever device."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(said in str(error) for said in _OUT_OF_MEMORY)
 
 
 def has_allocated_on_accelerator() -> bool:
-    """Whether memory of a device other than the CPU's may have been taken."""
+    """Return True if memory of a device other than the CPU may have been allocated."""
     return has_device_threads() and torch._C._accelerator_isAllocatorInitialized()
 
 
 def empty_cache() -> None:
-    """Give back to the accelerator what its allocator keeps for later."""
+    """Free the memory that the accelerator's allocator caches."""
     torch._C._accelerator_emptyCache()

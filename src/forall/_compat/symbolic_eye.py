@@ -1,10 +1,10 @@
-"""Identity matrices that are known to be such: the directions that whole Jacobians are made of.
+"""Identity matrices that are known to be such: the basis of directions for whole Jacobians.
 
-What multiplies one is read instead, and no entry of it meets another entry's zero: with an inf in
-it that product would be nan.
+A product with one reads the other factor instead, so no entry is multiplied by another's zero: with
+an inf that product would be nan.
 
-The mark is on the memory, so views have it too. It is gone with the first write of any example's:
-rules write below the version count, and through views that have a count of their own.
+The mark is on the storage, so views have it too. It becomes invalid with the first write into a
+value of any level: rules write below the version counter, and through views that have their own.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from forall._compat.wrapper_tensor import Wrapper
 
 
 class _Mark:
-    """What was an identity matrix when it was made."""
+    """A mark on the storage of a tensor that was an identity matrix when it was made."""
 
     __slots__ = ("at", "made", "since")
 
     def __init__(self, made: torch.Tensor) -> None:
-        self.made = weakref.ref(made)  # which holds the memory that holds this
+        self.made = weakref.ref(made)  # weak, because the tensor's storage holds the mark
         self.at = version(made)
         self.since = _writes.last
 
     def holds(self, t: torch.Tensor) -> bool:
-        """Whether ``t``, in the same memory, is all of it still, but for dims of size 1."""
+        """Return True if ``t`` is still the whole matrix, but for dims of size 1."""
         made = self.made()
         if made is None or self.since is not _writes.last or self.at != version(made):
             return False
@@ -54,12 +54,12 @@ _writes = _Writes()
 
 
 def written() -> None:
-    """Somebody writes: what was an identity may be none any more."""
+    """Invalidate all marks: a value is being written to, which may have been an identity."""
     _writes.last = object()
 
 
 def identity(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """An identity matrix that `is_identity` knows for as long as nobody writes."""
+    """Return an identity matrix that `is_identity` recognises until the next write."""
     made = torch.eye(size, dtype=dtype, device=device)
     plain = _plain(made)
     if plain is not None and version(plain) >= 0:
@@ -69,7 +69,7 @@ def identity(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tenso
 
 
 def is_identity(t: Any) -> bool:
-    """Whether these are the rows, or the columns, of one, whatever dims of size 1 are between."""
+    """Return True for a marked matrix or its transpose, with any dims of size 1 in between."""
     plain = _plain(t)
     if plain is None:
         return False
@@ -83,7 +83,7 @@ def _memory(t: torch.Tensor) -> Any:
 
 
 def _plain(t: Any) -> Any:
-    """The ordinary tensor that is the same for all examples of all levels, if it is one."""
+    """Return the ordinary tensor that is shared by all examples of all levels, if it is one."""
     while isinstance(t, Wrapper) and getattr(t, "axis", None) is None:
         t = t.value
     return t if type(t) is torch.Tensor and has_memory(t) else None

@@ -1,8 +1,8 @@
-"""Zeros that forward formulas ask for where an argument has no tangent.
+"""Symbolic zeros: the tangents that forward formulas use for an argument without one.
 
-Torch's own have no memory, and 0 * inf is 0 for them: what does not move adds nothing. They rely on
-a dispatch key that is off inside handlers, so ours are ordinary ones that are known by a mark, and
-a level asks `simpler` before it multiplies or adds.
+torch's own have no memory, and 0 * inf is 0 for them, so arguments without a tangent add nothing.
+They rely on a dispatch key that is excluded inside handlers. So forall's are ordinary zeros with a
+mark, and a level calls `simpler` before it multiplies or adds.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ LINEAR = _SUMS | _DOTS | _PULLBACKS | {aten.mul.Tensor, aten.div.Tensor}
 
 
 def plain_zeros(*args: Any, **kwargs: Any) -> torch.Tensor:
-    """Ordinary zeros for aten._efficientzerotensor, whatever levels are active.
+    """Return ordinary zeros for aten._efficientzerotensor, whatever levels are active.
 
-    Formulas may mark a single one a Python number, which torch then reads: neither a wrapper nor a
-    fake tensor has data. Functional tensors are fake beneath, and what their formulas keep for a
-    backward pass must be too.
+    Formulas may treat a tensor of rank 0 as a Python number, which torch then reads: neither a
+    wrapper nor a fake tensor has data. Functional tensors wrap fake ones, and the tensors that
+    their formulas save for a backward pass must be fake too.
     """
     single = tuple(args[0]) == () and not functional_tensors_are_on()
     with functions_off(), no_dispatch() if single else unseen():
@@ -48,7 +48,7 @@ def plain_zeros(*args: Any, **kwargs: Any) -> torch.Tensor:
 
 
 def simpler(func: Any, args: tuple, kwargs: dict) -> Any:
-    """What one of `LINEAR` gives of such zeros: zeros, or what another call gives; else None."""
+    """Return zeros, or a simpler call, for an operator of `LINEAR` on marked zeros; else None."""
     x, y = args[:2]
     if func not in _SUMS:
         second = func is aten.mul.Tensor or func in _DOTS
@@ -61,20 +61,20 @@ def simpler(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _zeros(func: Any, x: Any, y: Any) -> torch.Tensor:
-    """What a product of zeros is."""
+    """Return the product of zeros with another operand."""
     with functions_off(), no_dispatch():
         dtype = torch.result_type(x, y)
         tensors = [a for a in (x, y) if isinstance(a, torch.Tensor)]
         shape = broadcast_shapes(*(() if func in _DOTS else (a.shape for a in tensors)))
-        devices = [a.device for a in tensors]  # a number of the CPU's goes with any of them
+        devices = [a.device for a in tensors]  # a CPU scalar combines with any device
         device = next((d for d in devices if d.type != "cpu"), devices[0])
     return plain_zeros(shape, dtype=dtype, device=device)
 
 
 def _is_of_sum(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether a tensor has the shape, dtype and device of its sum with another."""
+    """Return True if a tensor has the shape, dtype and device of its sum with another."""
     with functions_off():
-        if x.device != y.device:  # a fake tensor says "meta" where nothing is dispatched
+        if x.device != y.device:  # a fake tensor's is "meta" without dispatch
             return False
         with no_dispatch():
             same = torch.result_type(x, y) == x.dtype
@@ -82,7 +82,7 @@ def _is_of_sum(x: torch.Tensor, y: torch.Tensor) -> bool:
 
 
 def _is_zero(a: Any) -> bool:
-    """Whether it is marked, at whatever level, and nobody has written into it since."""
+    """Return True if a value at any level is marked zeros and has not been written to."""
     while isinstance(a, Wrapper) and getattr(a, "axis", None) is None:
         a = a.value
     plain = type(a) is torch.Tensor or (lie_beneath() and is_traced(a))

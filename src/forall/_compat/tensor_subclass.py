@@ -1,12 +1,14 @@
-"""Values of a level that are of a class of the user's, and the ways such a class is made.
+"""Values of a level in the user's own tensor classes, and the ways such classes are made.
 
 NOTE [posed tensors]
-    ``x.as_subclass(Sub)`` of a wrapper is a *posed* tensor: an instance of Sub, with the attributes
-    and methods that the user gives it, which holds the wrapper (`bare`) and nothing else of ours.
-    Its class is made once for each Sub. To Sub's ``__torch_function__`` a call on it is a call on
-    any Sub; what that asks in its turn is asked of the wrapper. So torch and our levels meet posed
-    tensors only where a user has switched all of ``__torch_function__`` off. For these a posed
-    tensor is recorded as an alias of its wrapper, and a level takes the wrapper out itself.
+    ``x.as_subclass(Sub)`` of a wrapper is a *posed* tensor: an instance of Sub that holds the
+    wrapper. It has the attributes and methods that the user gives it, and nothing else of
+    forall's. Its class is created once for each Sub. To Sub's ``__torch_function__`` a call on it
+    is a call on any Sub; the calls that this makes in turn run on the wrapper.
+
+    So torch and the levels meet posed tensors only if a user has disabled all of
+    ``__torch_function__``. For this case a posed tensor is recorded as an alias of its wrapper,
+    and a level takes the wrapper out itself.
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ _torchs_parameter = torch.nn.Parameter.__new__
 
 
 class _Posing:
-    """Whether any tensor has been posed in this process: nobody pays for it before."""
+    """A flag: True once any tensor has been posed in this process; checks cost nothing before."""
 
     used = False
 
@@ -67,7 +69,7 @@ def _function(kind: type) -> Any:
 
 
 def has_own_meaning(kind: type) -> bool:
-    """True if a subclass of Tensor takes part, by __torch_function__, in the calls on it."""
+    """True if a subclass of Tensor takes part in calls by its own __torch_function__."""
     if kind is _Tensor:
         return False
     kind = users_class(kind)
@@ -79,14 +81,14 @@ def has_own_meaning(kind: type) -> bool:
 
 
 def only_keeps_class(kind: type) -> bool:
-    """True if all that a subclass makes of calls is that the results are of its class."""
+    """True if a subclass changes nothing about calls but the class of their results."""
     return _function(kind) is _function(_Tensor)
 
 
 def is_worn(kind: type) -> bool:
-    """True if a value of a level can be posed as one of this class.
+    """True if a value of a level can be posed as an instance of this class.
 
-    A class that dispatches operators for itself holds tensors that a wrapper has not got.
+    A class with its own dispatch holds tensors that a wrapper does not have.
     """
     return kind not in _PLAIN and not issubclass(kind, Wrapper) and not has_own_dispatch(kind)
 
@@ -95,14 +97,14 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class Posed:
-    """What comes before the user's class in the class of a posed tensor."""
+    """The base before the user's class in the class of a posed tensor."""
 
     __slots__ = ()
     kind: type  # the user's class
     _forall_bare: Wrapper
 
     def __init_subclass__(cls, **_: Any) -> None:
-        """Tell no class of the user's that it has a subclass."""
+        """Do not call ``__init_subclass__`` of the user's class."""
 
     @classmethod
     def __torch_function__(
@@ -118,7 +120,7 @@ class Posed:
 
 
 class _Defaults(torch.Tensor):
-    """What comes behind the user's class, and before Tensor: protocols that Tensor leaves out."""
+    """The base between the user's class and Tensor: protocols that Tensor leaves out."""
 
     _forall_bare: Wrapper
 
@@ -140,7 +142,7 @@ class _Defaults(torch.Tensor):
 
 
 class _PosedMeta(type):
-    """The class of a posed tensor passes for the user's, and what it makes is of the user's."""
+    """The metaclass of posed tensors: their classes equal the user's, and create its objects."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         return cls.kind(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
@@ -157,15 +159,15 @@ _classes: WeakKeyDictionary[type, ref[type]] = WeakKeyDictionary()
 
 
 def users_class(kind: type) -> type:
-    """The user's class for the class of a posed tensor; any other class as it is."""
+    """Return the user's class for the class of a posed tensor; any other class as it is."""
     return kind.kind if issubclass(kind, Posed) else kind
 
 
 def _posed_class(kind: type) -> type:
-    """The class of posed tensors of a user's class, made when first asked for.
+    """Return the class of posed tensors of a user's class, created at the first use.
 
-    No metaclass of the user's and no ``__init_subclass__`` is told. Both tables are weak: the class
-    holds the user's as its base, and goes with the last tensor of it.
+    Neither a metaclass of the user's nor ``__init_subclass__`` is called. Both tables are weak: the
+    class holds the user's as its base, and is freed with the last tensor of it.
     """
     known = _classes.get(kind)
     made = None if known is None else known()
@@ -176,7 +178,7 @@ def _posed_class(kind: type) -> type:
         bases = (Posed, kind, _Defaults)
         names = {
             "__slots__": ("_forall_bare",),
-            "__class__": kind,  # what who asks is told, unless they ask `type`
+            "__class__": kind,  # for isinstance and `x.__class__`; `type(x)` is the class itself
             "__module__": kind.__module__,
             "__qualname__": kind.__qualname__,
             "__doc__": kind.__doc__,
@@ -189,9 +191,9 @@ def _posed_class(kind: type) -> type:
 
 
 class _Making(DispatchMode):
-    """Answers autograd's alias of a wrapper by a posed tensor, which then has its history."""
+    """A mode that makes autograd's alias of a wrapper a posed tensor, which gets the history."""
 
-    def __init__(self, kind: type, of: Wrapper) -> None:  # and none of the mode's
+    def __init__(self, kind: type, of: Wrapper) -> None:  # instead of the mode's own
         self.kind, self.of = kind, of
 
     def __torch_dispatch__(
@@ -203,9 +205,9 @@ class _Making(DispatchMode):
 
 
 def pose(wrapper: Wrapper, kind: type) -> Any:
-    """A posed tensor of a class of the user's that holds this very wrapper."""
+    """Return a posed tensor of a class of the user's that holds this very wrapper."""
     posing.used = True
-    # Torch 2.10 crashes where a mode that is popped was held by the stack of modes alone.
+    # torch 2.10 crashes if a mode that is popped has no reference but the stack of modes.
     mode = _Making(kind, wrapper)
     with functions_off():
         push_mode(mode)
@@ -218,7 +220,7 @@ def pose(wrapper: Wrapper, kind: type) -> Any:
 
 
 def bare(x: Any) -> Any:
-    """The wrapper that a posed tensor holds; anything else as it is."""
+    """Return the wrapper that a posed tensor holds; anything else as it is."""
     return x._forall_bare if posing.used and isinstance(x, Posed) else x
 
 
@@ -228,13 +230,13 @@ def is_posed(x: Any) -> bool:
 
 
 def kind_of(tensor: torch.Tensor) -> type:
-    """The class of a tensor as its user knows it."""
+    """Return the class of a tensor as its user knows it."""
     kind = users_class(type(tensor))
     return _Tensor if issubclass(kind, Wrapper) else kind
 
 
 def attributes(tensor: torch.Tensor) -> dict[str, Any]:
-    """What the user has put on a tensor under names of their own."""
+    """Return the attributes that the user has set on a tensor."""
     own = vars(tensor)
     if own and isinstance(tensor, Wrapper):
         return {k: v for k, v in own.items() if k not in OURS}
@@ -242,7 +244,7 @@ def attributes(tensor: torch.Tensor) -> dict[str, Any]:
 
 
 def carried(new: torch.Tensor, old: torch.Tensor) -> Any:
-    """A tensor of ours as what the user knows another by: of its class, with its attributes."""
+    """Return ``new`` in the class, and with the attributes, that the user knows ``old`` by."""
     kind = type(old)
     if kind is _Tensor:
         if old.__dict__ and new is not old:
@@ -252,7 +254,7 @@ def carried(new: torch.Tensor, old: torch.Tensor) -> Any:
         return new
     if not issubclass(kind, Wrapper):
         if not issubclass(kind, Posed) and has_own_dispatch(kind):
-            return new  # which has of its class what its operators gave it
+            return new  # its class's own operators have set its attributes
         kind = users_class(kind)
         if is_worn(kind):
             new = worn(new, kind)
@@ -263,7 +265,7 @@ def carried(new: torch.Tensor, old: torch.Tensor) -> Any:
 
 
 def worn(tensor: torch.Tensor, kind: type) -> Any:
-    """A fresh tensor that nobody else has, as one of a class of the user's."""
+    """Convert a fresh tensor, which has no other reference, to a class of the user's."""
     if isinstance(tensor, Wrapper):
         return pose(tensor, kind)
     with functions_off():
@@ -276,7 +278,7 @@ def is_dressed(x: Any) -> bool:
 
 
 def undressed(x: Any) -> Any:
-    """The tensor by itself, in the same memory and with its history."""
+    """Return the tensor without its class, in the same memory and with its history."""
     if isinstance(x, Posed):
         return bare(x)
     with functions_off():
@@ -287,7 +289,7 @@ def undressed(x: Any) -> Any:
 
 
 def unposed(args: tuple, kwargs: dict) -> tuple[tuple, dict, dict[int, Any]]:
-    """A call's arguments with wrappers in the place of posed tensors; these by the wrapper's id."""
+    """Return a call's arguments with the wrappers of posed tensors, and these by wrapper id."""
     stands: dict[int, Any] = {}
     args = tuple([_unposed(a, stands) for a in args])
     return args, {k: _unposed(a, stands) for k, a in kwargs.items()}, stands
@@ -306,7 +308,7 @@ def _unposed(a: Any, stands: dict[int, Any]) -> Any:
 
 
 def given_back(out: Any, stands: dict[int, Any]) -> Any:
-    """The answer of a call: one that returns its argument returns that which the user gave."""
+    """Return a call's results, with posed tensors where it returned their wrappers."""
     for posed in stands.values():
         _look_like_bare(posed)
     if isinstance(out, _Tensor):
@@ -332,7 +334,7 @@ def has_posed(args: Iterable[Any]) -> bool:
 
 
 def is_said_anew(func: Any, args: tuple) -> bool:
-    """True if a function of torch's is a method that a wrapper has another for."""
+    """True if a function of torch's is a method that a wrapper overrides."""
     name = OVERRIDDEN.get(func)
     return (
         name is not None
@@ -343,7 +345,7 @@ def is_said_anew(func: Any, args: tuple) -> bool:
 
 
 def ask_anew(func: Any, args: tuple, kwargs: dict) -> Any:
-    """What the wrapper's own method, or property, says."""
+    """Call the wrapper's own method, or read or set its own property."""
     wrapper, *rest = args
     name = OVERRIDDEN[func]
     if name.startswith("="):
@@ -358,9 +360,9 @@ def has_posed_class(types: Iterable[type]) -> bool:
 
 
 def taken_out(mode: Any, func: Any, args: tuple, kwargs: dict) -> Any:
-    """An operator that met posed tensors, where nothing asks their class what a call means.
+    """Run an operator on wrappers, if it met posed tensors with __torch_function__ disabled.
 
-    The mode that sees it sees the operator on wrappers next.
+    The mode that sees this operator sees the operator on wrappers next.
     """
     args, kwargs, stands = unposed(args, kwargs)
     for wrapper in (p._forall_bare for p in stands.values()):
@@ -380,7 +382,7 @@ def taken_out(mode: Any, func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def by_class(func: Any, types: Iterable[type], args: tuple, kwargs: dict) -> Any:
-    """What the user's classes say a call means, asked one after another as torch does."""
+    """Call the __torch_function__ of the user's classes, one after another as torch does."""
     asked: list[Any] = []
     for t in types:
         kind = users_class(t)
@@ -395,12 +397,12 @@ def by_class(func: Any, types: Iterable[type], args: tuple, kwargs: dict) -> Any
 
 
 def has_users_class(types: Iterable[type]) -> bool:
-    """True if any of these classes is a user's that says what calls mean."""
+    """True if any of these classes is a user's with its own __torch_function__."""
     return any(issubclass(t, _Tensor) and has_own_meaning(t) for t in types)
 
 
 class _Taking(TorchFunctionMode):
-    """Sees what a class of the user's asks of torch, where no function mode of a level does."""
+    """A mode for calls that a user's class makes, if no function mode of a level sees them."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
@@ -419,7 +421,7 @@ def _asked_of_bare(func: Any, args: tuple, kwargs: dict) -> Any:
     if is_said_anew(func, args):
         return given_back(ask_anew(func, args, kwargs), stands)
     for a in _flat((*args, *kwargs.values())):
-        if isinstance(a, Wrapper):  # which may be of a call that has ended
+        if isinstance(a, Wrapper):  # its call may have ended
             return given_back(type(a).__torch_function__(func, (type(a),), args, kwargs), stands)
     return func(*args, **kwargs)
 
@@ -433,7 +435,7 @@ def _flat(args: Iterable[Any]) -> Iterator[Any]:
 
 
 def called_by_class(func: Any, types: Iterable[type], args: tuple, kwargs: dict) -> Any:
-    """A call that no function mode of a level has seen, by the classes of the user's."""
+    """Run a call that no function mode of a level has seen, by the user's classes."""
     if not has_users_class(types):
         return _asked_of_bare(func, args, kwargs)
     with _TAKING:
@@ -445,14 +447,14 @@ def called_by_class(func: Any, types: Iterable[type], args: tuple, kwargs: dict)
 
 @functools.wraps(_torchs_as_subclass)
 def _as_subclass(self: torch.Tensor, cls: type) -> Any:
-    """torch.Tensor.as_subclass, which see; of a wrapper it is a posed tensor."""
+    """Replace torch.Tensor.as_subclass; of a wrapper the result is a posed tensor."""
     if is_dynamo_compiling() or not isinstance(self, (Wrapper, Posed)):
         return _torchs_as_subclass(self, cls)
     return _of_class(_second_name(bare(self)), users_class(cls))
 
 
 def _second_name(wrapper: Wrapper) -> torch.Tensor:
-    """An alias with its history, by the way of calls; no class of the user's is asked."""
+    """Return an alias with its history, without a call of the user's __torch_function__."""
     name = torch.Tensor.view_as
     if subclass_functions_are_on():
         return name(wrapper, wrapper)
@@ -460,16 +462,16 @@ def _second_name(wrapper: Wrapper) -> torch.Tensor:
 
 
 def _of_class(made: torch.Tensor, kind: type) -> Any:
-    """A tensor that nobody else has yet, of a class that the user asks for."""
+    """Convert a tensor that has no other reference yet to a class that the user asks for."""
     if not isinstance(made, Wrapper):
         return made if kind is _Tensor else _torchs_as_subclass(made, kind)
     return made if kind is _Tensor or not is_worn(kind) else pose(made, kind)
 
 
-# Torch's compiler compares signatures, and takes these for any.
+# torch's compiler compares signatures, and accepts these for any.
 @functools.wraps(_torchs_make)
 def _make_subclass(*args: Any, **kwargs: Any) -> Any:
-    """torch.Tensor._make_subclass, which see; of a wrapper it is a posed tensor."""
+    """Replace torch.Tensor._make_subclass; of a wrapper the result is a posed tensor."""
     if is_dynamo_compiling():
         return _torchs_make(*args, **kwargs)
     cls, data, *rest = args
@@ -483,7 +485,7 @@ def _make_subclass(*args: Any, **kwargs: Any) -> Any:
 
 @functools.wraps(_torchs_new)
 def _new(*args: Any, **kwargs: Any) -> Any:
-    """torch.Tensor.__new__, by which a subclass is made of a tensor, of numbers or of sizes."""
+    """Replace torch.Tensor.__new__, which makes a subclass of a tensor, numbers or sizes."""
     if args[0] is _Tensor or is_dynamo_compiling():
         return _torchs_new(*args, **kwargs)
     cls, *given = args
@@ -494,22 +496,22 @@ def _new(*args: Any, **kwargs: Any) -> Any:
         return _as_subclass(given[0], kind)
     if not dispatch_modes():
         return _torchs_new(kind, *given, **kwargs)
-    return _of_class(_torchs_new(_Tensor, *given, **kwargs), kind)  # which a level may have made
+    return _of_class(_torchs_new(_Tensor, *given, **kwargs), kind)  # a level may have made it
 
 
-CALLS_ON = _new.__code__  # of what makes a tensor of numbers for whoever calls it
+CALLS_ON = _new.__code__  # a frame that only passes a call on
 
 
 @functools.wraps(_torchs_parameter)
 def _parameter(cls: type, data: Any = None, requires_grad: bool = True) -> Any:
-    """torch.nn.Parameter.__new__, which see; a subclass of it is made as any other class."""
+    """Replace torch.nn.Parameter.__new__; a subclass of it is made as any other class."""
     if cls is not torch.nn.Parameter and isinstance(data, Wrapper):
         return _make_subclass(cls, data, requires_grad)
     return _torchs_parameter(users_class(cls), data, requires_grad)
 
 
 def install() -> None:
-    """Put our ways in the place of torch's, once."""
+    """Replace torch's ways to make a subclass of Tensor, once."""
     torch.Tensor.as_subclass = _as_subclass  # pyright: ignore[reportAttributeAccessIssue]
     torch.Tensor._make_subclass = staticmethod(_make_subclass)  # pyright: ignore[reportAttributeAccessIssue]
     torch.nn.Parameter.__new__ = _parameter  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,8 +1,9 @@
-"""Collections of tensors that have their first dims in common, as tensordict's do.
+"""Collections of tensors that share their first dims, as tensordict's do.
 
-Torch's registry takes them apart, and what it keeps beside the tensors says these dims. An example
-of a collection has one of them less, and a stack of results one more; dims of in_dims and out_dims
-are counted among them. Nothing of that library is needed to tell: its nodes keep a ``batch_size``.
+torch's pytrees flatten them, and the context of a collection's node records the shared dims. An
+example of a collection has one of them less, and a stack of results one more. The dims of in_dims
+and out_dims count among the shared dims. A collection is recognised by its node's ``batch_size``,
+without an import of tensordict.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ def _has_one(spec: TreeSpec) -> bool:
 
 
 def _stacks(spec: TreeSpec) -> bool:
-    """Whether it is a collection of collections, each with tensors of its own."""
+    """Return True for a lazy stack: a collection of collections, each with its own tensors."""
     return isinstance(spec._context, dict) and "stack_dim" in spec._context
 
 
 def wrapper() -> Any:
-    """Return the class of modules that hold a collection, which torch's registry does not know.
+    """Return the class of modules that hold a collection, which torch's pytrees do not flatten.
 
-    It is an empty tuple where nobody can have made one: no object is an instance of that.
+    It is an empty tuple if tensordict has not been imported: no object is an instance of that.
     """
     module = sys.modules.get("tensordict.nn.params")
     return getattr(module, "TensorDictParams", ())
@@ -45,7 +46,7 @@ def unwrapped(module: Any) -> Any:
 
 
 def counted(spec: TreeSpec, dims: list, more: int = 0) -> list:
-    """The dim of each leaf, from the front; ``more`` dims are yet to come."""
+    """Return the dim of each leaf, from the front; ``more`` shared dims will be added later."""
     if not _are_in(spec):
         return dims
     found: list = []
@@ -66,24 +67,24 @@ def counted(spec: TreeSpec, dims: list, more: int = 0) -> list:
 
 
 def of_one(spec: TreeSpec, dims: list) -> TreeSpec:
-    """The tree of an example, whose collections have lost the dim that counts the examples."""
+    """Return the tree of an example, whose collections have lost the batch axis."""
     return _changed(spec, iter(dims), [], 1)[0] if _are_in(spec) else spec
 
 
 def of_all(spec: TreeSpec, dims: list, size: int) -> TreeSpec:
-    """The tree of all examples' results, whose collections have one dim more."""
+    """Return the tree of all examples' results, whose collections have one dim more."""
     return _changed(spec, iter(dims), [size], 0)[0] if _are_in(spec) else spec
 
 
 def _size(spec: TreeSpec) -> Any:
-    """The dims that the tensors of a collection have in common; None for any other node."""
+    """Return the dims that the tensors of a collection share; None for any other node."""
     kept = spec._context
     size = kept.get("batch_size") if isinstance(kept, dict) else None
     return getattr(size, "batch_size", None)
 
 
 def _changed(spec: TreeSpec, dims: Iterator, new: list, gone: int) -> tuple[TreeSpec, set]:
-    """The tree with ``new`` dims in the place of ``gone`` others, and the dims of its leaves."""
+    """Return the tree with ``new`` dims in the place of ``gone`` others, and its leaves' dims."""
     if spec.type is None:
         return spec, {next(dims)}
     children, found = [], set()

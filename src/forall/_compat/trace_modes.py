@@ -1,7 +1,8 @@
-"""Modes of the user's that lie beneath ours: make_fx, fake tensors, counters of operators.
+"""Modes of the user's that are on beneath forall's: make_fx, fake tensors, counters of operators.
 
-A tracer takes what it is not told of for constant. So what our own code makes of ordinary tensors
-(a second name, zeros) is hidden from our modes alone, and a question of Python's has no answer.
+A tracer takes a tensor for a constant if it did not see its creation. So the ordinary tensors that
+forall itself makes (aliases, zeros) are hidden from forall's modes alone. A test of a traced value
+has no answer.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ _TRACERS = tuple(torch._C._TorchDispatchModeKey.__members__.values())
 
 
 def lie_beneath() -> bool:
-    """Whether a mode that is none of ours lies beneath all of ours."""
+    """Return True if a mode that is not forall's is on beneath all of forall's."""
     return _modes() > 0 and not isinstance(_mode(0), DispatchMode)
 
 
 def are_on() -> bool:
-    """Whether a tracer is on: the numbers of its tensors are not those of later calls, or none."""
+    """Return True if a tracer is on: its tensors have no numbers, or not those of later calls."""
     return lie_beneath() and any(torch._C._get_dispatch_mode(key) for key in _TRACERS)
 
 
@@ -43,7 +44,7 @@ def functional_tensors_are_on() -> bool:
 
 
 class beneath_ours:
-    """Modes of ours do not see what is done within; what lies beneath them does."""
+    """A block in which forall's modes see nothing; modes that are on beneath them do."""
 
     __slots__ = ("modes",)
 
@@ -58,12 +59,12 @@ class beneath_ours:
 
 
 def unseen() -> Any:
-    """A context for what our own code makes of tensors that are no wrappers of ours."""
+    """Return a context for tensors that forall itself makes and that are no wrappers."""
     return beneath_ours() if lie_beneath() else torch._C._DisableTorchDispatch()
 
 
 class Unsized:
-    """``range(size)`` for a size that a tracer leaves open, until somebody needs the numbers."""
+    """``range(size)`` for a symbolic size of a tracer, until the numbers are needed."""
 
     __slots__ = ("size",)
 
@@ -78,12 +79,12 @@ class Unsized:
 
 
 def counted(size: Any) -> Sequence[int]:
-    """``range(size)``; a size of a tracer's own stays open."""
+    """Return ``range(size)``; a symbolic size of a tracer stays symbolic."""
     return range(size) if type(size) is int else cast("Sequence[int]", Unsized(size))
 
 
 def trace_before_autograd() -> bool:
-    """Whether a tracer is on that sees operators before autograd does, as torch.export's."""
+    """Return True if a tracer is on that sees operators before autograd does, as torch.export's."""
     return _is_included(_BEFORE)
 
 

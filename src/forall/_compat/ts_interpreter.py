@@ -1,4 +1,4 @@
-"""Torch's own interpreter of straight lines: an operator takes a third less than from Python."""
+"""TorchScript's interpreter for straight-line programs, a third faster per operator than Python."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _CONSTANTS = (*_NUMBERS, str, type(None), torch.dtype, torch.device, torch.layou
 
 
 class Unwritten(Exception):  # noqa: N818 - no error: Python runs it
-    """What has no place in such a line."""
+    """A signal that a program has a value or operator that cannot be written in TorchScript."""
 
 
 class _Told(NamedTuple):
-    """What an operator takes and returns."""
+    """The arguments and results of an operator, by its schema."""
 
     operator: str
     names: list[str]
@@ -52,17 +52,17 @@ def _told(op: Any) -> _Told:
 
 
 class Line:
-    """A line that is being written: each operator is the very overload that it was."""
+    """A TorchScript graph that is being built; each operator is the very overload given."""
 
     def __init__(self) -> None:
         self.graph = _C.Graph()
 
     def argument(self) -> Any:
-        """What a call is given next."""
+        """Add an input, and return its value."""
         return self.graph.addInput()
 
     def constant(self, value: Any) -> Any:
-        """A tensor that is there, or what an operator takes besides tensors."""
+        """Add an existing tensor, or a non-tensor argument of an operator."""
         if isinstance(value, torch.memory_format):
             value = _FORMATS[value]
         elif not isinstance(value, (torch.Tensor, *_CONSTANTS)):
@@ -70,7 +70,7 @@ class Line:
         return self.graph.insertConstant(value)
 
     def call(self, op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
-        """The results of an operator: a list of them in the place of a list."""
+        """Add a call of an operator, and return its results; a list for a list."""
         told = _told(op)
         given = [*args, *map(kwargs.get, told.names[len(args) :], told.defaults[len(args) :])]
         given = [*map(self._given, given, told.types)]
@@ -80,12 +80,12 @@ class Line:
         return [*map(node.outputsAt, range(len(told.returns)))]
 
     def unpacked(self, values: Any, count: int) -> list[Any]:
-        """The tensors of a list of them."""
+        """Return the tensors of a list value."""
         node = self._node("prim::ListUnpack", [values], [_TENSOR] * count)
         return [*map(node.outputsAt, range(count))]
 
     def function(self, results: Sequence[Any]) -> Callable[..., tuple]:
-        """What is written as a function; it runs below autograd, and has nothing rewritten."""
+        """Return the graph as a function, which runs below autograd and without optimisation."""
         types = _C.TupleType([_TENSOR] * len(results))
         made = self._node("prim::TupleConstruct", [*results], [types])
         self.graph.registerOutput(made.output())

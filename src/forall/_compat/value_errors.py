@@ -1,11 +1,13 @@
-"""Which operators have an error that hangs on the numbers of their operands.
+"""Operators that may raise an error for some numbers of their operands, whatever the shapes.
 
 NOTE [errors of numbers]
-    An index that is out of range, a matrix that is not positive definite, a division of whole
-    numbers by zero: whether a kernel raises is then no matter of shapes and dtypes, so that it did
-    not once says nothing of the next time. Schemas tell of most of these: they take whole numbers
-    under the name of an index. The others are listed here. `tests/laws/test_errors_of_numbers.py`
-    tries the operators of torch's own samples with other numbers, and finds those that are missing.
+    An index may be out of range, a matrix not positive definite, a divisor a whole zero. Then it
+    depends on more than shapes and dtypes if a kernel raises, and one call without an error proves
+    nothing about the next.
+
+    Schemas show most of these operators: they take whole numbers under the name of an index. The
+    others are listed here. `tests/laws/test_errors_of_numbers.py` tries the operators of torch's
+    own samples with other numbers, and finds those that are missing.
 """
 
 from __future__ import annotations
@@ -15,9 +17,9 @@ from typing import Any
 
 import torch
 
-_TORCHS = ("aten", "prims", "forall")  # of another library's operator nothing is known
+_TORCHS = ("aten", "prims", "forall")  # operators of other libraries are unknown
 
-# Arguments that name places, or how many there are; of an index of yes and no the shape tells all.
+# Arguments that are indices or counts; of a mask the shape alone decides.
 _PLACES = frozenset(
     {
         "index",
@@ -33,7 +35,7 @@ _PLACES = frozenset(
     }
 )
 
-# By whose numbers a kernel may raise, whatever their dtype; in place or not.
+# Operators that may raise for numbers of any dtype; in place or not.
 _BY_ANY = frozenset(
     {
         "_embedding_bag",
@@ -71,12 +73,12 @@ _BY_ANY = frozenset(
     }
 )
 
-# The same, where a tensor says of what the draws are, or what the ends are of whole numbers.
+# The same, if a tensor gives the distribution's parameters, or the ends of a range.
 _BY_TENSORS = frozenset(
     {"bernoulli", "binomial", "multinomial", "normal", "poisson", "linspace", "logspace"}
 )
 
-# By a whole number that is zero; a fraction gives inf or nan.
+# Operators that raise for a whole number that is zero; a float gives inf or nan.
 _BY_ZERO = frozenset({"floor_divide", "fmod", "remainder", "div", "divide"})
 
 _NEVER, _ALWAYS, _WHOLE, _AT_PLACES = range(4)
@@ -84,7 +86,7 @@ _NEVER, _ALWAYS, _WHOLE, _AT_PLACES = range(4)
 
 @cache
 def _kind(func: Any) -> tuple[int, tuple[int | str, ...]]:
-    """When an operator may raise on numbers, and by which arguments, see `may_raise`."""
+    """Return the condition under which an operator may raise, and its indices, see `may_raise`."""
     if func.namespace not in _TORCHS:
         return _ALWAYS, ()
     arguments = func._schema.arguments
@@ -104,7 +106,7 @@ def _kind(func: Any) -> tuple[int, tuple[int | str, ...]]:
 
 
 def may_raise(func: Any, args: tuple, kwargs: dict, dtypes: Any) -> bool:
-    """Whether the operator may raise where the numbers of its operands are others.
+    """Return True if the operator may raise for other numbers in its operands.
 
     ``dtypes`` gives those of the tensors in an argument, or in all of them.
     """
@@ -121,9 +123,9 @@ def may_raise(func: Any, args: tuple, kwargs: dict, dtypes: Any) -> bool:
 
 
 def has_unknown_class(x: torch.Tensor, num_classes: int) -> bool:
-    """True if `torch.nn.functional.one_hot` would raise; it does not ask that of our wrappers.
+    """True if `torch.nn.functional.one_hot` would raise; it does not check wrappers.
 
-    ``x`` has all examples, and ``num_classes`` is -1 where the largest number tells how many.
+    ``x`` has all examples, and ``num_classes`` is -1 if the largest number determines it.
     """
     return bool((x < 0).any() or (num_classes > 0 and (x >= num_classes).any()))
 

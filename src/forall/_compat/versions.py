@@ -35,7 +35,7 @@ def release() -> tuple[int, int]:
 
 
 def warn_if_untested() -> None:
-    """Say so where torch is newer than any release that the tests have run on."""
+    """Warn if torch is newer than any release that the tests have run on."""
     if release() <= NEWEST:
         return
     warnings.warn(
@@ -61,8 +61,8 @@ def existing(names: Iterable[str]) -> tuple[Any, ...]:
     return tuple(op for op in found if op is not None)
 
 
-# Forward formulas that do not hold in this release: of a determinant it raises, since 2.15, where
-# the matrix is singular.
+# Forward formulas that are wrong in this release: since 2.15 that of a determinant raises if the
+# matrix is singular.
 WRONG_FORMULAS = frozenset(existing(["_linalg_det.default"] if release() >= (2, 15) else []))
 
 # The derivative of `torch.clamp` by numbers, where an entry equals its bound: 1, and 0 since 2.14.
@@ -76,19 +76,19 @@ apply_users = getattr(_apply, "__func__", _apply)
 
 
 def apply_own(function: Any, *args: Any) -> Any:
-    """Apply a Function whose forward has no defaults: to bind these takes longer than the rest."""
+    """Apply a Function whose forward has no defaults: binding these takes longer than the rest."""
     if torch._C._are_functorch_transforms_active() or not hasattr(_apply, "__func__"):
         return apply_users(function, *args)
-    alive = torch._C._functorch.unwrap_if_dead  # what a transform of torch.func has left behind
+    alive = torch._C._functorch.unwrap_if_dead  # for wrappers of a torch.func call that has ended
     return super(torch.autograd.Function, function).apply(
         *[alive(a) if isinstance(a, torch.Tensor) else a for a in args]
     )
 
 
-# What the engine calls in a backward pass of a Function; "apply_boxed" since 2.13.
+# The methods that the engine calls for a Function's backward; "apply_boxed" since 2.13.
 BACKWARDS = tuple(n for n in ("apply", "apply_boxed") if hasattr(BackwardCFunction, n))
 
-# Questions about torch's state that some releases lack: the first since 2.11.
+# Functions of torch's state that some releases lack: the first exists since 2.11.
 LATER_QUESTIONS = tuple(
     getattr(module, name)
     for module, name in [(torch.xpu, "is_current_stream_capturing")]
@@ -97,19 +97,19 @@ LATER_QUESTIONS = tuple(
 
 
 def count_compiled_frames(compiler: ModuleType, start: int) -> int:
-    """Count the frames that are compiled from ``start`` on, or not where it is -1.
+    """Start to count compiled frames at ``start``, or stop if it is -1.
 
-    Return the count until now. Where torch counts none, before 2.12, that is 0.
+    Return the count until now. Before 2.12 torch has no count, and the result is 0.
     """
     count = getattr(compiler, "set_fullgraph_compiled_frame_count", None)
     return 0 if count is None else count(start)
 
 
 def require_called(name: str, module: ModuleType, *callers: str) -> None:
-    """Raise unless one of these functions of a module calls what torch has under this name.
+    """Raise unless one of these functions of a module calls torch's function of this name.
 
     Raises:
-        ImportError: if another function has taken its place, so that ours would never run.
+        ImportError: if they call another function, so that forall's replacement would never run.
     """
     functions = (inspect.unwrap(getattr(module, caller)) for caller in callers)
     if not any(name in function.__code__.co_names for function in functions):
@@ -125,9 +125,9 @@ def _unknown(what: str) -> ImportError:
 
 
 def wrap_checkpoints(begin: Callable) -> None:
-    """Have ``begin(function, preserve, start)`` make what runs around a checkpoint.
+    """Let ``begin(function, preserve, start)`` create the generator that runs around a checkpoint.
 
-    ``start(other)`` is torch's own generator, for another function in the place of ``function``.
+    ``start(other)`` creates torch's own generator, for another function in ``function``'s place.
     """
     new, old = (f"_checkpoint_without_reentrant_generator{end}" for end in ("_impl", ""))
     if hasattr(checkpoint, new):
@@ -139,7 +139,7 @@ def wrap_checkpoints(begin: Callable) -> None:
 
 
 def _of_tuples(torchs: Callable, begin: Callable) -> Callable:
-    """Return the generator of 2.14 and later, to which arguments are passed as a tuple and a dict.
+    """Wrap the generator of 2.14 and later, to which arguments are passed as a tuple and a dict.
 
     It calls ``begin`` as `wrap_checkpoints` says.
     """
@@ -162,7 +162,7 @@ def _of_tuples(torchs: Callable, begin: Callable) -> Callable:
 
 
 def _of_arguments(torchs: Callable, begin: Callable) -> Callable:
-    """Return the same for releases before 2.14, where arguments follow the settings."""
+    """Wrap the generator of releases before 2.14, where the arguments follow the settings."""
 
     @functools.wraps(torchs)
     def generator(function: Callable, preserve: bool = True, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The base of our tensor wrappers: tensors that stand for a value one level down."""
+"""The base of forall's wrapper subclasses: tensors that stand for a value one level down."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from forall._compat.lazy_bits import lazy_bits_off, put_lazy_bits
 make_wrapper = torch.Tensor._make_wrapper_subclass
 
 
-# What wrappers keep of their own among the attributes of a tensor.
+# Attributes of wrappers that belong to forall.
 OURS = frozenset(
     {"axis", "came", "chain", "family", "left", "level", "narrowed", "older", "peels", "read"}
     | {"counts", "depth", "held", "make_it", "add_up", "parts", "slot", "value", "whole"}
@@ -33,18 +33,20 @@ OURS = frozenset(
 class Wrapper(torch.Tensor):
     """A tensor without storage of its own that belongs to a level."""
 
-    # What who asks is told, unless they ask `type`.
+    # For isinstance and `x.__class__`; `type(x)` is the class itself.
     __class__ = torch.Tensor  # pyright: ignore[reportAssignmentType]
     level: Any
     value: torch.Tensor
-    left: Any = None  # what its ended level leaves of a value, and of which, see `escaped_values`
-    narrowed: Any = None  # what it is for the examples that run, see `restrict_args`
-    read: Any = None  # the same, of what is only read
+    left: Any = (
+        None  # the value after its level has exited, and its source, see `_core.escaped_values`
+    )
+    narrowed: Any = None  # the value for the active examples, see `_vmap.active_set.restrict_args`
+    read: Any = None  # the same for values that are only read
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Refuse a user's attribute that would take the place of one of ours.
+        """Refuse a user's attribute with the name of one of forall's.
 
-        What makes many wrappers puts its attributes into their ``__dict__``, and pays nothing.
+        Code that makes many wrappers writes to their ``__dict__``, at no cost.
         """
         if name in OURS and not sys._getframe(1).f_globals["__name__"].startswith("forall."):
             raise AttributeError(
@@ -54,13 +56,13 @@ class Wrapper(torch.Tensor):
         object.__setattr__(self, name, value)
 
     def graph_free(self) -> Wrapper:
-        """A second name for this value that has no autograd history at this level."""
+        """Return an alias of this value that has no autograd history at this level."""
         raise NotImplementedError
 
     def alone(self, gaps: bool = False) -> bool:
-        """Let the numbers of one example lie as in the loop; whether they lay otherwise.
+        """Lay out the numbers of one example as in the loop; return True if their layout changed.
 
-        ``gaps``: also where nothing lies between them.
+        With ``gaps``, also if there are no gaps between them.
         """
         return False
 
@@ -76,22 +78,22 @@ class Wrapper(torch.Tensor):
             return self.describe()
 
     def describe(self) -> str:
-        """What repr shows."""
+        """Return the text for repr."""
         raise NotImplementedError
 
     def memory(self, name: str, args: tuple, kwargs: dict) -> Any:
-        """What a method answers that reads the memory of a tensor."""
+        """Run a method that reads the memory of a tensor."""
         raise NotImplementedError
 
     def refuse_history(self, name: str) -> None:
-        """In torch's words: who reads numbers gives up their history, and is to say so."""
+        """Raise in torch's words if reading numbers would lose a history."""
         t: Any = self
         while isinstance(t, Wrapper) and name != "tolist" and torch.is_grad_enabled():
             t.loses(name)
             t = t.value
 
     def loses(self, name: str) -> None:
-        """An error where a derivative hangs on this wrapper."""
+        """Raise if a derivative depends on this wrapper."""
         if self.requires_grad:
             raise RuntimeError(
                 f"Can't call {name}() on Tensor that requires grad. Use tensor.detach().{name}()."
@@ -103,7 +105,7 @@ class Wrapper(torch.Tensor):
         return format(self.item(), spec)  # its number, as of any tensor with one
 
     def __copy__(self) -> Wrapper:
-        """Another tensor of the same memory; as in torch it has no history."""
+        """Return another tensor of the same memory; as in torch it has no history."""
         return self.detach().requires_grad_(self.requires_grad)  # pyright: ignore[reportReturnType]
 
     def __deepcopy__(self, memo: dict) -> Wrapper:
@@ -124,7 +126,7 @@ class Wrapper(torch.Tensor):
 
 
 def innermost(t: Any) -> Any:
-    """The tensor below all wrappers, which has the numbers of all examples."""
+    """Return the tensor below all wrappers, which has the numbers of all examples."""
     while isinstance(t, Wrapper):
         t = t.value
     return t
@@ -138,7 +140,7 @@ def has_history(t: torch.Tensor) -> bool:
 
 
 def _of_memory(name: str) -> Any:
-    """A method that reads memory: some crash if let through."""
+    """Return a method that reads memory: torch's own would crash for some of these."""
 
     def method(self: Wrapper, *args: Any, **kwargs: Any) -> Any:
         return self.memory(name, args, kwargs)
@@ -149,15 +151,15 @@ def _of_memory(name: str) -> Any:
 
 READS = ("numpy", "tolist", "__array__")
 _READS_TOO = ("data_ptr", "storage", "share_memory_", "__dlpack__", "__reduce_ex__")
-ENTRYWISE = ("apply_", "map_", "map2_")  # functions of Python's, which are handed numbers
+ENTRYWISE = ("apply_", "map_", "map2_")  # these call Python functions of numbers
 for _name in (*READS, *_READS_TOO, *ENTRYWISE):
     setattr(Wrapper, _name, _of_memory(_name))
 
 
 def _without_wrappers(torchs: Any) -> Any:
-    """Return the call of a kernel that torch launches past its dispatcher, for plain tensors.
+    """Return the call of a jiterator kernel, which bypasses the dispatcher, for plain tensors only.
 
-    It would read memory that a wrapper does not have, and end the process.
+    The kernel would read memory that a wrapper does not have, and end the process.
     """
 
     @functools.wraps(torchs)
@@ -175,10 +177,10 @@ def _without_wrappers(torchs: Any) -> Any:
 
 
 def _for_memory(torchs: Any) -> Any:
-    """Return `RNNBase.flatten_parameters`, which moves weights that have memory, for others too.
+    """Return `RNNBase.flatten_parameters`, which moves weights in memory, for wrappers too.
 
-    The layer calls it for the weights that `functional_call` gives it. There is nothing to move in
-    wrappers: operators of ours run them.
+    The layer calls it for the weights that `functional_call` gives it. Wrappers have no memory to
+    move: levels run their operators.
     """
 
     @functools.wraps(torchs)
@@ -195,9 +197,9 @@ _kernel.__call__ = _without_wrappers(_kernel.__call__)
 
 
 def _number(name: str) -> Any:
-    """``float(x)`` and its like, which torch.tensor asks in C++ of each x in a list.
+    """Return ``float(x)`` or its like, which torch.tensor calls in C++ for each x in a list.
 
-    It does so with the keys excluded by which levels are asked, and a wrapper has no memory.
+    torch excludes the dispatch keys of levels for this call, and a wrapper has no memory.
     """
     plain = getattr(torch.Tensor, name)
 
@@ -219,8 +221,8 @@ for _name in ("__float__", "__int__", "__index__", "__bool__", "__complex__"):
     setattr(Wrapper, _name, _number(_name))
 
 
-# Functions of torch's for which wrappers have methods of their own, by the name of the method; of
-# those that set a property, behind an equals sign.
+# Functions of torch's that methods of wrappers override, with the method's name; setters of a
+# property have an equals sign before it.
 OVERRIDDEN: dict[Any, str] = {
     getattr(torch.Tensor, name): name
     for name in (
@@ -237,7 +239,7 @@ OVERRIDDEN |= {torch.Tensor.data.__get__: "data", torch.Tensor.data.__set__: "=d
 def strides(value: torch.Tensor) -> tuple[int, ...]:
     try:
         if isinstance(value, Wrapper):
-            with functions_off():  # no question of the user's, for whom they would be made anew
+            with functions_off():  # for a user's call the value would be laid out anew
                 return value.stride()
         return value.stride()
     except RuntimeError as error:
@@ -248,23 +250,23 @@ def strides(value: torch.Tensor) -> tuple[int, ...]:
 
 
 def shell(kind: type[Wrapper], value: torch.Tensor) -> Any:
-    """A wrapper of this kind that looks like ``value`` itself."""
+    """Return a wrapper of this class with the metadata of ``value`` itself."""
     made = wrapper_of(kind, value, value.shape, strides(value))
     put_lazy_bits(made, value)
     return made
 
 
 def look_like(wrapper: torch.Tensor, other: torch.Tensor) -> None:
-    """Show the shape, the strides and the lazy bits of another wrapper."""
+    """Copy the shape, the strides and the lazy bits of another wrapper."""
     with functions_off(), no_dispatch(), lazy_bits_off():  # or kernels would look for its memory
         torch.Tensor.data.__set__(wrapper, other)
 
 
 def wrapper_of(kind: type[Wrapper], value: torch.Tensor, shape: Any, strides: Any) -> Any:
-    """A wrapper of this kind for ``value``.
+    """Return a wrapper of this class for ``value``.
 
     In inference mode a view of a tensor from before is an ordinary tensor, and so is its wrapper:
-    torch gives it the count of writes of its base.
+    torch gives it the version counter of its base.
     """
     offset, dtype, layout, device = (
         value.storage_offset(),

@@ -1,12 +1,14 @@
-"""Transformed functions that are called often become programs; see `_jit.auto.policy`.
+"""The decorator of all transforms: a transformed function that is called often is recorded.
 
 NOTE [one count for all wrappers]
-    ``grad(f)(x)`` in a loop makes a wrapper for each call. What they share is kept with ``f``: in
-    the attributes of a function of the user's or of a module, or with the calls of ``f`` where
-    that is a wrapper of ours. A method of a module is a new object each time it is asked for: its
-    calls are kept with the module. It holds nothing of ``f``, so a function that is dropped goes
-    at once, as ever; one that has been replayed is held by its own program, until the next garbage
-    collection. Other objects may read what attributes they have: nothing is put there, see `anew`.
+    ``grad(f)(x)`` in a loop makes a wrapper for each call. The wrappers share one count of calls,
+    which is kept with ``f``. If ``f`` is a user's function or a module, the count is in its
+    attributes; if it is a wrapper of forall's, with its calls. A method of a module is a new object
+    each time it is read, so its calls are kept with the module.
+
+    The count refers to nothing of ``f``: a function that is dropped is freed at once, as ever. A
+    function that has been recorded is held by its own program, until the next garbage collection.
+    Attributes of other objects may be inspected by other code, so nothing is put there, see `anew`.
 """
 
 from __future__ import annotations
@@ -44,39 +46,35 @@ if TYPE_CHECKING:
     from forall._api.execution.side_effect_free import Bindings
     from forall._jit.auto.policy import Replays
 
-_CALLS = 2  # of a function before it is looked at, however long they take
-_TIMED = 16  # replayed calls, after which it is known how long they take
-_LOOKED_AT_AGAIN = 256  # calls after which a function is read again that did more than compute
+_CALLS = 2  # of a function before it is analysed, however long they take
+_TIMED = 16  # replayed calls that are timed
+_LOOKED_AT_AGAIN = 256  # calls after which a function with side effects is read again
 _MOST = 16  # transforms of one function that are counted together
-_RECORDS = tuple(  # with all they import
+_RECORDS = tuple(  # the modules that record and replay, with all they import
     f"forall._jit.{name}"
-    for name in (
-        "tracing.tracer",
-        "guards.build",
-        "auto.purity",
-        "passes.pipeline",
-        "tracing.trace_call",
-        "auto.policy",
-    )
+    for name in ("recorder", "guards", "purity", "passes", "recording", "replay")
 )
 _AT_ONCE = 0.02  # seconds of one call that go into importing these
 
 
 class Calls:
-    """The calls of a transformed function so far, and of what is made of it."""
+    """The calls of a transformed function so far, and the programs recorded from them."""
 
     __slots__ = ("count", "further", "home", "replays", "same", "spent")
 
     def __init__(self, same: list | None = None, home: _Home | None = None) -> None:
-        self.same = same  # what functions that are made anew have in common; nothing else may be it
-        self.home = home  # of those of an object of the user's
+        self.same = same  # the key of fresh closures; kept alive, because its ids are in use
+        self.home = home  # drops the calls when a user's object dies
         self.count = 0
         self.spent = 0.0
         self.replays: Replays | None = None
         self.further: dict[Any, Calls] = {}
 
     def run(self, func: Any, given: list | None, eager: Callable, args: tuple, kwargs: dict) -> Any:
-        """``eager(func, *args, **kwargs)``; ``given`` is what ``func`` was given if it is anew."""
+        """Return ``eager(func, *args, **kwargs)``, replayed if it can be.
+
+        ``given`` are the bound values of ``func`` if it is a fresh closure.
+        """
         replays = self.replays
         if self.home is not None:
             self.home.is_used = True
@@ -113,7 +111,7 @@ class Calls:
         return self.replays is not None and self.replays.doubt() is not None
 
     def told(self, func: Any, eager: Callable) -> str:
-        """How the calls are replayed, or why not; nothing where that is not known yet."""
+        """Describe how the calls are replayed, or why not; "" if that is not known yet."""
         replays = self._looked_at(func, eager) if self.replays is None else self.replays
         why = replays.doubt()
         if why is not None:
@@ -121,7 +119,7 @@ class Calls:
         return f"{replays.hits} calls so far" if replays.hits else ""
 
     def _looked_at(self, func: Any, eager: Callable) -> Replays:
-        from forall._jit.auto.policy import Replays  # with all that records, which is much
+        from forall._jit.auto.policy import Replays  # it imports the recorder, which takes long
 
         if self.same is None:
             self.replays = Replays(functools.partial(eager, func))
@@ -137,7 +135,7 @@ class Calls:
 
 
 def _can_record() -> bool:
-    """Whether all that records is imported: some of it for each call, which would wait for all."""
+    """Import the recorder, a part of it with each call; return True once all is imported."""
     rooms = [room for room in _RECORDS if room not in sys.modules]
     if not rooms:
         return True
@@ -153,7 +151,7 @@ def _stood_in(eager: Callable, template: Any, given: Sequence, /, *args: Any, **
 
 
 class _Home:
-    """Where calls are kept that have to do with objects of the user's, until one of these goes."""
+    """The calls that depend on objects of the user's, which are dropped when one of these dies."""
 
     __slots__ = ("is_used", "kept", "key", "objects", "same")
 
@@ -167,7 +165,7 @@ class _Home:
         _holding.pop(id(self), None)
 
     def hold(self) -> None:
-        """Note that a program will hold the objects, which go when nobody calls it any more."""
+        """Note that a program will hold the objects, which must die once the program is unused."""
         if not _holding and _let_go_of_unused not in gc.callbacks:
             gc.callbacks.append(_let_go_of_unused)
         _holding[id(self)] = self
@@ -179,7 +177,7 @@ _holding: dict[int, _Home] = {}
 def _let_go_of_unused(phase: str, info: dict[str, int]) -> None:
     """Drop programs that hold objects of the user's, and had no call since the last collection.
 
-    Python calls this before and after it looks for garbage; the objects may be that from now on.
+    Python calls this before and after a garbage collection; the objects may then be collected.
     """
     if phase != "start" or info["generation"] < _FULL:
         return
@@ -194,7 +192,7 @@ _FULL = 2  # the generation of a full collection
 
 
 class _Further:
-    """The calls of transforms of a function or module of the user's, and what was read of it."""
+    """The calls of all transforms of a user's function or module, and its pure bindings."""
 
     __slots__ = ("bindings", "calls", "doubts", "of")
 
@@ -202,16 +200,16 @@ class _Further:
         self.of = ref(owner)  # attributes are copied to others (functools.wraps, copy.copy)
         self.calls: dict[Any, Calls] = {}
         self.bindings: Bindings | None = None  # if it only computes
-        self.doubts = 0  # calls until it is read again, where it did not
+        self.doubts = 0  # calls until it is read again, if it had side effects
 
     def __reduce__(self) -> tuple:
-        return type(None), ()  # with what is copied or pickled; who reads that need not have forall
+        return type(None), ()  # copied or pickled with its owner; a reader may not have forall
 
 
 def is_on() -> bool:
-    """Whether a call that begins now may be replayed.
+    """Return True if a call that begins now may be replayed.
 
-    Not inside a transform, which has the whole call to replay, and may pull back many at once.
+    Not inside a transform: the outermost one replays the whole call, or pulls back many at once.
     """
     if is_compiling() or not config.now.replay or stack.top is not None or stack.reversing:
         return False
@@ -219,18 +217,18 @@ def is_on() -> bool:
 
 
 class _Place(NamedTuple):
-    """Where the calls of a function are kept, and what it was given if it is made anew."""
+    """The calls of a function, and its bound values if it is a fresh closure."""
 
     calls: Calls
     given: list | None
 
 
 def _place(func: Any, key: Any, own: Calls | None = None) -> _Place:
-    """The place of the transforms of ``func`` that are told from others by ``key``.
+    """Find the calls of the transform of ``func`` with this ``key``.
 
-    ``own`` are the calls of one such transform, of which nothing else knows.
+    ``own`` are the calls of one such transform, which nothing else refers to.
     """
-    if key is None or not is_on() or dispatch_modes():  # what is recorded is to stay as it is
+    if key is None or not is_on() or dispatch_modes():  # a mode must see all operators
         return _Place(Calls(), None)
     if type(func) is MethodType and isinstance(func.__self__, Module):
         return _Place(_calls(_kept(func.__self__), (func.__func__, key), fresh_closures.MOST), None)
@@ -256,7 +254,7 @@ def _calls(kept: dict[Any, Calls], key: Any, most: int) -> Calls:
 
 
 def _calls_anew(made: fresh_closures.Made, key: Any) -> Calls:
-    """Those of functions that are made anew."""
+    """Return the calls of all fresh closures with these parts."""
     module = made.home()
     kept: dict[Any, Any] = fresh_closures.table if module is None else _kept(module)
     key = (*map(id, made.same), key)
@@ -264,19 +262,19 @@ def _calls_anew(made: fresh_closures.Made, key: Any) -> Calls:
     if calls is None:
         home = _Home(kept, key, made) if made.objects() else None
         if len(kept) >= fresh_closures.MOST:
-            kept.pop(next(iter(kept)), None)  # of functions that nobody makes any more
+            kept.pop(next(iter(kept)), None)  # the oldest, of functions no longer created
         calls = kept[key] = Calls(made.same, home)
     return calls
 
 
 def replay(func: Callable, eager: Callable, *args: Any, how: tuple) -> Any:
-    """``eager(func, *args)``, replayed where it can be."""
+    """Return ``eager(func, *args)``, replayed if it can be."""
     calls, given = _place(func, _key_of(how))
     return calls.run(func, given, eager, args, {})
 
 
 def replayed(func: Callable) -> Callable:
-    """The function itself, which is replayed where its calls can be: one node of a graph each."""
+    """Return the function with calls that are replayed if they can be, one autograd node each."""
     if not is_on():
         return func
     calls, given = _place(func, ())
@@ -284,7 +282,7 @@ def replayed(func: Callable) -> Callable:
 
 
 def told(verb: str, **options: Any) -> tuple:
-    """Return what tells a transform from others of its function: all that it was given besides.
+    """Return the name and options of a transform, which tell it from others of its function.
 
     A test compares ``options`` with the parameters of the signature.
     """
@@ -292,7 +290,7 @@ def told(verb: str, **options: Any) -> tuple:
 
 
 def _key_of(how: tuple) -> Any:
-    """Equal where two transforms were told the same; None where nothing tells."""
+    """Return a key that is equal for equal options; None if an option has no key."""
     try:
         return _key(how)
     except TypeError:
@@ -315,11 +313,11 @@ def _key(value: Any) -> Any:
 
 
 _WORDS = frozenset({bool, int, str})
-_UNTOLD: Any = object()  # in the place of what a stand-in's transform was told: it has no key
+_UNTOLD: Any = object()  # among a template's options, so that it has no key
 
 
 def _may_change(value: Any) -> bool:
-    """Return True if what a transform was told has a list or dict, which it reads in each call."""
+    """Return True if the options hold a list or dict, which the transform reads in each call."""
     if type(value) is tuple:
         return any(map(_may_change, value))
     return type(value) in (list, dict)
@@ -337,9 +335,9 @@ def _further(owner: FunctionType | Module) -> _Further:
 
 
 def find_bindings(func: Any) -> Bindings | None:
-    """Return the bindings of a function that does nothing but compute; None for any other.
+    """Return the bindings of a function that only computes; None for any other.
 
-    The function is read once, and again where a name is bound to something else.
+    The function is read once, and again if one of its names is bound to something else.
     """
     if type(func) is not FunctionType:
         return None
@@ -351,7 +349,7 @@ def find_bindings(func: Any) -> Bindings | None:
     elif kept.doubts > 0:
         kept.doubts -= 1
         return None
-    # Its tables take time to import, and in most programs no examples part.
+    # Its tables take time to import, and in most programs no examples diverge.
     from forall._api.execution.side_effect_free import bindings_of
 
     kept.bindings = bindings_of(func)
@@ -366,11 +364,11 @@ def replaying(
     settled: Settled | None = None,
     alone: Callable | None = None,
 ) -> Callable[[Callable], Callable]:
-    """A transform of ``func``, under the name of ``func``, and replayed where it can be.
+    """Return a decorator for a transform of ``func``, which is replayed if it can be.
 
-    ``how`` is what the transform was `told`. What is decorated runs a call, of the function that
-    comes first. ``settled`` runs the calls that nobody has to look at, while nothing is replayed.
-    ``alone`` gives the same for one example of ordinary tensors without history, by torch.autograd.
+    ``how`` are the transform's name and options. The decorated function runs one call of the
+    function that is its first argument. ``settled`` runs calls that need no checks, while nothing
+    is replayed. ``alone`` does the same by torch.autograd, for ordinary tensors without history.
     """
     return functools.partial(_transformed, func, how, settled=settled, alone=alone)
 
@@ -386,7 +384,7 @@ def _transformed(
     verb = how[0] if how else ""
 
     def traced(*args: Any, **kwargs: Any) -> Any:
-        """The same where Dynamo reads it."""
+        """Run the call where Dynamo traces it."""
         if verb in dynamo_call.VERBS and not functorch_interop.needed():
             options = dict([x for x in how[1:] if x is not _UNTOLD])
             return dynamo_call.call(verb, options, func, args, kwargs)
@@ -424,7 +422,7 @@ def _transformed(
             if may_change and key != _key_of(how):
                 return call_transform(eager, func, *args, **kwargs)
             calls, given = fixed or _place(func, key, own)
-            last = calls  # to find them may take longer than what they say
+            last = calls  # finding them may take longer than a replayed call
             if known is None or known.times.replays >= _TIMED:
                 return calls.run(func, given, eager, args, kwargs)
             hits, start = calls.hits, perf_counter()
@@ -454,5 +452,5 @@ def _transformed(
 
 
 def calls_of(transformed: Callable) -> Calls:
-    """The calls of what `replaying` made, so far."""
+    """Return the calls of a transformed function so far."""
     return vars(transformed)["__forall_transform__"].calls()

@@ -1,4 +1,4 @@
-"""A call in chunks of its examples: of a size that is given, or as many at once as memory takes."""
+"""A mapped call in chunks of its examples, of a given size or as many as memory allows."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 
 class Sparing(Altered):
-    """The options of a call whose runs are undone where memory does not suffice."""
+    """The options of a call whose runs are undone, to be retried, if memory does not suffice."""
 
     spares = True
 
 
 def in_chunks(call: Mapping, chunk: Chunk) -> Any:
-    """The results of all examples."""
+    """Run all examples in chunks, and return their results."""
     size = call.entering.size
     chunks = chunks_of(chunk)
     if size <= 1 or chunks is None or (chunks.size != "auto" and chunks.size >= size):
@@ -52,10 +52,10 @@ def in_chunks(call: Mapping, chunk: Chunk) -> Any:
 def each(
     run: Callable[[range], Any], size: int, chunk: Chunk, given: Iterable[Any], unit: str
 ) -> Iterator[Any]:
-    """What ``run`` finds for chunks of ``size`` things, which cover them in order.
+    """Yield the result of ``run`` for each chunk of ``size`` things, in order.
 
-    With "auto" a chunk for which memory does not suffice is halved, and so are those after it; the
-    ones before it are kept. ``run`` leaves nothing behind of a chunk that failed so.
+    With "auto" a chunk for which memory does not suffice is halved, and so are those after it. The
+    chunks before it are kept. ``run`` must leave nothing behind of a chunk that failed so.
     """
     chunks = chunks_of(chunk)
     if chunks is None:
@@ -83,9 +83,9 @@ def _each(
             if chunks.size != "auto" or len(numbers) == 1 or not is_out_of_memory(error):
                 raise
             found, step = None, (len(numbers) + 1) // 2
-        if found is None:  # out here nothing holds the frames that failed, nor their tensors
+        if found is None:  # outside the handler no reference to failed frames is left
             on_gpu = has_allocated_on_accelerator()
-            gc.collect(2 if on_gpu else 1)  # all of Python's objects take a tenth of a second
+            gc.collect(2 if on_gpu else 1)  # a full collection takes a tenth of a second
             if on_gpu:
                 empty_cache()
             continue

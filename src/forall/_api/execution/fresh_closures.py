@@ -1,27 +1,32 @@
-"""Functions that are made anew with each call of another, and do what the last one did.
+"""Recognition of fresh closures: functions created with each call that do what the last one did.
 
 NOTE [functions that are made anew]
     ``loss = lambda p: mse(net(p, x), y)`` in a training step is another function in each step. It
-    does what the last one did where its code and what it holds are the very same, but for tensors,
-    alone or in lists, tuples and dicts of tensors, numbers and words: these are given to a recorded
-    call, as its arguments are. They may be in the function's closure, its defaults, the arguments
-    of a `functools.partial`, or under the global names that stand in its own code. A tuple of
-    functions is taken apart (``compose(f, g)``).
+    does what the last one did if its code and all that it captures are the very same, but for
+    bound values. Bound values are tensors, alone or in lists, tuples and dicts of tensors, numbers
+    and strings. A recorded call takes them as it takes its arguments.
 
-    So the calls of all such functions are kept in one place: with a module that they hold; or in a
-    table, if all that they hold is there for good anyway: functions and classes of modules,
-    numbers, words. What is recorded is a stand-in, made as the function is, of what it is given; a
-    template of it is kept, which holds none of that. Calls are not kept of a function that rebinds
-    what it holds, as a stand-in would do to itself.
+    Bound values may be in the function's closure, its defaults, the arguments of a
+    `functools.partial`, or under the global names that its own code reads. A tuple of functions is
+    taken apart (``compose(f, g)``).
+
+    The calls of all such functions share one cache. The cache is kept with a module that they
+    capture. If all that they capture is permanent (functions and classes of modules, numbers,
+    strings), it is kept in a table.
+
+    The recorded function is a template: a copy of the function that holds no bound values and is
+    given them with each call. Calls of a function that rebinds what it captures are not kept,
+    because the template would rebind its own copy.
 
 NOTE [objects of the user's]
-    An object with a function in it, ``grad(self.loss)``, or one that a function made anew holds,
-    is the same in each step, and is not to live longer for it: a template, the guards and the
-    table know it by a weak reference, and its calls go when it does. Where the guards reach
-    something that holds it (a part that knows what it is a part of) they hold it too. So its
-    calls are kept with a module that it has in its attributes, if there is one: the garbage
-    collector finds its way round. Where there is none, the table lets go of calls of which none
-    was made between two full collections, and the second one finds the object.
+    An object may have the function as a method, ``grad(self.loss)``, or a fresh closure may capture
+    it. The object is the same in each step, and must not live longer for it. A template, the guards
+    and the table hold the object by a weak reference, and its calls are dropped when it dies.
+
+    Guards that reach something which holds the object (a part that refers to its parent) hold it
+    too. So the object's calls are kept with a module among its attributes, if there is one: the
+    garbage collector can then free the cycle. If there is none, the table drops calls that were
+    not made between two full collections, and the second collection frees the object.
 """
 
 from __future__ import annotations
@@ -63,7 +68,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator
 
 MOST = 256  # functions in the table, the last ones
-_DEEPEST = 8  # functions in closures of others, before one is said to hold itself
+_DEEPEST = 8  # nested closures; a function that is deeper is taken to hold itself
 _MANY = 1000
 _OF_OURS = frozenset({"__forall_further__"})  # among a function's attributes
 _MOST_GIVEN = 2000  # tensors, numbers and words, which are read with each call
@@ -76,7 +81,7 @@ _keys: dict[Hashable, Hashable] = {}
 
 
 class Given(Unwatched):
-    """In the place of what a template is to be given."""
+    """A placeholder in a template for a value that each call binds."""
 
 
 _TREES = frozenset({tuple, list, dict, OrderedDict})
@@ -85,34 +90,37 @@ _GIVEN = _SINGLE | _TREES
 
 
 class Transform(NamedTuple):
-    """How a function was transformed: ``key`` tells it from other ways, if anything does."""
+    """A record of how a function was transformed; ``key`` identifies the transform and its options.
+
+    ``key`` is None if nothing distinguishes the transform from others.
+    """
 
     func: Callable
     key: Hashable
     make: Callable[[Callable], Callable]  # the transform of another function
-    calls: Callable[[], Any]  # where they are kept by now
-    # The same by torch.autograd, where nobody but the function has to do with what runs.
+    calls: Callable[[], Any]  # the cache of its calls, by now
+    # The same by torch.autograd, if no level, mode or hook takes part in the call.
     alone: Callable | None = None
 
 
 class Made(NamedTuple):
-    """What a function is made of: all that makes it do the same as others, and what is given."""
+    """The parts of a function: ``same``, which make up its key, and ``given``, the bound values."""
 
     same: list
     given: list
 
     def home(self) -> Module | None:
-        """The module that the calls of such functions are kept with."""
+        """Return a module that the cache of such functions is kept with, or None."""
         attributes = (v for r in self.objects() for v in getattr(r(), "__dict__", {}).values())
         return next((x for x in chain(self.same, attributes) if isinstance(x, Module)), None)
 
     def objects(self) -> list[ReferenceType]:
-        """The user's, which are held weakly."""
+        """Return the weak references to the user's objects in the key."""
         return [x for x in self.same if type(x) is ReferenceType]
 
 
 def may_be_anew(func: Any) -> bool:
-    """Whether what a function is made of is to be asked with each call."""
+    """Return True if the parts of a function have to be read with each call."""
     how = transform_of(func)
     if how is not None:
         return may_be_anew(how.func)
@@ -120,7 +128,7 @@ def may_be_anew(func: Any) -> bool:
 
 
 def taken(func: Any) -> Made | None:
-    """What a function that is made anew is made of; None where it is not, or may be another."""
+    """Return the parts of a fresh closure; None for any other function."""
     reading = _Reading()
     try:
         reading.root(func)
@@ -130,7 +138,7 @@ def taken(func: Any) -> Made | None:
 
 
 def standing_in(func: Any, given: Iterator | None = None) -> Any:
-    """A function made as this one is, of what is given; a template of it where nothing is."""
+    """Return a copy of a function with the bound values ``given``; without them, a template."""
     if _is_of_parts(func):
         return tuple(standing_in(x, given) for x in func)
     if type(func) in _GIVEN or _is_named(func):
@@ -153,7 +161,7 @@ def standing_in(func: Any, given: Iterator | None = None) -> Any:
 
 
 class _OfItsOwn(Exception):  # noqa: N818 - no error: nothing is kept
-    """Something that another function of the same code need not hold."""
+    """A part of a function that another function with the same code need not have."""
 
 
 class _Reading:
@@ -170,7 +178,7 @@ class _Reading:
         elif _is_function(func):
             self.function(func, 1)
         elif isinstance(func, BuiltinFunctionType) and _is_of_a_module(func):
-            self.same.append(func)  # `vmap(torch.sum)`: there for good, and holds nothing
+            self.same.append(func)  # `vmap(torch.sum)`: permanent, and captures nothing
         elif is_an_object(func.__self__ if type(func) is MethodType else func):
             self.part(func, 0)
         else:
@@ -227,15 +235,15 @@ class _Reading:
 
 
 def transform_of(x: Any) -> Transform | None:
-    """How a function was transformed; None where it is no transform of ours."""
+    """Return the record of how a function was transformed; None if no transform returned it."""
     if type(x) is not FunctionType or "__forall_transform__" not in vars(x) or not is_ours(x):
         return None  # attributes are copied to others (functools.wraps)
     return vars(x)["__forall_transform__"]
 
 
 def given_names(func: FunctionType) -> tuple[str, ...]:
-    """The global names in a function's own code under which it is given something."""
-    known = vars(func).get("__forall_given__")  # a template's, which Guards ask for too
+    """Return the global names in a function's own code that hold bound values."""
+    known = vars(func).get("__forall_given__")  # a template's; guards read it too
     if known is not None:
         return known
     names = func.__globals__
@@ -262,7 +270,7 @@ def _function(func: FunctionType, given: Iterator | None) -> FunctionType:
 
 
 def _is_function(x: Any) -> bool:
-    """Whether it is a function of the user's that may be made anew, or be given something."""
+    """Return True for a user's function that is nested, a lambda, or reads bound globals."""
     if type(x) is not FunctionType or is_no_users(x):
         return False
     return _is_anew(x) or "__forall_given__" in vars(x) or bool(given_names(x) or _missing(x))
@@ -280,13 +288,13 @@ def _holds_tensors(x: Any) -> bool:
 
 
 def _is_named(x: Any) -> bool:
-    """Whether it is a NamedTuple with nothing but its entries."""
+    """Return True for a NamedTuple that has nothing but its entries."""
     kind = type(x)
     return issubclass(kind, tuple) and hasattr(kind, "_fields") and not kind.__dictoffset__
 
 
 def is_an_object(x: Any) -> bool:
-    """Whether it is one of the user's, with attributes, that can be held weakly."""
+    """Return True for a user's object that has attributes and can be referenced weakly."""
     kind = type(x)
     known = _kinds.get(kind)
     if known is None:
@@ -307,12 +315,12 @@ def _is_of_objects(kind: type) -> bool:
 
 
 def _is_plain(x: Any) -> bool:
-    """Whether a tree is one of tensors, numbers and words."""
+    """Return True for a tree of tensors, numbers and strings."""
     return len(x) <= _MOST_GIVEN and _LEAVES.issuperset(map(type, pytree.leaves(x)))
 
 
 def _is_of_parts(x: Any) -> bool:
-    """Whether it is a tuple of functions and the like, and not a tree that can be given."""
+    """Return True for a tuple of functions and the like, and not of values that can be bound."""
     return type(x) is tuple and not _is_plain(x)
 
 
@@ -325,7 +333,7 @@ def _is_of_a_module(x: Any) -> bool:
 
 
 def _one(key: Hashable) -> Hashable:
-    """Of equal keys the first."""
+    """Return the first of all equal keys, so that keys can be compared by identity."""
     if key is None:
         raise _OfItsOwn
     if len(_keys) >= _MANY:

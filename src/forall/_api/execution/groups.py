@@ -1,9 +1,9 @@
-"""Running a function once for every group of examples that agree, where they part.
+"""Running a function once for every group of examples that agree, if they diverge.
 
-The floor of data-dependent control flow: any Python, no source needed. A run that meets a question
-its examples answer differently ends; what it did besides is undone; each group runs by itself, and
-the results are put together again in the order of the examples. Where groups would see what others
-did to memory from before the call, that is undone as well, and the examples run one after another.
+This handles any Python and needs no source. A run ends at a test that its examples answer
+differently, and its other effects are undone. Each group then runs by itself, and the results are
+put together in the order of the examples. If a group would see writes of another one into memory
+from before the call, those are undone too, and the examples run one after another.
 """
 
 from __future__ import annotations
@@ -46,7 +46,10 @@ _NOTHING = nullcontext()
 
 
 class Groups(BaseException):
-    """A run ended because its examples part into these groups, at a place or with an error."""
+    """A signal that a run ended because its examples diverged into these groups, and why.
+
+    ``why`` is the line where they diverged, or an error.
+    """
 
     def __init__(self, groups: list[list[int]], why: Place | BaseException | None) -> None:
         super().__init__(groups)
@@ -55,7 +58,7 @@ class Groups(BaseException):
 
 
 class State:
-    """What of Python's state and of ledgers further out a call may change."""
+    """A snapshot of Python's state, random states and outer logs that a call may change."""
 
     __slots__ = ("drawn", "marks", "python")
 
@@ -72,12 +75,12 @@ class State:
         self.forget()
 
     def forget(self) -> None:
-        """What levels further out have noted since."""
+        """Undo what levels further out have logged since."""
         for ledger, mark in self.marks:
             ledger.back_to(mark)
 
     def noting(self) -> AbstractContextManager[None]:
-        """Generators that nobody has seen so far are put back, too, once a draw names them."""
+        """Return a context in which generators that draw for the first time are recorded too."""
         return _NOTHING if self.drawn is None else rng_state.noting(self.drawn)
 
     def draw_again(self) -> None:
@@ -88,7 +91,7 @@ class State:
 
 
 class Altered:
-    """The options of a call, but for what a subclass says otherwise."""
+    """The options of a call, with the attributes of a subclass in the place of some."""
 
     def __init__(self, options: Any) -> None:
         self.options = options
@@ -98,7 +101,7 @@ class Altered:
 
 
 class Watched(Altered):
-    """The options of a call for one group of its examples, whose ledger is looked at afterwards."""
+    """The options of a call for one group, which collect its mutation log."""
 
     def __init__(self, options: Any, ledgers: list[Ledger]) -> None:
         super().__init__(options)
@@ -106,7 +109,7 @@ class Watched(Altered):
 
 
 class once_more:
-    """A run that can be undone: where its examples part, all is as it was before it began."""
+    """A context that undoes all side effects of a run if its examples diverge."""
 
     __slots__ = ("call", "level", "noting", "state", "watched")
 
@@ -130,7 +133,7 @@ class once_more:
         if parted is None and error is not None and self.call.options.gave_up(level, error):
             parted, why = [[*range(level.size)]], error
         if parted is not None and self.state is not None:
-            # Whatever became of it on its way: a bare `except:` of the user's may have taken it.
+            # Even if the signal did not arrive: a bare `except:` of the user's may have caught it.
             self._undo(self.state)
             raise Groups(parted, why) from None
         if self.state is not None and (_spared(self.call, error) or isinstance(error, Late)):
@@ -147,7 +150,7 @@ class once_more:
 
 
 def in_groups(call: Mapping, groups: list[list[int]]) -> tuple[list, Any]:
-    """The results of all examples; the error is the loop's, that of the first example to fail."""
+    """Return the results of all examples; an error is that of the first example to fail."""
     before = State(call)
     with before.noting():
         return _in_groups(call, groups, before)
@@ -181,7 +184,7 @@ def _spared(call: Mapping, error: BaseException | None) -> bool:
 
 
 class Run:
-    """The parts of one call, one after another."""
+    """The runs of one call's groups, one after another."""
 
     def __init__(self, call: Mapping, before: State) -> None:
         self.call = call
@@ -192,7 +195,7 @@ class Run:
         self.written: list[tuple[Tensor | Components, int, list[int], Tensor, bool]] = []
 
     def all(self, groups: list[list[int]]) -> bool:
-        """Run all groups. False, at once, where one sees what another did to older memory."""
+        """Run all groups; return False at once if one sees writes of another into older memory."""
         todo = sorted(groups)
         if self.call.options.report is not None:
             self.call.options.report.in_groups()
@@ -218,7 +221,7 @@ class Run:
         return True
 
     def in_turn(self) -> None:
-        """One example after another, on views of the caller's tensors, as the loop does."""
+        """Run one example after another, on views of the caller's tensors, as the loop does."""
         if self.call.options.report is not None:
             self.call.options.report.in_turn()
         for n in range(self.call.entering.size):
@@ -239,7 +242,7 @@ class Run:
         self.parts.append((numbers, *part.once()))
 
     def _alone(self, numbers: list[int], part: Mapping, nodes: list) -> bool:
-        """Whether what the group did to older memory, and to its rows, is its own affair."""
+        """Return True if no other group sees the group's writes into older memory and its rows."""
         ledger = self.touched.ledgers[-1]
         wholes, rows = _mapped(self.call), []
         places = [x.examples[0] if isinstance(x, Components) else x for x in wholes]
@@ -256,7 +259,7 @@ class Run:
         return all(known.count(r) == 1 for r in rows) and self.touched.by(ledger, rows)
 
     def put_back(self) -> None:
-        """What the groups wrote into mapped arguments, in the caller's own tensors."""
+        """Copy the rows of mapped arguments that the groups wrote into the caller's own tensors."""
         for whole, dim, numbers, some, recorded in self.written:
             with functions_off(), torch.set_grad_enabled(recorded and torch.is_grad_enabled()):
                 if isinstance(whole, Components):
@@ -266,15 +269,15 @@ class Run:
 
 
 def _is_shared_further_out(whole: Tensor) -> bool:
-    """Whether examples of a level further out share it, which must see each write as it is."""
+    """Return True if examples of a level further out share a tensor, so must see each write."""
     level = noting_level()
     return level is not None and is_shared_older(whole, level)
 
 
 def index_of(numbers: Sequence[int], device: torch.device) -> Tensor:
-    """Return whole numbers as a tensor: `torch.tensor` would ask each of them for its type.
+    """Return whole numbers as a tensor: `torch.tensor` would inspect the type of each.
 
-    A mode beneath ours, as that of fake tensors, has to see it being made.
+    A mode beneath forall's, as that of fake tensors, has to see the tensor being made.
     """
     if not numbers or trace_modes.lie_beneath():
         return torch.tensor(numbers, dtype=torch.int64, device=device)
@@ -282,13 +285,13 @@ def index_of(numbers: Sequence[int], device: torch.device) -> Tensor:
 
 
 def rows(leaf: Tensor, dim: int, numbers: Sequence[int]) -> Tensor:
-    """These examples of a stack, in a tensor of their own."""
+    """Return these examples of a stack, in a tensor of their own."""
     at = index_of(numbers, leaf.device)
     return Rows.apply(leaf, dim, at) if leaf.requires_grad else leaf.index_select(dim, at)
 
 
 class Rows(torch.autograd.Function):
-    """``index_select`` that a backward pass inside the function leaves fit for the next one."""
+    """`index_select` with a backward that acts under the level where the forward ran."""
 
     @staticmethod
     def forward(stack: Tensor, dim: int, at: Tensor) -> Tensor:
@@ -310,7 +313,7 @@ class Rows(torch.autograd.Function):
 
 
 def _back_at(level: Any) -> Any:
-    """Act as code under ``level``, where a backward pass may run further in."""
+    """Act as code under ``level``, if a backward pass runs further in."""
     inner: Any = top()
     while inner is not None and inner.parent is not level:
         inner = inner.parent
@@ -323,7 +326,7 @@ def _mapped(call: Mapping) -> list[Any]:
 
 
 def joined(places: Places, parts: list[Part]) -> tuple[list, Any]:
-    """The results of all parts, examples in order."""
+    """Return the results of all groups, with the examples in order."""
     numbers, _, spec = parts[0]
     for other, _, its_spec in parts:
         if not pytree.is_alike(its_spec, spec):

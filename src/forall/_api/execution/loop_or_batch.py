@@ -1,13 +1,15 @@
 """The choice between running examples together, and one after another as in a loop.
 
-Code that asks something of examples costs more together than in a loop where they are few, or where
-what they do is Python's own work. Calls are timed, for each function and each number and form of
-its examples. The first call runs as the loop, a later one together, given up where that takes
-longer. Then the faster way stays. The other one is tried again when that takes little of the time
-that calls have taken since.
+Code that tests the values of examples costs more together than in a loop if there are few examples,
+or if most of its work is Python's own. Calls are timed, for each function and each number and form
+of examples.
+
+The first call runs as the loop. A later one runs together, and is given up if it takes longer. Then
+the faster way stays. The other one is tried again when a try takes little of the time that calls
+have taken since.
 
 A loop over calls of a transformed function, as of ``jacfwd(f)``, gets faster: those calls are
-recorded, and replayed from then on. It is timed when that is over.
+recorded, and replayed from then on. The loop is timed when its calls have been recorded.
 """
 
 from __future__ import annotations
@@ -48,8 +50,8 @@ if TYPE_CHECKING:
     from forall._core.call_site import Place
 
 _WORDS = frozenset({bool, int, float, complex, str, type(None)})
-_MOST = 64  # sizes of one function that are told apart
-_WORTH = 0.02  # seconds of calls that run as the loop, before all together is worth a try
+_MOST = 64  # keys of one function that are timed
+_WORTH = 0.02  # seconds of calls as the loop, before running together is worth a try
 _MUCH, _CONVERTING = 1.0, 0.05  # times the loop, and seconds, that a first try may take
 _FIRST = 0.05  # seconds that the loop may take before all together was tried
 _SHARE = 32  # a later try takes at most one part in so many of the time,
@@ -57,7 +59,7 @@ _MOST_SHARE = 4096  # twice as many after each one that changes nothing, up to t
 _LOOPS_TO_WARM, _CALLS_TO_WARM = 8, 64  # in which the calls of a transform are recorded, at most
 _WARMING = 1.0  # seconds of these before all together was tried
 _SOME_GAIN, _MOST_GAIN = 4.0, 16.0  # times that a loop gets faster by that: likely, and at most
-_MANY, _WORTH_A_WORD = 32, 0.001  # examples, and seconds of a loop that is told of
+_MANY, _WORTH_A_WORD = 32, 0.001  # examples, and seconds of a loop that gets a warning
 
 
 class Times:
@@ -86,7 +88,7 @@ class Times:
         self.spent = 0.0
         self.next = _WORTH  # when so much was spent, the other way is tried
         self._share = _SHARE
-        self._preferred: bool | None = None  # whether it was the loop when last tried
+        self._preferred: bool | None = None  # True if the loop was faster at the last try
 
     def took(self, seconds: float, *, together: bool = False) -> None:
         """Note the seconds of a call."""
@@ -98,17 +100,17 @@ class Times:
             self.looped = seconds
 
     def was_replayed(self, seconds: float) -> None:
-        """Note the seconds of a call of which a program was replayed."""
+        """Note the seconds of a call for which a program was replayed."""
         self.replays += 1
         self.replayed = min(seconds, self.replayed or inf)
 
     def is_slow_to_replay(self) -> bool:
-        """Return True if to replay a call takes longer than the loop over its examples."""
+        """Return True if replaying a call takes longer than the loop over its examples."""
         replayed, looped = self.replayed, self.looped
         return replayed is not None and looped is not None and replayed > looped
 
     def was_tried(self, seconds: float) -> None:
-        """Note what a try of the other way has cost: the next one comes when that is little."""
+        """Note the cost of a try of the other way: the next try comes when that cost is little."""
         prefers = self.prefers_loop()
         is_news = prefers is not self._preferred
         self._share = _SHARE if is_news else min(2 * self._share, _MOST_SHARE)
@@ -116,13 +118,14 @@ class Times:
         self.next = self.spent + self._share * seconds
 
     def prefers_loop(self) -> bool:
-        """Return True if the loop takes less time, as far as is known."""
+        """Return True if the loop takes less time, as far as both are known."""
         return self.looped is None or self.together is None or self.looped <= self.together
 
     def may_get_faster(self) -> bool:
         """Return True if the loop may become the faster way once the calls in it are recorded.
 
-        Where together is much faster so far, that waits until calls have taken as long as it may.
+        If running together is much faster so far, that waits until calls have taken as long as the
+        recording may.
         """
         looped, together = self.looped, self.together
         if not self.warming or looped is None:
@@ -150,7 +153,7 @@ class Times:
 
 
 _times: CodeTable[dict[Any, Times]] = CodeTable()
-_told = CodeSet()  # of which was said that they run as the loop
+_told = CodeSet()  # of functions that have been warned about, because they run as the loop
 
 
 def _by_size(code: CodeType) -> dict[Any, Times]:
@@ -162,17 +165,17 @@ def _by_size(code: CodeType) -> dict[Any, Times]:
 
 
 def _key(func: Any, size: int, leaves: Sequence[Any]) -> tuple:
-    """Tell calls apart by the transforms inside and outside, and by their examples."""
+    """Return a key of a call: the transforms inside and outside, and the forms of its examples."""
     return (size, _keys_of(func), type(stack.top), *_forms(leaves))
 
 
 def _forms(leaves: Sequence[Any]) -> tuple:
-    """Return what tells arguments apart: the shape of a tensor, and whether it requires grad."""
+    """Return the forms of arguments: the shape of a tensor, and whether it requires grad."""
     forms: list[Any] = []
     for x in leaves:
         if type(x) is Components:
             forms += Components, len(by_shape([x]))
-        elif type(x) not in PLAIN or x.is_nested:  # others may have a shape with symbols, or none
+        elif type(x) not in PLAIN or x.is_nested:  # others may have symbolic shapes, or none
             forms.append(type(x))
         else:
             forms += x.shape, x.requires_grad
@@ -197,14 +200,14 @@ def times_of(code: CodeType, call: Mapping) -> Times:
 
 
 def _loops_to_warm(func: Any, size: int) -> int:
-    """Return how many loops the calls in it may take to be recorded; none but for a transform."""
+    """Return how many loops may pass until the calls in a loop are recorded; 0 for no transform."""
     if transform_of(func) is None or not is_on():
         return 0
     return max(_LOOPS_TO_WARM, _CALLS_TO_WARM // size)
 
 
 def _hits_of(func: Any) -> float:
-    """Return how many calls of a function were replayed; infinity where none ever will be."""
+    """Return how many calls of a function were replayed; infinity if none ever will be."""
     how = transform_of(func)
     calls = how and how.calls()
     return inf if calls is None or calls.has_doubts() else calls.hits
@@ -220,10 +223,10 @@ class _Known(NamedTuple):
 
 
 class Settled:
-    """The calls of one mapped function that stay with the loop, which nobody has to look at anew.
+    """The calls of one mapped function that are known to run as the loop, without further checks.
 
-    They are those with positional arguments, tensors and numbers. What takes microseconds in a loop
-    is not to wait for all that `vmap` asks of other calls.
+    They are those with positional arguments, tensors and numbers. A loop that takes microseconds
+    must not wait for all the checks that `vmap` makes of other calls.
     """
 
     __slots__ = ("_bindings", "_known", "_places", "dims", "func", "out_dims", "unknown")
@@ -237,10 +240,10 @@ class Settled:
         self.unknown = -1  # how many codes had times when this one had none
 
     def __reduce__(self) -> tuple:
-        return Settled, (self.func, self.dims, self.out_dims)  # times are those of a machine
+        return Settled, (self.func, self.dims, self.out_dims)  # times are a machine's
 
     def find(self, args: tuple) -> _Known | None:
-        """Return the times of such calls and how to make them; None if they were not timed."""
+        """Return the times of such calls and how to make them; None if none were timed."""
         forms = _forms(args)
         known = self._known.get(forms)
         return self._look_up(args, forms) if known is None else known
@@ -266,10 +269,11 @@ class Settled:
         return known
 
     def run(self, args: tuple, known: _Known, calls: Calls | None) -> Any:
-        """Return a tuple of the result; None where the call is to be made in the ordinary way.
+        """Return a tuple of the result; None if the call is to be made in the ordinary way.
 
-        ``calls`` may replay it. Few functions are called here: what runs after an operator of
-        torch's is cold, so that a dozen of them cost as much as a loop over two examples.
+        ``calls`` may replay it. Few functions are called here: Python code that runs after an
+        operator of torch's is cold. A dozen function calls cost as much as a loop over two
+        examples.
         """
         times, dims, size, alone = known
         if not times.loops_again() or (calls is not None and calls.may_replay(times)):
@@ -278,7 +282,7 @@ class Settled:
             return None
         if dispatch_modes() or function_modes() or is_running():
             return None
-        # torch.export need not be asked for: its tensors are fake, and have no form that is known.
+        # torch.export needs no check: its tensors are fake, and have no form that is known.
         if in_torch_func() or forward_ad._current_level >= 0:
             return None
         func, bindings = self.func, self._bindings
@@ -310,7 +314,7 @@ class Settled:
 
 
 def _size_of(args: tuple, dims: Any) -> int | None:
-    """Return how many examples tensors have; None if anything but tensors and words is met."""
+    """Return how many examples tensors have; None if an argument is no tensor, number or string."""
     if type(dims) is not tuple or len(dims) != len(args):
         return None
     size = None
@@ -334,7 +338,7 @@ def _size_of(args: tuple, dims: Any) -> int | None:
 
 
 def code_of(func: Any) -> CodeType | None:
-    """Return what tells a function that may be made anew for each call."""
+    """Return the code of a function, which identifies it even if it is created with each call."""
     if type(func) is BuiltinFunctionType:
         return None
     if type(func) is not FunctionType or "__wrapped__" in vars(func):
@@ -347,7 +351,7 @@ def code_of(func: Any) -> CodeType | None:
 
 
 def describe_choice(code: CodeType | None, size: int) -> str:
-    """Say which way calls with so many examples take, and why, once both were tried."""
+    """Describe which way calls with so many examples take, and why, once both were tried."""
     by_size = {} if code is None else _times.get(code, {})
     found = [t for key, t in by_size.items() if key[0] == size]
     looped, together = (found[-1].looped, found[-1].together) if found else (None, None)
@@ -369,7 +373,7 @@ def _in_words(seconds: float) -> str:
 
 
 class _until:
-    """Within, a call of ours that goes on for longer than so many seconds ends with `Late`."""
+    """A block in which a call that takes longer than so many seconds ends with `Late`."""
 
     __slots__ = ("before", "end")
 
@@ -398,7 +402,7 @@ def run_cheaper(
     together: Callable[[], tuple[list, Any]],
     parted_at: Place | None,
 ) -> tuple[list, Any]:
-    """Make a call whose examples ask something, or part there, in the way that takes less time."""
+    """Run a call whose examples test values, or diverge, in the way that takes less time."""
     if code is None or config.now.parting == "together":
         return together()
     bindings = find_bindings(call.func)
@@ -428,7 +432,7 @@ def run_cheaper(
 def _run_as_loop(
     call: Mapping, bindings: Bindings, times: Times, most: float
 ) -> tuple[list, Any] | None:
-    """Make a call as the loop; None where it has to be made in another way."""
+    """Run a call as the loop; return None if it has to be run in another way."""
     hits = _hits_of(call.func) if times.warming else inf
     start = perf_counter()
     try:
@@ -447,7 +451,7 @@ def _run_as_loop(
 
 
 def _is_worth_a_word(call: Mapping, times: Times) -> bool:
-    """Return True if many examples will run as the loop, and that takes its time."""
+    """Return True if many examples will run as the loop, and that takes noticeable time."""
     looped, together = times.looped, times.together
     if looped is None or together is None or times.next <= times.spent:
         return False
@@ -455,7 +459,7 @@ def _is_worth_a_word(call: Mapping, times: Times) -> bool:
 
 
 def _warn(call: Mapping, parted_at: Place) -> None:
-    """Tell that examples run one after another, where they part, and how they need not."""
+    """Warn that diverging examples run one after another, and how to avoid that."""
     text = parted_at.text()
     at = [("at", f"{parted_at.near()}   {text}".rstrip())] if text else []
     rows = [("examples", f"{call.entering.size}"), *at]
@@ -472,12 +476,12 @@ def _warn(call: Mapping, parted_at: Place) -> None:
 def _try_together(
     call: Mapping, bindings: Bindings, times: Times, together: Callable[[], tuple[list, Any]]
 ) -> tuple[list, Any]:
-    """Make a call together, and give it up where it takes much longer than the loop."""
+    """Run a call together, and give it up if it takes much longer than the loop."""
     is_first = times.together is None
     looped = inf if times.looped is None else times.looped
     is_try = times.prefers_loop()
     most = _MUCH * looped + _CONVERTING * is_first
-    if not is_try or call.entering.size == 1:  # of one example nothing is kept, to be undone
+    if not is_try or call.entering.size == 1:  # a run of one example cannot be undone
         most = inf
     start = perf_counter()
     try:
@@ -487,7 +491,7 @@ def _try_together(
         found = None
     seconds = perf_counter() - start
     if found is None:
-        # A first try may have been late for what is done once, or for others on the machine.
+        # A first try may be late because of one-time work, or of other load on the machine.
         if times.was_late or not is_first:
             times.together = inf
         times.was_late = True
@@ -497,7 +501,7 @@ def _try_together(
         return together()
     times.took(seconds, together=True)
     if is_first and seconds > looped:
-        times.next = times.spent  # once more: the first try had its function to convert
+        times.next = times.spent  # try again: the first try converted its function
     elif is_try:
         times.was_tried(seconds)
     return found

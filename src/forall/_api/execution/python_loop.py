@@ -1,10 +1,9 @@
 """`vmap` as the loop that it is equal to: each example by itself, on ordinary tensors.
 
 This is for functions that only compute (`computing`). No level is entered, so no operator costs
-more than in a loop that the user writes. What an example does to its own row of an argument, and
-the history that its result has, are what they are in the loop. Where anything else would have to be
-told (an example fails, results do not fit together), all is put back, and the call is made in the
-other way, which tells it.
+more than in a loop that the user writes. Writes into an example's own row of an argument, and the
+history of its result, are those of the loop. If an example fails or results do not fit together,
+all writes are undone, and the call is run in another way, which raises the error.
 """
 
 from __future__ import annotations
@@ -40,18 +39,18 @@ if TYPE_CHECKING:
     Tensor = torch.Tensor
 
 
-_RETELLING = 1.0  # seconds that an error may be late for the sake of its text
+_RETELLING = 1.0  # seconds that an error may be delayed to give it the loop's text
 
 
 class ElsewhereError(Exception):
-    """The call has to be made in another way; nothing has changed.
+    """A signal that the call has to be run in another way; all writes have been undone.
 
     Its cause is the error of the first example to fail, if one has failed.
     """
 
 
 class TooLongError(ElsewhereError):
-    """The loop takes longer than it may; ``seconds`` is an estimate for all examples."""
+    """A signal that the loop takes too long; ``seconds`` is an estimate for all examples."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
@@ -59,7 +58,7 @@ class TooLongError(ElsewhereError):
 
 
 def may_run(call: Mapping, bindings: Bindings) -> bool:
-    """Return True if the loop over the examples gives all that a call has to give."""
+    """Return True if the loop over the examples gives all the results that a call has to give."""
     options, entering = call.options, call.entering
     if options.divergence != "split" or options.max_steps is not None:
         return False
@@ -71,10 +70,10 @@ def may_run(call: Mapping, bindings: Bindings) -> bool:
 
 
 def is_alone() -> bool:
-    """Return True if nobody but the function, and forward mode, has to do with what runs here.
+    """Return True if no mode or level but forward mode acts on the operators of a call.
 
-    A derivative of the loop may be taken by either mode. Under a `vmap` the outer one has the
-    choice: the examples of both may part.
+    A derivative of the loop may be taken by either mode. Under a `vmap`, the choice is left to the
+    outer one: the examples of both may diverge.
     """
     if is_running():
         return False
@@ -107,10 +106,10 @@ class Arguments(NamedTuple):
     """The arguments of all examples."""
 
     leaves: Sequence[Any]
-    dims: Sequence[int | None]  # that count the examples
+    dims: Sequence[int | None]  # the batch axis of each, None if it is shared
     size: int
     pack: Callable[[list], tuple[tuple, dict]] | None  # into args and kwargs, where they are trees
-    ragged: bool = False  # whether the results may have several shapes
+    ragged: bool = False  # True if the results may have several shapes
 
 
 def run_each(
@@ -127,7 +126,7 @@ def run_each(
     except Exception as error:
         if not before.can_be_put_back():
             raise
-        found, failed = None, error  # the other way tells it, and of which example
+        found, failed = None, error  # the other way raises it, and names the example
     except BaseException:
         before.put_back()
         raise
@@ -138,7 +137,7 @@ def run_each(
 
 
 def retell(error: TypeError, call: Mapping) -> None:
-    """Give an error of Python's the text that it has in the loop: it names the types it met."""
+    """Give a TypeError the text that it has in the loop: it names the types of the operands."""
     bindings = None if tells_of_all(error) else find_bindings(call.func)
     if bindings is None or not may_run(call, bindings):
         return
@@ -152,10 +151,10 @@ def retell(error: TypeError, call: Mapping) -> None:
 def run_each_alone(
     func: Callable, args: tuple, dims: Sequence[int | None], size: int, places: Places
 ) -> tuple | None:
-    """Do the same for a function that captures no tensor and has no statement that writes.
+    """Run `run_each` for a function that captures no tensor and has no statement that writes.
 
-    There is nothing to be put back then, and what `run_each` keeps for that takes as long as a
-    small example. Return None where the call has to be made in another way.
+    Then nothing has to be undone, and the preparation for it takes as long as a small example.
+    Return None if the call has to be run in another way.
     """
     try:
         before = _counts(args)
@@ -168,7 +167,7 @@ def run_each_alone(
     except Exception:
         if _counts(args) != before:
             raise
-        return None  # the other way tells it, and of which example
+        return None  # the other way raises it, and names the example
     now = _counts(args)
     if now != before:
         triples = zip(dims, before, now, strict=True)
@@ -178,7 +177,7 @@ def run_each_alone(
 
 
 def _own(args: Arguments) -> set[int]:
-    """Return the places of the arguments of which each example has a part of its own."""
+    """Return the positions of the arguments that are mapped."""
     return {n for n, dim in enumerate(args.dims) if dim is not None}
 
 
@@ -193,7 +192,7 @@ class _Before:
         self.copies = [x.clone() if type(x) in PLAIN else None for x in values] if copies else ()
 
     def has_changed(self, but: Container[int] = ()) -> bool:
-        """Return True if anything has been written into one of them, other than at these places."""
+        """Return True if any of them has been written into, other than at the positions ``but``."""
         now = _versions(self.values)
         if now == self.versions:
             return False
@@ -201,11 +200,11 @@ class _Before:
         return any(number != before and n not in but for n, (number, before) in pairs)
 
     def can_be_put_back(self) -> bool:
-        """Return True if nothing has changed of which there is no copy."""
+        """Return True if each tensor that has been written into has a copy."""
         return bool(self.copies) or not self.has_changed()
 
     def put_back(self) -> None:
-        """Undo what has been written since, where there are copies."""
+        """Undo all writes into tensors of which there are copies."""
         for x, number, copy in zip(self.values, self.versions, self.copies, strict=False):
             if copy is not None and version(x) != number:
                 with torch.no_grad():
@@ -224,14 +223,14 @@ def _versions(values: Sequence[Any]) -> list[int | None]:
 
 
 def _counts(values: Sequence[Any]) -> list[int | None]:
-    """Do the same where no function mode is on."""
+    """Read the version counters if no function mode is on."""
     return [x._version if type(x) in PLAIN else None for x in values]
 
 
 def _call_each(func: Callable, args: Arguments, bindings: Bindings, seconds: float) -> list[Any]:
     """Call ``func`` for one example after another."""
     leaves, dims, size, pack, _ = args
-    # One of several views must not get a history by what is written into it.
+    # A view made together with others (unbind) must not get history from a write into it.
     one_by_one = bindings.writes and any(x.requires_grad for x in bindings.tensors)
     rows: list[Sequence] = []
     for leaf, dim in zip(leaves, dims, strict=True):
@@ -287,7 +286,7 @@ def _stack_column(
 ) -> tuple[Any] | None:
     """Stack one result of all examples, in a tuple of one; None if they do not fit together.
 
-    Those that are ``ragged`` stay one by one.
+    ``ragged`` results are not stacked.
     """
     first = column[0]
     if isinstance(first, torch.Tensor) and place is not None:
@@ -317,5 +316,5 @@ def _stack_column(
 
 
 def _are_known(column: list | tuple) -> bool:
-    """Return True if all are tensors, and none of a class of the user's."""
+    """Return True if all are tensors, and none is of a class of the user's."""
     return all(type(x) is torch.Tensor or isinstance(x, Wrapper) for x in column)

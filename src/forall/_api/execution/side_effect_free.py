@@ -1,9 +1,9 @@
-"""Functions that compute a result and do nothing else, so that they may run in any way.
+"""Analysis of functions that compute a result and have no side effects, so may run in any way.
 
 A function is read name by name. It may call functions of torch, of `math` and of Python that
-neither draw nor keep anything, and functions of the user of which the same is true. It may capture
-numbers, tensors, layers of torch's, and containers that nothing in it changes. A function in doubt
-is none of these.
+neither draw random numbers nor keep state, and such functions of the user. It may capture numbers,
+tensors, layers of torch's, and containers that nothing in it changes. In doubt, a function does not
+count as one that only computes.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ if TYPE_CHECKING:
 
     from forall._api.execution.fresh_closures import Transform
 
-_MOST = 1000  # values that are looked at
+_MOST = 1000  # values that are inspected
 _MOST_COPIED = 1 << 20  # entries of a tensor
 _NAMES_OF_BUILTINS = """
     abs all any ascii bin bool bytes chr complex dict divmod enumerate filter float format frozenset
     hash hex int isinstance iter len list map max min next oct ord pow range repr reversed round set
     slice sorted str sum tuple zip
 """
-# Of Python's own library, what computes or makes containers, by the module that it tells.
+# Pure functions and container classes of Python's own library, by their `__module__`.
 _NAMES_OF_LIBRARIES = {
     "_bisect": "bisect_left bisect_right insort_left insort_right",
     "_functools": "reduce",
@@ -67,7 +67,7 @@ _NAMES_OF_LIBRARIES = {
         multimode pstdev pvariance quantiles stdev variance
     """,
 }
-# Instructions that give what is not the function's own another value, or may.
+# Instructions that rebind, or may rebind, a name that is not local to the function.
 _NAMES_OF_REBINDING = """
     STORE_GLOBAL DELETE_GLOBAL STORE_NAME DELETE_NAME LOAD_NAME STORE_ATTR DELETE_ATTR IMPORT_NAME
     IMPORT_FROM IMPORT_STAR LOAD_BUILD_CLASS YIELD_VALUE GET_AWAITABLE GET_AITER GET_ANEXT
@@ -78,19 +78,19 @@ _NAMES_OF_CHANGING = """
     popitem popleft remove reverse rotate setdefault sort subtract symmetric_difference_update
     update
 """
-# Parts of names of what draws, or may.
+# Parts of the names of functions that draw random numbers, or may.
 _PARTS_OF_DRAWING = """
     rand drop bernoulli multinomial poisson gamma gumbel rrelu fractional attention binomial
     dirichlet exponential cauchy geometric normal_ log_normal lowrank lstm gru rnn
 """
-# What the names of attributes begin with that do more than give something, or tell more.
+# Beginnings of the names of attributes that do more than return a value computed from it.
 _BEGINNINGS = """
     backward register_ retain_grad requires_grad data grad share_memory set_ resize storage numpy
     __array apply map_ record_stream module_load as_subclass _make dlpack cpu cuda to_sparse
 """
-# Transforms of ours that a function may call.
+# Transforms of forall that a function may call.
 _NAMES_OF_TRANSFORMS = "grad grad_and_value hessian hvp jacfwd jacrev jvp vmap"
-# Of torch's layers, those that draw or keep something, or may; the others do so while they train.
+# Layers of torch's that draw or keep state, or may; those below do so while they train.
 _NAMES_OF_LAYERS = """
     AdaptiveLogSoftmaxWithLoss CrossMapLRN2d FractionalMaxPool2d FractionalMaxPool3d GRU LSTM RNN
     RNNBase RReLU SyncBatchNorm Transformer
@@ -123,7 +123,7 @@ _TRAINING = (*_PARTS_OF_TRAINING.split(),)
 
 
 def _is_fit(name: str) -> bool:
-    """Return True if an attribute of a tensor, a number or a container only gives something."""
+    """Return True if an attribute of a tensor, a number or a container only returns a value."""
     if name.endswith("_") or name in pure_functions.TELLING or name in ("normal", "new"):
         return False
     return not any(part in name for part in _DRAWING) and not name.startswith(_MORE)
@@ -146,7 +146,7 @@ class Bindings(NamedTuple):
     states: tuple[_State, ...]  # of the function, and of others
     functions: tuple[FunctionType, ...]  # these others
     tensors: tuple[torch.Tensor, ...]  # that it captures
-    writes: bool  # whether it has statements that would write into a tensor in place
+    writes: bool  # True if it has statements that would write into a tensor in place
 
     def hold(self, func: FunctionType) -> bool:
         """Return True if all names of a function, and of those it calls, are bound as they were."""
@@ -183,7 +183,7 @@ def _may_be_copied(x: torch.Tensor) -> bool:
 
 
 class _State(NamedTuple):
-    """The parts of a function that somebody may replace."""
+    """The parts of a function that may be replaced."""
 
     code: CodeType
     defaults: tuple | None
@@ -199,7 +199,7 @@ def _state(func: FunctionType) -> _State:
 
 
 def _is_other(func: FunctionType, state: _State) -> bool:
-    """Return True if anything of a function has been replaced."""
+    """Return True if any part of a function has been replaced."""
     code, defaults, home, by_name, named = state
     if func.__code__ is not code or func.__defaults__ is not defaults:
         return True
@@ -209,7 +209,7 @@ def _is_other(func: FunctionType, state: _State) -> bool:
 
 
 class _DoubtError(Exception):
-    """Something that is not certain."""
+    """A part of a function that cannot be shown to have no side effects."""
 
 
 def bindings_of(func: Any) -> Bindings | None:
@@ -226,14 +226,14 @@ def bindings_of(func: Any) -> Bindings | None:
         tuple(reading.cells),
         (*reading.containers, *reading.layers),
         tuple(map(_state, reading.functions)),
-        tuple(reading.functions[1:]),  # itself it would keep for ever
+        tuple(reading.functions[1:]),  # without the function itself, which would never be freed
         tuple(reading.tensors),
         reading.writes,
     )
 
 
 class _Read(NamedTuple):
-    """The names that code asks for, with the attributes that follow, and what it may change."""
+    """The names that code reads, with the attributes that follow, and what the code may change."""
 
     ways: tuple[tuple[str, tuple[str, ...]], ...]
     changes: bool  # containers or tensors
@@ -242,7 +242,7 @@ class _Read(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def _read(code: CodeType) -> _Read | None:
-    """Read one code object, without those inside it; None if it may rebind a name."""
+    """Read one code object, without those inside it; None if the code may rebind a name."""
     ways: list[tuple[str, tuple[str, ...]]] = []
     changes = writes = is_open = False
     is_expression = code.co_name == "<genexpr>"
@@ -304,7 +304,7 @@ class _Reading:
         self._code(code, func.__globals__, captured)
 
     def _transform(self, how: Transform) -> None:
-        """Look at a function that is transformed: to compute is all that a transform does."""
+        """Look at the function inside a transform, which itself only computes."""
         if how.key is None or any(name in repr(how.key) for name in ("different", "same")):
             raise _DoubtError  # a key is None where a tensor is in it: it draws
         self.function(how.func)
@@ -331,9 +331,9 @@ class _Reading:
         home: dict[str, Any],
         captured: dict[str, Any],
     ) -> None:
-        """Look at the value of a name, and of the attributes that follow if it is a module."""
+        """Look at the value of a name, and of the attributes that follow the name of a module."""
         if name in code.co_cellvars or (name in code.co_freevars and name not in captured):
-            self._attributes(attributes)  # of a function around it, which is read as well
+            self._attributes(attributes)  # a variable of an enclosing function, read as well
             return
         value = captured[name] if name in code.co_freevars else home.get(name, UNSET)
         if name not in code.co_freevars:
@@ -476,7 +476,7 @@ _CALCULATING = frozenset(
 
 
 def _is_of_python(value: Any) -> bool:
-    """Return True for what Python's own library computes with, and nobody has replaced."""
+    """Return True for a pure function of Python's own library that nobody has replaced."""
     home, name = getattr(value, "__module__", None), getattr(value, "__name__", None)
     if type(home) is not str or name not in _LIBRARIES.get(home, ()):
         return False

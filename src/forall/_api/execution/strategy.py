@@ -1,9 +1,9 @@
-"""Which way a function is run whose examples part: converted source, where there is any.
+"""Choice of how to run a call whose examples diverge: converted source first, then groups.
 
-The first call of a function runs it as it is; code whose tests agree pays nothing. Where examples
-part, all is undone, and its converted form runs: there they part and meet again within one run.
-Where that cannot be, each group runs by itself (`groups`). What parted once is converted at once
-from then on.
+The first call of a function runs it as it is: code whose tests agree pays nothing. If examples
+diverge, all effects are undone, and the converted source runs: there examples diverge and merge
+again within one run. If that is impossible, each group of examples runs by itself (`groups`). A
+function whose examples have diverged once is converted at once from then on.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ if TYPE_CHECKING:
     from forall._api.vmap import Mapping
     from forall._vmap.vmap_level import VmapLevel
 
-_ASKED = CodeSet()  # of which Python has asked something, answered alike or not
-_PARTED: CodeTable[Place] = CodeTable()  # and where first
-_DEEPLY = CodeSet()  # and where libraries had to be converted besides
-# What converted code raises where it cannot hold examples apart.
+_ASKED = CodeSet()  # of functions that have tested values, whether examples agreed or not
+_PARTED: CodeTable[Place] = CodeTable()  # the line where examples first diverged
+_DEEPLY = CodeSet()  # of functions for which libraries had to be converted too
+# Errors that converted code raises if it cannot keep diverged examples separate.
 UNABLE = (Apart, Undefined, Unsplittable, Late)
 _NOWHERE = Place("?", 0)
 
 
 def _bindings_of(function: Any) -> Any:
-    # Its tables take time to import, and in most programs no examples part.
+    # Its tables take time to import, and in most programs no examples diverge.
     from forall._api.execution.side_effect_free import bindings_of
 
     return bindings_of(function)
@@ -64,7 +64,7 @@ words.bindings_of = _bindings_of
 
 
 def run(call: Mapping) -> tuple[list, Any]:
-    """All examples at once as long as they agree; then apart, as far as need be."""
+    """Run all examples at once as long as they agree, and in another way once they diverge."""
     try:
         return _run(call, code_of(call.func))
     except TypeError as error:
@@ -73,7 +73,7 @@ def run(call: Mapping) -> tuple[list, Any]:
 
 
 def _run(call: Mapping, code: CodeType | None) -> tuple[list, Any]:
-    # What converted code calls is converted as well.
+    # Functions that converted code calls are converted as well.
     if is_running():
         return _together(call, code, None, known=True)
     if code in _ASKED or call.entering.size == 1:
@@ -83,9 +83,9 @@ def _run(call: Mapping, code: CodeType | None) -> tuple[list, Any]:
 
 
 def _at_once(call: Mapping, code: CodeType | None, *, is_new: bool = False) -> tuple[list, Any]:
-    """Make a call as it is; converted, where its examples part or have ever done so.
+    """Run a call as it is, or converted if its examples diverge or have ever done so.
 
-    Of a new one Python has asked nothing so far, and they have not parted.
+    ``is_new`` says that the function has not tested values so far.
     """
     has_parted = not is_new and code in _PARTED
     if has_parted or call.entering.size == 1:
@@ -112,7 +112,7 @@ def _at_once(call: Mapping, code: CodeType | None, *, is_new: bool = False) -> t
 def _together(
     call: Mapping, code: CodeType | None, groups: list[list[int]] | None, *, known: bool
 ) -> tuple[list, Any]:
-    """Converted, or in groups; these are given where the function was run as it is before."""
+    """Run a call converted, or in groups; ``groups`` are known if the function has run as it is."""
     if call.entering.size == 1:
         return _as_it_is(call, None)
     if groups is None:
@@ -132,7 +132,7 @@ def _together(
                 if isinstance(gave_up.why, Late):
                     raise gave_up.why from None
                 found = Obstacle.of(gave_up.why)
-                # The second attempt converts libraries too: the first tells more of the user's.
+                # The second attempt converts libraries too; the first names user code as the cause.
                 why = found if why is None or not why.has_place else why
                 groups = [[*range(call.entering.size)]]
                 if not thread.met_others:
@@ -174,13 +174,13 @@ def _once(call: Mapping, how: str) -> tuple[list, Any]:
 
 
 def run_groups(call: Mapping, groups: list[list[int]]) -> tuple[list, Any]:
-    """All examples, of which those of a group may run at once, and others may not."""
+    """Run all examples, of which those of one group may run at once and others may not."""
     together = functools.partial(_in_groups, call, groups, None)
     return run_cheaper(call, code_of(call.func), together, None)
 
 
 def _in_groups(call: Mapping, groups: list[list[int]], why: Obstacle | None) -> tuple[list, Any]:
-    """The results of all examples; where none fails, a warning of what stood in the way."""
+    """Return the results of all examples; if none fails, warn about what prevented conversion."""
     thread.ran_again = {}
     result = in_groups(call, groups)
     if call.options.report is not None:
@@ -191,7 +191,7 @@ def _in_groups(call: Mapping, groups: list[list[int]], why: Obstacle | None) -> 
 
 
 class Obstacle(NamedTuple):
-    """Why a call was not run converted, and where in the user's code that shows."""
+    """The reason why a call was not run converted, and the line of user code that shows it."""
 
     reason: str
     place: Place
@@ -210,7 +210,7 @@ class Obstacle(NamedTuple):
 
     @classmethod
     def of(cls, why: BaseException | Place | None) -> Obstacle:
-        """That by which a converted run ended, without what an error keeps alive."""
+        """Describe what ended a converted run, without what an exception keeps alive."""
         if isinstance(why, Parted):
             why = why.place
         if not isinstance(why, BaseException):
@@ -221,13 +221,13 @@ class Obstacle(NamedTuple):
             return cls(str(why), place, is_of_results=isinstance(why, SeveralKinds))
         text = str(why).partition("\n")[0]
         if isinstance(why, Warning) or (isinstance(why, Exception) and text.startswith("vmap")):
-            # in words of ours, by design
+            # an error of forall's own, by design
             return cls(text, place)
         return cls(f"forall itself failed with {type(why).__name__}: {text}", place, True)
 
 
 def _place_of(error: BaseException) -> Place:
-    """The innermost line of the user's that an error has gone through."""
+    """Return the innermost line of the user's code that an error has gone through."""
     trace = error.__traceback__
     place = _NOWHERE
     while trace is not None:
@@ -238,7 +238,7 @@ def _place_of(error: BaseException) -> Place:
 
 
 def warn(call: Mapping, why: Obstacle) -> None:
-    """Tell, once for each function and reason, that examples ran in groups, and of the cure."""
+    """Warn, once for each function and reason, that examples ran in groups, and name the cure."""
     rows = [("reason", why.reason)]
     if why.has_place:
         rows = [("at", f"{why.place.near()}   {why.place.text()}".rstrip()), *rows]
@@ -257,7 +257,7 @@ def warn(call: Mapping, why: Obstacle) -> None:
 
 
 def _whole(function: Callable, func: Callable) -> Callable:
-    """A converted function that answers with what all its examples have in common."""
+    """Return a converted function that raises if examples have results of several kinds."""
 
     def whole(*args: Any, **kwargs: Any) -> Any:
         result = function(*args, **kwargs)
@@ -269,7 +269,7 @@ def _whole(function: Callable, func: Callable) -> Callable:
                 raise SeveralKinds("results of several kinds")
         return result
 
-    # By its name the state that it can reach is found, where it has to be run otherwise.
+    # The state to be undone is found through `__wrapped__`, if the call must run otherwise.
     return functools.update_wrapper(whole, func, assigned=(), updated=())
 
 
@@ -284,15 +284,15 @@ class Converted(Altered):
     """The options of a call that runs converted source."""
 
     def gave_up(self, level: VmapLevel, error: BaseException | None) -> bool:
-        """Whether converted code has to be run otherwise.
+        """Return True if converted code has to be run in another way.
 
-        An error may be that of some examples, or of the conversion: which one the loop meets first
-        is for the function itself to say.
+        An error may come from some examples, or from the conversion. The function itself shows
+        which error the loop raises first.
         """
         if level.limit is not None and error is level.limit.reached:
             return False
         if self.options.spares and is_out_of_memory(error):
             return False
-        if isinstance(error, Parted):  # of some of its examples, in code that cannot run again
+        if isinstance(error, Parted):  # examples diverged in code that cannot run again
             return error.level.root is level
         return isinstance(error, (Exception, *UNABLE))
