@@ -1,4 +1,4 @@
-"""In which order levels were entered."""
+"""The order in which levels were entered."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _numbers = count(1)
 
 
 def numbered(before: Level | None) -> tuple[Any, Any]:
-    """A new level's place, after all others or just ``before`` one; and the room below it."""
+    """Return a new level's number, after all others or just ``before`` one; and the room below."""
     n = next(_numbers)
     if before is None:
         return n, 1
