@@ -1,1 +1,1 @@
-"""Structured control flow: one meaning under every transform."""
+"""Structured control flow: operators with the same semantics under every transform."""

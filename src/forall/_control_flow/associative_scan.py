@@ -1,4 +1,4 @@
-"""`associative_scan`: what an associative function makes of all that came before, in log steps."""
+"""`associative_scan`: all prefix results of an associative function, in log steps."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def associative_scan(
 
 
 def _partial_results(combined: Callable, xs: list, axis: int) -> list:
-    """Those at odd places from the pairs of neighbours, those at even places from the odd ones."""
+    """Compute all prefix results: odd indices from pairs of neighbours, even ones from odd ones."""
     n = xs[0].shape[axis]
     if n < 2:
         return xs
@@ -94,7 +94,7 @@ def _every(xs: list, axis: int, start: int, stop: int, step: int = 1) -> list:
 
 
 def _interleaved(even: torch.Tensor, odd: torch.Tensor, axis: int) -> torch.Tensor:
-    """Of (.., n or n + 1, ..) and (.., n, ..): first, first, second, second, ..."""
+    """Interleave (.., n or n + 1, ..) and (.., n, ..): first, first, second, second, ..."""
     n = odd.shape[axis]
     both = torch.stack([even.narrow(axis, 0, n), odd], axis + 1).flatten(axis, axis + 1)
     rest = even.shape[axis] - n
@@ -102,7 +102,7 @@ def _interleaved(even: torch.Tensor, odd: torch.Tensor, axis: int) -> torch.Tens
 
 
 def _axis(call: Called, elems: Any, leaves: list, axis: int) -> int:
-    """The dim from the front, which all tensors must have in one size."""
+    """Return the dim as a non-negative number; raise unless all tensors have one size there."""
     names = paths(elems)
     with functions_off():
         for name, x in zip(names, leaves, strict=True):

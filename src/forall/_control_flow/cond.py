@@ -88,7 +88,7 @@ def switch(index: Any, branches: Sequence[Callable[..., Any]], *operands: Any) -
 
 
 def _among(call: Called, index: torch.Tensor, branches: list[Callable], first: int = 0) -> Any:
-    """One of these branches, of which the first has this number."""
+    """Run the branch of this index by a binary search; the first branch has index ``first``."""
     if len(branches) == 1:
         return branches[0]()
     half = (len(branches) + 1) // 2

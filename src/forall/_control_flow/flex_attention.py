@@ -1,7 +1,7 @@
-"""FlexAttention inside our transforms: its formula, of operators that have every derivative.
+"""FlexAttention inside our transforms: its formula, in operators that have every derivative.
 
-Called eagerly torch's compiles what it runs, which refuses wrappers, and on a CPU it has no
-derivative. Outside our transforms, and where Dynamo traces, it is torch's.
+Torch's own, if called eagerly, compiles its code, which refuses wrapper tensors, and on a CPU it
+has no derivative. It is still used outside our transforms, and while Dynamo traces.
 """
 
 from __future__ import annotations
@@ -36,16 +36,17 @@ def mapped(
     out_dims: Any = 0,
     group_dim: bool = False,
 ) -> Callable:
-    """``fn`` of one place in the scores, for all places: torch's function of this meaning."""
+    """Map ``fn`` over batch, head, query and key: a replacement of torch's ``_vmap_for_bhqkv``."""
     for dims in (*_PLACES[:3], *_PLACES[2 : 2 + group_dim], *_PLACES[3:]):
         fn = vmap(fn, in_dims=(*prefix, *dims, *suffix), out_dims=out_dims)
     return fn
 
 
 def dense_of_ordered(counts: Tensor, columns: Tensor, width: int) -> Tensor:
-    """Which blocks each row has, of lists of their columns: torch's function of this meaning.
+    """Return a block mask as 0 and 1, from lists of column indices of each row's blocks.
 
-    Torch's maps with a transform of its own, which no recorded program has.
+    This replaces torch's ``_ordered_to_dense``, which uses a transform of torch's own, and so
+    cannot be traced here.
     """
     counted = torch.arange(columns.shape[-1], device=columns.device) < counts.unsqueeze(-1)
     dense = columns.new_zeros((*columns.shape[:-1], width + 1), dtype=torch.int32)
@@ -64,9 +65,9 @@ def attention(
     score_buffers: tuple = (),
     mask_buffers: tuple = (),
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The attention, and of each row of scores the logarithm of its sum and the maximum, base 2.
+    """Return the attention, and for each row of scores its log-sum-exp and maximum, in base 2.
 
-    A row of which everything is masked has the attention 0.
+    The attention of a row that is fully masked is 0.
     """
     kind = query.device.type
     autocasts = torch.is_autocast_enabled(kind)
@@ -99,14 +100,14 @@ def attention(
 
 
 def _laid_out_as(query: Tensor, out: Tensor) -> Tensor:
-    """The same numbers with the dims in the order that they have in the memory of ``query``."""
+    """Copy ``out`` to a memory layout with the dims in the order of ``query``'s strides."""
     order = sorted(range(3), key=lambda d: -query.stride(d))
     back = sorted(range(3), key=order.__getitem__)
     return out.permute(*order, 3).contiguous().permute(*back, 3)
 
 
 def install() -> None:
-    """Put these in torch's place, once."""
+    """Replace torch's functions by these, once."""
     higher_order_ops.redirect_flex_attention(
         attention, {"_vmap_for_bhqkv": mapped, "_ordered_to_dense": dense_of_ordered}
     )

@@ -1,7 +1,7 @@
-"""Torch's own control-flow operators, inside our transforms in our meaning.
+"""Replacements of torch's own control-flow operators inside our transforms.
 
-Called eagerly they compile what they run, which refuses wrappers, and have no derivative of higher
-order. Outside our transforms, and where Dynamo traces, they are torch's.
+Torch's, if called eagerly, compile their functions, which refuses wrapper tensors, and have no
+higher-order derivatives. They are still used outside our transforms, and while Dynamo traces.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ def associative_scan(
     reverse: bool = False,
     combine_mode: str = "pointwise",
 ) -> Any:
-    """Torch's function is given one element without the dim, ours many with it."""
+    """Run ours, which calls ``fn`` on many elements with the dim; torch's on one without it."""
     dim %= max(pytree.leaves(xs)[0].dim(), 1)
     each = vmap(combine_fn, in_dims=dim, out_dims=dim, randomness="different")
     return our_associative_scan(each, xs, reverse, dim)
 
 
 def install() -> None:
-    """Put these in torch's place, once."""
+    """Replace torch's operators by these, once."""
     for meaning in (cond, while_loop, scan, map, associative_scan):
         higher_order_ops.redirect(meaning)
     flex_attention.install()

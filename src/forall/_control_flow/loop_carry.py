@@ -1,7 +1,7 @@
-"""What goes round in a loop: a tree that keeps its structure, and its shapes, dtypes and devices.
+"""Loop carries: a tree that keeps its structure, and its shapes, dtypes and devices.
 
-A Python number in it is weakly typed: the body may make it another number, or a tensor of shape (),
-which then keeps its dtype like every other tensor.
+A Python number in a carry is weakly typed: the body may return another number for it, or a tensor
+of shape (), which then keeps its dtype like every other tensor.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ NUMBERS = (bool, int, float, complex)
 
 
 class Called:
-    """A call as its user would write it, spelled out only where a message needs it.
+    """A call of an operator, formatted as its user would write it when a message needs it.
 
     A star in ``text`` stands for the functions.
     """
@@ -42,7 +42,7 @@ class Called:
 
 
 def settled(call: Called, name: str, old: Any, new: Any, step: int) -> Any:
-    """The tree ``new``, which must be like the ``old`` one."""
+    """Return the tree ``new``; raise if its structure, shapes or dtypes differ from ``old``."""
     with functions_off():
         if _clearly_like(old, new):
             return new
@@ -59,7 +59,7 @@ def settled(call: Called, name: str, old: Any, new: Any, step: int) -> Any:
 
 
 def ordered(old: Any, new: Any) -> Any:
-    """``new`` with the keys of dicts in the order that they have in ``old``, where they agree."""
+    """Return ``new`` with its dicts in the key order of ``old``, if the keys agree."""
     t = type(old)
     if t is not type(new):
         return new
@@ -71,7 +71,7 @@ def ordered(old: Any, new: Any) -> Any:
 
 
 def _kept(old: Any, new: Any) -> Any:
-    """``new`` in the place of ``old``; NotImplemented if it does not fit."""
+    """Return the leaf ``new`` as it replaces ``old``; NotImplemented if it does not fit."""
     if isinstance(old, torch.Tensor):
         if isinstance(new, torch.Tensor):
             return new if alike(old, new) else NotImplemented
@@ -83,7 +83,7 @@ def _kept(old: Any, new: Any) -> Any:
 
 
 def _clearly_like(old: Any, new: Any) -> bool:
-    """Whether ``new`` is like ``old``, in the usual trees: torch's walk costs more than a step."""
+    """True if ``new`` is like ``old``, found without flattening, which takes longer than a step."""
     t = type(old)
     if t is not type(new):
         return False
@@ -108,14 +108,14 @@ def same(a: Any, b: Any) -> bool:
 
 
 def like(tensor: torch.Tensor, number: complex) -> Any:
-    """A Python number as a tensor like this one; NotImplemented if it does not fit."""
+    """Return a Python number as a tensor like this one; NotImplemented if it does not fit."""
     if tensor.dim() or torch.result_type(tensor, number) != tensor.dtype:
         return NotImplemented
     return torch.full((), number, dtype=tensor.dtype, device=tensor.device)
 
 
 def stacked(call: Called, column: list, path: str) -> Any:
-    """The ys of all steps as one tensor. They are alike but for numbers among tensors."""
+    """Stack the ys of all steps. Numbers among tensors become tensors."""
     first = next((y for y in column if isinstance(y, torch.Tensor)), None)
     if first is not None:
         found = [y if isinstance(y, torch.Tensor) else like(first, y) for y in column]
@@ -135,7 +135,7 @@ def stacked(call: Called, column: list, path: str) -> Any:
 
 
 def paths(tree: Any) -> list[str]:
-    """How each leaf of a tree is reached."""
+    """Return the path of each leaf of a tree, as text."""
     return [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(tree)[0]]
 
 

@@ -1,4 +1,4 @@
-"""Where examples part at a test and meet again: the words that the operators are written in."""
+"""Divergence and joins in control-flow operators: tests, and the results of diverged examples."""
 
 from __future__ import annotations
 
@@ -42,7 +42,10 @@ Parts = list[tuple[World, Any]]
 
 
 def truth(call: Called, name: str, test: Any) -> bool | tuple[World, World]:
-    """What a test answers, or who says yes and who no. Messages call it by this name."""
+    """Return a test as a bool, or, if examples differ, as the active sets of True and False.
+
+    ``name`` is the test's name in messages.
+    """
     if isinstance(test, torch.Tensor):
         test = bare(test)
         with functions_off():
@@ -67,7 +70,7 @@ def _answer(test: Wrapper) -> bool | tuple[World, World]:
 
 
 def either(call: Called, test: Any, then: Callable[[], Any], other: Callable[[], Any]) -> Any:
-    """The result of ``then`` where ``test`` holds, else of ``other``; each runs for its own."""
+    """Run ``then`` for the examples for which ``test`` holds, ``other`` for the rest; join both."""
     answer = truth(call, "pred", test)
     if isinstance(answer, bool):
         return then() if answer else other()
@@ -79,9 +82,9 @@ def either(call: Called, test: Any, then: Callable[[], Any], other: Callable[[],
 
 
 class Leaving:
-    """Those that go on in a loop, and what those had who have left it.
+    """A loop's active examples, and the carries of the examples that have left it.
 
-    A context: inside, only those that go on run.
+    As a context, it restricts the running examples to those that go on.
     """
 
     def __init__(self, call: Called) -> None:
@@ -96,7 +99,7 @@ class Leaving:
         self.inside.close()
 
     def part(self, going: World, leaving: World, val: Any) -> Any:
-        """What those have who go on."""
+        """Let the examples ``leaving`` leave; return the carry of those that go on."""
         who = going._one(leaving)
         if not self.left or self.left[-1].who is not who:
             self.left.append(_Left(who, now(), []))
@@ -106,7 +109,7 @@ class Leaving:
         return _narrowed(going, val, goes=True)
 
     def all(self, val: Any) -> Any:
-        """What all have, where the last ones leave with ``val``."""
+        """Join the carries of all examples, the last of which leave with ``val``."""
         world = now()
         self.inside.close()
         for _, before, parts in reversed(self.left):
@@ -117,7 +120,7 @@ class Leaving:
 
 
 class _Left(NamedTuple):
-    """Those who left a loop one after another, while the same level's examples parted."""
+    """The examples of one level that left a loop one after another, with their carries."""
 
     who: Any
     before: World
@@ -125,7 +128,7 @@ class _Left(NamedTuple):
 
 
 def _narrowed(world: World, val: Any, *, goes: bool) -> Any:
-    """What these have, who go on or do not."""
+    """Restrict a carry to these examples. With ``goes``, they go on, and later writes reach it."""
 
     def narrowed(t: torch.Tensor) -> torch.Tensor:
         if not is_stale(t):
@@ -139,7 +142,7 @@ def _narrowed(world: World, val: Any, *, goes: bool) -> Any:
 
 
 def united(call: Called, name: str, parts: Parts) -> Any:
-    """The trees of some worlds, which are alike, as one of them all."""
+    """Join the trees of several active sets into one; raise if the trees are not alike."""
     worlds = [world for world, _ in parts]
     first = parts[0][1]
     rows = []
@@ -160,7 +163,7 @@ def united(call: Called, name: str, parts: Parts) -> Any:
 
 
 def _fitted(column: list) -> Any:
-    """What all have alike, or else each one's tensor; NotImplemented where these are not alike."""
+    """Return the one value of all, or a list of alike tensors; NotImplemented if there is none."""
     first = column[0]
     if all(x is first for x in column):
         return first
@@ -196,7 +199,7 @@ def _differ(call: Called, path: str, shown: list[tuple[World, str]]) -> TypeErro
 
 
 def who(world: World) -> str:
-    """The numbers of the examples of a world, the first few of them."""
+    """Format the indices of the first few examples of an active set."""
     found = []
     for level in world.parts.values():
         numbers = [] if level.origin is None else level.origin.numbers

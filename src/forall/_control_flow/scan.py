@@ -104,7 +104,7 @@ def _pair(call: Called, result: Any) -> tuple[Any, Any]:
 
 
 def _no_ys(call: Called, f: Callable, init: Any, leaves: list, spec: Any) -> Any:
-    """The ys of no steps: empty, with the shapes that they would have."""
+    """Return the ys of zero steps: empty tensors of the shapes that ys would have."""
     tensors = [leaf for leaf in leaves if leaf is not None]
 
     def one(_: torch.Tensor, *of_them: torch.Tensor) -> Any:
@@ -118,7 +118,7 @@ def _no_ys(call: Called, f: Callable, init: Any, leaves: list, spec: Any) -> Any
 
 
 def _length(call: Called, xs: Any, leaves: list, length: Any) -> int:
-    """The number of steps."""
+    """Return the number of steps; raise if sizes disagree or nothing defines it."""
     sizes = [] if length is None else [("length", "", operator.index(length))]
     with functions_off():
         for i, leaf in enumerate(leaves):

@@ -81,7 +81,7 @@ def while_loop(
 
 
 class Loop:
-    """Steps of a loop. The test and the body are told how many there were so far."""
+    """The steps of a loop. Its test and body take the number of steps so far."""
 
     __slots__ = ("body", "call", "max_steps", "test")
 
@@ -94,9 +94,9 @@ class Loop:
         self.max_steps = max_steps
 
     def run(self, val: Any, steps: int, stop: int | None = None) -> tuple[Any, int, bool]:
-        """From this many steps on: the carry, the steps so far, and whether more may follow.
+        """Run from this step on; return the carry, the step, and True if more steps may follow.
 
-        With a ``stop`` it runs to there, or to where examples part.
+        With a ``stop``, run at most to that step, or until examples diverge.
         """
         with Leaving(self.call) as leaving:
             while steps != stop:

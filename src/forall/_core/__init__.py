@@ -1,1 +1,1 @@
-"""Floor 1: nouns that everyone shares, without opinions."""
+"""The basis that all other packages share: levels, errors, call sites, snapshots of state."""

@@ -1,6 +1,6 @@
-"""Axis arithmetic: places in one example, as places in the stack. Pure, without tensors.
+"""Axis arithmetic: dims of one example as dims of the stack. Pure integers, without tensors.
 
-Shapes in comments: capitals are axes, ``B`` is the examples', ``*S`` an example's shape.
+Shapes in comments: capitals are axes, ``B`` is the batch axis, ``*S`` an example's shape.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def wrap_dim(dim: int, rank: int) -> int:
-    """A dim of an example of this rank, counted from the front. Rank 0 answers to 0 and -1."""
+    """Return a dim of an example as a non-negative number. Rank 0 accepts 0 and -1."""
     span = max(rank, 1)
     if not -span <= dim < span:
         raise IndexError(
@@ -23,22 +23,22 @@ def wrap_dim(dim: int, rank: int) -> int:
 
 
 def stacked_dim(dim: int, rank: int) -> int:
-    """A dim of one example, as a dim of the batch-first stack."""
+    """Return a dim of one example as a dim of the batch-first stack."""
     return wrap_dim(dim, rank) + 1
 
 
 def stacked_dims(dims: int | Sequence[int] | None, rank: int) -> list[int]:
-    """Dims of one example, as dims of the batch-first stack; None and () name every dim."""
+    """Return dims of one example as dims of the batch-first stack; None and () mean every dim."""
     if isinstance(dims, int):
         dims = [dims]
     return [wrap_dim(d, rank) + 1 for d in (dims or range(rank))]
 
 
 def past(dim: int, axis: int) -> int:
-    """A dim of one example (from the front), as a dim of a stack with its examples at ``axis``."""
+    """Return a non-negative dim of one example as a dim of a stack whose batch axis is ``axis``."""
     return dim if dim < axis else dim + 1
 
 
 def axis_without(axis: int, removed: int) -> int:
-    """Where the examples lie once the stack's dim ``removed`` is gone."""
+    """Return the batch axis of a stack after its dim ``removed`` is gone."""
     return axis if removed > axis else axis - 1

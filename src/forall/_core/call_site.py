@@ -1,4 +1,4 @@
-"""Where in the user's program something happened."""
+"""Call sites: the line of the user's program that runs now, for messages."""
 
 from __future__ import annotations
 
@@ -32,25 +32,25 @@ class Place(NamedTuple):
         return f"{self.file}:{self.line}"
 
     def near(self) -> str:
-        """The same, as short as it is clear where the program was started."""
+        """Return the place as text, with the path relative to the working directory if inside."""
         file = Path(self.file)
         here = Path.cwd()
         return f"{file.relative_to(here) if file.is_relative_to(here) else file}:{self.line}"
 
     @classmethod
     def of(cls, code: CodeType) -> Place:
-        """Where a function begins."""
+        """Return the first line of a function."""
         return cls(code.co_filename, code.co_firstlineno)
 
     def text(self) -> str:
-        """What is written there, as far as it is known."""
+        """Return the source text of the line, or "" if the file cannot be read."""
         return linecache.getline(self.file, self.line).strip()
 
 
 def users_frame(frame: FrameType, others: tuple[str, ...] = _NOT_THE_USERS) -> FrameType:
-    """The innermost frame, from this one outwards, whose code is none of ``others``'.
+    """Return the innermost frame, from this one outwards, whose file is in none of these folders.
 
-    Nor is it that of torch's mode for a default device, which passes each call on.
+    Frames of torch's mode for a default device, which forwards each call, are skipped too.
     """
     while frame.f_back is not None and (
         frame.f_code.co_filename.startswith(others) or frame.f_code is PASSES_ON
@@ -60,12 +60,12 @@ def users_frame(frame: FrameType, others: tuple[str, ...] = _NOT_THE_USERS) -> F
 
 
 def users_instruction() -> tuple[CodeType, int]:
-    """The innermost instruction that is neither ours nor torch's: to find its line takes longer."""
+    """Return the innermost instruction that is the user's. Finding its line would take longer."""
     frame = users_frame(sys._getframe(1))
     return frame.f_code, frame.f_lasti
 
 
 def users_line() -> Place:
-    """The innermost line that is neither ours nor torch's."""
+    """Return the innermost line that is neither ours nor torch's."""
     frame = users_frame(sys._getframe(1))
     return Place(frame.f_code.co_filename, frame.f_lineno)

@@ -1,4 +1,4 @@
-"""A mapping, and a set, of code objects, each entry of which goes with its code."""
+"""A mapping and a set of code objects that drop an entry when its code object dies."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ D = TypeVar("D")
 
 
 class CodeTable(Generic[V]):
-    """A mapping from code objects that does not keep them.
+    """A mapping from code objects that does not keep them alive.
 
-    Code is told apart by what object it is. A ``WeakKeyDictionary`` would ask for its hash, which
-    Python makes anew from all of its instructions each time: a microsecond of every call.
+    Keys are compared by identity. A ``WeakKeyDictionary`` would hash the code object, for which
+    Python reads all of its instructions each time: a microsecond of every call.
     """
 
     __slots__ = ("_kept",)
@@ -42,24 +42,24 @@ class CodeTable(Generic[V]):
     def get(self, code: CodeType, default: D) -> V | D: ...
 
     def get(self, code: CodeType, default: D | None = None) -> V | D | None:
-        """Return the value of this code; the default where it has none."""
+        """Return the value of this code object, or the default if it has none."""
         found = self._kept.get(id(code))
         return default if found is None else found[1]
 
     def setdefault(self, code: CodeType, value: V) -> V:
-        """Return the value of this code, which is ``value`` from now on if it had none."""
+        """Return the value of this code object, which becomes ``value`` if it has none."""
         if code not in self:
             self[code] = value
         return self[code]
 
 
 class CodeSet(CodeTable[None]):
-    """A set of code objects that does not keep them."""
+    """A set of code objects that does not keep them alive."""
 
     __slots__ = ()
 
     def add(self, code: CodeType) -> None:
-        """Have this code in the set."""
+        """Add this code object to the set."""
         if code not in self:
             self[code] = None
 

@@ -1,4 +1,4 @@
-"""What the user sets for the whole process."""
+"""The settings of the whole process, `forall.config`."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ _WORDS: dict[str, bool | str] = {"": True, "0": False, "1": True, "check": "chec
 class Config:
     """Settings of the whole process: `forall.config`.
 
-    ``replay``: whether transformed functions that have taken their time are recorded and replayed
-    where it is certain that nobody can tell. ``"check"`` also runs each replayed call as it is, and
-    compares. Set from the environment variable ``FORALL_REPLAY`` (0, 1, check) at
-    the start; empty means the default, as if it was not set.
+    ``replay``: whether transformed functions are recorded and replayed once they have run for
+    ``patience`` seconds, if an analysis proves that a replayed call has the same effect. With
+    ``"check"``, each replayed call also runs eagerly, and both results are compared. Set from the
+    environment variable ``FORALL_REPLAY`` (0, 1, check) at the start; empty means the default.
 
-    ``patience``: for how many seconds in all a function has to have run before that.
+    ``patience``: the seconds in all that a function must have run before it is recorded.
 
-    ``parting``: how `vmap` runs a function in which Python asks something of examples. With
-    ``"measured"`` they run together or one after another, whichever takes less time, which calls
-    find out. With ``"together"`` and ``"loop"`` they run in that way, where it can be. Results of
-    the two ways may differ by a rounding. Set from ``FORALL_PARTING`` at the start.
+    ``parting``: how `vmap` runs a function in which Python reads values of examples. With
+    ``"together"`` the examples run together, with ``"loop"`` one after another, where possible.
+    With ``"measured"`` the first calls find out which of the two takes less time. Results of the
+    two may differ by a rounding. Set from ``FORALL_PARTING`` at the start.
 
     Example:
         >>> forall.config.replay = False                           # each call runs as it is
@@ -35,7 +35,7 @@ class Config:
 
 
 def replay_of(word: str) -> bool | str:
-    """The setting that a value of FORALL_REPLAY stands for."""
+    """Return the setting that a value of FORALL_REPLAY stands for."""
     if word not in _WORDS:
         raise ValueError(
             f"FORALL_REPLAY={word!r} does not say whether calls are replayed.\n"
@@ -45,7 +45,7 @@ def replay_of(word: str) -> bool | str:
 
 
 def parting_of(word: str) -> str:
-    """The setting that a value of FORALL_PARTING stands for."""
+    """Return the setting that a value of FORALL_PARTING stands for."""
     if word not in _PARTING:
         raise ValueError(
             f"FORALL_PARTING={word!r} does not say how examples that part are run.\n"

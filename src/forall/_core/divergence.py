@@ -1,8 +1,8 @@
-"""Where examples want different answers of Python: they are run once more, in groups that agree.
+"""Divergence: the exceptions raised where Python needs one value and examples have different ones.
 
-The floor of all control flow: what asks for one Python value where examples differ raises `Parted`,
-which ends the run; the call that the level serves then runs each group by itself. A group agrees on
-all that was asked so far, so nothing of the first run has to be kept.
+This is the basis of all control flow. Code that needs one Python value of differing examples raises
+`Parted`, which ends the run. The call of the level then reruns each group of examples by itself. A
+group agrees on all values that were read so far, so nothing of the first run has to be kept.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 class Parted(BaseException):
-    """The examples of ``level`` part into these groups, of numbers from 0.
+    """The examples of ``level`` diverge into these groups, of numbers from 0.
 
-    No Exception: the user's ``except Exception`` is about the function's own errors.
+    This is no ``Exception``, so that the user's ``except Exception`` does not catch it.
     """
 
     def __init__(self, level: Any, groups: list[list[int]], place: Place) -> None:
@@ -27,8 +27,8 @@ class Parted(BaseException):
 
 
 class Late(BaseException):
-    """A call that is tried in another way takes longer than it may."""
+    """A trial of another way to run a call takes longer than the time allowed for it."""
 
 
 class Apart(BaseException):
-    """Examples have parted in a way that running them together cannot say: why, in words."""
+    """Examples have diverged so that they cannot run together; the argument says why."""

@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 
 class PerformanceWarning(UserWarning):
-    """Something ran right, but by a slow way that has a cure."""
+    """A warning that a call gave the right result by a slow path that can be avoided."""
 
 
 class DataDependentError(RuntimeError):
-    """An operator asked for one value where every example has its own."""
+    """The error of an operator that needs one value where each example has its own."""
 
 
 _WARNED: dict[Any, Any] = {}  # the registry of the standard library's warnings
@@ -33,7 +33,7 @@ _FIRST: dict[str, Place] = {}
 
 
 def slow(text: str) -> None:
-    """Warn of a slow way: once where warnings are shown once, and at the user's line."""
+    """Warn of a slow path at the user's line; once, unless the user's filters show more."""
     place = _FIRST.get(text)
     if place is None or (text, PerformanceWarning, place.line) not in _WARNED:
         place = _FIRST[text] = users_line()
@@ -41,14 +41,14 @@ def slow(text: str) -> None:
 
 
 def columns(rows: list[tuple[str, ...]]) -> str:
-    """Rows as aligned, indented text."""
+    """Format rows as aligned, indented text."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ("   ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
     return "\n".join(f"    {line}" for line in lines)
 
 
 def short(value: object) -> str:
-    """A tensor as dtype and shape, also within a tree; anything else as a clipped repr."""
+    """Format a tensor as dtype and shape, also within a tree; anything else as a clipped repr."""
     text = " ".join(_shown(value).split())
     return text if len(text) <= 60 else text[:57] + "..."
 
@@ -69,7 +69,7 @@ def _shown(value: object) -> str:
 
 
 def marks(value: Wrapper) -> str:
-    """What repr tells besides: the history, and that the time of a value is over."""
+    """Return the end of a wrapper's repr: its autograd history, and whether it has escaped."""
     text = ""
     if value.grad_fn is not None:
         text = f", grad_fn=<{type(value.grad_fn).__name__}>"
@@ -79,19 +79,19 @@ def marks(value: Wrapper) -> str:
 
 
 def kind(value: object) -> str:
-    """The type of a value as a user knows it: our wrappers are tensors."""
+    """Return the name of a value's type as a user knows it: our wrappers are tensors."""
     return "Tensor" if isinstance(value, torch.Tensor) else type(value).__name__
 
 
 def name_of(func: object) -> str:
-    """What a user calls this function."""
+    """Return the name of a function for messages."""
     if isinstance(func, functools.partial):
         return f"partial({name_of(func.func)})"
     return getattr(func, "__name__", None) or type(func).__name__
 
 
 class Call:
-    """A call as its user would write it, spelled out only where a message needs it."""
+    """A call of a transform, formatted as its user would write it when a message needs it."""
 
     __slots__ = ("func", "options", "verb")
 
@@ -106,7 +106,7 @@ class Call:
 
 
 class Origin(NamedTuple):
-    """The call of a transform that a level serves, for messages to name it."""
+    """The transform's call that a level belongs to, for messages."""
 
     call: Call
     at: tuple[CodeType, int]  # the user's code, and the instruction that it is at
@@ -115,7 +115,7 @@ class Origin(NamedTuple):
 
     @property
     def is_users(self) -> bool:
-        """Whether the user wrote the call, not another transform of ours."""
+        """True if the user wrote the call, not another transform of ours."""
         return not (getattr(self.call.func, "__module__", None) or "").startswith("forall._")
 
     @property
@@ -166,7 +166,7 @@ def shared_write(op: str, target: torch.Tensor, data: list[torch.Tensor]) -> Run
 
 
 def collective(transform: str, func: object) -> RuntimeError:
-    """The error for an operator of torch.distributed that a level meets.
+    """Return the error for an operator of torch.distributed inside a level.
 
     A collective knows nothing of examples and tangents: its kernels read memory that a wrapper
     does not have, or answer for all examples at once.
@@ -185,7 +185,7 @@ _WANTS_RANK = re.compile(r"(?i)(expect|should be).*\b[1-5]-?D\b")
 
 
 def note_missing_axis(error: BaseException) -> None:
-    """Say where the axis is that a layer misses which was given one example."""
+    """Add a note to the error of a layer that expects a batch axis and was given one example."""
     if _WANTS_RANK.search(str(error)) and not hasattr(error, "__notes__"):
         error.add_note(
             "vmap: the function sees one example, without the axis that in_dims names.\n"

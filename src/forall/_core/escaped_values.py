@@ -1,13 +1,14 @@
-"""Values of levels that have ended: who may still act on them, and what is left for the user.
+"""Escaped values: wrappers that outlive their level, and the tensors that users get for them.
 
 NOTE [what is left]
-    A function keeps what it has computed: in a cache, in a hook. When its call is over, each call
-    of the user's that meets such a value is given an ordinary tensor in its place, or one of the
-    level outside that still runs. It is made once for each value (`left`), for its history is to
-    lead through one node, and it is one tensor to whoever writes into it or asks for its gradient.
-    Every way that calls take asks for it, above autograd: the function mode of `vmap` where one
-    runs, the class of the wrapper elsewhere, and `Function.apply`, which passes neither. The other
-    operators that reach a wrapper of an ended level are of C++ code, and asked below autograd.
+    A function may keep values that it has computed: in a cache, in a hook. When its level has
+    ended, a user's call on such a value gets a fallback value in its place: an ordinary tensor, or
+    a value of an outer level that is still active. `left` makes one fallback value for each value.
+    So its history leads through one node, and writes and gradients meet one tensor.
+
+    Calls are intercepted above autograd: by the function mode of `vmap` where one is active, by the
+    wrapper's class elsewhere, and by `Function.apply`, which passes neither. All other operators
+    that reach a wrapper of an ended level come from C++ code, and are intercepted below autograd.
 """
 
 from __future__ import annotations
@@ -51,10 +52,10 @@ if TYPE_CHECKING:
 
 
 def is_over(level: Level) -> bool:
-    """Whether a user's own code meets a value of this level after the level has ended.
+    """True if ``level`` has ended and the running code is the user's, who must not see its values.
 
-    A backward pass, with its hooks, acts under ended levels by right; so does our own code, which
-    no function mode is to see. What is computed again acts under those that it first ran in.
+    Backward passes and their hooks may use values of ended levels, and so may our own code, which
+    runs with function modes off. Recomputed code may use values of the levels that it first ran in.
     """
     if level.active or not level.ends or functions_are_off():
         return False
@@ -64,7 +65,7 @@ def is_over(level: Level) -> bool:
 
 
 def meets_ended(args: Any, kwargs: dict | None = None) -> bool:
-    """Whether any argument is a value of a level that has ended: a cheap look, at each call."""
+    """True if any argument is a value of a level that has ended. Each call checks this first."""
     for a in args if not kwargs else (*args, *kwargs.values()):
         if isinstance(a, Wrapper):
             if not a.level.active:
@@ -81,7 +82,7 @@ _SEQUENCES = frozenset({list, tuple})
 
 
 def dispatched(func: Any, args: tuple, kwargs: dict) -> Any:
-    """An operator that no mode took: of our own code, in a backward pass, or after the call."""
+    """Run an operator that no mode took: of our own code, in a backward pass, or after the call."""
     level = innermost(levels_in(args, kwargs))
     if not is_over(level):
         return level.run(func, args, kwargs)
@@ -92,7 +93,10 @@ def dispatched(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _refuse_recorded(func: Any, a: Any) -> None:
-    """Autograd, which has made its node already, would not see the history of what is left."""
+    """Raise if ``a`` is an escaped value with a history.
+
+    Autograd has made the operator's node already, so it would miss the history of the fallback.
+    """
     if isinstance(a, Wrapper) and a.requires_grad and what_is_left(a) is not a:
         raise NotImplementedError(
             f"{func} takes a value that was kept from a call which has ended, by a way on which "
@@ -105,7 +109,7 @@ _DETACH = torch.ops.aten.detach.default
 
 
 def called(func: Any, args: tuple, kwargs: dict) -> Any:
-    """A call that the class of a wrapper is asked for, since no function mode of ours runs."""
+    """Run a call that reaches a wrapper's class because no function mode of ours is active."""
     with subclass_functions_off():
         args, kwargs = left_over(args, kwargs)
         found = levels_in(args, kwargs)
@@ -116,14 +120,17 @@ def called(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def left_over(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """The arguments of a user's call, ordinary tensors for what ended levels leave of them."""
+    """Return the arguments of a user's call with fallback values for escaped ones."""
     if not meets_ended(args, kwargs):
         return args, kwargs
     return tuple(map(what_is_left, args)), {k: what_is_left(a) for k, a in kwargs.items()}
 
 
 def what_is_left(a: Any) -> Any:
-    """An argument, or list of some, without ended levels; one value per example stays as it is."""
+    """Return an argument, or a list or tuple of them, with fallback values for escaped ones.
+
+    A value that has no fallback, as it differs between the examples, stays as it is.
+    """
     if type(a) in _SEQUENCES:
         return type(a)(map(what_is_left, a))
     if posing.used and isinstance(a, Posed):
@@ -138,13 +145,16 @@ def what_is_left(a: Any) -> Any:
 
 
 def flatten(tree: Any) -> tuple[list, pytree.TreeSpec]:
-    """Leaves and shape of what a transform is given, without what ended levels hold."""
+    """Flatten a tree of a transform's arguments, with fallback values for escaped leaves."""
     leaves, spec = pytree.flatten(tree)
     return ([*map(what_is_left, leaves)] if meets_ended(leaves) else leaves), spec
 
 
 def left(a: Wrapper) -> torch.Tensor:
-    """What an ended level leaves of one of its values, or the value itself where it is of many."""
+    """Return the fallback value of an escaped value, or the value itself if it has none.
+
+    A value has no fallback if it differs between the examples.
+    """
     if a.left is not None and a.left[0] is a.value:
         return a.left[1]
     if in_torch_func():
@@ -164,7 +174,7 @@ def left(a: Wrapper) -> torch.Tensor:
 
 
 def _leaf(a: Wrapper) -> torch.Tensor:
-    """Of a variable a variable is left, which has the gradients of what the call made of it too."""
+    """Return the fallback of a leaf variable: a leaf that also gets the gradients of ``a``."""
     bare = a.graph_free()
     found = a.level.kept(bare)
     if found is bare:

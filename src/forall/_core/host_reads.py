@@ -1,4 +1,4 @@
-"""Who writes down a program of a call is told of each number that Python learns."""
+"""Host reads: listeners, such as a tracer, are notified when Python reads a tensor's value."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ if TYPE_CHECKING:
 
 
 def numbers_told(same: Callable[[], Any] | None = None) -> None:
-    """Python learns numbers of examples, which no operator tells of.
+    """Notify listeners that Python reads numbers of examples without an operator.
 
-    A program stands for them where they are the ``same`` with each call: a tensor says whether.
+    A traced program may keep the numbers if ``same``, a function that gives a tensor of flags, says
+    that they are the same in each call.
     """
     stack.asked = True
     if not stack.listening:
@@ -32,7 +33,7 @@ def numbers_told(same: Callable[[], Any] | None = None) -> None:
 
 
 def shown(value: torch.Tensor) -> str:
-    """The numbers behind a wrapper. To print must not fail, whatever is active around it."""
+    """Return the repr of the tensor behind a wrapper. Printing never fails under any level."""
     numbers_told()
     if isinstance(value, Wrapper):
         return repr(value)

@@ -1,4 +1,4 @@
-"""Loading many modules at once."""
+"""Importing many modules at once."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ if TYPE_CHECKING:
 
 @contextmanager
 def without_collector() -> Iterator[None]:
-    """Modules that load leave no garbage, and to look for it is to look through all of torch.
+    """Switch the garbage collector off for a time, while modules are imported.
 
-    That takes as long as all that is loaded here.
+    Imports leave no garbage, but a search for it walks through all of torch. That takes as long as
+    the imports themselves.
     """
     was = gc.isenabled()
     gc.disable()

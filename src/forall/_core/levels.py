@@ -1,14 +1,14 @@
-"""The stack of active transforms, and how a tensor from outside is brought up to one.
+"""The stack of active transforms (levels), and lifting: a tensor from outside enters a level.
 
 NOTE [inside and outside]
-    Of two levels one is *outside*: where one was entered while the other was active, the earlier
-    one; else the later one. The second half matters when a level that has ended acts again,
-    because a backward pass runs through what it recorded: the pass carries the running level's
-    values as cotangents into the ended level's operators, so there the ended level wraps the
-    running one, and so it stays when both have ended.
+    One of any two levels is *outside* the other. If the second was entered while the first was
+    active, the first is outside; otherwise the second is. The latter case matters when an ended
+    level acts again, because a backward pass runs through its graph. The pass carries values of
+    the active level as cotangents into the ended level's operators. There the ended level wraps
+    the active one, and this order remains when both have ended.
 
-    Code that runs once more in such a pass enters its levels as it did when it first ran: they
-    count as entered before the levels that have been entered since, and so they wrap those too.
+    Code that is recomputed in such a pass enters its levels in their original order. They count as
+    entered before the levels that have been entered since, so they wrap those too.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def numbered(before: Level | None) -> tuple[Any, Any]:
 
 
 class Level:
-    """One active transform. Subclasses say how a tensor from outside becomes a value of theirs."""
+    """One active transform. Subclasses define how a tensor from outside becomes their value."""
 
     def __init__(self, parent: Level | None) -> None:
         self.parent = self.born_in = parent
@@ -72,48 +72,50 @@ class Level:
         self.around = _around(parent, stack.place)
         self.active = False
         self.lifted: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        # What they were, as long as others keep them: known when the call has ended.
+        # Weak references to (tensor, stand-in) pairs. A backward pass that runs after the level has
+        # ended finds the same stand-in through them.
         self.stood_in: dict[int, tuple[ref[torch.Tensor], ref[torch.Tensor]]] = {}
 
-    # For whom of its examples code runs where they have parted; None for all of them. A level must
-    # not hold itself, which would keep it, and all that its values hold, beyond its end.
+    # The sub-level whose examples run now, where they have diverged; None for all of them. A level
+    # must not hold itself: that would keep it alive, with all that its values hold, after its end.
     part: Level | None = None
 
     @property
     def root(self) -> Level:
-        """The level whose examples these are: itself, but for a part of another's."""
+        """The level that owns the examples: for a sub-level its root, else the level itself."""
         return self
 
     @property
     def acting(self) -> Level:
-        """The level that stands in the root's place now."""
+        """The level that acts for this root now: a sub-level, or the root itself."""
         return self.part or self
 
-    # The user's call that made the level, where there is one.
+    # The user's call that made the level, if there is one.
     origin: Origin | None = None
 
-    # Whether its values are for the time of a call, so that they can be used too late.
+    # True if values are valid during a call only, so that they can escape from it.
     ends = True
 
-    # Whether a derivative hangs on the values, so that a custom Function must be taken to them.
+    # True if a derivative is recorded on the values themselves, so that a custom Function must be
+    # applied at this level.
     peels = False
-    # Whether random numbers drawn at this level are its own.
+    # True if the level decides how random numbers are drawn.
     draws = False
 
     def some(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What a value of the root is for the examples of this part of it."""
+        """Restrict a value of the root to the examples of this sub-level."""
         raise NotImplementedError
 
     def push(self, h: Function, args: tuple) -> tuple:
-        """`at` for values of this level."""
+        """Apply ``h`` to values of this level: see `at`."""
         raise NotImplementedError
 
     def share(self, tensor: torch.Tensor) -> torch.Tensor:
-        """This level's stand-in for ``tensor``, a value of the level just outside."""
+        """Lift ``tensor``, a value of the level just outside, to a value of this level."""
         raise NotImplementedError
 
     def by_numpy(self, func: Any, args: tuple, kwargs: dict, /) -> Any:
-        """A function of numpy's that torch's own numpy layer cannot answer."""
+        """Run a numpy function that torch's own numpy layer does not have."""
         name = getattr(func, "__name__", func)
         raise NotImplementedError(
             f"np.{name}: numpy has no derivative of this for a value with a tangent.\n"
@@ -121,55 +123,56 @@ class Level:
         )
 
     def afterwards(self, tensor: Wrapper) -> torch.Tensor:
-        """What is left of a value when the level has ended; itself, if there is no one answer."""
+        """Return the fallback of an escaped value, without its history; itself if it has none."""
         raise NotImplementedError
 
     def kept(self, tensor: Any) -> torch.Tensor:
-        """The same with its history, as the user goes on with it."""
+        """Return the fallback of an escaped value with its history, for the user's further use."""
         return self.afterwards(tensor)
 
     def gathered(self, gradient: Any) -> torch.Tensor:
-        """What is left of the gradient of a variable that was made at this level."""
+        """Return the fallback of a gradient of a variable that was made at this level."""
         return self.afterwards(gradient)
 
     def share_captured(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """The arguments with what the examples capture in its shared form."""
+        """Return the arguments with captured tensors lifted: each is shared by all examples."""
         return (args, kwargs) if self.parent is None else self.parent.share_captured(args, kwargs)
 
     def under(self, tensors: list, f: Function) -> torch.Tensor:
-        """``f`` of what these values of the level are one level down, as a value of the level."""
+        """Apply ``f`` to the inner values of these wrappers, and wrap its result."""
         raise NotImplementedError
 
     def run(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        """One operator on values of this level."""
+        """Run one operator on values of this level."""
         raise NotImplementedError
 
     def told(self, error: Exception, func: Any, args: tuple, kwargs: dict, /) -> BaseException:
-        """What to raise where an operator failed: a level of examples says for which one."""
+        """Return the exception to raise for a failed operator; vmap adds the failing example."""
         return error if self.parent is None else self.parent.told(error, func, args, kwargs)
 
     def raise_told(self, error: Exception, func: Any, args: tuple, kwargs: dict) -> None:
-        """Raise what the level tells of an operator's failure, unless that is ``error`` itself.
+        """Raise the error by which the level explains an operator's failure.
 
-        Nothing is raised within a handler's work: the operator that it explains will tell.
+        Return if that is ``error`` itself, so that the caller raises it. Return also within the
+        handler of another operator, whose own failure will be explained.
         """
         theirs = error if functions_are_off() else self.told(error, func, args, kwargs)
         if theirs is not error:
             raise theirs from None
 
     def run_afterwards(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        """One operator of the user's when the level has ended."""
+        """Run one operator of the user's on values of this level after its end."""
         raise NotImplementedError
 
-    # Whether its function mode is to share what its examples capture.
+    # True if the level's function mode lifts the tensors that its examples capture.
     shares = False
 
     def moves(self, tensor: Wrapper) -> bool:
-        """Whether a value of this level has a tangent."""
+        """True if a value of this level has a tangent."""
         return False
 
     def is_outside(self, other: Level) -> bool:
-        """See NOTE [inside and outside]."""
+        """True if this level is outside ``other``: see NOTE [inside and outside]."""
         if self.number < other.number:
             return self.root in other.around
         return self.root is not other.root and other.root not in self.around
@@ -177,17 +180,17 @@ class Level:
 
 class _Stack(exception_safety.Here):
     top: Level | None = None
-    parted = 0  # how many levels have a part of their examples act
+    parted = 0  # how many levels have a sub-level that acts for them
     ever_parted = False
-    again = 0  # how often code of a forward pass runs once more, for such a part
-    recomputes = False  # whether code of a forward pass runs once more, for whichever examples
+    again = 0  # the depth of recomputations for such a sub-level
+    recomputes = False  # whether code of a forward pass is recomputed, for whichever examples
     reversing = 0  # how many calls and passes of ours run with torch's autograd on
-    run: Any = None  # whose variables are made now, see `_autodiff.reverse_mode.Run`
-    # What runs once more counts as run inside of ``place``, and before ``since`` was entered.
+    run: Any = None  # the run that makes variables now, see `_autodiff.reverse_mode.Run`
+    # Recomputed code counts as run inside of ``place``, and before ``since`` was entered.
     place: Level | None = None
     since: Level | None = None
-    listening: tuple = ()  # who hears of each question of Python's, see `questions`
-    asked = False  # whether Python has asked any since a call began
+    listening: tuple = ()  # the listeners to each read of a tensor's value, see `questions`
+    asked = False  # whether Python has read any value since a call began
     late: Callable[[], None] | None = None  # raises where a call that is tried takes too long
 
 
@@ -195,7 +198,7 @@ stack = _Stack.made()
 
 
 def top() -> Level | None:
-    """The innermost active level of this thread."""
+    """Return the innermost active level of this thread."""
     return stack.top
 
 
@@ -203,7 +206,7 @@ _NONE: frozenset[Level] = frozenset()
 
 
 def _around(*places: Level | None) -> frozenset[Level]:
-    """The levels at these places, and those that they are inside of."""
+    """Return these levels, and the levels that they are inside of."""
     around = _NONE
     for level in places:
         if level is not None:
@@ -212,12 +215,12 @@ def _around(*places: Level | None) -> frozenset[Level]:
 
 
 def around_what_runs() -> frozenset[Level]:
-    """The levels that the code which runs now is inside of, ended ones too if it runs once more."""
+    """Return the levels around the running code; for recomputed code also ended levels."""
     return _around(stack.top, stack.place)
 
 
 class entered:
-    """A level is active while its transform runs the user's function."""
+    """Context in which a level is active: its transform runs the user's function in it."""
 
     __slots__ = ("caches", "level", "previous")
 
@@ -259,9 +262,10 @@ exception_safety.PUT_BACK.append(_abandon)
 
 
 def _let_go(level: Level) -> None:
-    """No tensor is held any longer for what stands in its place.
+    """Release the tensors that were lifted to a level, with their stand-ins.
 
-    But a backward of the user's may have saved that, and captures the tensor again when it runs.
+    Weak references remain: a user's backward may have saved a stand-in, and when it runs it
+    captures the tensor again.
     """
     lifted = level.lifted.items()
     level.stood_in = {i: (ref(t), ref(s)) for i, (t, s) in lifted if s.requires_grad}
@@ -269,13 +273,13 @@ def _let_go(level: Level) -> None:
 
 
 def _stood_in(tensor: torch.Tensor, level: Level) -> torch.Tensor | None:
-    """What stood for a tensor in a call that has ended, where somebody has kept it."""
+    """Return the stand-in of a tensor in an ended call, if it is still alive."""
     of, stand_in = level.stood_in.get(id(tensor), (NoneType, NoneType))
     return stand_in() if of() is tensor and torch.is_grad_enabled() else None
 
 
 def complete(t: torch.Tensor | None) -> torch.Tensor | None:
-    """A gradient of some of the examples that run as one of them all: zero for the others."""
+    """Extend a gradient of a sub-level's examples to all examples, with zeros for the others."""
     inner = t
     while isinstance(inner, Wrapper):
         level = inner.level
@@ -286,7 +290,7 @@ def complete(t: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def act(root: Level, level: Level) -> None:
-    """Let ``level``, the root or a part of its examples, stand in the root's place."""
+    """Let ``level``, the root or one of its sub-levels, act for the root."""
     was, root.part = root.acting, None if level is root else level
     if was is level:
         return
@@ -303,7 +307,7 @@ def act(root: Level, level: Level) -> None:
 
 
 def levels_in(args: tuple, kwargs: dict) -> list[Level]:
-    """The levels of all wrappers among the arguments, and in lists among them."""
+    """Return the levels of all wrappers among the arguments, and in lists among them."""
     found = []
     for a in (*args, *kwargs.values()):
         if isinstance(a, Wrapper):
@@ -314,7 +318,7 @@ def levels_in(args: tuple, kwargs: dict) -> list[Level]:
 
 
 def innermost(levels: Iterable[Level]) -> Level:
-    """The level that acts first on an operator that meets values of all of these."""
+    """Return the innermost of these levels: the first to act on an operator on their values."""
     best = None
     for level in levels:
         if best is None or best.is_outside(level):
@@ -324,16 +328,16 @@ def innermost(levels: Iterable[Level]) -> Level:
 
 
 def level_of(tensor: torch.Tensor) -> Level | None:
-    """The level a tensor belongs to; None for an ordinary one."""
+    """Return the level that a tensor belongs to; None for an ordinary tensor."""
     if type(tensor) is Jagged:
         tensor = held_rows(tensor)
     return tensor.level if isinstance(tensor, Wrapper) else None
 
 
 def is_from_outside(tensor: torch.Tensor, level: Level) -> bool:
-    """Whether ``tensor`` was there before ``level``: an ordinary tensor or an outer level's.
+    """True if ``tensor`` is from outside ``level``: an ordinary tensor or an outer level's value.
 
-    One that a transform of torch.func wrapped was not: such a transform runs inside all of ours.
+    A tensor that a transform of torch.func wrapped is not: that runs inside all levels of ours.
     """
     own = level_of(tensor)
     if own is None:
@@ -342,9 +346,9 @@ def is_from_outside(tensor: torch.Tensor, level: Level) -> bool:
 
 
 def lift(tensor: torch.Tensor, level: Level | None) -> torch.Tensor:
-    """``tensor`` as a value of ``level``, through every level in between, once per level.
+    """Lift ``tensor`` to a value of ``level``, through every level in between, once per level.
 
-    In between matters: a tensor that requires grad must be recorded by each level's own
+    The levels in between matter: a tensor that requires grad must be recorded in each level's own
     autograd graph on the way, or a derivative taken further out would miss it.
     """
     if level is None or not is_from_outside(tensor, level):
@@ -373,9 +377,9 @@ def lift(tensor: torch.Tensor, level: Level | None) -> torch.Tensor:
 
 
 def graph_free(tensor: torch.Tensor) -> torch.Tensor:
-    """A second name for ``tensor`` without autograd history, tangents kept.
+    """Return an alias of ``tensor`` without autograd history, but with its tangents.
 
-    ``detach`` would cut tangents, and under a level it would run its operators.
+    ``detach`` would cut the tangents, and under a level it would run the level's operators.
     """
     if isinstance(tensor, Wrapper):
         return tensor.graph_free()
@@ -387,18 +391,18 @@ def graph_free(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def second_name(tensor: torch.Tensor) -> torch.Tensor:
-    """What autograd gets when it saves a tensor or takes it out again, by a detach of its own.
+    """Return the alias that autograd's own detach gets when it saves or unpacks a tensor.
 
-    A tensor of another level must not become one of ours: autograd would hang the history that
-    belongs to it on our wrapper, where the level it comes from does not see it.
+    A tensor of another level must not be wrapped by ours: autograd would put the tensor's history
+    on our wrapper, where its own level does not see it.
     """
     return tensor.graph_free() if isinstance(tensor, Wrapper) else plain_alias(tensor)
 
 
 class outside:
-    """Act as code just outside ``level`` does: its modes, and those of levels in it, are off.
+    """Context that runs code just outside ``level``: its mode, and those of inner levels, are off.
 
-    A mode that is no level's and ``stays`` goes on: what it sees is the user's code all the same.
+    A mode that belongs to no level and has ``stays`` set remains on: it must see all user code.
     """
 
     __slots__ = ("level", "modes", "stay", "top")
@@ -410,7 +414,7 @@ class outside:
         self.modes = []
         self.top = stack.top
         if self.level.active:
-            # Where the level itself runs an operator, torch has taken its mode off, and the inner.
+            # While the level itself runs an operator, torch has popped its mode and the inner ones.
             inside = is_mode_on(self.level.root)
             while inside:
                 mode = pop_mode(None)
@@ -431,7 +435,7 @@ class outside:
 
 @contextmanager
 def outside_all() -> Iterator[None]:
-    """Act as code outside of every level does, and past function modes."""
+    """Context that runs code outside of every level, with function modes off."""
     level = stack.top
     while level is not None and level.parent is not None:
         level = level.parent
@@ -440,11 +444,11 @@ def outside_all() -> Iterator[None]:
 
 
 def peels(tensor: torch.Tensor) -> bool:
-    """Whether a level whose derivative hangs on its values has a part in this one."""
+    """True if a level that records a derivative on its values has wrapped this one."""
     while isinstance(tensor, Wrapper):
         if tensor.level.peels:
             return True
-        known = vars(tensor).get("peels")  # of what is not made yet, and would be if it were asked
+        known = vars(tensor).get("peels")  # a lazy tensor's; reading its value would materialize it
         if known is not None:
             return known
         tensor = tensor.value
@@ -452,7 +456,7 @@ def peels(tensor: torch.Tensor) -> bool:
 
 
 def moves(tensor: torch.Tensor) -> bool:
-    """Whether this value has a tangent at any level."""
+    """True if this value has a tangent at any level."""
     while isinstance(tensor, Wrapper):
         if tensor.level.moves(tensor):
             return True
@@ -461,9 +465,9 @@ def moves(tensor: torch.Tensor) -> bool:
 
 
 def at(level: Level | None, h: Function, args: tuple) -> tuple:
-    """``h`` on values of ``level``, run so far out that no operator in it meets a tangent.
+    """Apply ``h`` to values of ``level``, running it so far out that its operators meet no tangent.
 
-    Levels on the way take ``h`` apart: a jvp level derives the tangent from its pull-back, a vmap
+    Levels on the way transform ``h``: a jvp level derives the tangent from its pull-back, a vmap
     level makes it a function of stacks.
     """
     if level is None or not any(peels(a) for a in args):
@@ -472,7 +476,7 @@ def at(level: Level | None, h: Function, args: tuple) -> tuple:
 
 
 def made_of(h: Function, make: Callable[[Function], Function]) -> Function:
-    """``make(h)``, and what gives its tangents made likewise, where ``h`` has a rule for these."""
+    """Return ``make(h)``, with ``make`` applied to its tangent rule too, if ``h`` has one."""
     made = make(h)
     rule = getattr(h, "rule", None)
     if rule is not None:
@@ -481,6 +485,6 @@ def made_of(h: Function, make: Callable[[Function], Function]) -> Function:
 
 
 def deepest(args: tuple) -> Level | None:
-    """The level that values meet in: the innermost of theirs."""
+    """Return the innermost level of these values; None if no value has a level."""
     levels = [a.level for a in args if isinstance(a, Wrapper)]
     return innermost(levels) if levels else None

@@ -1,7 +1,7 @@
-"""What a call on nested tensors means inside a level: what torch's class says, by their rows.
+"""Nested tensors of jagged layout inside a level: torch's class runs calls on their rows.
 
-Their class takes rows out by a detach, which would cut what these are at our levels from its
-tangent, and passes on the detach by which autograd saves a tensor.
+That class reads the rows through a detach, which would cut a value of our levels from its tangent.
+It also forwards the detach by which autograd saves a tensor. Both are handled here.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _DETACH = aten.detach.default
 
 
 def answer(func: Any, args: tuple) -> Any:
-    """Return what is not left to their class, and NotImplemented for all other operators."""
+    """Run an operator that torch's class gets wrong here; NotImplemented for all others."""
     if func in _GET_ROWS:
         return second_name(held_rows(args[0]))
     if func is _DETACH and type(args[0]) is Jagged and not is_excluded(AUTOGRAD):
@@ -36,7 +36,7 @@ def answer(func: Any, args: tuple) -> Any:
     return NotImplemented
 
 
-# Their class computes attention by tensors of the other layout, of which nothing is seen here.
+# Torch's class computes attention by nested tensors of strided layout, which no level sees.
 OF_COMPONENTS = aten._nested_tensor_from_tensor_list.default
 
 
@@ -49,7 +49,7 @@ def has_no_tangent() -> NotImplementedError:
 
 
 def attend(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Attention within each component. Their class has kernels that take no values of ours."""
+    """Compute attention within each component: torch's kernels for it take no wrappers."""
     each = zip(*map(components, (query, key, value)), strict=True)
     found = [_ATTENTION(q, k, v, *args, **kwargs) for q, k, v in each]
     return with_rows(query, torch.cat(found, jagged_dim(query)))

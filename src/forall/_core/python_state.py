@@ -1,9 +1,9 @@
-"""What a user's function may have changed of Python's own state, so that it can run once more.
+"""Snapshots of Python state that a user's function may change, so that it can run again.
 
-Before any part of a function runs twice, the containers and attributes that it can reach by its
-arguments, its closure, the object it is bound to, and the globals that it or a function it calls by
-name reads, are put back as they were. What lies deeper (an object in an object) and what leaves the
-process (print, files) is not.
+Before any part of a function runs twice, the containers and attributes that it can reach are
+restored. It reaches them by its arguments, its closure, the object that it is bound to, and
+globals. Globals that a function called by name reads are included. Deeper state (an object in an
+object) and effects outside the process (print, files) are not restored.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
 
 _CONTAINERS = (list, dict, set, bytearray, deque)
 _EMPTIED = frozenset(_CONTAINERS)
-_MOST = 10_000  # entries in all: what is longer is data, not a record of calls
-UNSET = object()  # what an empty cell holds, and a name that nothing has
+_MOST = 10_000  # entries in all: longer containers are data, not a record of calls
+UNSET = object()  # the content of an empty cell, and the value of an unbound name
 _HERE = __file__.rsplit("_core", 1)[0]
-_STATELESS = (ModuleType, type(None))  # what a builtin function is bound to, but for a method
+_STATELESS = (ModuleType, type(None))  # ``__self__`` of builtin functions that are no methods
 
 
 class Unwatched:
-    """What is kept from call to call without a say in what a call gives."""
+    """Base of objects kept from call to call that have no influence on a call's result."""
 
 
 class Weakly(Unwatched):
-    """An object of the user's, which goes when they drop it; ``of()`` is the object."""
+    """A weak reference to an object of the user's; ``of()`` is the object, or None."""
 
     __slots__ = ("of",)
 
@@ -45,7 +45,7 @@ class Weakly(Unwatched):
 
 
 class Remembered:
-    """The state of what a function can reach, taken before it runs."""
+    """A snapshot of the state that a function can reach, taken before it runs."""
 
     __slots__ = ("cells", "classes", "copies", "functions", "generators", "left", "names")
 
@@ -55,7 +55,7 @@ class Remembered:
         self.names: list[tuple[dict[str, Any], str, Any]] = []
         self.classes: list[tuple[type, dict[str, Any]]] = []
         self.functions: set[FunctionType] = set()
-        self.generators: list[tuple[torch.Generator, torch.Tensor]] = []  # to be put back apart
+        self.generators: list[tuple[torch.Generator, torch.Tensor]] = []  # restored by callers
         self.left = _MOST
         self._all(given, 1)
         self._callable(func)
@@ -82,12 +82,12 @@ class Remembered:
         self._function(func, 2)
 
     def _function(self, func: Any, depth: int) -> None:
-        """What a function, and those of the user's that it names, can rebind or change."""
+        """Take what a function, and the user's functions that it names, can rebind or change."""
         if not isinstance(func, FunctionType) or func in self.functions or is_a_library(func):
             return
         code = func.__code__
         if code.co_filename.startswith(_HERE):
-            return  # a transform's own, under the name of the user's function that it wraps
+            return  # a transform's wrapper, which has the name of the user's function
         self.functions.add(func)
         self._take(func.__dict__, 0)
         for cell in func.__closure__ or ():
@@ -122,7 +122,7 @@ class Remembered:
             self._take(state, depth)
 
     def _take(self, value: Any, depth: int) -> None:
-        """A container with all containers in it, and ``depth`` objects, one in another."""
+        """Take a container with all containers in it, and objects nested at most ``depth`` deep."""
         kind = _kind(type(value))
         if kind is _PLAIN:
             return
@@ -152,7 +152,7 @@ class Remembered:
                 self._take(value, depth)
 
     def changed(self) -> bool:
-        """Whether anything is not as it was."""
+        """True if anything has changed since the snapshot."""
         return (
             any(contents(cell) is not value for cell, value in self.cells)
             or any(names.get(name, UNSET) is not value for names, name, value in self.names)
@@ -185,7 +185,7 @@ class Remembered:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether two containers of one kind hold the very same things, in the same order."""
+    """True if two containers of one class hold the same objects in the same order."""
     if not one or not other:
         return len(one) == len(other)
     if isinstance(other, dict):
@@ -201,12 +201,12 @@ _KINDS: dict[type, type] = {}
 
 
 def _kind(of: type) -> type:
-    """The class by which a value of this one is taken: a container, or any object of the user's."""
+    """Return the class that decides how a value is taken: a container's, or object for others."""
     try:
         return _KINDS[of]
     except KeyError:
         pass
-    if len(_KINDS) >= _MOST:  # classes may be made anew without end
+    if len(_KINDS) >= _MOST:  # programs may make new classes without end
         _KINDS.clear()
     kind = next((k for k in (*_CONTAINERS, tuple, torch.Generator) if issubclass(of, k)), object)
     if kind is object and of.__module__ in _NOT_THE_USERS:
@@ -217,7 +217,7 @@ def _kind(of: type) -> type:
 
 _LIBRARIES = frozenset(
     {"builtins", "torch", "numpy", "forall", "functools", "math", "typing_extensions"}
-    | {"pybind11_builtins"}  # what classes of torch's derive from
+    | {"pybind11_builtins"}  # the module of base classes of torch's
 )
 
 
@@ -226,10 +226,10 @@ def is_a_library(thing: Any) -> bool:
 
 
 def is_no_users(thing: Any) -> bool:
-    """Whether a class or function is a library's or Python's own: then it is what it is.
+    """True if a class or function is a library's or Python's own, so that it does not change.
 
-    A class that a library derives from one of the user's is the user's, as is one that `torch.fx`
-    makes for a graph of the user's: its ``forward`` is what they wrote.
+    A class that a library derives from one of the user's counts as the user's. So does a class that
+    `torch.fx` makes for a graph, since its ``forward`` is the user's code.
     """
     if isinstance(thing, type):
         if thing.__qualname__.endswith("GraphModuleImpl"):
@@ -242,7 +242,7 @@ def is_no_users(thing: Any) -> bool:
 
 
 def is_none_by_name(module: str) -> bool:
-    """Whether a module, by its name, is a library's or Python's own."""
+    """True if this is the name of a library's module or of one of Python's own."""
     return is_library(module) or module.partition(".")[0] in sys.stdlib_module_names
 
 
@@ -251,12 +251,12 @@ def is_ours(func: FunctionType) -> bool:
 
 
 def home_of(func: FunctionType) -> str:
-    """The name of the module whose globals a function has; "" where it was made without one."""
+    """Return the name of the module whose globals a function has; "" if they have no name."""
     return func.__globals__.get("__name__") or ""
 
 
 def is_library(module: str) -> bool:
-    """Whether a module, by its name, is none of the user's."""
+    """True if this is the name of a module of one of the known libraries."""
     return module.partition(".")[0] in _LIBRARIES
 
 
@@ -279,20 +279,20 @@ def contents(cell: CellType) -> Any:
 _GLOBALS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"})
 _REBINDS_GLOBALS = frozenset({"STORE_GLOBAL", "DELETE_GLOBAL"})
 _REBINDS = frozenset({"STORE_DEREF", "DELETE_DEREF"})
-# By these code finds what is bound, or binds it, without naming it.
+# Code that has one of these names can read or bind other names without naming them.
 SETTERS = frozenset({"setattr", "delattr"})  # of modules too, whose names are global
 _NAMESPACES = SETTERS | {"globals", "eval", "exec", "__closure__", "__globals__"}
 
 
 @functools.lru_cache(maxsize=1024)
 def instructions_of(code: CodeType) -> tuple[dis.Instruction, ...]:
-    """The instructions of a function, without those of functions written inside it."""
+    """Return the instructions of a function, without those of functions written inside it."""
     return (*dis.get_instructions(code),)
 
 
 @functools.lru_cache(maxsize=4096)
 def globals_of(code: CodeType) -> tuple[tuple[str, bool], ...]:
-    """The globals that a function, or one written inside it, names, and whether it rebinds them."""
+    """Return the globals that a function, or one inside it, names, and whether it rebinds them."""
     found: dict[str, bool] = {}
     for i in instructions_of(code):
         if i.opname in _GLOBALS:
@@ -306,7 +306,7 @@ def globals_of(code: CodeType) -> tuple[tuple[str, bool], ...]:
 
 @functools.lru_cache(maxsize=4096)
 def rebound_of(code: CodeType) -> frozenset[str]:
-    """The names of closures that code, or what is written inside it, gives another value."""
+    """Return the names of closure variables that a function, or one inside it, rebinds."""
     inner = [rebound_of(c) for c in code.co_consts if isinstance(c, CodeType)]
     own = (i.argval for i in instructions_of(code) if i.opname in _REBINDS)
     return frozenset(own).union(*inner)
@@ -314,12 +314,12 @@ def rebound_of(code: CodeType) -> frozenset[str]:
 
 @functools.lru_cache(maxsize=4096)
 def may_rebind(code: CodeType) -> bool:
-    """Whether a function may give names that are not its own another value."""
+    """True if a function may rebind names that are not its own."""
     return rebinds(code, names_of(code))
 
 
 def rebinds(code: CodeType, names: frozenset[str]) -> bool:
-    """Whether it does, or may by one of these names that it asks for."""
+    """True if a function rebinds names that are not its own, or may do so by one of ``names``."""
     if not rebound_of(code).isdisjoint(code.co_freevars):
         return True
     return any(written for _, written in globals_of(code)) or not _NAMESPACES.isdisjoint(names)
@@ -327,19 +327,19 @@ def rebinds(code: CodeType, names: frozenset[str]) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def names_of(code: CodeType) -> frozenset[str]:
-    """All names of globals and attributes in a function, or in one written inside it."""
+    """Return all names of globals and attributes in a function, or in one written inside it."""
     inner = [names_of(c) for c in code.co_consts if isinstance(c, CodeType)]
     return frozenset(code.co_names).union(*inner)
 
 
 @functools.lru_cache(maxsize=4096)
 def written_in(code: CodeType) -> frozenset[str]:
-    """All names that stand in a function, or in one inside it, as such or as text."""
+    """Return all names and string constants in a function, or in one inside it."""
     return frozenset(code.co_names).union(*map(in_constant, code.co_consts))
 
 
 def in_constant(constant: Any) -> Iterable[str]:
-    """The names that stand in a constant of a function's."""
+    """Return the names and strings in a constant of a code object."""
     if isinstance(constant, CodeType):
         return written_in(constant)
     if isinstance(constant, (tuple, frozenset)):

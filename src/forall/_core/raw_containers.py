@@ -1,6 +1,6 @@
-"""Containers as their classes in C have them, past the methods that a user's class may add.
+"""Containers read by the methods of their builtin class, without a subclass's overrides.
 
-Those may do anything when they are asked by somebody who only looks: count, load, or give nothing
+An override may have side effects when a container is only inspected: it may count, load, or raise
 (a tuple whose length is an error).
 """
 
@@ -18,12 +18,12 @@ _IN_C = frozenset({*_DICTS, MappingProxyType, list, tuple, deque, bytearray, set
 
 
 def bare(value: Any) -> Any:
-    """A container of any class, to be looked at: itself where nothing can be in the way."""
+    """Return a view of a container without overrides: itself if its class is a builtin one."""
     return value if type(value) in _IN_C else Bare(value)
 
 
 class Bare:
-    """A container of a class of the user's."""
+    """A container of a user's class, read and written by the methods of its builtin base."""
 
     __slots__ = ("kind", "value")
 
@@ -59,12 +59,12 @@ class Bare:
         self.kind.update(self.value, values)
 
     def copy(self) -> Any:
-        """What it holds, in a container of Python's own."""
+        """Return a builtin container with the same contents."""
         if self.kind in _DICTS:
             return dict(zip(self, self.values(), strict=True))
         return self.kind(self)
 
     def become(self, copy: Any) -> None:
-        """Hold what a copy holds."""
+        """Replace the contents by those of ``copy``."""
         self.clear()
         (self.extend if hasattr(self.kind, "extend") else self.update)(copy)

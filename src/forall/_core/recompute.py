@@ -1,8 +1,8 @@
-"""Running a user's function once more, later, as checkpoints do in a backward pass.
+"""Recomputation: run a user's function again later, as checkpoints do in a backward pass.
 
-It runs where it first ran: the levels entered since, a pull-back's among them, have no part in it;
-and a level that has ended since still says what a draw of random numbers is, and takes as its own
-what is made anew: examples may be written into it.
+The function runs in the context of its first run. Levels that were entered since, a pull-back's
+among them, are switched off. A level that has ended since still defines what a random draw is, and
+new tensors belong to it: per-example values may be written into them.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ if TYPE_CHECKING:
 
 
 def where_it_first_ran(function: Callable, *, recomputes: bool = True) -> Callable:
-    """``function``, which runs at any later time at the level that runs now.
+    """Wrap ``function`` so that any later call runs at the level that is active now.
 
-    It ``recomputes`` what it made then, or else something else of the values that it meets.
+    With ``recomputes`` the call computes the same values again, as a checkpoint does. Otherwise it
+    computes something new, as a hook does.
     """
     level = top()
     parts = [*_parts(level)] if stack.parted else []
@@ -49,7 +50,7 @@ def where_it_first_ran(function: Callable, *, recomputes: bool = True) -> Callab
 
 @contextmanager
 def _counted(place: Level | None, since: Level | None, recomputes: bool) -> Iterator[None]:
-    """What is entered counts as it would have then: see NOTE [inside and outside]."""
+    """Order levels that are entered here as if entered then: see NOTE [inside and outside]."""
     was = stack.place, stack.since, stack.recomputes
     stack.place, stack.since, stack.recomputes = place, since, recomputes and in_backward()
     try:
@@ -66,7 +67,7 @@ def _parts(level: Level | None) -> Iterator[Level]:
 
 
 class _Acting:
-    """The examples run that ran, where they had parted."""
+    """Context in which the same sub-levels act as in the first run, where examples had diverged."""
 
     def __init__(self, parts: list[Level]) -> None:
         self.parts = parts
@@ -84,7 +85,7 @@ class _Acting:
 
 
 def may_carry_tangents() -> bool:
-    """Whether forward mode is at work around the code that runs now."""
+    """True if forward-mode differentiation is active around the running code."""
     level = top()
     while level is not None:
         if level.peels:
@@ -110,7 +111,7 @@ def _ended(level: Level | None) -> Any:
 
 
 class as_made_by(ExitStack):
-    """What code of the user's makes is of ``level`` and of those around it, though they ended."""
+    """Context in which new tensors belong to ``level`` and those around it, even ended ones."""
 
     def __init__(self, level: Level | None) -> None:
         super().__init__()
@@ -119,7 +120,10 @@ class as_made_by(ExitStack):
 
 
 class _Makes(DispatchMode):
-    """Draws and new tensors of a level that has ended: they may have no argument to tell it by."""
+    """A mode that hands random draws and factory functions to a level that has ended.
+
+    Such operators may have no argument from which their level can be seen.
+    """
 
     stays = True  # see `outside`
 
@@ -135,7 +139,7 @@ class _Makes(DispatchMode):
 
 
 def _is_new(func: Any, args: tuple, kwargs: dict | None) -> bool:
-    """Whether an operator makes a tensor without reading any."""
+    """True if an operator is a factory function: its result depends on no tensor's values."""
     name = func.overloadpacket.__name__
     if name.endswith("_like") or name.startswith("new_"):
         return True

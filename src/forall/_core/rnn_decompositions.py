@@ -1,11 +1,11 @@
 """Recurrent layers and cells in ordinary operators, and their pull-backs.
 
-Accelerators have one kernel for all steps of a layer (cuDNN), and one for a cell. These know no
-examples and no forward mode, and cuDNN's backward has no derivative. The same in ordinary operators
-has all three.
+Accelerators have one kernel for all steps of a layer (cuDNN), and one for a cell. These kernels
+support neither vmap nor forward mode, and cuDNN's backward has no derivative. Ordinary operators
+have all three.
 
-A layer's input are the rows of all steps, one step after another: (S, I), of which ``sizes`` tells
-how many each step has. They become fewer from step to step where sequences are packed.
+A layer's input holds the rows of all steps, one step after another, as (S, I). ``sizes`` is the
+number of rows of each step; it falls from step to step if sequences are packed.
 
 Source: Hochreiter and Schmidhuber, "Long short-term memory" (1997); Cho et al., "Learning phrase
 representations using RNN encoder-decoder for statistical machine translation" (2014).
@@ -26,7 +26,7 @@ RELU, TANH, LSTM, GRU = range(4)  # as cuDNN numbers them
 
 
 class Weights(NamedTuple):
-    """The parameters of one layer in one direction; H' is what a projection makes of H."""
+    """The parameters of one layer in one direction; H' is the size of the projected state."""
 
     of_input: Tensor  # (G * H, I), with G gates
     of_hidden: Tensor  # (G * H, H')
@@ -48,9 +48,10 @@ class Weights(NamedTuple):
 
 
 def lstm_cell(x: Tensor, h: Tensor, c: Tensor, b: Any = None, d: Any = None) -> tuple:
-    """Return h' and c', and what the kernel keeps: the gates (N, 4H) after their functions.
+    """Return h' and c', and the tensor that the kernel saves: the activated gates (N, 4H).
 
-    ``x`` and ``h`` are what input and hidden state give to the gates, ``b`` and ``d`` biases.
+    ``x`` and ``h`` are the products of input and hidden state with their weights, ``b`` and ``d``
+    are biases.
     """
     gates = x + h if b is None else x + b + (h + d)
     i, f, g, o = gates.chunk(4, -1)
@@ -75,7 +76,7 @@ def lstm_cell_backward(
 
 
 def gru_cell(x: Tensor, h: Tensor, hidden: Tensor, b: Any = None, d: Any = None) -> tuple:
-    """Return h', and what the kernel keeps (N, 5H): two gates, the new state, h and its part."""
+    """Return h', and the tensor that the kernel saves (N, 5H): r, z, n, h and its part of n."""
     x, h = (x, h) if b is None else (x + b, h + d)
     (xr, xz, xn), (hr, hz, hn) = x.chunk(3, -1), h.chunk(3, -1)
     r, z = (xr + hr).sigmoid(), (xz + hz).sigmoid()
@@ -84,7 +85,7 @@ def gru_cell(x: Tensor, h: Tensor, hidden: Tensor, b: Any = None, d: Any = None)
 
 
 def gru_cell_backward(g: Tensor, kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the cotangents of what input and hidden state give, and of the hidden state."""
+    """Return the cotangents of the input's and the hidden state's products, and of the state."""
     r, z, n, hidden, hn = kept.chunk(5, -1)
     gn = g * (1 - z) * (1 - n * n)
     gr, gz = gn * hn * r * (1 - r), g * (hidden - n) * z * (1 - z)
@@ -92,7 +93,7 @@ def gru_cell_backward(g: Tensor, kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _step(mode: int, x: Tensor, h: Tensor, hidden: Tensor, c: Any) -> tuple[Tensor, Any, Tensor]:
-    """Return h', c' and what `_step_backward` reads."""
+    """Return h', c' and the tensor that `_step_backward` reads."""
     if mode == LSTM:
         return lstm_cell(x, h, c)
     if mode == GRU:
@@ -103,7 +104,7 @@ def _step(mode: int, x: Tensor, h: Tensor, hidden: Tensor, c: Any) -> tuple[Tens
 
 
 def _step_backward(mode: int, step: _Step, g: Tensor, gc: Any) -> tuple[Tensor, Tensor, Any, Any]:
-    """Return the cotangents of what input and hidden state give, then of the states before."""
+    """Return the cotangents of the input's and the hidden state's products, then of the states."""
     if mode == LSTM:
         gates, gc = lstm_cell_backward(g, gc, step.cell_before, step.cell, step.kept)
         return gates, gates, None, gc
@@ -117,7 +118,7 @@ def _step_backward(mode: int, step: _Step, g: Tensor, gc: Any) -> tuple[Tensor, 
 
 
 class _Step(NamedTuple):
-    """What the pull-back of a step reads."""
+    """The values of a step that its pull-back reads."""
 
     place: int
     before: Tensor  # the hidden state
@@ -151,7 +152,7 @@ def _first(h: Tensor, n: int) -> Tensor:
 
 
 def _with_rest(new: Tensor, h: Tensor, n: int) -> Tensor:
-    """States of whom a step has, and of the others as they are."""
+    """Return ``h`` with its first rows replaced by ``new``."""
     return new if n == h.shape[0] else torch.cat([new, h[n:]])
 
 
@@ -193,7 +194,7 @@ def _layer_backward(
 
 
 class Layers(NamedTuple):
-    """Several layers, and what their input looks like."""
+    """Several layers, and the layout of their input."""
 
     mode: int
     count: int
@@ -209,7 +210,7 @@ class Layers(NamedTuple):
         return x.flatten(0, 1), [x.shape[1]] * x.shape[0]
 
     def whole(self, rows: Tensor, sizes: Sequence[int]) -> Tensor:
-        """Return rows as the output that they are."""
+        """Return rows of all steps in the layout of the output."""
         if self.sizes:
             return rows
         x = rows.unflatten(0, (len(sizes), -1))
@@ -308,7 +309,7 @@ def drops_out(count: int, dropout: float, train: bool) -> bool:
 
 
 def refuse_dropout(count: int, dropout: float, train: bool) -> None:
-    """Raise where a kernel has drawn what no other operator can draw again."""
+    """Raise if a kernel has drawn random numbers that no other operator can reproduce."""
     if drops_out(count, dropout, train):
         raise NotImplementedError(
             "cuDNN's recurrent layers draw their dropout in the kernel, so there is no such "

@@ -1,4 +1,4 @@
-"""Sparse tensors, which no wrapper can stand for: those that do not differ go on as they are."""
+"""Sparse tensors, which no wrapper can hold: unbatched ones are passed on as they are."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse
 _LAYOUTS = frozenset({*COMPRESSED, torch.sparse_coo})
 
 aten = torch.ops.aten
-# What puts values in given places.
+# Operators that put values at given indices.
 COMPRESSING = frozenset(
     {
         aten.sparse_compressed_tensor.comp_plain_value_size,
@@ -30,7 +30,7 @@ def is_sparse(a: Any) -> bool:
 
 
 def constant(t: torch.Tensor) -> torch.Tensor:
-    """A second name, which may be that of a view."""
+    """Return an alias without history; it may be a view."""
     if isinstance(t, Wrapper):
         return second_name(t)
     with no_dispatch(), below_autograd():

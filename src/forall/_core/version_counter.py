@@ -1,4 +1,4 @@
-"""How often tensors were written to, for derivatives that are taken later."""
+"""Version counters of tensors: detect in-place writes before a derivative is taken."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
 
 
 class Count:
-    """Whether a tensor is as it was: nobody has written into it since it was counted.
+    """The version of a tensor at one time, by which later in-place writes are detected.
 
-    Autograd counts the writes into what it saves itself. What a level, a tangent program or a
-    factor of a gradient holds is out of its sight.
+    Autograd checks the versions of tensors that it saves itself. It does not know of tensors that a
+    level, a tangent program or a factor of a gradient holds.
     """
 
     __slots__ = ("number", "of")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        # No history may hang on what autograd's own nodes hold, or it would never be free.
+        # Tensors held by autograd's nodes must keep no history alive: a cycle is never freed.
         self.of = weakref.ref(tensor) if isinstance(tensor, Wrapper) else lambda: tensor
         self.number = version(tensor)
 
@@ -42,9 +42,10 @@ class Count:
 
 
 class counted:
-    """Count a write into each of these tensors, where what writes has not done so.
+    """Context that bumps the version of each of these tensors unless its body has bumped it.
 
-    Of tensors in lists torch leaves that to the kernels within; within ours the stacks are written.
+    For tensors in lists, torch leaves the bump to the inner kernels. Those write to the stacks
+    within our wrappers, not to the wrappers.
     """
 
     __slots__ = ("before",)

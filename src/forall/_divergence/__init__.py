@@ -1,4 +1,4 @@
-"""Where examples part ways: Python's control flow, numbers and containers, one for each lane."""
+"""Divergence: the runtime of converted code, with control flow and values that differ by lane."""
 
 from forall._divergence.runtime import Refused as Refused
 from forall._divergence.runtime import convert as convert

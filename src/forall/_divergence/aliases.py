@@ -1,14 +1,13 @@
-"""One tensor under several names: a joined tensor is a copy where the loop's is one of before.
+"""Aliases across joins: a joined tensor is a copy, where a loop over examples has the original.
 
     y = x
     if c: y = 2 * x
-    y += 1           # in the loop, x too where not c
+    y += 1           # in the loop over examples, this writes x too where not c
 
-Each tensor that was ever joined has an identity, and a copy has, for some lanes, that of what it
-was joined from. What is written into one of them is put into all that are alive and have the same
-identity for the lanes that write. Who writes does not matter: the memory tells that it was written
-into, by whatever name and way. A view is kept alive by its copies: it is the way to what it views,
-and what is written there by any name is put into them.
+Each tensor that was ever joined has an identity in the loop. For some lanes a copy has the identity
+of the tensor that it was joined from. A write into one tensor is repeated on all live tensors that
+have the same identity for the writing lanes. Writes are found by the memory that they change, under
+whichever name. A copy keeps its view alive: through the view, writes to the base reach the copy.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-_WAITS: Any = object()  # in a lane's place: who is nobody's twin until it is joined itself
+_WAITS: Any = object()  # in place of lanes: the name is no alias until it is joined itself
 
 
 class _Identity:
-    """What a tensor of the loop is; ``names`` are of ours that are it for some lanes."""
+    """A tensor of the loop over examples; ``names`` are our tensors that are it for some lanes."""
 
     __slots__ = ("names",)
 
@@ -44,11 +43,11 @@ class _Identity:
 class _Piece(NamedTuple):
     lanes: Any  # None: all
     identity: _Identity
-    way: Any  # what has to stay alive: the view that these lanes have
+    way: Any  # the view that these lanes have, which has to stay alive
 
 
 class Name:
-    """A tensor of ours, and what it is in the loop. Its memory has it, for as long as it lives."""
+    """A tensor of ours and its identities in the loop. The tensor's memory object holds it."""
 
     __slots__ = ("__weakref__", "kind", "memory", "pieces", "tensor", "views")
 
@@ -59,20 +58,20 @@ class Name:
         self.pieces: list[_Piece] = []
 
     def found(self) -> Any:
-        """The tensor, or another name of all its memory; None where there is nothing any more."""
+        """Return the tensor, or another one of all its memory; None if none is alive."""
         tensor, memory = self.tensor(), self.memory()
         if tensor is not None or memory is None or self.views:
             return tensor
         return words.renamed(self.kind, memory)
 
     def is_of_use(self) -> bool:
-        """Whether it may be written under this name, and somebody else then follows."""
+        """True if a write under this name is possible and may have to reach other tensors."""
         if self.tensor() is not None:
             return True
         return not self.views and not all(p.identity.is_only(self) for p in self.pieces)
 
     def settled(self) -> list[_Piece]:
-        """The pieces, of which one is for all lanes for which nobody else is this tensor."""
+        """Return the pieces, with those of no other tensor merged into one."""
         alone = [p for p in self.pieces if p.way is None and p.identity.is_only(self)]
         if len(alone) > 1 or not self.pieces:
             mine = {id(p) for p in alone}
@@ -83,7 +82,7 @@ class Name:
         return self.pieces
 
     def twins(self, lanes: Any) -> Iterator[tuple[Name, Any]]:
-        """What is the same tensor in the loop, and for which of these lanes."""
+        """Yield the names of the same tensor in the loop, each with its share of these lanes."""
         for piece in self.pieces:
             mine = lanes if piece.lanes is None else both(piece.lanes, lanes)
             for w, known in [*piece.identity.names] if mine is not None else ():
@@ -100,9 +99,9 @@ def _nothing() -> None:
 
 
 def remember(copy: Any, parts: list[tuple[Any, Any]], *, follows: bool = True) -> None:
-    """``copy`` was joined from these; None is what nobody has under another name.
+    """Note that ``copy`` was joined from these ``parts``; None is a tensor without aliases.
 
-    It does not follow where its lanes do not run until it is joined itself.
+    Without ``follows``, writes do not reach ``copy`` until it is joined itself.
     """
     name = _name(copy)
     for world, tensor in parts:
@@ -114,7 +113,7 @@ def remember(copy: Any, parts: list[tuple[Any, Any]], *, follows: bool = True) -
 
 
 def _of(tensor: Any) -> list[_Piece]:
-    """What a tensor is in the loop, for those who are joined from it."""
+    """Return the identities of a tensor in the loop, for a copy that is joined from it."""
     if tensor is None:
         return [_Piece(None, _Identity(), None)]
     name = _name(tensor)
@@ -136,9 +135,9 @@ def _name(tensor: Any) -> Name:
 
 
 def follow() -> None:
-    """Something was written, by the lanes that run: what is the same in the loop follows.
+    """Repeat the last writes of the running lanes on all tensors that are the same in the loop.
 
-    Each memory is reached once for each lane, from what was written on.
+    The search starts at the memory that was written and visits each memory once for each lane.
     """
     now = words.now()
     todo = [(memory, now) for memory in words.changed()]

@@ -1,12 +1,13 @@
 """`Number`: the Python number of each example, where they differ.
 
-Inside ``vmap`` an ``x.item()`` is one number for each example. A `Number` holds all of them and
-behaves as each: what Python's operator gives for one example's number is what it holds for that
-example, type, rounding and errors included. An operator of torch answers for all at once where it
-is known to give the same (`arithmetic`); else Python's own answers for one example after another.
+Inside ``vmap``, ``x.item()`` is one number for each example. A `Number` holds all of them and
+behaves like each one: for each example its operators give the result of Python's operator on that
+example's number, with the same type, rounding and errors. A torch operator computes all results at
+once if it is known to give the same (`arithmetic`). Otherwise Python's own operator runs for one
+example after another.
 
-Where exactly one Python number is needed (``range(n)``, ``if n > 0``, a dict's key) and the
-examples differ, they part: `worlds.one_of` goes on with those that have one value.
+If exactly one Python number is needed (``range(n)``, ``if n > 0``, a dict's key) and the examples
+differ, they diverge: `worlds.one_of` goes on with those that have one value.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ _SHOWN = 8
 class Number:
     """One Python number for each example: ``tensor`` has their values, ``kind`` is their type.
 
-    ``tensor`` is 0-d, of dtype bool, int64, float64 or complex128, differs between the examples and
-    is nobody else's, so that it never changes. Numbers carry no derivative.
+    ``tensor`` is 0-d, of dtype bool, int64, float64 or complex128, and differs between the
+    examples. No other object holds it, so that it never changes. Numbers carry no derivative.
     """
 
     __slots__ = ("__weakref__", "_bounds", "_casts", "_some", "_tensor", "kind")
@@ -55,8 +56,8 @@ class Number:
         self._tensor = tensor
         with functions_off():
             self.kind: type = KINDS[tensor.dtype]  # of each example's number
-        self._some: Tensor | None = None  # those of the examples that ran when last asked
-        self._bounds: tuple[Tensor | None, tuple] = (None, ())  # of which numbers, and what
+        self._some: Tensor | None = None  # restricted to the examples that ran at the last read
+        self._bounds: tuple[Tensor | None, tuple] = (None, ())  # of this tensor
         self._casts: dict[Any, Tensor] = {}
 
     @property
@@ -71,11 +72,11 @@ class Number:
 
     @property
     def whole(self) -> Tensor:
-        """The numbers of all examples that it was made for, whoever of them runs."""
+        """The numbers of all examples that this was made for, whichever of them run now."""
         return self._tensor
 
     def cast(self, dtype: torch.dtype, device: Any = None) -> Tensor:
-        """The numbers in another dtype, which is kept: nobody writes into it."""
+        """Return the numbers in another dtype. The result is cached: do not write into it."""
         tensor = self.tensor
         if tensor is not self._tensor:
             return scalar_storage.cast(tensor, dtype, device)
@@ -85,7 +86,7 @@ class Number:
         return found
 
     @property
-    def __class__(self) -> type:  # so that isinstance(n, float) is what it is for each example
+    def __class__(self) -> type:  # so that isinstance(n, float) is true as for each example
         return self.kind
 
     @property
@@ -99,7 +100,7 @@ class Number:
         return bounds
 
     def one(self) -> Any:
-        """The number as Python's own: where the examples differ, they part."""
+        """Return one Python number. If the examples differ, they diverge."""
         agreed = _agreed(self.tensor)
         if agreed is not None:
             return agreed
@@ -128,7 +129,7 @@ class Number:
         return hash(self.one())
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        import numpy as np  # who asks has it
+        import numpy as np  # the caller has imported it
 
         return np.asarray(self.one(), dtype=dtype)
 
@@ -142,7 +143,7 @@ class Number:
     def __deepcopy__(self, _memo: dict) -> Number:
         return self
 
-    # --- text: that of each example's own number, for a text can be used as data; repr shows all
+    # --- text: str is of each example's number, since it can be used as data; repr shows all
 
     def __repr__(self) -> str:
         sizes = " x ".join(str(n) for n in _values(self.tensor).shape)
@@ -163,7 +164,7 @@ class Number:
     # --- as the number of each example
 
     def __getattr__(self, name: str) -> Any:
-        """``n.real``, ``n.is_integer()``, ..: what the type of the numbers has."""
+        """Return an attribute of the numbers' type: ``n.real``, ``n.is_integer()``, .."""
         if not callable(getattr(self.kind(), name)):  # of a number, not of its class
             return by_lane(operator.attrgetter(name), self)
 
@@ -190,7 +191,7 @@ class Number:
         return _divmod(other, self)
 
     def __array_ufunc__(self, func: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
-        """numpy's function of one number: as numpy's numbers, with its rules."""
+        """Call a numpy function on each example's number, with numpy's rules for numbers."""
         from forall._divergence.scalar_numpy import by_numpy  # which needs to know this class
 
         return by_numpy(getattr(func, method), inputs, kwargs)
@@ -203,7 +204,7 @@ class Number:
 
 
 def _values(t: Tensor) -> Tensor:
-    """All numbers as they are stored, the outermost level's axis first."""
+    """Return all numbers as they are stored, the outermost level's axis first."""
     numbers, _ = scalar_storage.read(t)
     return (
         scalar_storage.in_order(t, scalar_storage.levels_of(t)[::-1]) if numbers.dim() else numbers
@@ -211,7 +212,7 @@ def _values(t: Tensor) -> Tensor:
 
 
 def _agreed(t: Tensor) -> Any:
-    """The one number that all examples have, to the bit; or None."""
+    """Return the one number that all examples have, equal in every bit; or None."""
     flat = scalar_storage.plain(t)
     with functions_off(), no_dispatch():
         flat = flat.reshape(-1)
@@ -227,9 +228,9 @@ def _one(n: Any) -> Any:
 
 
 def number(t: Tensor) -> Any:
-    """What ``t.item()`` gives for a 0-d tensor: a `Number` where the examples differ.
+    """Return ``t.item()`` of a 0-d tensor: a `Number` if the tensor is batched.
 
-    Its values are what they are now, whatever is written into ``t`` later.
+    The `Number` keeps the present values, whatever is written into ``t`` later.
     """
     if not is_mapped_at_any(t):
         return t.item()
@@ -240,7 +241,7 @@ def number(t: Tensor) -> Any:
 
 
 def told(t: Tensor) -> Any:
-    """A `Number` of these; an int of Python's where all agree, which can be a size anywhere."""
+    """Return a `Number` of these values; a Python int if all agree, as it can be a size."""
     n = Number(t)
     if n.kind is int:
         lo, hi = n.bounds
@@ -250,7 +251,7 @@ def told(t: Tensor) -> Any:
 
 
 def as_tensor(n: Number) -> Tensor:
-    """What ``torch.tensor(n)`` gives."""
+    """Return ``torch.tensor(n)``."""
     dtypes = {float: (real := torch.get_default_dtype()), complex: real.to_complex()}
     device = new_device()
     with functions_off():
@@ -264,7 +265,7 @@ registry.STRANGERS.add(Number)
 
 
 def operand(n: Any) -> Operand:
-    """A `Number`, or a number of Python's, for the table of operators."""
+    """Wrap a `Number` or a Python number for the table of operators."""
     if type(n) is Number:
         return Operand(n.tensor, n.kind, n.bounds)
     return Operand(n, type(n), (n, n))
@@ -308,7 +309,7 @@ def _divmod(a: Any, b: Any) -> Any:
 
 
 def trunc(n: Number) -> Any:
-    """int(n), for each example."""
+    """Compute ``int(n)`` for each example."""
     return _unary(math.trunc, n) if n.kind is not complex else by_lane(int, n)
 
 
@@ -348,10 +349,10 @@ for _op in (math.floor, math.ceil, math.trunc):
 
 
 def by_lane(func: Any, *args: Any, name: str = "") -> Any:
-    """``func(*args)`` with each example's own numbers, for the lanes that run now.
+    """Call ``func(*args)`` with each example's own numbers, for the lanes that run now.
 
-    Results that are numbers of one type are a `Number`; tuples of them, a tuple. Where the types
-    differ between the lanes, or the results are no numbers and differ, the lanes part.
+    Results that are numbers of one type become a `Number`, tuples of them a tuple. If the types
+    differ between lanes, or the results differ and are no numbers, the lanes diverge.
     """
     flat, spec = pytree.flatten(args)
     nested = any(type(a) in (tuple, list, dict) for a in args)
@@ -390,12 +391,12 @@ def by_lane(func: Any, *args: Any, name: str = "") -> Any:
 
 
 def _of_example(name: str, alone: Any, tensors: list[Tensor]) -> BaseException | None:
-    """The error of the first example that fails, with a note that names it."""
+    """Return the error of the first example that fails, with a note that names the example."""
     return first_error(name, lambda *ts: alone(*(t.item() for t in ts)), tuple(tensors), {})
 
 
 def _form(result: Any) -> Any:
-    """The type of a number, or a tuple of these; None for what a tensor cannot hold."""
+    """Return the type of a number, or a tuple of these; None if a tensor cannot hold it."""
     if type(result) is tuple:
         forms = tuple(map(_form, result))
         return None if None in forms else forms
@@ -403,7 +404,7 @@ def _form(result: Any) -> Any:
 
 
 def _packed(results: list, tensor: Any) -> Any:
-    """The results of all lanes, of one form, as one."""
+    """Pack the results of all lanes, which have one form, into one value."""
     first = results[0]
     if type(first) is tuple:
         return tuple(_packed(list(part), tensor) for part in zip(*results, strict=True))

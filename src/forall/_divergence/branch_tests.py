@@ -1,4 +1,4 @@
-"""Who goes which way: a test as one bool, or as the two worlds that part."""
+"""Tests of branches: one bool for all lanes, or the two active sets into which lanes diverge."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), tuple})
 
 
 class Truth:
-    """A test that came out differently: the lanes for which it holds, and the others."""
+    """A test that differs between lanes: those for which it is true, and those for which not."""
 
     __slots__ = ("no", "yes")
 
@@ -30,12 +30,12 @@ class Truth:
         self.yes, self.no = yes, no
 
     def value(self) -> Any:
-        """As a Python bool of each lane."""
+        """Return the test as a bool of each lane."""
         return merge([(self.yes, True), (self.no, False)])
 
 
 def ask(test: Any, again: bool = False) -> Any:
-    """``bool(test)`` for the lanes that run: one bool, or (those where true, those where not)."""
+    """Return ``bool(test)`` for the running lanes: one bool, or (lanes with True, with False)."""
     kind = type(test)
     if kind is bool:
         return test
@@ -44,7 +44,7 @@ def ask(test: Any, again: bool = False) -> Any:
     if kind in PLAIN:
         return bool(test)
     if is_posed(test):
-        if hasattr(kind.__bool__, "__code__"):  # the class says it anew
+        if hasattr(kind.__bool__, "__code__"):  # the class overrides it
             from forall._divergence.converted_call import call  # which asks
 
             return ask(call(kind.__bool__, test))
@@ -90,7 +90,7 @@ def _by_part(parts: Parts) -> Any:
 
 
 def chosen(test: Any, a: Callable[[], Any], b: Callable[[], Any]) -> Any:
-    """``a() if test else b()``, each run by its lanes."""
+    """Evaluate ``a() if test else b()``: each lane runs its own side."""
     answer = ask(test)
     if type(answer) is bool:
         return a() if answer else b()
@@ -99,7 +99,7 @@ def chosen(test: Any, a: Callable[[], Any], b: Callable[[], Any]) -> Any:
 
 
 def shortcut(first: Any, rest: Callable[[], Any], *, stop: bool) -> Any:
-    """``first or rest()`` (stop: True) or ``first and rest()``."""
+    """Evaluate ``first or rest()`` (stop: True) or ``first and rest()``."""
     answer = ask(first)
     if type(answer) is bool:
         return first if answer is stop else rest()
@@ -111,7 +111,7 @@ def shortcut(first: Any, rest: Callable[[], Any], *, stop: bool) -> Any:
 
 
 def shortcut_test(first: Any, rest: Callable[[], Any], *, stop: bool) -> Any:
-    """The same where only the truth matters: no values are joined."""
+    """Evaluate ``or`` / ``and`` where only the truth value matters: no values are joined."""
     answer = ask(first)
     if type(answer) is bool:
         return stop if answer is stop else rest()
@@ -128,7 +128,7 @@ def shortcut_test(first: Any, rest: Callable[[], Any], *, stop: bool) -> Any:
 
 
 def _asked(run: Callable[[], Any]) -> Any:
-    return ask(run(), again=True)  # of one test, as far as who counts them is concerned
+    return ask(run(), again=True)  # the operands of one test count as one test
 
 
 def negated(test: Any) -> Any:
@@ -139,7 +139,7 @@ def negated(test: Any) -> Any:
 
 
 def is_any(items: Any, *, stop: bool) -> Any:
-    """``any(items)`` (stop: True) or ``all(items)``; who has found it looks no further."""
+    """Evaluate ``any(items)`` (stop: True) or ``all(items)``; a lane stops once it is decided."""
     found = stop
     t = thread
     region, depth, before = Region(t), len(t.entered), t.parted

@@ -1,4 +1,4 @@
-"""``f(args)`` in converted code: convert what f is, or run it once for each group of lanes."""
+"""Calls in converted code: convert the called function, or run it once for each group of lanes."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ from forall._divergence.varying import (
 from forall._divergence.vmap_interface import words
 from forall._vmap.fast_path.operators import called
 
-OVERRIDDEN: dict[Any, Callable] = {}  # builtins that mean something for lanes (see `builtin`)
-PASSED_ON: set[Any] = set()  # builtins that call the functions they are given, and nothing else
+OVERRIDDEN: dict[Any, Callable] = {}  # replacements of builtins (see `builtin`)
+PASSED_ON: set[Any] = set()  # builtins that only call the functions passed to them
 READS_ONLY = frozenset({"index", "count", "copy", "get", "keys", "values", "items"})
-# Operators of torch in C that look at values, so that lanes may part inside
+# Operators of torch in C that read values, so that lanes may diverge inside
 LOOKS = frozenset(
     [
         "item",
@@ -80,22 +80,22 @@ LOOKS = frozenset(
         "select",
     ]
 )
-# Of torch's, what asks a number of the examples for one int before it hears that this has a meaning
+# Functions of torch that convert a per-example number to one int before function modes see the call
 ASKS_FIRST = frozenset({"select", "roll"})
 OPAQUE = object()
-# Whose methods in C change nothing
+# Types whose methods in C change nothing
 _CONSTANT = (
     types.ModuleType, type, str, bytes, int, float, complex, tuple, frozenset, range, slice,
     re.Pattern, re.Match, types.FunctionType,
 )  # fmt: skip
 _plans: dict[types.CodeType, Any] = {}
 _deep_plans: dict[types.CodeType, Any] = {}  # of functions of other libraries
-_refused: dict[types.CodeType, Refused] = {}  # why these functions are run as they are
-_of_torch_alone: set[Any] = set()  # functions of torch's that mean nothing else here
+_refused: dict[types.CodeType, Refused] = {}  # why these functions are not converted
+_of_torch_alone: set[Any] = set()  # torch functions that need no other treatment here
 
 
 def call(f: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """``f(*args, **kwargs)`` for the lanes that run. They run together again when it returns."""
+    """Call ``f(*args, **kwargs)`` for the running lanes, which all run again when it returns."""
     kind = type(f)
     if kind is types.FunctionType:
         plan = _plans.get(f.__code__) or _plan(f)
@@ -131,16 +131,16 @@ def call(f: Any, /, *args: Any, **kwargs: Any) -> Any:
 
 
 def _refuse_kept(args: tuple) -> None:
-    """An iterator that some lanes alone use up would be used up for the others."""
+    """Raise if some lanes alone would consume an iterator that is kept for the others too."""
     for n in range(len(args)):
-        # The tuple and the question refer to it; and somebody else does? A name here would be
-        # counted once more on some versions of Python.
+        # The tuple and the argument of `getrefcount` are two references; a third one is elsewhere.
+        # A local name here would add one on some versions of Python.
         if hasattr(type(args[n]), "__next__") and sys.getrefcount(args[n]) > 2:
             raise Unsplittable("an iterator that is kept, used by some examples alone")
 
 
 def within_scope(g: Callable, args: tuple, kwargs: dict) -> Any:
-    """Call what is converted: the lanes that run now run again when it is left."""
+    """Call a converted function; the lanes that run now run again when it returns or raises."""
     t = thread
     top, depth, parted = t.top, len(t.entered), t.parted
     try:
@@ -158,7 +158,7 @@ def within_scope(g: Callable, args: tuple, kwargs: dict) -> Any:
 
 
 def _plan(f: types.FunctionType) -> Any:
-    """How this function is run: its converted template, OPAQUE, or OTHERS, where it depends."""
+    """Return the plan of a function: its converted template, OPAQUE, or OTHERS for `_others`."""
     kind = whose(f.__code__)
     plan = _made_plan(f) if kind is USERS else OTHERS if kind is OTHERS else OPAQUE
     _plans[f.__code__] = plan
@@ -166,7 +166,7 @@ def _plan(f: types.FunctionType) -> Any:
 
 
 def _others(f: types.FunctionType) -> Any:
-    """How one of another library is run now."""
+    """Return the plan of another library's function: converted only if `thread.deeply` is set."""
     thread.met_others = True
     if not thread.deeply:
         return OPAQUE
@@ -190,7 +190,7 @@ def _made_plan(f: types.FunctionType) -> Any:
 
 
 def plan_of(f: types.FunctionType) -> Any:
-    """The converted template of a function; None where it is run as it is."""
+    """Return the converted template of a function; None if it is not converted."""
     plan = _plans.get(f.__code__) or _plan(f)
     if plan is OTHERS:
         plan = _others(f)
@@ -198,7 +198,7 @@ def plan_of(f: types.FunctionType) -> Any:
 
 
 def tell(f: types.FunctionType, refused: Refused) -> None:
-    """Report a function that stays as it is."""
+    """Report a function that cannot be converted."""
     file, _, line = refused.place.rpartition(":")
     place = Place(file, int(line)).near()
     thread.report.refused[f.__code__] = Function(f.__name__, place, refused.reason)
@@ -206,9 +206,9 @@ def tell(f: types.FunctionType, refused: Refused) -> None:
 
 @contextmanager
 def reported(report: Report) -> Iterator[None]:
-    """Collect in the body what becomes of each function."""
+    """Context that reports each called function: converted, or why not."""
     was, thread.report = thread.report, report
-    _plans.clear()  # each is told of when it is made
+    _plans.clear()  # each plan is reported when it is made
     _deep_plans.clear()
     try:
         yield
@@ -217,7 +217,7 @@ def reported(report: Report) -> Iterator[None]:
 
 
 def _made(cls: Any, args: tuple, kwargs: dict) -> Any:
-    """An instance: its ``__init__`` is converted like any function."""
+    """Make an instance of a class; its ``__init__`` is converted like any function."""
     init = cls.__init__
     if (
         isinstance(init, types.FunctionType)
@@ -232,7 +232,7 @@ def _made(cls: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _builtin(f: Any, args: tuple, kwargs: dict) -> Any:
-    """A function or method written in C."""
+    """Call a function or method written in C."""
     owner = getattr(f, "__self__", None)
     if f in PASSED_ON:
         args = tuple(converted(a) if isinstance(a, types.FunctionType) else a for a in args)
@@ -248,7 +248,7 @@ def _builtin(f: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _of_container(f: Any, owner: Any, args: tuple, kwargs: dict) -> Any:
-    """A method of a list, dict, set."""
+    """Call a method of a list, dict or set."""
     name = f.__name__
     if thread.mixed and id(owner) in thread.mixed:
         if name not in READS_ONLY and thread.parted:
@@ -293,7 +293,7 @@ def _has_numbers_for_ints(f: Any, given: tuple) -> bool:
 
 
 def _of_torch(func: Any, f: Any, operands: tuple, args: tuple, kwargs: dict) -> Any:
-    """``f(*args)``, which torch's function modes see as ``func(*operands)``."""
+    """Call ``f(*args)``, which torch's function modes see as ``func(*operands)``."""
     if _has_numbers_for_ints(f, (*operands, *kwargs.values())):
         return words.mean(func, operands, kwargs)
     found = called(func, operands, kwargs)
@@ -301,7 +301,7 @@ def _of_torch(func: Any, f: Any, operands: tuple, args: tuple, kwargs: dict) -> 
 
 
 def _object(f: Any, args: tuple, kwargs: dict) -> Any:
-    """An object with ``__call__``, a module among them; else whatever it is."""
+    """Call an object with ``__call__``, such as a module."""
     kind = type(f)
     own = getattr(kind, "__call__", None)  # noqa: B004 - which function it is
     if isinstance(own, types.FunctionType):
@@ -317,7 +317,7 @@ def _object(f: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _hooked(module: Any) -> bool:
-    """Whether a torch module does more when called than run ``forward``."""
+    """True if a call of a torch module does more than run ``forward``."""
     everywhere = sys.modules["torch.nn.modules.module"]
     names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     if module._compiled_call_impl is not None or any(getattr(module, name) for name in names):
@@ -329,7 +329,7 @@ def _hooked(module: Any) -> bool:
 
 
 def opaque(f: Any, args: tuple, kwargs: dict, owners: tuple = ()) -> Any:
-    """Run f as it is. Where lanes part inside, it is run again for each group."""
+    """Run ``f`` unconverted. If lanes diverge inside, rerun it for each group of lanes."""
     if thread.loose:
         values = [*owners, *args, *kwargs.values()]
         if not (type(f) is types.BuiltinFunctionType and _is_torchs(f)):
@@ -358,7 +358,7 @@ def opaque(f: Any, args: tuple, kwargs: dict, owners: tuple = ()) -> Any:
 
 
 def _noticed(code: types.CodeType, run: Callable[[], Any]) -> Callable[[], Any]:
-    """``run`` of a function that could not be converted: who parts in it has to hear why."""
+    """Wrap ``run``, a call of an unconvertible function, to note the reason if lanes diverge."""
 
     def noticed() -> Any:
         try:
@@ -371,12 +371,12 @@ def _noticed(code: types.CodeType, run: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def _is_used_up(values: tuple) -> bool:
-    """Whether there is an iterator among these: what somebody has taken of it is gone."""
+    """True if there is an iterator among these values, which a call may consume."""
     return any(hasattr(type(v), "__next__") for v in values)
 
 
 def _once(f: Any, args: tuple, kwargs: dict) -> Any:
-    """What takes something of an iterator has no second time."""
+    """Call ``f`` with an iterator that it consumes, so that it cannot run a second time."""
     try:
         return f(*args, **kwargs)
     except RuntimeError as error:
@@ -386,7 +386,10 @@ def _once(f: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _state(f: Any, args: tuple, kwargs: dict) -> Remembered | None:
-    """What else a call may change: asked where lanes are apart, or may part in the user's code."""
+    """Take a snapshot of further state that a call may change.
+
+    None is needed if lanes run together and cannot diverge in the user's code.
+    """
     code = getattr(getattr(f, "__func__", f), "__code__", None)
     if not thread.parted and (code is None or is_library(code)):
         return None
@@ -410,7 +413,7 @@ def _is_torchs(f: Any) -> bool:
 
 
 def _apiece(f: Any, args: tuple, kwargs: dict, owners: tuple, worlds: list) -> Any:
-    """Once for each of the worlds in which nothing varies."""
+    """Call ``f`` once for each of these active sets, within which no argument varies."""
     if len(worlds) > 1 and _is_used_up((*owners, *args, *kwargs.values())):
         raise Unsplittable("an iterator, used up by the first of several examples")
     if thread.parted or len(worlds) > 1:
@@ -425,7 +428,7 @@ def _apiece(f: Any, args: tuple, kwargs: dict, owners: tuple, worlds: list) -> A
 
 
 def converted(f: Callable) -> Callable:
-    """A function that runs f converted: for those who call what they are given."""
+    """Return a function that runs ``f`` converted, to be passed to code that calls it."""
     if getattr(f, "__forall_converts__", None) is not None:
         return f
     if isinstance(f, types.FunctionType) and is_library(f.__code__):

@@ -1,12 +1,12 @@
-"""`Frame`: one running call of a converted function. What its code asks of us it asks here.
+"""`Frame`: one running call of a converted function, and all functions that its code calls.
 
-NOTE. How a function is rewritten, and who does what (`forall._ast_rewrite` writes the code):
+NOTE. The form of a rewritten function (`forall._ast_rewrite` writes the code):
 
-- Bodies stay where they are, in loops of one trip, so that ``break`` leads to where lanes meet.
+- Bodies stay in place, in loops of one trip, so that ``break`` leads to where lanes reconverge.
 - ``dead`` is set when no lane goes on here: all have returned, or left the loop. Each construct
   whose body could do that is followed by ``if dead: break`` (or the frame's return).
-- ``apart`` counts what keeps lanes of this call from running together. While it is 0, ``return``,
-  ``break`` and ``continue`` are Python's own, nearly.
+- ``apart`` counts the constructs at which lanes of this call have diverged. While it is 0,
+  ``return``, ``break`` and ``continue`` are nearly Python's own.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _CONVERTED = {-1: lambda v: v, ord("r"): repr, ord("s"): str, ord("a"): ascii}
 
 
 def _text(*pieces: Any) -> str:
-    """An f-string's text. Each piece is a text, or a value, its conversion and its format."""
+    """Format an f-string. Each piece is a text, or a value, its conversion and its format."""
     return "".join(p if type(p) is str else format(_CONVERTED[p[1]](p[0]), p[2]) for p in pieces)
 
 
@@ -51,7 +51,7 @@ class Frame(Region):
 
     __slots__ = ("apart", "dead", "returned")
 
-    # what converted code needs of Python itself, whatever its own names mean
+    # builtins that converted code needs, even if the user's code rebinds their names
     locals = locals
     undefined = UNDEFINED
     once = (None,)
@@ -83,7 +83,7 @@ class Frame(Region):
         return Loop(self, names)
 
     def leave(self, value: Any) -> None:
-        """``return value`` by some lanes; others go on."""
+        """Run ``return value`` for the running lanes; others go on."""
         if self.returned is None:
             self.returned = []
             self.apart += 1
@@ -92,7 +92,7 @@ class Frame(Region):
         self.dead = True
 
     def result(self, value: Any = None) -> Any:
-        """What the call returns, here where its last lanes return (or have, if dead)."""
+        """Join the results of all lanes when the last lanes return (or have returned, if dead)."""
         parts = self.returned
         if parts is None:
             return value
@@ -134,7 +134,7 @@ class Frame(Region):
         return found.value() if type(found) is Truth else found
 
     def chain(self, names: tuple[str, ...], left: Any, right: Any, *rest: Callable) -> Any:
-        """``left < right < ...``: each further operand only for lanes for which it still holds."""
+        """Evaluate ``left < right < ...``: each operand only for lanes that still compare true."""
         first = self.compare(names[0], left, right)
         if not rest:
             return first
@@ -150,7 +150,7 @@ class Frame(Region):
         return straight[name](a, b)
 
     def same(self, a: Any, b: Any, wanted: bool) -> Any:
-        """``a is b``."""
+        """Evaluate ``a is b``, or ``a is not b`` if ``wanted`` is False."""
         if type(a) is Varying:
             return a.each(lambda v: self.same(v, b, wanted))
         if type(b) is Varying:
@@ -160,7 +160,7 @@ class Frame(Region):
         return (a is b) is wanted
 
     def contains(self, item: Any, container: Any, wanted: bool) -> Any:
-        """``item in container``."""
+        """Evaluate ``item in container``, or ``not in`` if ``wanted`` is False."""
         found = subscripts.contains(item, container)
         if type(found) is bool:
             return found is wanted
@@ -179,7 +179,7 @@ class Frame(Region):
     starred = staticmethod(subscripts.starred)
 
     def added(self, a: Any, b: Any) -> Any:
-        """``a + b``."""
+        """Evaluate ``a + b``."""
         if self.t.mixed and (id(a) in self.t.mixed or id(b) in self.t.mixed):
             return subscripts.apiece(
                 (a, b), lambda: subscripts.resolved(a) + subscripts.resolved(b)
@@ -187,17 +187,17 @@ class Frame(Region):
         return straight["add"](a, b)
 
     def updated(self, name: str, a: Any, b: Any) -> Any:
-        """``a += b`` and its kin: what ``a`` is then."""
+        """Evaluate ``a += b``, or another in-place operator, and return the new ``a``."""
         if self.t.parted and type(a) in CONTAINERS:
             subscripts.note(a)
         return subscripts.updated(name, a, b)
 
     def run(self, function: Callable, iterable: Any) -> Any:
-        """A comprehension."""
+        """Run a comprehension."""
         return converted_call.within_scope(function, (iterable,), {})
 
     def fused(self, fast: Callable, slow: Callable, *operands: Any) -> Any:
-        """An expression of several operators: at once on the stacks, else one after another."""
+        """Evaluate an expression of several operators on the stacks, or else one by one."""
         for a in operands:
             if type(a) is Batched:
                 found = fused(fast, operands)
@@ -205,20 +205,20 @@ class Frame(Region):
         return slow(self, *operands)
 
     def text(self, *pieces: Any) -> Any:
-        """An f-string: that of each lane, where they differ."""
+        """Evaluate an f-string: one text, or the text of each lane if they differ."""
         if all(type(p) is str or (type(p[0]) in PLAIN and type(p[2]) is str) for p in pieces):
             return _text(*pieces)
         return converted_call.opaque(_text, pieces, {})
 
     def grow(self, out: list, value: Any) -> None:
-        """``out.append(value)`` in a comprehension, whose list nobody else has seen."""
+        """Run ``out.append(value)`` in a comprehension, whose list nothing else refers to."""
         if self.apart or self.t.loose:
             self.call(out.append, value)
         else:
             out.append(value)
 
     def is_sequence(self, value: Any, count: int, more: bool) -> Any:
-        """Whether a pattern of so many items may fit."""
+        """True if a sequence pattern of so many items may match."""
         if type(value) is Varying:
             return value.each(lambda v: self.is_sequence(v, count, more))
         if not isinstance(value, (list, tuple, Sequence)) or isinstance(value, (str, bytes)):
@@ -227,7 +227,10 @@ class Frame(Region):
         return length >= count if more else length == count
 
     def many_times(self, iterable: Any) -> Any:
-        """What a ``for`` finds under a name: those that leave it early leave no item behind."""
+        """Return the iterable of a ``for`` that has a name; raise if it is an iterator.
+
+        Lanes that leave the loop early would leave items in it that others have consumed.
+        """
         if hasattr(type(iterable), "__next__"):
             raise Unsplittable("an iterator that is kept")
         return iterable
@@ -260,7 +263,7 @@ class Frame(Region):
         return value
 
     def note_cell(self, reader: Callable) -> None:
-        """The name that this function reads is about to change."""
+        """Note the closure variable that ``reader`` reads, before it changes."""
         if self.t.parted:
             cells: Any = reader.__closure__
             self.t.note(Cell(cells[0]))

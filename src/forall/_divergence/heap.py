@@ -1,13 +1,13 @@
-"""What outlives a line: lists, dicts, attributes, cells. They hold what the running lanes have.
+"""The heap: lists, dicts, attributes, closure cells. They hold the values of the running lanes.
 
-NOTE. While lanes are apart, every write is noted first: what was there (`Slot.get`), where.
-Thus when the other lanes run they find the heap as it was (`Slot.put`), and when lanes
-meet what each left is joined in the very same object (`Slot.meet`). Names of an object do not
-matter, since the object stays the same.
+NOTE. While lanes have diverged, every write is logged first: the slot and its old content
+(`Slot.get`). When the other lanes run, the old content is restored for them (`Slot.put`). When
+lanes reconverge, the contents of all are joined in the same object (`Slot.meet`). The object's
+identity never changes, so its names do not matter.
 
-A list that has one length for some lanes and another for others can be shown for either, not for
-both. It is *mixed*: `Thread.mixed` has its contents by world, and the object itself holds one
-`Mixed`, which complains. Whatever uses a mixed object runs for one world after the other.
+A list whose length differs between lanes can show the items of some lanes only. It is *mixed*:
+`Thread.mixed` has its contents by active set, and the object itself holds one `Mixed`, which raises
+when it is used. Operations on a mixed object run for one active set after the other.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CONTAINERS: dict[type, Any] = {}
 
 
 class Split:
-    """The contents of one object by world, where they cannot be joined."""
+    """The contents of one object by active set, where they cannot be joined."""
 
     __slots__ = ("parts",)
 
@@ -37,13 +37,13 @@ class Split:
         self.parts = parts
 
     def within(self, world: Any) -> Any:
-        """What of it lanes of this world see."""
+        """Return the contents for the lanes of this active set."""
         parts = within(self.parts, world)
         return parts[0][1] if len(parts) == 1 else Split(parts)
 
 
 class Mixed:
-    """All that an object holds that has other contents for some lanes than for others."""
+    """The only item of a container whose contents differ between lanes; any use of it raises."""
 
     def __init__(self, kind: type) -> None:
         self.kind = kind
@@ -64,18 +64,18 @@ class Mixed:
 
 
 class Unsplittable(BaseException):
-    """Lanes part where nothing can hold them apart: the call has to be run for each group.
+    """Lanes diverge where their states cannot be kept apart: the call is rerun for each group.
 
-    No Exception: the user's ``except Exception`` is about the function's own errors.
+    This is no ``Exception``, so that the user's ``except Exception`` does not catch it.
     """
 
 
 class SeveralKinds(Unsplittable):
-    """The examples' results are no one value, with whatever code they were computed."""
+    """The examples' results cannot be joined to one value, however they were computed."""
 
 
 class Slot:
-    """A place in memory. ``key`` tells it from all others."""
+    """A variable on the heap, identified by ``key``."""
 
     __slots__ = ("key", "owner")
 
@@ -90,19 +90,19 @@ class Slot:
         raise NotImplementedError
 
     def meet(self, thread: Any, parts: Parts) -> None:
-        """Let the contents of the lanes that meet be joined."""
+        """Join the contents of the lanes that reconverge."""
         self.put(thread, merge(parts))
 
     def varies(self, thread: Any) -> bool:
-        """Whether what it holds is no one value for all lanes."""
+        """True if the slot holds a value that varies between lanes."""
         return hasattr(type(self.get(thread)), "varies")
 
     def narrow(self, thread: Any) -> None:
-        """Let it hold what the lanes that run now have."""
+        """Restrict the content to the lanes that run now."""
         self.put(thread, _narrowed(self.get(thread)))
 
     def is_known_elsewhere(self) -> bool:
-        """Whether more than this slot, and the question itself, refer to the object."""
+        """True if there are references to the object besides this slot's and the call's own."""
         return sys.getrefcount(self.owner) > 2
 
 
@@ -168,13 +168,13 @@ class Global(Slot):
 
 
 class Container(Slot):
-    """A list, dict, set or deque: all that it holds."""
+    """A list, dict, set or deque with all its items, as one slot."""
 
     __slots__ = ()
 
     @property
     def held(self) -> Any:
-        """The container past the methods of a user's class, which are for the function to call."""
+        """The container without overrides of a user's class: only the user's code calls those."""
         return bare(self.owner)
 
     def read(self) -> Any:
@@ -184,7 +184,7 @@ class Container(Slot):
         raise NotImplementedError
 
     def joined(self, parts: Parts) -> Any:
-        """The contents for all lanes together; None where nothing can be that."""
+        """Join the contents of all lanes into one; None if that is impossible."""
         raise NotImplementedError
 
     def get(self, thread: Any) -> Any:
@@ -217,7 +217,7 @@ class Container(Slot):
         for world, content in parts:
             inner = content.within(world) if type(content) is Split else content
             flat += inner.parts if type(inner) is Split else [(world, inner)]
-        if not flat:  # nobody here has ever seen it
+        if not flat:  # unknown to all of these lanes
             return
         content = flat[0][1] if len(flat) == 1 else self.joined(flat)
         self.put(thread, Split(flat) if content is None else content)
@@ -251,7 +251,7 @@ class Mapping(Container):
         return dict(self.held.items())
 
     def write(self, content: dict) -> None:
-        """What has the same keys is changed no more than need be: somebody may go through it."""
+        """Replace the contents; equal keys are kept, since an iteration may be going on."""
         held = self.held
         if list(held) != list(content):
             held.clear()
@@ -300,7 +300,7 @@ _OTHERS: dict[type, Any] = {}  # of subclasses
 
 
 def slot_of(owner: Any) -> Slot | None:
-    """The slot of a container; None for what holds nothing that can be noted."""
+    """Return the slot of a container; None for any other object."""
     kind = type(owner)
     found = CONTAINERS.get(kind)
     if found is None:
@@ -311,6 +311,6 @@ def slot_of(owner: Any) -> Slot | None:
 
 
 def active(split: Split) -> Parts:
-    """The contents of a mixed object for the lanes that run now."""
+    """Return the contents of a mixed object for the lanes that run now."""
     inner = split.within(words.now())
     return inner.parts if type(inner) is Split else [(words.now(), inner)]

@@ -1,4 +1,4 @@
-"""An ``if`` at which lanes part: one side runs, then the other, then they meet."""
+"""An ``if`` at which lanes diverge: one side runs, then the other, then the lanes reconverge."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ONCE = (None,)
 
 
 class Agreed:
-    """An ``if`` at which all go one way."""
+    """An ``if`` at which all lanes take one side."""
 
     __slots__ = ("no", "yes")
     parted = False
@@ -25,7 +25,7 @@ YES, NO = Agreed(ONCE, ()), Agreed((), ONCE)
 
 
 class Branch(Region):
-    """Lanes that are apart from ``save`` to ``join``."""
+    """An ``if`` at which lanes have diverged, from ``save`` to ``join``."""
 
     __slots__ = ("base", "first", "frame", "holes", "joins", "worlds")
     parted = True
@@ -37,7 +37,7 @@ class Branch(Region):
         self.holes = False
 
     def save(self, names: dict[str, Any], kept: tuple[str, ...], joins: tuple[str, ...]) -> None:
-        """The true side begins. ``kept`` it may change; ``joins`` somebody reads afterwards."""
+        """Begin the true side. It may change the names ``kept``; ``joins`` are read afterwards."""
         Region.__init__(self, self.frame.t)
         self.base = {name: names.get(name, UNDEFINED) for name in kept}
         self.joins = joins
@@ -46,7 +46,7 @@ class Branch(Region):
         self.t.go(self.worlds[0])
 
     def flip(self, names: dict[str, Any]) -> list[Any]:
-        """The true side has ended, the false side begins: what its names are."""
+        """End the true side, begin the false side, and return the values of its names."""
         self.first = self._part(names)
         self.t.back(self.depth)
         self.reset()
@@ -56,12 +56,12 @@ class Branch(Region):
         return values
 
     def join(self, names: dict[str, Any]) -> list[Any]:
-        """Both sides have ended: what the names of those that go on are."""
+        """End both sides, and return the values of the names for the lanes that go on."""
         parts = [part for part in (self.first, self._part(names)) if part is not None]
         return self._met(parts)
 
     def skip(self, names: dict[str, Any]) -> list[Any]:
-        """The same where the false side does nothing."""
+        """End an ``if`` without an ``else``, like `join`."""
         self.flip(names)
         return self._met([p for p in (self.first, self._part(self.base)) if p is not None])
 
@@ -91,7 +91,7 @@ class Branch(Region):
 
 
 def meet(region: Region, together: Any, parts: list) -> list[Any]:
-    """These lanes run from here on; join what they wrote, and what their names are."""
+    """Let the lanes ``together`` run from here on; join their writes and their names' values."""
     t = region.t
     if words.now() - together is not None:
         running = words.running(together)

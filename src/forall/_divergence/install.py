@@ -1,4 +1,4 @@
-"""Where the runtime's words come from, and what ``x.item()`` gives inside vmap."""
+"""Installs the interface to vmap that the runtime uses, and ``x.item()`` inside vmap."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import torch
 from forall._compat.wrapper_tensor import Wrapper
 from forall._divergence import (
     aliases,
+    scalar_factories,
     scalar_torch,
-)
+    varying_slices,
+)  # noqa: F401 - torch.tensor(n), x[n:m]
 from forall._divergence.batched_scalar import Number, number
 from forall._divergence.scalar_math import BUILTINS, MATH
 from forall._divergence.vmap_interface import use, words
@@ -23,7 +25,7 @@ from forall._vmap.registry import CALLS
 
 
 def _item(x: torch.Tensor) -> Any:
-    """One Python number where all examples agree, else a `Number`."""
+    """Return ``x.item()``: one Python number if all examples agree, else a `Number`."""
     if not isinstance(x, Wrapper) or x.numel() != 1:
         return NotImplemented
     if not x.dim() and plain_numbers(x) is not None and x.level.parts:

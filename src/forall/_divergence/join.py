@@ -1,4 +1,4 @@
-"""Where lanes meet: one value from those that each world has."""
+"""Joins: where lanes reconverge, one value is made from the values of each active set."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from forall._compat.tensor_subclass import (
 from forall._divergence import aliases, scalar_storage
 from forall._divergence.vmap_interface import both, either, words
 
-Parts = list[tuple[Any, Any]]  # worlds, disjoint, and what their lanes have
+Parts = list[tuple[Any, Any]]  # disjoint active sets, and the values of their lanes
 
 
 class _Undefined:
@@ -37,9 +37,9 @@ _make_varying: Any = None  # set by `varying`, which needs this file
 
 
 def merge(parts: Parts) -> Any:
-    """One value for all lanes of these parts; they are the lanes that run now.
+    """Join the values of these parts into one; their lanes are those that run now.
 
-    What some lanes do not have is carried as far as it goes: only who reads it may complain.
+    A value that some lanes lack is kept as a varying one: only a read of it may raise.
     """
     first = parts[0][1]
     for _, value in parts:
@@ -58,14 +58,14 @@ def merge(parts: Parts) -> Any:
         return groups[0][1]
     try:
         found = _one(groups)
-    except words.Undefined:  # an object made since some lanes left: they have never seen it
+    except words.Undefined:  # an object made after some lanes left: they do not have it
         groups = [(w, v) for w, v in groups if _is_had(w, v)]
         return _make_varying(groups) if groups else UNDEFINED
     return _make_varying(groups) if found is UNDEFINED else found
 
 
 def _is_had(world: Any, value: Any) -> bool:
-    """Whether the lanes of a world all have this value."""
+    """True if all lanes of an active set have this value."""
     try:
         with words.running(world):
             if type(value) is words.Number:
@@ -78,7 +78,7 @@ def _is_had(world: Any, value: Any) -> bool:
 
 
 def within(parts: Parts, world: Any) -> Parts:
-    """What of these the lanes of one world have."""
+    """Restrict parts to the lanes of one active set."""
     for w, v in parts:
         if w == world:  # no other part has any of its lanes
             return [(w, v)]
@@ -87,7 +87,7 @@ def within(parts: Parts, world: Any) -> Parts:
 
 
 def _grouped(parts: Parts) -> Parts:
-    """One part for each value, what varies taken apart, what is undefined left out."""
+    """Return one part for each value: varying values are split, undefined ones left out."""
     groups: dict[int, tuple[Any, Any]] = {}
     for world, value in parts:
         inner = [(world, value)]
@@ -101,7 +101,7 @@ def _grouped(parts: Parts) -> Parts:
 
 
 def _one(parts: Parts) -> Any:
-    """One value for all, or UNDEFINED."""
+    """Join values into one for all lanes, or return UNDEFINED."""
     values = [v for _, v in parts]
     first = values[0]
     if isinstance(first, words.Tensor):
@@ -118,7 +118,7 @@ def _one(parts: Parts) -> Any:
 
 
 def tensors(parts: Parts) -> Any:
-    """One tensor for all lanes, and what is the same tensor in the loop."""
+    """Join tensors into one for all lanes, and note its aliases in the loop."""
     bares = [(w, bare(t)) for w, t in parts] if posing.used else parts
     joined = words.joined(bares)
     aliases.remember(joined, bares)
@@ -128,7 +128,7 @@ def tensors(parts: Parts) -> Any:
 
 
 def _dressed(joined: Any, parts: Parts) -> Any:
-    """What was joined, of the class that its parts have, with their attributes joined."""
+    """Give a joined tensor the class of its parts, and join their attributes."""
     own = [(w, attributes(t)) for w, t in parts]
     made = worn(joined, kind_of(parts[0][1]))
     for name in dict.fromkeys(k for _, found in own for k in found):
@@ -150,7 +150,7 @@ def _alike(a: Any, b: Any) -> bool:
 
 
 def _number(value: Any) -> type | None:
-    """The type of a Python number, also of one that differs between lanes."""
+    """Return the type of a Python number or a Number; None for other values."""
     kind = type(value)
     if kind is words.Number:
         return value.kind
@@ -181,7 +181,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _tensor(value: Any, kind: Any) -> Any:
-    """The number of a part, whose lanes may be fewer than those that run: no read of it."""
+    """Return a number as a tensor, without a check that it is of the lanes that run."""
     return value.whole if type(value) is words.Number else torch.tensor(value, dtype=_DTYPES[kind])
 
 
@@ -194,7 +194,10 @@ def _tuples(parts: Parts) -> Any:
 
 
 def settled(value: Any, peek: Any = lambda _, v: v) -> Any:
-    """What varies, as one structure where the structures agree: for a result that is new."""
+    """Turn a varying list, tuple or dict into one with varying items, if the structures agree.
+
+    This is for results, which are new objects.
+    """
     if not hasattr(type(value), "varies"):
         return value
     parts = [(w, peek(w, v)) for w, v in within(value.parts, words.now())]

@@ -18,10 +18,10 @@ EMPTY: dict[str, Any] = {}
 
 
 class Loop(Region):
-    """From before the first test to where all lanes that left it meet.
+    """A loop, from before its first test to the point where all lanes that left it reconverge.
 
-    A part is (lanes, values of the names, what they wrote): those that left because the test
-    failed, those that broke, those that wait for the next round.
+    A part is (lanes, values of the names, their writes). There are parts that left because the test
+    failed, parts that ran ``break``, and parts that wait for the next iteration.
     """
 
     __slots__ = (
@@ -40,7 +40,7 @@ class Loop(Region):
         self.waiting: list = []
 
     def _begin(self) -> None:
-        """Lanes are apart from here on."""
+        """Note that lanes have diverged from here on."""
         if not self.apart:
             self.apart = True
             self.frame.apart += 1
@@ -63,7 +63,7 @@ class Loop(Region):
         return False
 
     def part(self, names: dict[str, Any]) -> bool:
-        """Those for which the test failed leave; the others go on."""
+        """Let the lanes for which the test failed leave, and the others go on."""
         on, out = self.parting
         self.parting = None
         self._begin()
@@ -80,11 +80,11 @@ class Loop(Region):
         return self._steps(steps)
 
     def note(self, names: dict[str, Any]) -> None:
-        """What the names are before the next item is asked for."""
+        """Note the values of the names before the next item is read."""
         self.noted = {name: names[name] for name in self.names if name in names}
 
     def _steps(self, steps: Any) -> Any:
-        """Item after item; who has none left leaves."""
+        """Yield item after item; lanes without further items leave."""
         while True:
             if self.t.report is not None and stack.listening:
                 heard()
@@ -117,12 +117,12 @@ class Loop(Region):
             self.waiting.append(self._part(names))
 
     def rejoin(self, names: dict[str, Any]) -> list[Any]:
-        """Those that wait for the next round and those that have come to the body's end meet."""
+        """Join the lanes that wait for the next iteration with those at the end of the body."""
         parts, self.waiting = self.waiting, []
         return self._met(parts, names)
 
     def revived(self) -> bool:
-        """Whether anybody is left for the next round."""
+        """True if any lanes run the next iteration."""
         if self.all_wait:
             self.all_wait = self.frame.dead = False
         return not self.frame.dead
@@ -131,13 +131,13 @@ class Loop(Region):
 
     @property
     def normal(self) -> tuple:
-        """Whether anybody runs the ``else``."""
+        """A loop of one trip if any lanes run the ``else``, else an empty one."""
         if self.apart:
             return () if self.frame.dead else ONCE
         return () if self.all_broke or self.frame.dead else ONCE
 
     def finish(self, names: dict[str, Any]) -> list[Any]:
-        """All lanes that left the loop meet."""
+        """Join all lanes that left the loop."""
         parts = self.left + self.broken
         self.broken = []
         values = self._met(parts, names)
@@ -145,16 +145,16 @@ class Loop(Region):
         return values
 
     def finish_normal(self, names: dict[str, Any]) -> list[Any]:
-        """Those that left because the test failed meet, and run the ``else``."""
+        """Join the lanes that left because the test failed; they run the ``else``."""
         parts, self.left = self.left, []
         return self._met(parts, names)
 
     def join_broken(self, names: dict[str, Any]) -> list[Any]:
-        """... and then those that did not."""
+        """Join the lanes that ran ``break`` with those that ran the ``else``."""
         return self.finish(names)
 
     def done(self) -> None:
-        """The same where lanes were never apart."""
+        """End a loop in which lanes never diverged."""
         if self.all_broke:
             self.frame.dead = False
         self.close()

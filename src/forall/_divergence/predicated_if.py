@@ -1,7 +1,7 @@
-"""An ``if`` whose sides do nothing but compute: each on its rows of the stacks, joined there.
+"""Predicated ``if``: sides that only compute run on their rows of the stacks, joined at the end.
 
-Nobody runs apart meanwhile, so there is no world, no region and no narrowed tensor to keep. Where
-wrappers are needed, nothing has happened, and the lanes part.
+The lanes never diverge, so no active set, region or restricted tensor is needed. If the code needs
+wrapper tensors after all, it is abandoned without side effects, and the lanes diverge as usual.
 """
 
 from __future__ import annotations
@@ -28,20 +28,21 @@ from forall._vmap.fast_path.raw_stack import (
 )
 
 Tensor = torch.Tensor
-_tries: dict[int, int] = {}  # by place, how often it may still be left in the middle
+_tries: dict[int, int] = {}  # by site, how often a run may still fail midway
 
 
 class _Missing:
-    """Stands for a value that is not there."""
+    """Stands for a missing value."""
 
 
 _MISSING, _KEPT = _Missing(), _Missing()
 
 
 def at_once(site: int, test: Any, yes: Any, no: Any, joins: Any, local: dict) -> Any:
-    """What the names ``joins`` are afterwards; None where the lanes must part for it.
+    """Run a predicated ``if`` and return the values of the names ``joins`` after it.
 
-    ``test`` is a function and the names that it takes, a side also has the names that it returns.
+    Return None if the lanes must diverge for it. ``test`` is a function and the names of its
+    arguments; a side also has the names that it returns.
     """
     if (
         _tries.get(site, TRIES) <= 0
@@ -63,24 +64,24 @@ def at_once(site: int, test: Any, yes: Any, no: Any, joins: Any, local: dict) ->
         try:
             flags = _flags(_run(test, values, None), level)
             return None if flags is None else _answer(flags, yes, no, joins, values, level)
-        except Exception:  # noqa: BLE001 - the lanes that part tell what is wrong
+        except Exception:  # noqa: BLE001 - the run with diverged lanes raises it properly
             _tries[site] = _tries.get(site, TRIES) - 1
             return None
 
 
 def _run(side: Any, values: dict[str, Any], rows: Tensor | None) -> Any:
-    """What a side's function gives, all examples or these rows of them."""
+    """Run a side's function on all examples, or on these rows of them."""
     given = [values[n] for n in side[1]]
     if rows is not None:
         given = [
-            Bare(a.v.index_select(0, rows), a.of) if type(a) is Bare else a  # as who it is known
+            Bare(a.v.index_select(0, rows), a.of) if type(a) is Bare else a  # keeps its identity
             for a in given
         ]
     return side[0](*given)
 
 
 def _flags(test: Any, level: Any) -> Tensor | None:
-    """(B,) bool: for whom the test holds; None where it is a number."""
+    """Return (B,) bools: the examples for which the test holds; None if the test is a number."""
     if type(test) is not Bare:
         return None
     v = test.v.reshape(-1)
@@ -109,14 +110,14 @@ def _answer(flags: Tensor, yes: Any, no: Any, joins: Any, values: dict, level: A
 
 
 class _Made:
-    """What lanes that went apart come back with."""
+    """Joins the values that the two sides have computed on their rows."""
 
     def __init__(self, level: Any, flags: Tensor, rows: tuple[Tensor, Tensor]) -> None:
         self.level, self.flags, self.rows = level, flags, rows
         self.worlds: list[World] | None = None
 
     def joined(self, before: Any, *sides: Any) -> Any:
-        """One value of what each side has, where it has not kept what was ``before``."""
+        """Join the values of both sides into one; a side may have kept the value ``before``."""
         values = [before if v is _KEPT else v for v in sides]
         if not all(type(v) is Bare and v.of is not VIEW for v in values):
             raise Aside
@@ -131,7 +132,7 @@ class _Made:
             part = bare.v.index_select(0, rows) if side is _KEPT else bare.v
             out.index_copy_(0, rows, part)
         made = wrap(out, 0, self.level)
-        if a.of is not None or b.of is not None:  # what is written into one of them is into both
+        if a.of is not None or b.of is not None:  # a write to one of them is a write to both
             if self.worlds is None:
                 self.worlds = [World.alone(p) for p in halves(self.level, self.flags)]
             aliases.remember(made, [*zip(self.worlds, (a.of, b.of), strict=True)])

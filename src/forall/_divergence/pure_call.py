@@ -1,8 +1,8 @@
-"""Calls of functions that do nothing but compute, on stacks without their wrappers.
+"""Calls of pure functions on raw stacks, without wrapper tensors.
 
-`forall._ast_rewrite.pure_compute` writes such a function in a form that asks here for what it
-takes from elsewhere, and for each function that it calls. Where that needs wrappers, the call is
-left in the middle: nothing has happened that anybody could see.
+`forall._ast_rewrite.pure_compute` rewrites such a function so that it calls this module for each value from
+outside and for each function that it calls. If one of them needs wrappers, the call is abandoned
+midway, which has no side effects.
 """
 
 from __future__ import annotations
@@ -28,11 +28,14 @@ from forall._vmap.fast_path.raw_stack import (
 NOTHING: Any = object()
 _CONSTANTS = frozenset({int, float, bool, str, type(None)})
 _PURE = frozenset({sum, zip, range, len, enumerate, reversed, list, tuple, abs, min, max})
-_OF_A_LIST = frozenset({"append", "extend"})  # a list is the function's own: none comes in
+_OF_A_LIST = frozenset({"append", "extend"})  # any list is the function's own: none is passed in
 
 
 def known(value: Any) -> Any:
-    """What a function takes from elsewhere: a number, a stack, or a tuple of numbers."""
+    """Return a value from outside as a pure function takes it: a number, a raw stack, or a tuple.
+
+    Raise `Aside` for any other value.
+    """
     kind = type(value)
     if kind in _CONSTANTS or kind is Bare or (kind is tuple and _is_constant(value)):
         return value
@@ -46,14 +49,14 @@ def _is_constant(values: tuple) -> bool:
 
 
 def part(module: Any, name: str) -> Any:
-    """``module.name``, of a module."""
+    """Return ``module.name``; raise `Aside` for an object that is no module."""
     if type(module) is not types.ModuleType:
         raise Aside
     return getattr(module, name)
 
 
 def does(f: Any) -> Any:
-    """A function that does nothing but compute, for bare stacks."""
+    """Return the form of a pure function that runs on raw stacks."""
     if f in _PURE or (type(f) is types.BuiltinFunctionType and f.__module__ == "math"):
         return f
     if type(f) is types.FunctionType:
@@ -64,7 +67,7 @@ def does(f: Any) -> Any:
 
 
 def straight(f: types.FunctionType) -> Any:
-    """A function of the user's, on bare stacks; None where it does more than compute."""
+    """Return the form of a user's function that runs on raw stacks; None if it is not pure."""
     from forall._divergence.converted_call import plan_of  # which calls this
 
     plan = plan_of(f)
@@ -74,7 +77,7 @@ def straight(f: types.FunctionType) -> Any:
 
 
 def method(owner: Any, name: str) -> Any:
-    """``owner.name``, which is called."""
+    """Return the method ``owner.name`` in the form that runs on raw stacks."""
     kind = type(owner)
     if kind is types.ModuleType:
         return does(getattr(owner, name))
@@ -87,12 +90,12 @@ def method(owner: Any, name: str) -> Any:
 
 
 def called(plan: Any, f: types.FunctionType, args: tuple, kwargs: dict) -> Any:
-    """``f(*args, **kwargs)``, or `NOTHING` where it has to be called with wrappers."""
+    """Call ``f(*args, **kwargs)`` on raw stacks, or return `NOTHING` if it needs wrappers."""
     if not plan.tries or not may_be_bare():
         return NOTHING
     with functions_off(), no_dispatch():
         try:
-            found: dict[int, Any] = {}  # one stack for each value, whose identity may be asked
+            found: dict[int, Any] = {}  # one stack for each value, to preserve identity
             given = [found.setdefault(id(a), known(a)) for a in args]
             named = {k: found.setdefault(id(a), known(a)) for k, a in kwargs.items()}
         except Aside:
@@ -102,13 +105,13 @@ def called(plan: Any, f: types.FunctionType, args: tuple, kwargs: dict) -> Any:
         try:
             computes = straight(f)
             return given_back(computes(*given, **named)) if computes else NOTHING
-        except Exception:  # noqa: BLE001 - the call with wrappers tells what is wrong
+        except Exception:  # noqa: BLE001 - the call with wrappers raises it properly
             plan.tries -= 1
             return NOTHING
 
 
 def given_back(out: Any) -> Any:
-    """What the user receives."""
+    """Wrap the raw stacks of a result for the user."""
     kind = type(out)
     if kind is Bare:
         return wrapped(out, stack.top)

@@ -1,4 +1,4 @@
-"""Python's builtins where their arguments are values of each lane."""
+"""Replacements of Python's builtins for arguments that differ between lanes."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _type(*args: Any, **kwargs: Any) -> Any:
 
 
 def _better(name: str) -> Callable:
-    """``min`` and ``max``: the first of the best, as Python's."""
+    """Return a replacement of ``min`` or ``max``: of equal values the first is the result."""
     builtin = {"min": min, "max": max}[name]
     less = name == "min"
 
@@ -108,7 +108,7 @@ def _best(values: list, ranks: list, less: bool) -> Any:
 
 
 def _converting(kind: type) -> Callable:
-    """``int(x)``, ``float(x)``, ``complex(x)``: one number for each lane."""
+    """Return a replacement of ``int``, ``float`` or ``complex``: one number for each lane."""
 
     def convert(*args: Any, **kwargs: Any) -> Any:
         if len(args) == 1 and not kwargs:
@@ -123,7 +123,7 @@ def _converting(kind: type) -> Callable:
 
 
 def _calculating(f: Callable) -> Callable:
-    """A function of ``math``: the result for each lane, by itself."""
+    """Return a replacement of a function of ``math``: one result for each lane."""
 
     def calculate(*args: Any, **kwargs: Any) -> Any:
         if _loose((*args, *kwargs.values())):
@@ -135,7 +135,7 @@ def _calculating(f: Callable) -> Callable:
 
 
 def _sum(values: Any, /, start: Any = 0) -> Any:
-    """By ``+``, where tensors are among the items of a list."""
+    """Replace ``sum``: use ``+`` if there are tensors among the items of a list."""
     if _loose((values, start)) or type(values) not in (list, tuple):
         return converted_call.opaque(sum, (values, start), {})
     if not any(isinstance(v, words.Tensor) for v in values):
@@ -149,7 +149,7 @@ def _added(*values: Any) -> Any:
 
 
 def _note_sources(copy: Any, values: Iterable[Any]) -> Any:
-    """Note the lists that a copy was made of, for who asks whether they change meanwhile."""
+    """Note the lists that a copy was made of, so that changes of them can be detected."""
     lists = []
     for value in values:
         lists += subscripts.lists_in(value)
@@ -173,7 +173,7 @@ def _enumerate(iterable: Any, start: Any = 0) -> Any:
 
 
 def _iterating(make: Any) -> Callable:
-    """Return ``iter``, or a class of `itertools`, that sees lists as they are by then."""
+    """Return a replacement of ``iter`` or a class of `itertools`, which reads lists lazily."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         values = (*args, *kwargs.values())
@@ -188,7 +188,7 @@ def _iterating(make: Any) -> Callable:
 
 
 def _of_copies(make: Any) -> Callable:
-    """Return a function of copies of the lists that it is given."""
+    """Return ``make`` applied to copies of its lists and dicts."""
 
     def copy(value: Any) -> Any:
         return [*value] if type(value) in (list, dict) else value
@@ -213,13 +213,13 @@ def _setattr(x: Any, name: str, value: Any) -> None:
 
 
 def _print(*args: Any, **kwargs: Any) -> None:
-    """Numbers are shown for all lanes at once: to look at them is no reason to part."""
+    """Replace ``print``: show numbers for all lanes at once, without divergence."""
     shown = (repr(a) if type(a) is words.Number else a for a in args)
     converted_call.opaque(print, tuple(shown), kwargs)
 
 
 def _hand_on(builtin: Any) -> Callable:
-    """``map``, ``reduce``: the function they are given runs converted."""
+    """Return a replacement of ``map`` or ``reduce`` that converts the function passed to it."""
 
     def run(f: Any, *rest: Any) -> Any:
         if _loose(rest):
@@ -248,7 +248,7 @@ def _filter(f: Any, iterable: Any) -> Any:
     return kept if subscripts.is_mixed(kept) else subscripts.iterate_unchanged(kept)
 
 
-# What goes through its arguments later; `product` and its like make copies, `repeat` gives them.
+# Iterators that read their arguments lazily; `product` and its like copy them first.
 _LATER = (
     iter, itertools.accumulate, itertools.chain, itertools.chain.from_iterable, itertools.compress,
     itertools.cycle, itertools.dropwhile, itertools.filterfalse, itertools.groupby,

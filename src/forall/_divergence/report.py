@@ -1,4 +1,4 @@
-"""What happened where lanes parted: collected while somebody asks for it, else not at all."""
+"""The report of a vmap call: where lanes diverged. It is collected only on request."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ UNDOES = "what one group wrote into older memory another would have seen"
 
 @dataclass
 class Report:
-    """Where lanes parted, what was run by other means, and why."""
+    """The divergences of a call, the functions that were not converted, and the reasons."""
 
     partings: list[Parting] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
-    refused: dict[Any, Function] = field(default_factory=dict)  # by their code
+    refused: dict[Any, Function] = field(default_factory=dict)  # by code object
     converted: dict[Any, Function] = field(default_factory=dict)
-    again: Counter[str] = field(default_factory=Counter)  # calls run again for each group
+    again: Counter[str] = field(default_factory=Counter)  # calls rerun for each group
     ways: list[str] = field(default_factory=list)  # how the call ran, in words, one after another
     groups: list[int] = field(default_factory=list)  # how many examples each one has
     scalar: set[Place] = field(default_factory=set)  # where scalar code begins
     call: Any = None  # the function, and how many examples it has
     level: Any = None
-    _first: dict[Place, Any] = field(default_factory=dict)  # of the questions at a line
+    _first: dict[Place, Any] = field(default_factory=dict)  # the first test at each line
     _began: Any = None
     _before_groups: Any = None
     _in_turn: bool = False
@@ -44,11 +44,11 @@ class Report:
         self.partings.append(Parting(construct, filename, line, sizes))
 
     def split(self, place: Place, sizes: tuple[int, ...]) -> None:
-        """What is not converted is run again for each of these groups."""
+        """Note that unconverted code is rerun for each of these groups."""
         self.parted(_construct(place), sizes, *place)
 
     def watched(self, f: Any, run: Callable[[], Any]) -> Callable[[], Any]:
-        """``run``, which calls f as it is."""
+        """Wrap ``run``, which calls ``f`` unconverted, to count its reruns."""
 
         def watched() -> Any:
             try:
@@ -59,7 +59,7 @@ class Report:
 
         return watched
 
-    # --- steps: a line of two questions makes one at the first of them
+    # --- steps: a line of two tests makes one step, at the first of them
 
     def heard(self, frame: FrameType, truths: Any = None) -> None:
         frame = users_frame(frame)
@@ -73,7 +73,7 @@ class Report:
         return len(self.steps), len(self.partings)
 
     def back_to(self, mark: tuple[int, int]) -> None:
-        """Undone since. What ran again stays known: that it did is why."""
+        """Drop what was noted since ``mark``, but not the reruns, which explain the undoing."""
         del self.steps[mark[0] :], self.partings[mark[1] :]
 
     # --- runs of the whole function
@@ -86,7 +86,7 @@ class Report:
         self.ways.append(f"{how}, all examples in one run")
 
     def undone(self, how: str, why: Any) -> None:
-        """A run was undone: at the place of a question, or by an error."""
+        """Note that a run was undone: at the line of a test, or because of an error."""
         self.back_to(self._began)
         reason = f"up to {_shown(why)}" if type(why) is Place else f"which gave up: {_reason(why)}"
         self.ways.append(f"{how}, {reason}; undone")
@@ -96,11 +96,11 @@ class Report:
         self._in_turn = False
 
     def group(self, size: int) -> None:
-        """One more has run."""
+        """Note that a group of this size has run."""
         self.groups.append(size)
 
     def parts_again(self, why: Any, sizes: tuple[int, ...]) -> None:
-        """A group was undone, because it parts further."""
+        """Note that a group was undone because it diverges further."""
         self.back_to(self._began)
         self.groups.pop()
         if type(why) is Place:
@@ -126,7 +126,7 @@ class Report:
 
 
 def spread(sizes: Sequence[int]) -> str:
-    """From the least to the largest."""
+    """Format the range of sizes."""
     least, most = min(sizes), max(sizes)
     return str(most) if least == most else f"{least} to {most}"
 

@@ -1,4 +1,4 @@
-"""What a report is made of."""
+"""The records of a report."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from forall._core.call_site import Place
 
 
 class Parting(NamedTuple):
-    """A construct, where it stands, and how many lanes went each way."""
+    """A divergence: a construct, its line, and how many lanes took each side."""
 
     construct: str
     file: str
@@ -22,14 +22,14 @@ class Parting(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A test, and the examples that took it together: their numbers in the whole batch."""
+    """A test, and the examples that ran it together, by their index in the whole batch."""
 
     place: Place
     examples: Sequence[int]
 
 
 class Function(NamedTuple):
-    """A function that ran otherwise than it is written."""
+    """A function that was converted, or could not be and why."""
 
     name: str
     place: str

@@ -1,4 +1,4 @@
-"""What converted code finds under its one free name of ours: `Frame`. And the way in."""
+"""The entry point: convert and run a function. `Frame` is the one name that its code refers to."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ del _builtin
 
 
 def _content(world: Any, value: Any) -> Any:
-    """What an object holds for lanes of this world."""
+    """Return the contents of an object for the lanes of this active set."""
     mixed = thread.mixed.get(id(value))
     return value if mixed is None else mixed[1].within(world)
 
 
 def convert(f: Callable, *, strict: bool = False) -> Callable | Refused:
-    """f, run so that its examples can part and meet again; or why not.
+    """Convert ``f`` so that its examples can diverge and reconverge; or return the reason why not.
 
-    What is no function written in Python (a module, a partial, a builtin) is never refused: each
-    of the functions that it calls is converted, or run again for each group of examples.
+    A callable that is no Python function (a module, a partial, a builtin) is never refused: each
+    function that it calls is converted, or rerun for each group of examples.
 
-    With ``strict`` nothing that differs without being a tensor may outlive the call, neither in its
-    result nor in an object: `Unsplittable`.
+    With ``strict``, no varying value that is not a tensor may outlive the call, neither in its
+    result nor in an object: the call raises `Unsplittable`.
     """
     if isinstance(f, types.FunctionType) and not is_library(f.__code__):
         found = template(f)
@@ -66,7 +66,7 @@ def convert(f: Callable, *, strict: bool = False) -> Callable | Refused:
 
 
 def whole(result: Any) -> Any:
-    """A result that all lanes have in common."""
+    """Return a result as one value of all lanes; raise if it varies."""
     result = settled(result, _content)
     for leaf in pytree.leaves(result):
         if type(leaf) in (Varying, Mixed):
@@ -75,12 +75,12 @@ def whole(result: Any) -> Any:
 
 
 def is_running() -> bool:
-    """Whether converted code runs in this thread."""
+    """True if converted code runs in this thread."""
     return thread.runs > 0
 
 
 def users(f: Callable) -> Callable:
-    """A function that a transform is to call: converted where its examples may part."""
+    """Return a function that a transform is to call, converted if converted code is running."""
     return run_converted(f) if thread.runs else f
 
 

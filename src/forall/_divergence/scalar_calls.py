@@ -1,13 +1,12 @@
 """Scalar code, called for one example after another on Python's own values.
 
-`forall._ast_rewrite.scalar_code` finds statements that compute with numbers, strings and lists
-alone. Here the numbers that they need become columns, one value of Python's for each example that
-runs; the code runs on each row; and what it gives becomes columns again: a `Number` where the
-examples have numbers of one type, a list of these where they have lists of one length.
+`forall._ast_rewrite.scalar_code` finds statements that compute with numbers, strings and lists alone.
+This module turns the numbers that they need into columns: one Python value for each running
+example. It runs the code on each row, and turns the results into columns again. Numbers of one type
+become a `Number`, lists of one length become a list of these.
 
-Where anything is other than that (an example raises, lists differ in length, somebody listens to
-what is asked of examples), nothing has happened: the code computes and does nothing else, so it
-runs as it is written, which tells what is wrong.
+This may fail: an example raises, lists differ in length, or there are listeners to reads of values.
+Since the code is pure, it then simply runs as it is written, which also raises the proper error.
 """
 
 from __future__ import annotations
@@ -39,10 +38,10 @@ if TYPE_CHECKING:
     from types import CodeType, FunctionType
 
 Tensor = torch.Tensor
-_TRIES = 4  # how often in a row the code may be left without a result
-_MOST_TEXTS = 8  # of examples, with which all others agree
-_FEW_EQUAL = 0.9  # of the examples have numbers of their own: to look for others' is no gain
-_AT_A_TIME = 256  # examples, before it is asked whether the call takes too long
+_TRIES = 4  # how often in a row the code may be abandoned without a result
+_MOST_TEXTS = 8  # the most different texts among the examples
+_FEW_EQUAL = 0.9  # if this share of rows is unique, results are no longer looked up by row
+_AT_A_TIME = 256  # examples between two checks of the time limit
 _ATOMS = frozenset({*DTYPES, str, bytes, type(None)})
 _TOLD = _ATOMS | {torch.Size, torch.dtype, torch.device}
 _CONTAINERS = (list, dict, set)
@@ -53,7 +52,7 @@ _bindings: dict[CodeType, tuple[Any, Any]] = {}
 
 
 class _AsideError(Exception):
-    """The code has to run as it is written."""
+    """An error that makes the code run as it is written."""
 
 
 def run(
@@ -64,9 +63,9 @@ def run(
     gives: tuple[int, ...],
     may_change: bool,
 ) -> tuple | None:
-    """Return the number of the way out and the values of all ways; None to run it as written."""
+    """Return the index of the exit taken and the values of all exits; None to run it as written."""
     code = function.__code__
-    if thread.report is not None:  # of each step, which shows where it runs as it is written
+    if thread.report is not None:  # the report lists each step, so the code runs as it is written
         if _only_computes(function):
             thread.report.scalar.add(Place(code.co_filename, code.co_firstlineno))
         return None
@@ -93,7 +92,7 @@ def run(
 
 
 def _attempt(code: CodeType, run: Callable[[], Any]) -> Any:
-    """Return what ``run`` does; None where it fails, and the code is to run as it is written."""
+    """Call ``run``; return None if it fails, so that the code runs as it is written."""
     try:
         return run()
     except (Exception, words.Undefined):  # noqa: BLE001 - as it is written it tells what is wrong
@@ -102,12 +101,12 @@ def _attempt(code: CodeType, run: Callable[[], Any]) -> Any:
 
 
 def _is_unheard() -> bool:
-    """Return True if nobody hears what is asked of examples."""
+    """Return True if no listener is notified of reads of values."""
     return all(listener.is_idle for listener in stack.listening)
 
 
 def _may_run() -> bool:
-    """Return True if examples may part as they like."""
+    """Return True if no level limits the divergence of its examples."""
     if thread.loose:
         return False
     level: Any = stack.top
@@ -119,7 +118,7 @@ def _may_run() -> bool:
 
 
 def _only_computes(function: FunctionType) -> bool:
-    """Return True if a function does nothing but compute, without tensors that it captures."""
+    """Return True if a function is pure and captures no tensors."""
     code, cells = function.__code__, function.__closure__
     known = _bindings.get(code)
     if known is not None:
@@ -130,7 +129,7 @@ def _only_computes(function: FunctionType) -> bool:
     bindings = words.bindings_of(function)
     if bindings is not None and bindings.tensors:
         bindings = None
-    if bindings is None and cells is not None:  # they may hold anything, and another closure less
+    if bindings is None and cells is not None:  # another closure of this code may qualify
         _tries[code] = _tries.get(code, _TRIES) - 1
     else:
         _bindings[code] = bindings, cells
@@ -138,15 +137,15 @@ def _only_computes(function: FunctionType) -> bool:
 
 
 class _Given(NamedTuple):
-    """What scalar code is given under one name: one value for all, or one for each example."""
+    """The value of one name for scalar code: one value for all, or one for each example."""
 
     same: Any = None
-    each: Callable[[int, int], Sequence[Any]] | None = None  # those of the examples from i to j
-    repeats: bool = False  # whether examples may well have equal ones: they are whole numbers
+    each: Callable[[int, int], Sequence[Any]] | None = None  # the values of examples i to j
+    repeats: bool = False  # True if examples often have equal values: these are integers
 
 
 def _may_repeat(given: list[_Given]) -> bool:
-    """Return True if many examples may be given the same, and what tells that is known at once."""
+    """Return True if many examples may have equal rows, and rows are hashable."""
     each = [g for g in given if g.each is not None]
     same = [g.same for g in given if g.each is None]
     are_told = not any(isinstance(value, (list, tuple, dict)) for value in same)
@@ -154,13 +153,13 @@ def _may_repeat(given: list[_Given]) -> bool:
 
 
 class _Examples:
-    """The examples that run, and what scalar code is given for them."""
+    """The running examples, and the values that scalar code gets for them."""
 
     def __init__(self, *, may_change: bool) -> None:
         self.may_change = may_change
         self.level: Any = None  # whose examples these are
         self.size = 1
-        self.known: list[Any] = []  # containers that others know
+        self.known: list[Any] = []  # containers that other code refers to
 
     def find_named(self, value: Any) -> _Given:
         """Find the values of a name."""
@@ -189,7 +188,7 @@ class _Examples:
         return _Given(None, lambda i, j: [*map(make, _rows(given, i, j))])
 
     def read(self, how: str, value: Any) -> _Given:
-        """Find what a method reads of a tensor, or of a number in its place."""
+        """Find the values that a method reads of a tensor, or of a number in its place."""
         kind = _CONVERSIONS.get(how)
         if not isinstance(value, Tensor):
             if how and kind is None:
@@ -210,7 +209,7 @@ class _Examples:
         return _Given(None, lambda i, j: [*map(kind, each(i, j))], is_whole)
 
     def _find_numbers(self, t: Tensor, *, flat: bool = False) -> _Given:
-        """Find the numbers of a tensor: for each example lists of lists, or one."""
+        """Find the numbers of a tensor: for each example nested lists, or one number."""
         stack.asked = True
         if stack.parted and is_stale(t):
             t = narrow(t)
@@ -236,13 +235,13 @@ class _Examples:
         return _Given(None, each, flat and is_whole)
 
     def run(self, function: Callable, given: list[_Given], gives: tuple[int, ...]) -> tuple:
-        """Call the code for each example; return what all of them get.
+        """Call the code for each example, and return the results of all.
 
-        The code only computes, so that examples with equal numbers have one result.
+        The code is pure, so that examples with equal numbers have one result.
         """
         taken: list[int] = []
         seen: dict[tuple, tuple] | None = {} if _may_repeat(given) else None
-        values: list[list[_Results]] = [[] for _ in gives]  # of those that took each way
+        values: list[list[_Results]] = [[] for _ in gives]  # for each exit, of those that took it
         # A few at a time, so that few rows and lists are alive at once.
         for start in range(0, self.size, _AT_A_TIME):
             rows = [*_rows(given, start, min(start + _AT_A_TIME, self.size))]
@@ -269,7 +268,7 @@ class _Examples:
         return tuple(found)
 
     def _add(self, results: list[tuple], values: list[_Results]) -> None:
-        """Add what some examples get, which have taken one way."""
+        """Add the results of some examples that have taken one exit."""
         columns = [*zip(*results, strict=True)][1:]
         self._check_names(results, columns)
         if not values:
@@ -278,7 +277,7 @@ class _Examples:
             found.add(column)
 
     def _check_names(self, results: list[tuple], columns: list[Sequence]) -> None:
-        """Leave where a container has two names, or is one that others know."""
+        """Raise if a container has two names, or if other code refers to it."""
         firsts = [column[0] for column in columns if type(column[0]) in _CONTAINERS]
         if not firsts or (len(firsts) == 1 and not self.known and not _is_nested(firsts[0])):
             return
@@ -287,13 +286,13 @@ class _Examples:
             _check_once(result, set(known))
 
     def number(self, values: list, kind: type) -> Any:
-        """Make numbers of one type into what each example has."""
+        """Make a `Number` of numbers of one type."""
         if self.level is None or (kind is int and values.count(values[0]) == len(values)):
-            return values[0]  # an int that all have can be a size anywhere
+            return values[0]  # an int that all examples have can be a size
         return Number(scalar_storage.rebuilt(values, DTYPES[kind], (self.size,), [self.level]))
 
     def value(self, values: list) -> Any:
-        """Make values into what each example has: numbers, of one type or two, or a few texts."""
+        """Make one value of the values of all examples: numbers of any types, or a few texts."""
         kinds = [*map(type, values)]
         kind = kinds[0]
         if kind in DTYPES and kinds.count(kind) == len(kinds):
@@ -319,7 +318,7 @@ class _Examples:
 
 
 def _rows(given: list[_Given], i: int, j: int) -> Iterator[tuple]:
-    """Give the values of some examples, together for each of them."""
+    """Return an iterator over the rows of examples i to j."""
     if not given:
         return iter([()] * (j - i))
     columns = [itertools.repeat(g.same, j - i) if g.each is None else g.each(i, j) for g in given]
@@ -327,7 +326,7 @@ def _rows(given: list[_Given], i: int, j: int) -> Iterator[tuple]:
 
 
 class _Results:
-    """One value of each of some examples."""
+    """A column of results: one value of each example."""
 
     def __init__(self) -> None:
         self.values: list[Any] = []
@@ -339,7 +338,7 @@ class _Results:
         self.values += values
 
     def build(self, examples: _Examples, chosen: list[bool]) -> Any:
-        """Return the value of all examples; those that were not chosen never look at theirs."""
+        """Return one value for all examples; those not chosen get any value: it is never read."""
         if len(self.values) == len(chosen):
             return examples.value(self.values)
         values = iter(self.values)
@@ -348,7 +347,7 @@ class _Results:
 
 
 class _Containers(_Results):
-    """Lists of one length, or dicts with the same keys."""
+    """A column of lists of one length, or of dicts with the same keys."""
 
     def __init__(self, first: Any) -> None:
         self.kind = type(first)
@@ -373,7 +372,7 @@ class _Containers(_Results):
 
 
 def _results_of(first: Any) -> _Results:
-    """Return where values of this kind are put."""
+    """Return a column for values of the type of ``first``."""
     kind = type(first)
     if kind in (list, tuple, dict):
         return _Containers(first)
@@ -391,7 +390,7 @@ def _items(value: Any) -> Iterable[Any]:
 
 
 def _check_once(value: Any, seen: set[int]) -> None:
-    """Leave where a container in a result has been seen."""
+    """Raise if a container in a result has been seen already."""
     if type(value) in _CONTAINERS:
         if id(value) in seen:
             raise _AsideError

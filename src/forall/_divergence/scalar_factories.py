@@ -1,7 +1,7 @@
-"""torch.tensor and its like on a `Number`, alone or in a list.
+"""torch.tensor and similar factories on a `Number`, alone or in a list.
 
-No ``__torch_function__`` of what lies in a list is asked there: the level's function mode meets the
-call, and looks it up in `table.CALLS`.
+For these functions, torch does not call ``__torch_function__`` of objects in a list. The level's
+function mode sees the call and finds it in `table.CALLS`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _has_number(data: Any) -> bool:
 
 
 def _with_tensors(data: Any, dtype: torch.dtype | None, device: Any) -> Any:
-    """Each Number as the tensor that it alone would make."""
+    """Replace each Number by the tensor that the factory would make of it alone."""
     if type(data) in (list, tuple):
         return type(data)(_with_tensors(d, dtype, device) for d in data)
     if type(data) is not Number:
@@ -74,7 +74,7 @@ def _made(before: Any, data: Any, dtype: Any, device: Any, requires_grad: bool) 
         options = {"dtype": dtype, "device": device, "requires_grad": requires_grad}
         made = before(found, **options)
         return torch.tensor(found, **options) if made is NotImplemented else made
-    # Its cast is kept for others. Who listens hears of an operator.
+    # The number keeps its cast, so a copy is returned. Listeners must see an operator.
     found = found.clone() if stack.listening else scalar_storage.cast(found, found.dtype, copy=True)
     return found.requires_grad_() if requires_grad else found
 

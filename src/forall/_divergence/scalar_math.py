@@ -1,8 +1,8 @@
-"""math's functions and Python's own on Numbers, for the code of a function that was converted.
+"""Functions of ``math`` and Python's builtins on Numbers, for converted code.
 
-``MATH[f](*args)`` and ``BUILTINS[f](*args)`` are ``f(*args)`` for ordinary arguments. With a
-`Number`, or where ``f`` wants a number and a 0-d tensor that differs, they are what ``f`` gives for
-each example, without parting the lanes: ``int(n)`` is a `Number` of ints.
+``MATH[f](*args)`` and ``BUILTINS[f](*args)`` equal ``f(*args)`` for ordinary arguments. For a
+`Number`, or a per-example 0-d tensor where ``f`` takes a number, they compute ``f`` for each
+example without divergence: ``int(n)`` is a `Number` of ints.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ Tensor = torch.Tensor
 
 
 def _ours(a: Any) -> bool:
-    """Whether there is a Number in it, or a tensor that differs and has one entry."""
+    """True if ``a`` is or contains a Number, or a per-example tensor with one entry."""
     if type(a) in (list, tuple):
         return any(map(_ours, a))
     return type(a) is Number or (isinstance(a, Tensor) and a.numel() == 1 and is_mapped_at_any(a))
 
 
 def as_number(a: Any) -> Any:
-    """Tensors read as numbers, those in lists too; anything else as it is."""
+    """Read tensors of one entry as numbers, in lists too; return anything else as it is."""
     if type(a) in (list, tuple):
         return type(a)(map(as_number, a))
     return a.item() if isinstance(a, Tensor) and a.numel() == 1 else a
@@ -49,8 +49,8 @@ def as_number(a: Any) -> Any:
 
 # --- math ---------------------------------------------------------------------------------------
 
-# Where torch's answer is finite it is math's, to the last bit: others torch's vectors round in
-# their own way. Elsewhere math itself answers, or raises.
+# For these functions a finite result of torch equals that of math to the last bit; torch's vector
+# code rounds others differently. If the result is not finite, math itself is called, or raises.
 _TORCHS = {
     "fabs": torch.abs,
     "degrees": torch.rad2deg,
@@ -150,7 +150,10 @@ def _extreme(f: Callable, is_better: Callable) -> Callable:
 
 
 def chosen(test: Any, a: Any, b: Any) -> Any:
-    """``a if test else b`` for numbers. Of an int and a float, the floats have both exactly."""
+    """Evaluate ``a if test else b`` for numbers, in a type that holds both exactly if there is one.
+
+    If there is none, the lanes diverge.
+    """
     if type(test) is not Number:
         return a if test else b
     if not any_(test.tensor):
@@ -168,7 +171,7 @@ def chosen(test: Any, a: Any, b: Any) -> Any:
 
 
 def _has(n: Any, kind: type) -> bool:
-    """Whether this type has the number as it is."""
+    """True if this type holds the number exactly and as the same kind of value."""
     own = n.kind if type(n) is Number else type(n)
     lo, hi = operand(n).bounds
     if own is kind or own is bool:

@@ -14,8 +14,8 @@ from forall._divergence.scalar_semantics import DTYPES, KINDS
 
 
 def by_numpy(func: Any, inputs: tuple, kwargs: dict) -> Any:
-    """What the ufunc gives for each example's number; where that is an array, the lanes part."""
-    import numpy as np  # who calls has it
+    """Call a ufunc on each example's number. If the results are arrays, the lanes diverge."""
+    import numpy as np  # the caller has imported it
 
     def fits(a: Any) -> bool:
         if isinstance(a, np.generic):
@@ -51,7 +51,7 @@ _UFUNCS = {
 
 
 def operated(op: Any, a: Any, b: Any) -> Any:
-    """An operator on a Number and a number or an array of numpy's."""
+    """Run an operator on a Number and a number or an array of numpy's."""
     import numpy as np  # one of the two is its own
 
     return by_numpy(getattr(np, _UFUNCS[op]).__call__, (a, b), {})

@@ -1,8 +1,8 @@
-"""Where an operator of torch on all examples gives what Python's gives for each.
+"""Python's scalar arithmetic for all examples at once, where a torch operator gives the same.
 
-Each entry answers with a tensor, or with None where some example might be one of Python's special
-cases: a division by zero, an int that needs more than 64 bits, a result that is no float. Then
-Python's own operator answers, one example after another; so this table decides about speed alone.
+Each entry returns a tensor, or None if some example might be one of Python's special cases: a
+division by zero, an int that needs more than 64 bits, a result that is no float. Python's own
+operator then runs for one example after another. So this table decides about speed alone.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _EXACT = 2**53  # every int up to here is a float
 
 
 def wider(a: type, b: type) -> type:
-    """The type that numbers of these two have in common."""
+    """Return the type to which Python promotes numbers of these two types."""
     return max(a, b, key=_ORDER.index)
 
 
 class Operand:
-    """A number, of each example or of Python's, with the least and the largest it can be."""
+    """A number of each example (a tensor) or of Python's, with its least and largest value."""
 
     __slots__ = ("bounds", "kind", "of")
 
@@ -70,7 +70,7 @@ class Operand:
 
 
 def bounds_of(t: torch.Tensor) -> tuple:
-    """The least and the largest number, as Python's; nan for both if there is one among floats."""
+    """Return the least and the largest number as Python's; nan for both if a float is nan."""
     numbers = plain(t)
     if not numbers.numel() or numbers.is_complex():
         return (0, 0) if not numbers.numel() else (-math.inf, math.inf)
@@ -118,7 +118,7 @@ def _divides_floats(a: Operand, b: Operand) -> bool:
 
 
 def _compares(a: Operand, b: Operand) -> bool:
-    """Python compares an int with a float by their exact values."""
+    """True if torch compares as Python does: it compares an int and a float by exact values."""
     return all(o.most <= _EXACT for o in (a, b) if o.kind is not float)
 
 
@@ -126,13 +126,16 @@ def _compares(a: Operand, b: Operand) -> bool:
 
 
 def _float_mod(a: Any, b: Any) -> torch.Tensor:
-    """A zero has the divisor's sign."""
+    """Return ``a % b`` of floats as Python does: a zero has the divisor's sign."""
     r = torch.remainder(a, b)
     return torch.where(r == 0, torch.copysign(torch.zeros_like(r), b), r)
 
 
 def _float_div(a: Any, b: Any) -> torch.Tensor:
-    """With a number on the left ``/`` would multiply by the reciprocal, which rounds twice."""
+    """Divide floats with one rounding.
+
+    For a number on the left, torch's ``/`` would multiply by the reciprocal, which rounds twice.
+    """
     return torch.div(a if isinstance(a, torch.Tensor) else torch.full_like(b, a), b)
 
 
@@ -169,7 +172,7 @@ _FOR_FLOATS = {
 
 
 def binary(op: Any, a: Operand, b: Operand) -> torch.Tensor | None:
-    """``op(a, b)`` for all examples at once, or None."""
+    """Compute ``op(a, b)`` for all examples at once, or return None."""
     kind = wider(a.kind, b.kind)
     if kind is complex or not (a.is_64_bit() and b.is_64_bit()):
         return None

@@ -1,4 +1,4 @@
-"""The numbers behind 0-d tensors that differ between examples, and such tensors from numbers."""
+"""The values of per-example 0-d tensors as ordinary tensors, and such tensors from values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Tensor = torch.Tensor
 
 
 def read(t: Tensor) -> tuple[Tensor, list]:
-    """All numbers of a 0-d tensor as an ordinary one, and the levels that its axes belong to."""
+    """Return all numbers of a 0-d tensor as an ordinary tensor, and the levels of its axes."""
     levels: list = []
     while isinstance(t, Wrapper):
         if type(t) is Batched and t.axis is not None:
@@ -27,12 +27,15 @@ def read(t: Tensor) -> tuple[Tensor, list]:
 
 
 def plain(t: Tensor) -> Tensor:
-    """All numbers of a 0-d tensor, in whatever order."""
+    """Return all numbers of a 0-d tensor, in any order."""
     return read(t)[0]
 
 
 def tell(t: Tensor) -> None:
-    """Who writes a program is told of the numbers: all examples may have one whole one again."""
+    """Notify listeners, such as a tracer, that the numbers are read.
+
+    For integers a tracer may check in later calls that all examples still agree.
+    """
 
     def same() -> Tensor:
         with functions_off():
@@ -44,7 +47,7 @@ def tell(t: Tensor) -> None:
 
 
 def levels_of(t: Tensor) -> list:
-    """The levels among whose examples it differs, the innermost first."""
+    """Return the levels at which a tensor is batched, the innermost first."""
     found = []
     while isinstance(t, Wrapper):
         if type(t) is Batched and t.axis is not None:
@@ -54,7 +57,7 @@ def levels_of(t: Tensor) -> list:
 
 
 def cast(t: Tensor, dtype: torch.dtype, device: Any = None, *, copy: bool = False) -> Tensor:
-    """The same numbers in this dtype, without derivatives, whoever of the examples runs."""
+    """Cast the numbers of all examples, running or not, to this dtype, without derivatives."""
     if isinstance(t, Wrapper):
         value = cast(t.value, dtype, device, copy=copy)
         return wrap(value, t.axis, t.level) if type(t) is Batched and t.axis is not None else value
@@ -63,9 +66,10 @@ def cast(t: Tensor, dtype: torch.dtype, device: Any = None, *, copy: bool = Fals
 
 
 def on_one_device(tensors: list[Tensor]) -> list[Tensor]:
-    """The same numbers where one device has them all: those of an accelerator stay there.
+    """Move numbers to one device: an accelerator's, if any of them is there.
 
-    A number read from a tensor lies where that does, one made by Python's code on the CPU.
+    A number that was read from a tensor is on the tensor's device. A number made by Python code is
+    on the CPU.
     """
     with functions_off():
         devices = [t.device for t in tensors]
@@ -79,7 +83,7 @@ def on_one_device(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def spread(tensors: list[Tensor]) -> list[Tensor]:
-    """The same numbers for the lanes that run now, each given for every lane of all of these."""
+    """Broadcast numbers against each other: each gets the batch axes of all, for running lanes."""
     mask = tensors[0].isnan()
     for t in tensors[1:]:
         mask = mask | t.isnan()
@@ -87,14 +91,14 @@ def spread(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def in_order(t: Tensor, levels: list) -> Tensor:
-    """All numbers, one axis for each of these levels."""
+    """Return all numbers with one axis for each of these levels, in this order."""
     numbers, axes = read(t)
     with functions_off(), no_dispatch():
         return numbers.permute([axes.index(level) for level in levels])
 
 
 def rebuilt(numbers: Any, dtype: torch.dtype, shape: tuple, levels: list) -> Tensor:
-    """The 0-d tensor whose numbers, in the order of `in_order`, are these."""
+    """Make a per-example 0-d tensor of numbers in the order of `in_order`."""
     with functions_off(), no_dispatch():  # or the level would make it a value of its own
         stack = torch.as_tensor(numbers, dtype=dtype).reshape(shape)
         for n in reversed(range(len(levels))):

@@ -1,7 +1,7 @@
 """A `Number` as an argument of torch's functions, with torch's promotion of Python's numbers.
 
-Where a 0-d tensor can stand for the number it does, in the dtype that the number would get. In any
-other place (a size, a dim, ``alpha=``) one Python number is needed, and the lanes part.
+If possible, a 0-d tensor replaces the number, in the dtype to which torch would promote it. For any
+other argument (a size, a dim, ``alpha=``) one Python number is needed, and the lanes diverge.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 def called(func: Any, args: tuple, kwargs: dict) -> Any:
-    """``func`` with Numbers among its arguments, as for each example with its own."""
+    """Call ``func`` with Numbers among its arguments: each example has its own number."""
     place = _PLACES.get(func.__name__) if _home(func) in _HOMES else None
     found = NotImplemented if place is None else place(func, args, kwargs)
     if found is NotImplemented:
@@ -37,7 +37,7 @@ def called(func: Any, args: tuple, kwargs: dict) -> Any:
     return func(*args, **kwargs)
 
 
-# What Python asks of a tensor on the right.
+# The reflected operators, which Python calls on a tensor on the right.
 _MIRRORED = {
     operator.lt: operator.gt,
     operator.le: operator.ge,
@@ -65,7 +65,7 @@ _MIRRORED = {
 
 
 def operated(op: Any, a: Any, b: Any) -> Any:
-    """An operator on a Number and a tensor."""
+    """Run an operator on a Number and a tensor."""
     if isinstance(a, Tensor):
         return called(op, (a, b), {})
     if op is operator.truediv:  # as torch has it, rounding and all
@@ -83,7 +83,7 @@ def _home(func: Any) -> str:
 
 
 def one_each(tree: Any) -> Any:
-    """One Python number for every Number: where the examples differ, they part."""
+    """Replace every Number by one Python number: where the examples differ, they diverge."""
     if type(tree) is Number:
         return tree.one()
     if type(tree) in (list, tuple):
@@ -97,7 +97,7 @@ def one_each(tree: Any) -> Any:
 
 
 def in_dtype(n: Number, dtype: torch.dtype, device: Any = None) -> Tensor | None:
-    """The number in ``dtype``, or None where it may be too large, on which torch decides."""
+    """Return the number in ``dtype``, or None if it may be too large, so that torch decides."""
     bounds = (0, 0) if n.kind is complex else n.bounds
     return n.cast(dtype, device) if fit(n.kind, bounds, dtype) else None
 
@@ -116,7 +116,7 @@ def fit(kind: type, bounds: tuple, dtype: torch.dtype) -> bool:
 
 
 def common_dtype(values: list) -> torch.dtype:
-    """What torch promotes these to, a Number counting as a number of Python's."""
+    """Return the dtype to which torch promotes these values; a Number is a Python number."""
     with functions_off():
         tensors = [v for v in values if isinstance(v, Tensor)]
         kind = reduce(
@@ -130,7 +130,7 @@ def common_dtype(values: list) -> torch.dtype:
 
 @cache
 def _common_dtype(low: tuple, high: tuple, kind: type, _default: torch.dtype) -> torch.dtype:
-    """The same for tensors of these dtypes, those with dims and those without, and a number."""
+    """Return the common dtype of tensors without dims, tensors with dims, and a number."""
     with functions_off(), no_dispatch():
         one = kind(1)
         lower = torch.tensor(one).dtype
@@ -163,7 +163,7 @@ _PROMOTING_NAMES = """
 """
 _PROMOTING = frozenset(_PROMOTING_NAMES.split())
 _VALUES = frozenset({"other", "min", "max", "input", "self", "exponent", "weight"})
-# Of a half, torch computes these with the number as it is; else it is rounded to the dtype first.
+# With half tensors, torch computes these with the exact number; others round it to half first.
 _AS_IT_IS = frozenset(
     [
         "mul",
@@ -217,9 +217,10 @@ def _promoting(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _clamp(input: Tensor, min: Any = None, max: Any = None) -> Tensor:
-    """Clamp, with the derivative that it has by numbers at a bound.
+    """Clamp with the derivative at a bound that torch has if the bounds are numbers.
 
-    By tensors it has another: 0.5, or what torch's two modes do not agree on, as the release is.
+    With tensors for bounds, the derivative there is another: 0.5, or, in some releases of torch,
+    different in forward and reverse mode.
     """
     x = input.detach()
     out = torch.clamp(x, min, max)
@@ -249,7 +250,7 @@ _CLAMPS |= {f"{name}_": _in_place(clamp) for name, clamp in _CLAMPS.items()}
 
 
 def _is_special(name: str, values: list, dtype: torch.dtype) -> bool:
-    """Where torch treats Python's number in another way than a tensor."""
+    """True if torch treats a Python number in another way here than a tensor."""
     if "sub" in name:
         return any(type(v) is Number and v.kind is bool for v in values)
     if "floor" in name:
@@ -274,7 +275,7 @@ def _in_float32(func: Any, dtype: torch.dtype) -> Callable:
 
 
 def _writing(func: Any, args: tuple, kwargs: dict) -> Any:
-    """The last argument, or ``value=``, goes into the first one's memory or a copy of it."""
+    """Convert the number of a call that fills ``args[0]``: the last argument, or ``value=``."""
     x = args[0]
     name = next((k for k in ("value", "fill_value") if k in kwargs), None)
     n = args[-1] if name is None else kwargs[name]
@@ -289,7 +290,7 @@ def _writing(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _item(func: Any, args: tuple, kwargs: dict) -> Any:
-    """x[n], x[n] = m."""
+    """Convert the numbers of ``x[n]`` and ``x[n] = m``."""
     x, index, *value = args
     index = tuple(map(_as_index, index)) if type(index) is tuple else _as_index(index)
     if value and type(value[0]) is Number:
@@ -300,7 +301,7 @@ def _item(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _as_index(n: Any) -> Any:
-    """A number, or a list of them, as the tensor that picks the same."""
+    """Return a number, or a list of them, as an index tensor."""
     if type(n) is list and n and all(_is_int(i) for i in n):
         places = [i.tensor if type(i) is Number else torch.tensor(i) for i in n]
         return torch.stack(scalar_storage.on_one_device(places))
@@ -312,7 +313,7 @@ def _is_int(n: Any) -> bool:
 
 
 def _narrow(func: Any, args: tuple, kwargs: dict) -> Any:
-    """x.narrow(dim, n, length)."""
+    """Convert the numbers of ``x.narrow(dim, n, length)``."""
 
     def narrow(input: Tensor, dim: int, start: Any, length: Any) -> Tensor:
         if type(start) is Number and start.kind is int:
@@ -323,7 +324,7 @@ def _narrow(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _select(func: Any, args: tuple, kwargs: dict) -> Any:
-    """x.select(dim, n), which is a view of one entry."""
+    """Convert the numbers of ``x.select(dim, n)``, whose result is a view."""
 
     def select(input: Tensor, dim: Any, index: Any) -> Tensor:
         dim = one_each(dim)
@@ -337,7 +338,7 @@ def _select(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _roll(func: Any, args: tuple, kwargs: dict) -> Any:
-    """x.roll(n, dim): the places from which the entries come."""
+    """Convert the numbers of ``x.roll(n, dim)``, which becomes an ``index_select``."""
 
     def roll(input: Tensor, shifts: Any, dims: Any = ()) -> Tensor:
         dim = dims[0] if type(dims) in (tuple, list) and len(dims) == 1 else dims
@@ -378,7 +379,7 @@ def _scalar_tensor(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _spaced(func: Any, args: tuple, kwargs: dict) -> Any:
-    """linspace, logspace: ends that are tensors leave the dtype as it is."""
+    """Convert the ends of ``linspace`` and ``logspace``, without effect on the result's dtype."""
     ends = [a.cast(torch.float64) if _is_real(a) else a for a in args[:2]]
     if kwargs.keys() & {"start", "end"} or any(type(a) is Number for a in ends):
         return NotImplemented

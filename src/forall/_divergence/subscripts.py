@@ -1,4 +1,4 @@
-"""Items and attributes: ``x[k]``, ``x.a = v``, ``a, b = x``, ``for v in x`` in converted code."""
+"""Subscripts and attributes: ``x[k]``, ``x.a = v``, ``a, b = x``, ``for v in x``, converted."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ END = object()
 
 
 def apiece(values: tuple, run: Callable[[], Any]) -> Any:
-    """Run once for each world in which none of the values varies."""
+    """Run once for each active set within which none of the values varies."""
     worlds = worlds_of(values)
     return each_world([(world, None) for world in worlds], lambda _: run())
 
@@ -34,7 +34,7 @@ def is_mixed(value: Any) -> bool:
 
 
 def note(owner: Any) -> None:
-    """A container is about to change."""
+    """Log the contents of a container before it changes."""
     slot = slot_of(owner)
     if slot is not None:
         thread.note(slot)
@@ -44,7 +44,7 @@ def note(owner: Any) -> None:
 
 
 def get(x: Any, key: Any) -> Any:
-    """``x[key]``."""
+    """Evaluate ``x[key]``."""
     kind = type(x)
     if kind is Varying:
         return x.each(lambda v: get(v, key))
@@ -65,14 +65,14 @@ def get(x: Any, key: Any) -> Any:
 
 
 def _looked_up(x: Any, key: Any) -> Any:
-    """An item of Python's own container by a key that may differ between lanes."""
+    """Return an item of a builtin container by a key that may differ between lanes."""
     if _may_part(key):
         return words.apart(lambda: x[_hard(key)], merge)
     return x[key]
 
 
 def _may_part(key: Any) -> bool:
-    """Whether a key may have another meaning for each lane: a mask, bounds of a slice, a number."""
+    """True if a key may differ between lanes: a tensor, a Number, or a slice or tuple of these."""
     kind = type(key)
     if kind is slice:
         return any(_may_part(v) for v in (key.start, key.stop, key.step))
@@ -82,7 +82,7 @@ def _may_part(key: Any) -> bool:
 
 
 def _hard(key: Any) -> Any:
-    """The key as Python's number. Where lanes want different ones, they part."""
+    """Return the key as a Python number. If lanes have different ones, they diverge."""
     return key.one() if type(key) is words.Number else key
 
 
@@ -101,7 +101,7 @@ def contains(item: Any, container: Any) -> Any:
 
 
 def unpacked(value: Any) -> Any:
-    """What is assigned to several names: an iterable that every lane has."""
+    """Return a value that is unpacked to several names as an iterable that all lanes have."""
     if type(value) is Varying or is_mixed(value):
         items = apiece((value,), lambda: tuple(resolved(value)))
         if type(items) is Varying:
@@ -117,7 +117,7 @@ starred = unpacked
 
 
 def store(value: Any, x: Any, key: Any) -> None:
-    """``x[key] = value``."""
+    """Run ``x[key] = value``."""
     if thread.loose and (type(x) is Varying or type(key) is Varying or is_mixed(x)):
         apiece((x, key), lambda: store(value, resolved(x), resolved(key)))
         return
@@ -141,7 +141,7 @@ def store(value: Any, x: Any, key: Any) -> None:
 
 
 def delete(x: Any, key: Any) -> None:
-    """``del x[key]``."""
+    """Run ``del x[key]``."""
     if thread.loose and (type(x) is Varying or type(key) is Varying or is_mixed(x)):
         apiece((x, key), lambda: delete(resolved(x), resolved(key)))
     elif _may_part(key):
@@ -153,9 +153,9 @@ def delete(x: Any, key: Any) -> None:
 
 
 def changing(owners: Any, run: Callable[[], Any], state: Remembered | None = None) -> Any:
-    """Run what is not converted and may change these containers; lanes may part inside.
+    """Run unconverted code that may change these containers; lanes may diverge inside.
 
-    Where some lanes alone run it, nothing else of ``state`` may have changed.
+    If some lanes alone run it, it must not change anything else in the snapshot ``state``.
     """
     slots = [slot for slot in map(slot_of, owners) if slot is not None]
     if not slots and state is None:
@@ -192,7 +192,7 @@ def changing(owners: Any, run: Callable[[], Any], state: Remembered | None = Non
 
 
 def store_attr(value: Any, x: Any, name: str) -> None:
-    """``x.name = value``."""
+    """Run ``x.name = value``."""
     if type(x) is Varying:
         x.each(lambda v: store_attr(value, v, name))
         return
@@ -220,7 +220,7 @@ def delete_attr(x: Any, name: str) -> None:
 
 
 def updated(name: str, a: Any, b: Any) -> Any:
-    """``a += b``, ..: the new value of a."""
+    """Run an in-place operator such as ``a += b``, and return the new ``a``."""
     if thread.loose and (type(a) is Varying or type(b) is Varying or is_mixed(a) or is_mixed(b)):
         if is_mixed(a):
             apiece((a, b), lambda: getattr(operator, name)(a, resolved(b)))
@@ -233,9 +233,10 @@ def updated(name: str, a: Any, b: Any) -> Any:
 
 
 def stepwise(iterable: Any) -> Callable[[], tuple] | None:
-    """How to go through what has other items, or more of them, for some lanes; else None.
+    """Return a stepper through an iterable that differs between lanes; None for any other.
 
-    Each call gives whether there is one more (or the two worlds), and a function for that item.
+    Each call of it returns an answer and a function that gives the next item. The answer is a bool,
+    True if there is an item, or two active sets: the lanes with an item and those without.
     """
     kind = type(iterable)
     if kind is Varying:
@@ -249,9 +250,9 @@ def stepwise(iterable: Any) -> Callable[[], tuple] | None:
 
 
 class _Unchanged:
-    """Asks before each item of a copy whether what the copy was made of is as it was.
+    """A check, before each item of a copy, that the copied containers have not changed.
 
-    Python goes through a container as it is by then, and not as it was when it began.
+    Python's iterators read the container at each step, and would see such changes.
     """
 
     def __init__(self, made: Any) -> None:
@@ -260,7 +261,7 @@ class _Unchanged:
         self.before = [(c, _contents(c)) for c in containers]
 
     def check(self) -> None:
-        """Raise `Unsplittable` where it is not."""
+        """Raise `Unsplittable` if a container has changed."""
         for container, before in self.before:
             now = _contents(container)
             if len(now) != len(before) or not all(map(_are_same, now, before)):
@@ -268,7 +269,7 @@ class _Unchanged:
 
 
 def lists_in(value: Any) -> list[Any]:
-    """Return the list or dict that a value is, or those that it is for some lanes each."""
+    """Return the value in a list if it is a list or dict; of a varying value, each lane's one."""
     values = [v for _, v in value.parts] if type(value) is Varying else [value]
     return [v for v in values if type(v) in (list, dict)]
 
@@ -277,7 +278,7 @@ _MEANWHILE = "a list that changes while it is gone through, and is another for s
 
 
 def _contents(container: Any) -> list:
-    """Return the items of a container, for each of the worlds that have other ones."""
+    """Return the items of a container: one list, or one for each active set if it is mixed."""
     if is_mixed(container):
         return [[*content] for _, content in active(thread.mixed[id(container)][1])]
     return [[*container]]
@@ -288,15 +289,15 @@ def _are_same(now: list, before: list) -> bool:
 
 
 def watch(values: Any, *, backwards: bool = False) -> Any:
-    """Return an iterator of a list, which gives the items that it has by then; else the value.
+    """Return an iterator of a list, which reads the list at each step; any other value as it is.
 
-    While it is another list for some lanes, an iterator of Python's would see that of no lane.
+    The iterator raises if the list is mixed by then: Python's own would give items of no lane.
     """
     return _iterate(values, backwards=backwards) if type(values) is list else values
 
 
 def iterate_unchanged(values: list) -> Iterator[Any]:
-    """Give the items of a copy, as long as what it was made of is as it was."""
+    """Yield the items of a copy; raise if the copied container has changed."""
     unchanged = _Unchanged(values)
     for value in values:
         unchanged.check()
@@ -315,13 +316,13 @@ def _iterate(values: list, *, backwards: bool) -> Iterator[Any]:
 
 
 def _begun(world: Any, iterable: Any) -> Any:
-    """The iterator of a value that these lanes alone have."""
+    """Return the iterator of a value that these lanes alone have."""
     with words.running(world):
         return iter(iterable)
 
 
 def _in_step(parts: Parts, unchanged: _Unchanged | None = None) -> Callable[[], tuple]:
-    """All parts' iterators, one item of each at a time."""
+    """Return a stepper that takes one item from each part's iterator at a time."""
 
     def step() -> tuple:
         nonlocal parts

@@ -1,7 +1,7 @@
-"""What a thread knows while it runs converted code: which regions are open, who runs.
+"""The state of a thread that runs converted code: open regions and the running lanes.
 
-A *region* is a stretch of code that lanes go through apart: a branch, a loop, a function of which
-some have returned. Only regions change who runs.
+A *region* is a part of the code in which lanes have diverged: a branch, a loop, a function from
+which some lanes have returned. Only regions change which lanes run.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ class Thread(threading.local):
 
     def __init__(self) -> None:
         self.top: Region | None = None  # the innermost region that is open
-        self.entered: list[Any] = []  # the worlds that were entered, and are to be left
-        self.parted = 0  # how many regions have lanes apart; without any, no write is noted
+        self.entered: list[Any] = []  # the active sets that were entered and not yet left
+        self.parted = 0  # in how many regions lanes have diverged; if 0, writes are not logged
         self.mixed: dict[int, tuple[Slot, Split]] = {}  # see `heap`
-        self.loose = False  # whether anything that varies was ever made
+        self.loose = False  # True if a varying value was ever made
         self.report: Report | None = None
-        self.failed: Any = None  # who ran when an error was raised that has not ended the run
-        self.runs = 0  # how many functions run converted, one inside another
-        self.deeply = False  # whether those of other libraries run converted too
-        self.met_others = False  # whether one of them was called that ran as it is
-        self.ran_again: dict[Any, Any] = {}  # functions not converted in which lanes parted: why
+        self.failed: Any = None  # the lanes that ran when an error was raised that may be caught
+        self.runs = 0  # the depth of converted calls that were entered from outside
+        self.deeply = False  # True if functions of other libraries are converted too
+        self.met_others = False  # True if a function of another library was called
+        self.ran_again: dict[Any, Any] = {}  # unconverted functions in which lanes diverged: why
         self.made_of: dict[
             int, list[Any]
-        ] = {}  # containers of copies, by the id of these, and these
-        self.loosened: dict[Any, Slot] = {}  # places where what varies was left
+        ] = {}  # by the id of a copy: the copy, and the containers that it was made of
+        self.loosened: dict[Any, Slot] = {}  # slots in which varying values were left
 
     def go(self, world: Any) -> None:
-        """From here on only these lanes run."""
+        """Let only these lanes run from here on."""
         running = words.running(world)
         running.__enter__()
         self.entered.append(running)
@@ -48,7 +48,7 @@ class Thread(threading.local):
             self.show(world)
 
     def show(self, world: Any) -> None:
-        """Let objects hold what lanes of this world, which run now, have in them."""
+        """Restrict the contents of objects to the lanes of this active set, which run now."""
         for slot, split in list(self.mixed.values()):
             self.note(slot)
             slot.put(self, split.within(world))
@@ -58,7 +58,7 @@ class Thread(threading.local):
                 slot.narrow(self)
 
     def varying(self) -> list[Any]:
-        """What differs between the lanes in a place that code which is not converted may see."""
+        """Return the varying contents of all slots, which unconverted code may see."""
         found = [slot.owner for slot, _ in self.mixed.values()]
         for slot in self.loosened.values():
             if slot.key not in self.mixed and slot.varies(self):
@@ -67,13 +67,13 @@ class Thread(threading.local):
         return found
 
     def back(self, depth: int) -> None:
-        """Run who ran when so many worlds had been entered."""
+        """Leave active sets until ``depth`` of them are entered, so that their lanes run again."""
         entered = self.entered
         while len(entered) > depth:
             entered.pop().__exit__(None, None, None)
 
     def note(self, slot: Slot) -> None:
-        """This place is about to change."""
+        """Log the content of a slot before it changes."""
         top = self.top
         if top is not None:
             if top.heap is None:
@@ -82,13 +82,13 @@ class Thread(threading.local):
                 top.heap[slot.key] = (slot, slot.get(self))
 
     def met(self, slot: Slot, parts: Parts) -> None:
-        """What the lanes that meet have in a place is joined."""
+        """Join the contents of a slot for the lanes that reconverge."""
         slot.meet(self, parts)
         if self.loose and slot.varies(self):
             self.loosened[slot.key] = slot
 
     def saw(self, construct: str, sizes: tuple[int, ...], frames: int = 2) -> None:
-        """Tell the report that lanes parted in the code so many frames further out."""
+        """Add a divergence to the report, at the line ``frames`` frames further out."""
         if self.report is not None:
             frame = sys._getframe(frames)
             self.report.parted(construct, sizes, frame.f_code.co_filename, frame.f_lineno)
@@ -98,7 +98,7 @@ thread = Thread()
 
 
 def _begin_anew(_left: list, _level: int) -> None:
-    """Forget what ran, where an exception between two instructions has ended the outermost call."""
+    """Reset the thread after an exception between two instructions ended the outermost call."""
     report = thread.report
     thread.__init__()
     thread.report = report
@@ -108,7 +108,7 @@ exception_safety.PUT_BACK.append(_begin_anew)
 
 
 class Region:
-    """Code that lanes may go through apart, and what was written meanwhile."""
+    """Code in which lanes may diverge, and the log of its writes."""
 
     __slots__ = ("depth", "heap", "t", "up")
 
@@ -120,7 +120,7 @@ class Region:
         t.top = self
 
     def captured(self) -> dict[Any, Any]:
-        """What lanes that leave this region now have written since it began."""
+        """Return the writes since the region began of the lanes that leave it now."""
         t, node, found = self.t, self.t.top, {}
         while node is not None:
             for key, (slot, _) in (node.heap or {}).items():
@@ -132,24 +132,24 @@ class Region:
         return found
 
     def reset(self) -> None:
-        """Put back what was there before, for the next lanes."""
+        """Restore the contents from before the region, for the next lanes."""
         for slot, old in (self.heap or {}).values():
             slot.put(self.t, old)
 
     def undo(self) -> None:
-        """Put all back after an error, which may be caught by who goes on in another way."""
+        """Restore everything after an error, since a caller may catch it and go on."""
         self.t.back(self.depth)
         self.reset()
 
     def meet(self, parts: list[tuple[Any, dict[Any, Any]]]) -> None:
-        """Join what the lanes that meet have written."""
+        """Join the writes of the lanes that reconverge."""
         for key, (slot, old) in (self.heap or {}).items():
             self.t.met(slot, [(w, written.get(key, old)) for w, written in parts])
 
     def close(self) -> None:
-        """Who is further out will have to put back what was written here as well.
+        """Close the region, and pass its log of writes to the region around it.
 
-        Not into an object that nobody has any more: it would be kept to the end of a loop.
+        Objects without other references are left out: the log would keep them alive in a loop.
         """
         up = self.t.top = self.up
         if self.heap and self.t.parted and up is not None:
@@ -167,7 +167,7 @@ def close_down_to(t: Thread, top: Region | None) -> None:
 
 
 def each_world(parts: Parts, run: Callable[[Any], Any]) -> Any:
-    """``run`` of each value by the lanes that have it; what all get, joined."""
+    """Call ``run`` on each value for the lanes that have it, and join the results."""
     t = thread
     if len(parts) == 1:
         if t.loose:
@@ -200,7 +200,7 @@ def each_world(parts: Parts, run: Callable[[Any], Any]) -> Any:
 
 
 class converted_run:
-    """A function runs converted in the body. Whatever ends it, the thread is as it was before."""
+    """Context in which a function runs converted. Its exit restores the state of the thread."""
 
     __slots__ = ("strict", "t", "was")
 
@@ -226,7 +226,7 @@ class converted_run:
             if not t.runs:
                 t.made_of.clear()
             if kind is not None or not t.runs:
-                words.changed()  # who was to follow is no more
+                words.changed()  # the aliases to be updated are gone
             t.back(depth)
             t.top, t.parted, t.loosened = top, parted, loosened
             if self.strict or kind is not None:
@@ -237,7 +237,7 @@ class converted_run:
 
 
 def refuse_to_leave(t: Thread, left: list[Slot]) -> None:
-    """Nobody may find what varies in an object that outlives the run."""
+    """Raise if an object that outlives the run holds a varying value."""
     for slot in left:
         if slot.varies(t) and slot.is_known_elsewhere():
             raise Unsplittable("an object that outlives the call holds what varies")

@@ -1,8 +1,8 @@
-"""Which functions are not the user's, and run as they are.
+"""The distinction of user code, which is converted, from library code, which is not.
 
-Code of other libraries is converted only where a run would else end: where it has written or drawn
-before its examples part, so that it cannot be run again for each group on the spot. A solver that
-takes steps of its own length is an example.
+Code of other libraries is converted only if vmap would fail otherwise. This happens if it writes or
+draws before its examples diverge, so that it cannot be rerun for each group on the spot. A solver
+with an adaptive step size is an example.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import CodeType
 
-# Functions of libraries that only hand on to the user's: converted like the user's own
+# Functions of libraries that only call the user's: converted like the user's own
 _HANDS_ON = {
     ("torch/utils/_contextlib.py", "decorate_context"),
     ("torch/nn/modules/container.py", "forward"),
     ("contextlib.py", "inner"),
 }
-# Of those that pip installs, these are never converted: what they do is told operator by operator,
-# or is no work on tensors.
+# Of the installed packages, these are never converted: each of their operators is intercepted, or
+# they do no work on tensors.
 _NEVER = frozenset(
     {"torch", "numpy", "scipy", "jax", "sympy", "pandas", "matplotlib", "networkx", "_pytest"}
     | {"forall"}
@@ -33,13 +33,13 @@ USERS, OTHERS, NEVER = "the user's", "another library's", "never converted"
 
 
 def is_library(code: CodeType) -> bool:
-    """Whether a function is to run as it is."""
+    """True if a function is to run unconverted."""
     kind = whose(code)
     return kind is NEVER or (kind is OTHERS and not thread.deeply)
 
 
 def whose(code: CodeType) -> str:
-    """Whose function it is: one of `OTHERS` may be converted where need be."""
+    """Return the owner of a function: USERS, OTHERS (converted if needed) or NEVER."""
     return _whose(code.co_filename, code.co_name)
 
 
@@ -61,7 +61,7 @@ def _libraries() -> tuple[str, ...]:
     import sysconfig  # four milliseconds of `import forall`
 
     found = (sysconfig.get_path(name) for name in ("stdlib", "platstdlib"))
-    return (*{*found, __file__.rsplit("/_divergence/", 1)[0]},)
+    return (*{*found, __file__.rsplit("/_lanes/", 1)[0]},)
 
 
 @functools.cache
@@ -73,7 +73,10 @@ def _installed() -> tuple[str, ...]:
 
 @contextmanager
 def deeply(on: bool) -> Iterator[None]:
-    """Other libraries are converted in the body, or only met: `thread.met_others` tells."""
+    """Context in which code of other libraries is converted if ``on`` is True.
+
+    `thread.met_others` says afterwards if any such code was called.
+    """
     was, met = thread.deeply, thread.met_others
     thread.deeply, thread.met_others = was or on, False
     try:

@@ -1,7 +1,7 @@
-"""`Varying`: what has no one value for all lanes: None for some, a list or an object of their own.
+"""`Varying`: a value that differs between lanes and is no tensor, such as None for some lanes only.
 
-Each operation on it runs once for each of its parts, for the lanes that have it, and what these
-get is joined. Most results meet again at once: ``None if x < 0 else x`` that is then tested.
+Each operation on it runs once for each of its parts, for the lanes of that part, and the results
+are joined. Most results are uniform again at once: ``None if x < 0 else x`` that is then tested.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from forall._divergence.vmap_interface import either, words
 
 
 class Varying:
-    """The values of an expression by world. Lanes that are in none of them have none."""
+    """The values of an expression by active set. Lanes outside all of them have no value."""
 
     __slots__ = ("parts",)
     varies = True
@@ -33,7 +33,7 @@ class Varying:
         thread.loose = True
 
     def now(self) -> Parts:
-        """The parts for the lanes that run; an error where some of them have none."""
+        """Return the parts for the running lanes; raise if some of them have no value."""
         world = words.now()
         parts = within(self.parts, world)
         covered = either([w for w, _ in parts])
@@ -45,7 +45,7 @@ class Varying:
         return parts
 
     def each(self, run: Callable[[Any], Any]) -> Any:
-        """``run`` of each value, for those that have it, joined."""
+        """Call ``run`` on each value for the lanes that have it, and join the results."""
         parts = self.now()
         if len(parts) > 1:
             value = merge(parts)
@@ -135,14 +135,14 @@ for _name in ["lt", "le", "eq", "ne", "gt", "ge", "getitem", "neg", "pos", "abs"
 
 
 def resolved(value: Any) -> Any:
-    """A value for code that knows nothing of `Varying`: as it is for the lanes that run."""
+    """Return the value of a `Varying` for the running lanes, for code that does not know it."""
     if type(value) is Varying:
         return merge(value.now())
     return value
 
 
 def varies(value: Any, deep: int = 2) -> bool:
-    """Whether it has, within its first containers, what differs without being a tensor."""
+    """True if a value is varying, or contains a varying one at most ``deep`` containers deep."""
     kind = type(value)
     if kind is Varying or kind is Mixed:
         return True
@@ -158,12 +158,12 @@ def varies(value: Any, deep: int = 2) -> bool:
 
 
 def _is_tuple(kind: type) -> bool:
-    """Return True for tuples, those whose entries have names included."""
+    """Return True for the class of tuples and for named tuples."""
     return kind is tuple or (issubclass(kind, tuple) and hasattr(kind, "_fields"))
 
 
 def worlds_of(values: Any, deep: int = 2) -> list[Any]:
-    """The coarsest worlds in each of which none of these values varies."""
+    """Return the coarsest active sets within each of which none of these values varies."""
     worlds = [words.now()]
     for value in values:
         for parts in _partings(value, deep):
@@ -172,7 +172,7 @@ def worlds_of(values: Any, deep: int = 2) -> list[Any]:
 
 
 def _pieces(world: Any, parts: Parts) -> Iterator[Any]:
-    """A world, cut where the parts of something are."""
+    """Split an active set by the lanes of these parts."""
     rest = world
     for w, _ in within(parts, world):
         yield w
@@ -185,7 +185,7 @@ def _pieces(world: Any, parts: Parts) -> Iterator[Any]:
 def _partings(value: Any, deep: int) -> Iterator[Parts]:
     kind = type(value)
     if kind is Varying:
-        now = within(value.parts, words.now())  # who has none has a world without
+        now = within(value.parts, words.now())  # lanes without a value make a set of their own
         if not now or type(merge(now)) is Varying:
             yield now
         for _, v in now:
@@ -211,7 +211,7 @@ def _inside(value: Any, deep: int) -> Iterator[Parts]:
 
 
 def plain(value: Any, deep: int = 2) -> Any:
-    """The value for the lanes that run, what varies inside replaced too; itself where none does."""
+    """Return the value for the running lanes, with varying items in it resolved in place."""
     kind = type(value)
     if kind is Varying:
         value = resolved(value)

@@ -1,9 +1,9 @@
-"""``x[i:j]`` and ``x[i:j] = v`` where a bound is another number for each example.
+"""Slices ``x[i:j]`` and ``x[i:j] = v`` with per-example bounds.
 
-A slice holds the bounds, and torch would ask each of them for one int. Where all examples pick as
-many entries, one gather picks them all (what is written into it goes back to x, see `standing`).
-A single value is written through a mask, however many entries each example has for it. All else
-parts the examples.
+Torch would convert each bound of a slice to one int. If all examples pick the same number of
+entries, one gather picks them all; writes into its result go back to x, see `standing`. A single
+value is written through a mask, even if the number of entries differs. In all other cases the
+examples diverge.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _BASIC = (int, type(None))
 
 
 class _Range(NamedTuple):
-    """The places that a slice picks of a dim of x, within x: Numbers, or Python's ints."""
+    """A slice of one dim of x, with bounds in [0, size]: Numbers or Python ints."""
 
     dim: int  # of x
     start: Any
@@ -67,7 +67,7 @@ def _ranges(x: Tensor, entries: list) -> dict[int, _Range] | None:
 
 
 def _within(bound: Any, size: int, default: int) -> Any:
-    """Return a bound as a place in [0, size]; None if torch has to say what is wrong with it."""
+    """Return a bound as an index in [0, size]; None if torch has to raise the error for it."""
     if bound is None:
         return default
     if differs(bound) and not (bound.is_floating_point() or bound.is_complex()):
@@ -131,7 +131,7 @@ def _writing(before: Callable, read: Callable) -> Callable:
         if found is None or not _is_basic(entries):
             return before(x, index, value)
         found.copy_(fit_value(value, found, found.dim()))
-        settle()  # while what was picked lives
+        settle()  # while the gathered copy is alive
         return x
 
     return set_item
@@ -163,7 +163,7 @@ def _fill(x: Tensor, entries: list, ranges: dict[int, _Range], value: Any) -> No
 
 
 def _inside(found: _Range, x: Tensor) -> Tensor:
-    """Return a mask of the places of a dim that are in a range."""
+    """Return a mask of the indices of a dim that are in a range."""
     place = torch.arange(x.shape[found.dim], device=x.device)
     start, stop = (b.tensor if type(b) is Number else b for b in (found.start, found.stop))
     inside = (place >= start) & (place < stop)

@@ -1,6 +1,6 @@
-"""The words that the runtime is written in: what the room of `vmap` knows about lanes.
+"""The interface to vmap that the runtime of converted code uses.
 
-They are looked up in one object, so that a test can put its own in their place.
+Its functions are attributes of one object, so that a test can replace them.
 """
 
 from __future__ import annotations
@@ -10,13 +10,23 @@ from types import SimpleNamespace
 from typing import Any
 
 words: Any = SimpleNamespace()
-"""``now``, ``asked``, ``running``, ``joined``, ``Undefined`` as in `worlds`; ``apart`` as in
-`rerun`; ``Tensor``, the type of tensors; ``Number``, that of Python numbers of each example;
-``mean``, a call of torch's with such numbers; ``again``, which asks for the rest of a test that was
-``asked``; ``told``, `joined` of the Python numbers of worlds, or None. Of `aliases`: ``memory``,
-what a tensor is a name of, which counts its names; ``views``, whether it is one of a part of that;
-``renamed``, a new one of the whole; ``changed``, what was written into since that was last asked,
-of all that has names; ``put``, which writes a tensor's entries into another's, for some lanes."""
+"""The functions and classes of the interface to vmap.
+
+- ``now``, ``asked``, ``running``, ``joined``, ``Undefined``: as in `worlds`.
+- ``apart``: as in `rerun`.
+- ``Tensor``: the class of tensors. ``Number``: the class of per-example Python numbers.
+- ``mean``: calls a torch function on such numbers.
+- ``again``: like ``asked``, for a further operand of the same test.
+- ``told``: `joined` for Python numbers, or None.
+
+For `aliases`:
+
+- ``memory``: the memory object of a tensor, which lists the tensor's names.
+- ``views``: True if a tensor is a view of a part of its memory.
+- ``renamed``: makes a new tensor of the whole memory.
+- ``changed``: the memory objects with names that were written since the last call.
+- ``put``: writes a tensor's entries into another tensor, for some lanes.
+"""
 
 
 def use(
@@ -37,7 +47,7 @@ def use(
     again: Callable | None = None,
     told: Callable | None = None,
 ) -> None:
-    """Let these be the words."""
+    """Install the functions of the interface."""
     words.now, words.asked, words.running, words.joined = now, asked, running, joined
     words.Undefined, words.apart = undefined, apart
     words.Tensor, words.Number = tensor, number
@@ -47,12 +57,12 @@ def use(
 
 
 def both(a: Any, b: Any) -> Any:
-    """The lanes of two worlds that are in both; None where there are none."""
+    """Return the intersection of two active sets; None if it is empty."""
     return a if a is b else a & b
 
 
 def either(worlds: list) -> Any:
-    """The lanes of disjoint worlds together; None where there are no worlds."""
+    """Return the union of disjoint active sets; None if the list is empty."""
     if len(worlds) < 2:
         return worlds[0] if worlds else None
     return worlds[0].united(worlds[1:])

@@ -1,1 +1,1 @@
-"""Random numbers from keys: a draw is a function of its key, and of nothing else."""
+"""Stateless random numbers: a draw is a function of its key, and of nothing else."""

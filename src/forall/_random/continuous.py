@@ -1,4 +1,4 @@
-"""Draws from continuous distributions: uniform, normal and what follows from them by a formula."""
+"""Draws from continuous distributions: uniform, normal, and those computed from them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MKL = torch.backends.mkl.is_available()
 
 
 def unit(verb: str, key: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Uniform in [0, 1)."""
+    """Draw uniform numbers in [0, 1)."""
     if dtype not in _MANTISSA:
         raise TypeError(
             f"{verb}(key, ...): the dtype must be a floating-point one.\n"
@@ -41,7 +41,7 @@ def unit(verb: str, key: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Te
 
 
 def dtype_of(dtype: torch.dtype | None, *parameters: Any) -> torch.dtype:
-    """The dtype asked for, else that of the parameters, else torch's default."""
+    """Return the dtype asked for, else that of the parameters, else torch's default."""
     if dtype is not None:
         return dtype
     found = [p.dtype for p in parameters if isinstance(p, torch.Tensor) and p.is_floating_point()]
@@ -49,7 +49,7 @@ def dtype_of(dtype: torch.dtype | None, *parameters: Any) -> torch.dtype:
 
 
 def parameter(value: Any, dtype: torch.dtype, key: Tensor) -> Tensor:
-    """A number or a tensor of them, beside the key."""
+    """Return a parameter as a tensor on the key's device."""
     if isinstance(value, torch.Tensor):
         return value.to(device=key.device, dtype=dtype)
     if isinstance(value, (bool, int, float, complex)):  # to fill does not wait for the device
@@ -58,7 +58,7 @@ def parameter(value: Any, dtype: torch.dtype, key: Tensor) -> Tensor:
 
 
 def fitting(verb: str, shape: Sequence[int] | None, *parameters: torch.Size) -> tuple[int, ...]:
-    """The shape of a draw; the parameters broadcast to it."""
+    """Return the shape of a draw; raise if the parameters do not broadcast to it."""
     together = broadcast_shapes(*parameters)
     if shape is None:
         return tuple(together)
@@ -140,7 +140,7 @@ def normal(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype | None = N
 
 
 def _inverse_erf(x: Tensor) -> Tensor:
-    """Without MKL torch takes Newton steps in float32, which lose digits near -1 and 1."""
+    """Compute erfinv. Without MKL torch takes Newton steps in float32, imprecise near -1 and 1."""
     if x.dtype is torch.float32 and x.device.type == "cpu" and not _MKL:
         return torch.erfinv(x.to(torch.float64)).to(torch.float32)
     return torch.erfinv(x)

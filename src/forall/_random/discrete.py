@@ -1,4 +1,4 @@
-"""Draws from discrete distributions, and from what is there: integers, signs, orders, choices."""
+"""Draws from discrete distributions: integers, signs, permutations, choices."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def randint(
 
 
 def below(key: Tensor, shape: Sequence[int], span: Tensor) -> Tensor:
-    """Integers from 0 to below ``span``."""
+    """Draw integers from 0 to below ``span``."""
     w0, w1 = (w.to(torch.int64) & LOW for w in both_words("randint", key, shape))
     near = span.clamp(min=1, max=1 << 31)
     short_ = (w0 * near + (w1 * near >> 32)) >> 32

@@ -1,4 +1,4 @@
-"""Gamma draws and what is made of them; differentiable in their parameters."""
+"""Gamma, beta and Dirichlet draws, differentiable in their parameters."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ aten = torch.ops.aten
 
 
 class Gamma(torch.autograd.Function):
-    """A draw, or its logarithm; the derivative by alpha keeps the place in the distribution.
+    """A draw or its logarithm; its derivative in alpha is taken at a fixed quantile.
 
     Source: Figurnov, Mohamed and Mnih, "Implicit reparameterization gradients" (2018); torch has
     the formula for its own draws.

@@ -1,9 +1,9 @@
-"""Scopes: where torch's own draws take their numbers from keys.
+"""Scopes: contexts in which torch's own draws take their numbers from keys.
 
 NOTE [draw numbers]
-    A scope has a key and counts what is drawn in it; draw number n takes `fold_in(key, n)`. That
-    is all its state. Code that runs once more, as checkpoints do in a backward pass, must find the
-    count that it found first (`resuming`).
+    A scope has a key and counts its draws; draw number n uses `fold_in(key, n)`. There is no other
+    state. Code that is recomputed, as checkpoints do in a backward pass, must start from the same
+    count as in its first run (`resuming`).
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 
 class Scope:
-    """A key, and how many draws it has served. Made when it is first asked for: many are not.
+    """A key and the number of its draws. The key is made lazily, as many scopes draw nothing.
 
-    ``counts`` are those of a level with a key for each example, which may part: then each example
-    has a count of its own.
+    ``counts`` is for a level with a key for each example. If its examples diverge, each has a count
+    of its own.
     """
 
     __slots__ = ("_key", "_make", "_served", "counts")
@@ -42,14 +42,14 @@ class Scope:
         self.counts = counts
 
     def twin(self, make: Callable[[], torch.Tensor]) -> Scope:
-        """The same scope with its key in another form: what one serves the other has served."""
+        """Return a scope with another form of the key that shares its count with this one."""
         other = Scope(make, self.counts)
         other._served = self._served
         return other
 
     @property
     def count(self) -> Any:
-        """How many draws were served: a number, or what ``counts`` makes of examples' own."""
+        """The number of draws so far, or an object of ``counts`` with each example's number."""
         return self._served[0]
 
     @count.setter
@@ -63,7 +63,7 @@ class Scope:
         return self._key
 
     def reserve(self) -> Callable[[], torch.Tensor]:
-        """The key of the next draw, computed when it is called for."""
+        """Count a draw, and return a function that computes its key."""
         if self.counts is None:
             number, self.count = self.count, self.count + 1
             return lambda: keys.fold_in(self.key, number)
@@ -71,7 +71,7 @@ class Scope:
         return lambda: keys.fold_in(key(), number)
 
     def draw(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        """What an operator of torch draws, from the next key."""
+        """Run an operator of torch that draws, with the next key."""
         return torch_ops.draw(self.reserve()(), func, args, kwargs)
 
 
@@ -83,12 +83,12 @@ _state = _State.made()
 
 
 def running() -> Scope | None:
-    """The innermost scope of this thread."""
+    """Return the innermost scope of this thread."""
     return _state.running
 
 
 class entered:
-    """A scope is the running one, or none is."""
+    """Context in which a scope is the running one, or none is."""
 
     __slots__ = ("previous", "scope")
 
@@ -104,9 +104,9 @@ class entered:
 
 
 class _Drawing(DispatchMode):
-    """Operators that draw, drawn by the scope that runs."""
+    """A mode that runs operators that draw with keys of the running scope."""
 
-    stays = True  # where a derivative is taken further out, its function draws as it did
+    stays = True  # a derivative that is taken further out must see the same draws
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -198,7 +198,7 @@ def next_key() -> torch.Tensor:
 
 
 def taken_back() -> Callable[[], None]:
-    """Call the result to forget the draws since: they were for a way that was given up."""
+    """Return a function that resets the count to its present value, for a run that is given up."""
     scope = _state.running
     if scope is None:
         return lambda: None
@@ -207,7 +207,7 @@ def taken_back() -> Callable[[], None]:
 
 
 class _resumed:
-    """A scope runs from a count on; its own count, and what ran before, come back afterwards."""
+    """Context in which a scope runs from a count on; its exit restores the count and the scope."""
 
     __slots__ = ("count", "mode", "place", "scope", "was")
 
@@ -232,7 +232,7 @@ class _resumed:
 
 
 def resuming(function: Callable) -> Callable:
-    """``function``, drawing at any later time what it would draw if it were called now."""
+    """Wrap ``function`` so that any later call draws the same numbers as a call now."""
     scope = _state.running
     count = 0 if scope is None else scope.count
 

@@ -1,8 +1,8 @@
-"""Keys: what they look like, how one becomes many, and the bits that they stand for.
+"""Keys: how to make and split them, and the random bits of a key.
 
-A key is an int64 tensor of shape (2,), each number a word from 0 to 2**32 - 1: what
-``jax.random.key_data`` shows for the same key. Torch's uint32 cannot be added or shifted on any
-device; int64 can be made, compared, stacked and printed on all of them.
+A key is an int64 tensor of shape (2,), each entry a word from 0 to 2**32 - 1, equal to
+``jax.random.key_data`` of the same key. Torch's uint32 cannot be added or shifted on any device;
+int64 can be made, compared, stacked and printed on all of them.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
 
 
 def fold_each(key: Tensor, numbers: Sequence[int]) -> Tensor:
-    """`fold_in` of each of these numbers: (2,) -> (len(numbers), 2)."""
+    """Return `fold_in` of each of these numbers: (2,) -> (len(numbers), 2)."""
     k0, k1 = words("fold_in", key)
     if isinstance(numbers, range):  # made on the device: a copy would wait for it
         low = torch.arange(numbers.start, numbers.stop, numbers.step, device=key.device)
@@ -114,14 +114,14 @@ def _key(found: Words) -> Tensor:
 
 
 def words(verb: str, key: Any) -> Words:
-    """The two words of a key, each of shape ()."""
+    """Return the two words of a key, each of shape ()."""
     check(f"{verb}(key, ...)", key)
     k = key.to(torch.int32)
     return k[0], k[1]
 
 
 def check(call: str, key: Any) -> None:
-    """Whether this is a key, said as ``call`` where it is not."""
+    """Raise, naming ``call`` in the message, if this is not a key."""
     if not isinstance(key, torch.Tensor):
         raise TypeError(
             f"{call}: a key is a tensor.\n"
@@ -143,7 +143,7 @@ def check(call: str, key: Any) -> None:
 
 
 def _is_integer(value: Any) -> bool:
-    """An int, or an integer tensor of rank 0."""
+    """True for an int, or an integer tensor of rank 0."""
     if isinstance(value, torch.Tensor):
         return not (value.dim() or value.is_floating_point() or value.is_complex())
     return isinstance(value, int) and not isinstance(value, bool)
@@ -203,7 +203,7 @@ def bits(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.uint
 
 
 def of_width(verb: str, key: Tensor, shape: Sequence[int], width: int) -> Tensor:
-    """Random bits in an int32, the lowest ``width`` of which count; 64 in an int64."""
+    """Return random bits in an int32, of which the lowest ``width`` count; 64 bits in an int64."""
     w0, w1 = both_words(verb, key, shape)
     if width < 64:
         return w0 ^ w1
@@ -211,5 +211,5 @@ def of_width(verb: str, key: Tensor, shape: Sequence[int], width: int) -> Tensor
 
 
 def both_words(verb: str, key: Tensor, shape: Sequence[int]) -> Words:
-    """Two words for each place in ``shape``."""
+    """Return two random words for each entry of ``shape``."""
     return threefry(*words(verb, key), *counters(tuple(shape), key.device))

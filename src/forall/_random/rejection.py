@@ -1,8 +1,8 @@
-"""Draws that are made until they fit: operators, entry by entry, each with its own bits.
+"""Rejection sampling as pointwise operators: each entry uses random bits of its own.
 
-An entry asks for words at (attempt, place): the attempt is the higher counter, the place in the
-result the lower. So what it draws depends on the key and its own parameters alone, however long
-its neighbours take. As operators they run below every level, on plain numbers.
+An entry takes its words at the counter (attempt, index): the attempt is the higher word, the index
+in the result the lower. So its draw depends on the key and its own parameters alone, however many
+attempts other entries need. As operators, these run below every level, on ordinary tensors.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ Tensor = torch.Tensor
 
 
 def operator(name: str, parameters: str) -> Callable:
-    """Make ``forall::name(k0, k1, place, *parameters)``, a pointwise operator, of its kernel."""
+    """Return a decorator that registers a kernel as a pointwise operator.
+
+    Its schema is ``forall::name(k0, k1, place, *parameters)``.
+    """
 
     def enter(kernel: Callable) -> Any:
         library.define(f"{name}(Tensor k0, Tensor k1, Tensor place, {parameters}) -> Tensor")
@@ -49,7 +52,7 @@ def operator(name: str, parameters: str) -> Callable:
 
 
 class _Open:
-    """The entries that still have no draw, and the words of an attempt for them."""
+    """The entries that have no accepted draw yet, and the random words for their next attempt."""
 
     def __init__(self, k0: Tensor, k1: Tensor, place: Tensor, *parameters: Tensor) -> None:
         self.k0, self.k1, self.place = k0, k1, place
@@ -58,7 +61,7 @@ class _Open:
         self.attempt = 0
 
     def units(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Two uniform numbers in (0, 1) for each entry that is open."""
+        """Return two uniform numbers in (0, 1) for each open entry."""
         if dtype is torch.float64:
             return self._fine(dtype), self._fine(dtype)
         first, second = self._words()
@@ -74,7 +77,7 @@ class _Open:
         return ((high << 20 | low >> 12).to(dtype) + 0.5) * 2.0**-52
 
     def settle(self, done: Tensor) -> Tensor:
-        """Drop the entries that are done; their places in the result."""
+        """Drop the entries that are done, and return their indices in the result."""
         settled = self.left[done]
         more = ~done
         self.left, self.k0, self.k1, self.place = (
@@ -90,7 +93,7 @@ def _unit(word: Tensor, dtype: torch.dtype) -> Tensor:
 
 @operator("gamma", "Tensor alpha, bool logarithm")
 def gamma(k0: Tensor, k1: Tensor, place: Tensor, alpha: Tensor, logarithm: bool) -> Tensor:
-    """Gamma of shape alpha > 0 and scale 1, or its logarithm, which does not underflow.
+    """Draw gamma numbers of shape alpha > 0 and scale 1, or logarithms, which do not underflow.
 
     Source: Marsaglia and Tsang, "A simple method for generating gamma variables" (2000); where
     alpha < 1, alpha + 1 and a power of a uniform number.
@@ -116,7 +119,7 @@ def gamma(k0: Tensor, k1: Tensor, place: Tensor, alpha: Tensor, logarithm: bool)
 
 @operator("poisson", "Tensor rate")
 def poisson(k0: Tensor, k1: Tensor, place: Tensor, rate: Tensor) -> Tensor:
-    """Poisson counts.
+    """Draw Poisson counts.
 
     Source: below a rate of 10 the inverse of the distribution function; else Hörmann, "The
     transformed rejection method for generating Poisson random variables" (1993).
@@ -143,7 +146,7 @@ def poisson(k0: Tensor, k1: Tensor, place: Tensor, rate: Tensor) -> Tensor:
 
 @operator("binomial", "Tensor count, Tensor prob")
 def binomial(k0: Tensor, k1: Tensor, place: Tensor, count: Tensor, prob: Tensor) -> Tensor:
-    """How many of ``count`` events of probability ``prob`` happen.
+    """Draw binomial counts: the number of ``count`` events of probability ``prob`` that happen.
 
     Source: below 10 expected the inverse of the distribution function; else Hörmann, "The
     generation of binomial random variates" (1993), BTRS.
@@ -187,7 +190,7 @@ def _attempt(
     ceiling: Tensor,
     fits: Callable,
 ) -> None:
-    """Hörmann's transformed rejection, once: most attempts fit without a look at the density."""
+    """Make one attempt of Hörmann's transformed rejection; most need no density."""
     u, v = open_.units(counts.dtype)
     u = u - 0.5
     room = 0.5 - u.abs()
@@ -200,7 +203,10 @@ def _attempt(
 
 
 def _inverse(u: Tensor, p: Tensor, following: Callable) -> Tensor:
-    """The least count whose distribution function reaches u, from p(0) and p(k) of p(k - 1)."""
+    """Return the least count whose distribution function reaches ``u``.
+
+    ``p`` is p(0), and ``following`` gives p(k) from p(k - 1) and k.
+    """
     count, total = torch.zeros_like(u), p
     k = 0
     while bool((beyond := (u > total) & (p > 0)).any()):

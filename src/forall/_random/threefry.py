@@ -1,8 +1,8 @@
-"""Threefry-2x32: two words of 32 bits to two others, under a key of two words.
+"""Threefry-2x32: maps two words of 32 bits to two others, under a key of two words.
 
-Words are int32 tensors, whose additions wrap as those of unsigned words do; a right shift fills
-with the sign, and a mask takes that off. Torch computes on int32 on every device; its uint32 has
-no addition.
+Words are int32 tensors, whose additions wrap like those of unsigned words. A right shift fills with
+the sign bit, so a mask clears it. Torch computes on int32 on every device; its uint32 has no
+addition.
 
 Source: Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3" (2011).
 """
@@ -27,20 +27,20 @@ _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 _PARITY = 0x1BD11BDA
 LOW = 0xFFFFFFFF  # the mask of one word in an int64
 
-# One operator, so that a level has one thing to do, not a hundred and ten.
+# One operator, so that a level dispatches one call, not a hundred and ten.
 library = torch.library.Library("forall", "DEF")
 library.define("threefry2x32(Tensor k0, Tensor k1, Tensor x0, Tensor x1) -> (Tensor, Tensor)")
 
 
 def threefry(k0: Tensor, k1: Tensor, x0: Tensor, x1: Tensor) -> Words:
-    """The words ``x0``, ``x1`` enciphered, entry by entry; all four broadcast."""
+    """Encrypt the words ``x0``, ``x1``, entry by entry; all four arguments broadcast."""
     if in_torch_func() or torch.compiler.is_dynamo_compiling():
         return _rounds(k0, k1, x0, x1)  # torch.func has no rule for it, a compiler can fuse it
     return torch.ops.forall.threefry2x32(k0, k1, x0, x1)
 
 
 def _rounds(k0: Tensor, k1: Tensor, x0: Tensor, x1: Tensor) -> Words:
-    """Five times four rounds, in few operators: add's alpha is the shift to the left."""
+    """Run five times four rounds, in few operators: add's alpha does the left shift."""
     keys = (k0, k1, k0 ^ k1 ^ _PARITY)
     x0, x1 = torch.broadcast_tensors(x0 + k0, x1 + k1)
     for i in range(5):
@@ -54,7 +54,7 @@ def _rounds(k0: Tensor, k1: Tensor, x0: Tensor, x1: Tensor) -> Words:
 
 
 def _rounds_in_place(k0: Tensor, k1: Tensor, x0: Tensor, x1: Tensor) -> Words:
-    """The same in memory of its own: two and a half times as fast where it is large."""
+    """Run the rounds in place in new memory: two and a half times as fast on large tensors."""
     keys = (k0, k1, k0 ^ k1 ^ _PARITY)
     x0, x1 = (x.contiguous() for x in torch.broadcast_tensors(x0 + k0, x1 + k1))
     spilt = torch.empty_like(x1)
@@ -70,7 +70,7 @@ def _rounds_in_place(k0: Tensor, k1: Tensor, x0: Tensor, x1: Tensor) -> Words:
 
 
 def _few(k0: Tensor, k1: Tensor, x0: Tensor, x1: Tensor) -> Words:
-    """For a handful of entries Python's ints are faster than a hundred operators."""
+    """Run the rounds on Python ints if there are few entries: a hundred operators take longer."""
     shape = broadcast_shapes(k0.shape, k1.shape, x0.shape, x1.shape)
     if not 0 < math.prod(shape) <= 6:
         return _rounds_in_place(k0, k1, x0, x1)
@@ -101,7 +101,7 @@ library.impl("threefry2x32", _few, "CPU")
 
 
 def counters(shape: Sequence[int], device: torch.device | None) -> Words:
-    """The places in ``shape``, counted row by row, as words."""
+    """Return the row-major index of each entry of ``shape``, as words."""
     size = math.prod(shape)
     low = torch.arange(size, device=device)
     if size <= 1 << 31:

@@ -1,7 +1,7 @@
-"""Torch's own operators that draw, in the words of `forall.random`.
+"""Torch's own operators that draw, written with the functions of `forall.random`.
 
-Each is a function of a key and of the operator's arguments. They are ordinary operators on
-ordinary values: under a `vmap` level its rules give every example its own.
+Each is a function of a key and of the operator's arguments. They consist of ordinary operators, so
+the rules of a `vmap` level give every example its own draw.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ OTHER: dict[str, Callable] = {}
 
 
 def draws(func: Any, args: tuple, kwargs: dict) -> bool:
-    """Whether this call draws: attention without dropout does not, though its operator may."""
+    """True if this call draws: attention without dropout does not, though its operator may."""
     if _home(func) is not None:
         return True
     return probability(func, args, kwargs) != 0
@@ -47,7 +47,7 @@ def probability(func: Any, args: tuple, kwargs: dict) -> float:
 
 
 def draw(key: Tensor, func: Any, args: tuple, kwargs: dict) -> Any:
-    """The operator's result, drawn from ``key``; what it would write into is written."""
+    """Run an operator with draws from ``key``, including its writes to arguments."""
     fact = facts(func)
     args = tuple(a for a in args if not isinstance(a, torch.Generator))
     kwargs = {k: a for k, a in kwargs.items() if k != "generator"}
@@ -67,7 +67,7 @@ def draw(key: Tensor, func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _out(key: Tensor, func: Any, args: tuple, kwargs: dict) -> Any:
-    """What is written takes the shape and the dtype of a new tensor."""
+    """Run an operator with ``out=``, which is resized to the result's shape."""
     name = func.overloadpacket.__name__
     out = kwargs[facts(func).out_names[0]]
     if _home(func) is NEW:
@@ -103,7 +103,7 @@ def _no_form(func: Any) -> NotImplementedError:
 
 
 def _new(key: Tensor, name: str, func: Any, args: tuple, kwargs: dict) -> Tensor:
-    """A draw of a size, or of the size of the first argument."""
+    """Draw a new tensor of a size, or of the size of the first argument."""
     dtype, device = kwargs.get("dtype"), kwargs.get("device")
     if name.endswith("_like"):
         x, *given = args
@@ -155,7 +155,7 @@ NEW |= {
 
 
 def _ask(holds: bool, otherwise: str) -> None:
-    """What torch's own operator asks of its arguments."""
+    """Raise torch's own error for an argument unless a condition holds."""
     if not holds:
         raise RuntimeError(otherwise)
 
@@ -204,7 +204,7 @@ def _log_normal(
 
 
 def _random(key: Tensor, size: Any, dtype: torch.dtype, *bounds: Any) -> Tensor:
-    """Integers up to the greatest that the dtype holds, or counts without a gap."""
+    """Draw integers, by default up to the largest below which the dtype holds all integers."""
     low, high = bounds if len(bounds) == 2 else (0, *bounds, None)[:2]
     if high is None:
         if dtype is torch.int64 and low == 0:
@@ -243,7 +243,7 @@ FILL |= {
 
 
 def _normal_of(key: Tensor, mean: Any, std: Any = 1.0) -> Tensor:
-    """mean + std z, in the dtype of the mean, or of std where the mean is a number."""
+    """Draw ``mean + std * z``, in the dtype of the mean, or of std if the mean is a number."""
     head = mean if isinstance(mean, Tensor) else std
     given = [a.shape for a in (mean, std) if isinstance(a, Tensor)]
     if not isinstance(std, Tensor):
@@ -254,7 +254,7 @@ def _normal_of(key: Tensor, mean: Any, std: Any = 1.0) -> Tensor:
 
 
 def _bernoulli_of(key: Tensor, x: Tensor, p: Any = None) -> Tensor:
-    """x is the probabilities, or gives the shape only, with one p."""
+    """Draw Bernoulli numbers. ``x`` is the probabilities, or with ``p`` gives the shape only."""
     return _bernoulli(key.to(x.device), x.shape, x.dtype, x if p is None else p).to(x.dtype)
 
 
@@ -294,7 +294,7 @@ def _multinomial(key: Tensor, p: Tensor, num_samples: int, replacement: bool = F
 
 
 def _dropout(key: Tensor, x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
-    """(x * mask / (1 - p), mask); evaluation draws nothing."""
+    """Return (x * mask / (1 - p), mask); evaluation draws nothing."""
     if train is False or p == 0:
         return x.clone(), torch.ones_like(x, dtype=torch.bool)
     mask = _bernoulli(key.to(x.device), x.shape, x.dtype, 1 - p)
@@ -302,7 +302,7 @@ def _dropout(key: Tensor, x: Tensor, p: float, train: bool | None) -> tuple[Tens
 
 
 def _fused_dropout(key: Tensor, x: Tensor, p: float) -> tuple[Tensor, Tensor]:
-    """Of p, the probability to keep."""
+    """Run dropout where ``p`` is the probability to keep an entry."""
     out, mask = _dropout(key, x, 1 - p, True)
     return out, mask.to(torch.uint8)
 
@@ -315,7 +315,7 @@ def _leaky(
     upper: float = 1 / 3,
     training: bool = False,
 ) -> Tensor:
-    """rrelu: the noise is kept, as the slope of each negative entry; evaluation draws nothing."""
+    """Run rrelu, and write the slope of each negative entry to ``noise``; evaluation draws none."""
     if not training:
         return torch.nn.functional.leaky_relu(x, (lower + upper) / 2)
     drawn = uniform(key.to(x.device), x.shape, x.dtype, float(lower), float(upper))
