@@ -1,1 +1,1 @@
-"""Floor 2: what vmap means. `Batched` values, the level that makes them, the rules for them."""
+"""The meaning of `vmap`: `Batched` values, the level that makes them, the rules for them."""

@@ -1,13 +1,14 @@
-"""Stacks that lie in the pull-back of many cotangents at once.
+"""Wrappers of batched cotangents, in a pull-back of many cotangents at once.
 
 NOTE [dressed stacks]
     A pull-back of many cotangents at once runs under a level that records on its stacks
     (`VmapLevel.records_values`): there the history of a tensor hangs on the value, not on the
-    wrapper. So before a node is recorded such wrappers are taken off (`strip`), and put on again
-    inside it or behind it (`dress`).
+    wrapper. So such wrappers are taken off before a node is recorded (`strip`), and put on again
+    inside the node or behind it (`dress`).
 
-    A pull-back inside a vmap that runs has its level within that one's: its wrapper stays outermost
-    where values cross the border of the outer one, so that each of its values crosses as it is.
+    A pull-back inside a running vmap has its level within that vmap's level. The wrapper of the
+    pull-back stays outermost where values cross the boundary of the outer level, so that each
+    value crosses as it is.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ if TYPE_CHECKING:
 
 
 def strip(tensor: torch.Tensor) -> tuple[torch.Tensor, Dress]:
-    """The tensor that carries the history, and what it wears. See NOTE [dressed stacks]."""
+    """Take off the wrappers around the tensor that carries the history; return both.
+
+    See NOTE [dressed stacks].
+    """
     worn: Dress = ()
     while isinstance(tensor, Batched) and tensor.level.records_values:
         tensor.level.crosses = tensor.level.crosses or object()
@@ -44,7 +48,7 @@ def dress(tensor: torch.Tensor, worn: Dress) -> torch.Tensor:
 
 
 def undress(tensor: torch.Tensor, worn: Dress) -> torch.Tensor:
-    """Take off these wrappers and leave each one's examples where they were when it was put on."""
+    """Take off these wrappers; each batch axis goes where it was when its wrapper was put on."""
     for level, axis in reversed(worn):
         if isinstance(tensor, Batched) and tensor.level is level:
             value, now = tensor.value, tensor.axis
@@ -63,7 +67,7 @@ def undress(tensor: torch.Tensor, worn: Dress) -> torch.Tensor:
 
 
 def settle(tensor: torch.Tensor, worn: Dress) -> tuple[torch.Tensor, Dress]:
-    """Take off what a node's far side wears, and the wrappers of pull-backs that have ended.
+    """Take off the wrappers of a node's other side, and those of pull-backs that have ended.
 
     A value that was the same for all cotangents of an ended pull-back gets one derivative from
     each: their sum.
@@ -76,7 +80,7 @@ def settle(tensor: torch.Tensor, worn: Dress) -> tuple[torch.Tensor, Dress]:
 
 
 def is_within(tensor: torch.Tensor, level: VmapLevel) -> bool:
-    """Whether this is a value of a pull-back that runs inside ``level``."""
+    """True if ``tensor`` is a value of a pull-back that runs inside ``level``."""
     return (
         isinstance(tensor, Batched)
         and tensor.level.records_values
@@ -85,7 +89,7 @@ def is_within(tensor: torch.Tensor, level: VmapLevel) -> bool:
 
 
 def entering(stack: Batched, axis: int) -> tuple[torch.Tensor, int, int | None]:
-    """The value of a stack, where that has the ``axis`` of examples, and its own without that."""
+    """The value of a stack, the position of ``axis`` in it, and the stack's own axis without it."""
     n = stack.axis
     if n is None or axis < n:
         return stack.value, axis, n if n is None else n - 1
@@ -93,7 +97,7 @@ def entering(stack: Batched, axis: int) -> tuple[torch.Tensor, int, int | None]:
 
 
 def leaving(example: Batched, axis: int) -> tuple[torch.Tensor, int, int | None]:
-    """The value of an example, where that is to have the ``axis``, and its own next to that."""
+    """The value of an example, the position of ``axis`` in it, and the own axis beside it."""
     n = example.axis
     if n is None or axis <= n:
         return example.value, axis, n if n is None else n + 1
@@ -101,9 +105,9 @@ def leaving(example: Batched, axis: int) -> tuple[torch.Tensor, int, int | None]
 
 
 def around_of(level: VmapLevel, args: tuple) -> Level:
-    """The pull-back's level, or one that it lies in: the next further out has a part in ``args``.
+    """The pull-back's level or an enclosing one: the one just inside the level of ``args``.
 
-    A pull-back inside a vmap comes by nodes that were recorded outside of that.
+    A pull-back inside a vmap goes through nodes that were recorded outside of that vmap.
     """
     inner = deepest(tuple(a.value if level_of(a) is level else a for a in args))
     around: Level | None = level

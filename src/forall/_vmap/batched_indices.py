@@ -47,13 +47,13 @@ class Places:
         self.indices = [_lined_up(i, self.rank) for i in entries]
 
     def on_examples(self, size: int, device: torch.device) -> list:
-        """What indexes (B, *S)."""
+        """The indices to apply to the stack (B, *S)."""
         if not self.mapped:
             return [None, *self.indices]
         return [examples_of(size, device, self.rank), *self.indices]
 
     def shift(self) -> tuple[list[int], list[int]] | None:
-        """Where (B, *R) has dims and where they are in what indexing (B, *S) gives."""
+        """The positions of the moved dims in (B, *R), and in the result of indexing (B, *S)."""
         if self.mapped and self.adjacent and self.lead:
             block = range(1, self.rank + 1)
             return [d + self.lead for d in block], list(block)
@@ -78,7 +78,7 @@ def _lined_up(i: Any, rank: int) -> Any:
 
 
 def _without_masks(indices: Sequence[Any]) -> list:
-    """Masks as the places they name, so that they broadcast against indices with an axis B."""
+    """Replace masks by the indices they name, which broadcast against indices with an axis B."""
     found: list = []
     for i in indices:
         found.extend(aten.nonzero.default(i).unbind(1) if _is_mask(i) else [i])
@@ -86,7 +86,7 @@ def _without_masks(indices: Sequence[Any]) -> list:
 
 
 def taken(indices: Sequence[Any], level: Any, mask: bool = False) -> list:
-    """A list of indices as a rule gets it; a mapped mask as the places it names, or as it is."""
+    """The indices as a rule gets them; a mapped mask as the indices it names, or as it is."""
     found: list = []
     for i in indices:
         if not is_mapped(i, level):
@@ -101,7 +101,7 @@ def taken(indices: Sequence[Any], level: Any, mask: bool = False) -> list:
 
 
 def lined(a: Any, size: int) -> Tensor:
-    """(B, *S) with a dim for numbers: an example of rank 0 answers to dim 0 as one of size 1."""
+    """The stack (B, *S); an example of rank 0 gets one dim of size 1, to be indexed by dim 0."""
     v = a.v if isinstance(a, Stack) else a.unsqueeze(0).expand(size, *a.shape)
     return v.unsqueeze(1) if v.dim() == 1 else v
 

@@ -74,11 +74,11 @@ class Family:
         self.value = value
         self.axis = axis
         self.older = older
-        self.of_rows = False  # of a wider one, of which other examples have others
+        self.of_rows = False  # holds rows of a tensor of more examples
         self.stands: Any = None  # `standing.Standing`, where the loop has a view and we a copy
-        self.names: Any = None  # those of it that the loop has for others, see `aliases`
-        self.times = 0  # it has been written into
-        self.left: Count | None = None  # of the result that a call made of it
+        self.names: Any = None  # its other names in the loop, see `_divergence.aliases`
+        self.times = 0  # how often it was written into
+        self.left: Count | None = None  # version of the result that a call made of it
         self.members: list[weakref.ref[Batched]] = []
         self.prune_at = 64
 
@@ -104,8 +104,8 @@ class Family:
 class Batched(Wrapper):
     """All examples of a tensor under one vmap level, shown as one example.
 
-    ``value`` is the stack and ``axis`` the place of the examples in it; ``axis`` None means that
-    ``value`` is the same for every example. ``older`` tells a tensor from before the call.
+    ``value`` is the stack and ``axis`` its batch axis; ``axis`` None means that ``value`` is the
+    same for every example. ``older`` is True for a tensor from before the call.
     """
 
     value: torch.Tensor
@@ -113,7 +113,7 @@ class Batched(Wrapper):
     family: Family | None = None
     chain: tuple[ViewCall, ...] = ()
     older: bool = False
-    came: Count | None = None  # of the tensor from outside that this is, or is a view of
+    came: Count | None = None  # version of the tensor from outside that this is or views
 
     def graph_free(self) -> Batched:
         if self.family is None and self.older:
@@ -123,9 +123,10 @@ class Batched(Wrapper):
         return derive(self, self.value, self.axis, same)
 
     def alone(self, gaps: bool = False) -> bool:
-        """Where the axis of the examples lies inside, each has gaps that it would not have alone.
+        """Lay the examples out one after another if an inner batch axis leaves gaps in them.
 
-        A tensor from before the call has gaps in the loop as well.
+        Return True if the layout changed. A tensor from before the call keeps its gaps, which it
+        has in the loop as well.
         """
         below = isinstance(self.value, Wrapper)
         if not below and (self.older or not (gaps or are_apart(self))):
@@ -141,7 +142,7 @@ class Batched(Wrapper):
 
     @property
     def data(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Autograd's own leaves what lies below as it is, with a tangent that it may have."""
+        """``x.data``, made of the data of the value below, which may have a tangent."""
         if not isinstance(self.value, Wrapper):
             return torch.Tensor.data.__get__(self)
         with outside(self.level), functions_off():
@@ -181,10 +182,10 @@ class Batched(Wrapper):
             if self.axis is None or name == "tolist":
                 return getattr(value, name)(*args, **kwargs)
             array = getattr(value.clone(), name)(*args, **kwargs)
-        array.flags.writeable = False  # of one example for a group of them: a write would be lost
+        array.flags.writeable = False  # one example's array for a group: a write would be lost
         return array
 
-    # There is a rule for these, which a method of ours would pass by.
+    # Rules answer these; a method of the class would pass them by.
     apply_, map_, map2_ = (getattr(torch.Tensor, name) for name in ENTRYWISE)
 
     @classmethod
@@ -218,7 +219,7 @@ def is_mapped_at_any(t: Any) -> bool:
 
 
 def without_ended(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """What ended levels leave of the arguments; an error where that is one value per example."""
+    """Replace values of ended levels among the arguments; raise if one differs between examples."""
     left = left_over(args, kwargs)
     for a in pytree.leaves(left):
         if type(a) is Batched and is_over(a.level):
@@ -242,14 +243,14 @@ def wrap(value: torch.Tensor, axis: int | None, level: Level) -> Batched:
 
 
 def named(value: torch.Tensor, axis: int | None, level: Level) -> Batched:
-    """A tensor of ``level`` for what others have, which may have its conjugation put off."""
+    """A tensor of ``level`` over an existing value, with that value's lazy conj and neg bits."""
     b = wrap(value, axis, level)
     put_lazy_bits(b, value)
     return b
 
 
 def check_unwritten(args: tuple, level: Level) -> None:
-    """In a backward pass: what autograd saved of an ended level is what it was."""
+    """Raise if a tensor that autograd saved of an ended level has been written to since."""
     for a in args:
         if type(a) is Batched:
             if a.level is level:
@@ -261,13 +262,13 @@ def check_unwritten(args: tuple, level: Level) -> None:
 
 
 def outside_counts(b: Batched) -> list[Count]:
-    """Of the tensors outside that a value came from, or that a call returned it as."""
+    """Versions of the tensors outside that a value came from, or that a call returned it as."""
     left = None if b.family is None else b.family.left
     return [count for count in (b.came, left) if count is not None]
 
 
 def _written_to(count: Count) -> RuntimeError:
-    """As torch's own error, for a tensor that came from outside or that a call returned."""
+    """Torch's own error, for a tensor that came from outside or that a call returned."""
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an "
         "inplace operation: a tensor that a transformed call was given, captured or "
@@ -288,12 +289,12 @@ def data_of(value: torch.Tensor, axis: int | None) -> tuple[torch.Tensor, int | 
 
 
 def is_view(b: Batched) -> bool:
-    """Whether it may be a part of its memory, or lie there otherwise."""
+    """True if ``b`` may be a part of its memory, or be laid out otherwise."""
     return any(call is not same for call in b.chain)
 
 
 def derive(base: Batched, value: torch.Tensor, axis: int | None, call: ViewCall) -> Batched:
-    """A view of ``base``, of its family."""
+    """A view of ``base``, added to its alias family."""
     view = named(value, axis, base.level)
     own: Any = view.__dict__
     family = own["family"] = family_of(base)
@@ -305,7 +306,7 @@ def derive(base: Batched, value: torch.Tensor, axis: int | None, call: ViewCall)
 
 
 def family_of(b: Batched) -> Family:
-    """The family of a tensor: of its own, where it is no view and has none yet."""
+    """The alias family of a tensor; a new one if it is no view and has none yet."""
     family = b.family
     if family is None:
         family = vars(b)["family"] = Family(b.value, b.axis, b.older)
@@ -359,7 +360,7 @@ def line_up(b: Batched) -> None:
 
 
 def _look_like_values(b: Batched) -> None:
-    """After a family's values have been laid out anew."""
+    """Update the shape and strides that a family's members show, after a new layout."""
     members = [b] if b.family is None else [reference() for reference in b.family.members]
     for member in members:
         if member is not None:
@@ -367,7 +368,7 @@ def _look_like_values(b: Batched) -> None:
 
 
 def are_apart(b: Batched) -> bool:
-    """Whether other examples lie between the numbers of one."""
+    """True if entries of other examples lie between the entries of one."""
     value, axis = (b.value, b.axis) if b.family is None else (b.family.value, b.family.axis)
     if axis is None:
         return False
@@ -382,7 +383,7 @@ def _one_by_one(value: torch.Tensor, axis: int) -> torch.Tensor:
 
 
 def strides_alone(stack: torch.Tensor) -> list[int]:
-    """Those of the same examples (B, *S) one after another, without gaps."""
+    """Strides of the same examples (B, *S) one after another, without gaps."""
     strides, step = [0] * stack.dim(), 1
     for d in sorted(range(1, stack.dim()), key=lambda d: (stack.stride(d), -d)):
         strides[d], step = step, step * max(stack.shape[d], 1)

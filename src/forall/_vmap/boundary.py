@@ -1,8 +1,8 @@
-"""The autograd nodes through which values cross a level's border.
+"""The autograd nodes through which values cross the boundary of a level.
 
 `Enter` (stack -> example) and `Exit` (example -> stack) are each other's derivative. `Share` brings
-in a tensor from outside, the same for every example; its derivative leaves and sums over them.
-The derivative is taken on the examples, by autograd itself; the rules run below it.
+in a tensor from outside, the same for every example; its derivative is the sum over examples.
+Autograd itself takes derivatives of the examples; the rules run below it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _DEVICE = torch.ops.prim.device.default  # a fake tensor is asked for it by auto
 
 
 def refuse_torchs(tensor: torch.Tensor) -> None:
-    """Examples of torch's own vmap cannot become values inside ours: theirs is the inner one."""
+    """Refuse a tensor that a torch transform wrapped: torch's level lies inside all of ours."""
     tangent = users_tangent(tensor)
     if torch_funcs(tensor) or (tangent is not None and torch_funcs(tangent)):
         raise NotImplementedError(
@@ -81,14 +81,14 @@ def all_shared(level: VmapLevel, func: Any, met: list[torch.Tensor]) -> None:
 
 
 def carries(tensor: torch.Tensor) -> bool:
-    """Whether autograd must see this tensor cross."""
+    """True if autograd must record that this tensor crosses."""
     return (tensor.requires_grad and torch.is_grad_enabled()) or (
         users_tangents() and has_tangent(tensor)
     )
 
 
 def _is_bare(stack: torch.Tensor) -> bool:
-    """Whether a stack is numbers and nothing else: no history, tangent, lazy bit or other level."""
+    """True if a stack is plain numbers: no history, tangent, lazy bit or other level."""
     return (
         type(stack) is torch.Tensor
         and not (stack.requires_grad or stack.is_complex() or stack.is_neg())
@@ -97,7 +97,7 @@ def _is_bare(stack: torch.Tensor) -> bool:
 
 
 def _is_ours(example: torch.Tensor, level: VmapLevel) -> bool:
-    """Whether this is a value of the level without history."""
+    """True if ``example`` is a value of ``level`` without history."""
     return type(example) is Batched and example.level is level and not example.requires_grad
 
 
@@ -136,7 +136,7 @@ def leave(example: torch.Tensor, axis: int, level: VmapLevel, worn: Dress = ()) 
             return _left(example, axis, level)
         refuse_torchs(example)
         crosses = carries(example)
-        if crosses:  # by `Share` first, where it is what the function captures
+        if crosses:  # by `Share` first, if it is a captured tensor
             example = lift(example, level)
         # Made here and not in the node: a node's forward runs under no_grad, and there the tangents
         # that a value holds, and its history further out, would be cut.
@@ -176,7 +176,7 @@ def hand_back(example: torch.Tensor, stack: torch.Tensor, axis: int, level: Vmap
 
 
 def keep(example: Batched) -> torch.Tensor:
-    """What a value that is the same for all examples leaves behind when its level has ended."""
+    """The value that is left of one that all examples share, when its level has ended."""
     with functions_off():
         return apply_function(Keep, example, example.level) if carries(example) else example.value
 
@@ -192,7 +192,7 @@ def _shared(tensor: torch.Tensor, level: VmapLevel) -> Batched:
 
 
 def _from_outside(b: Batched, tensor: torch.Tensor, free: torch.Tensor) -> Batched:
-    """A value of the level that is a tensor from outside, which ``free`` is without history."""
+    """Mark ``b`` as a tensor from outside; ``free`` is that tensor without history."""
     own: Any = b.__dict__
     own["older"], own["came"] = True, Count(tensor if isinstance(tensor, Wrapper) else free)
     return b
@@ -215,7 +215,7 @@ def _left(example: torch.Tensor, axis: int, level: VmapLevel) -> torch.Tensor:
 
 
 def _own(example: Batched, value: torch.Tensor, axis: int) -> torch.Tensor:
-    """A mapped value as a stack that is nobody else's."""
+    """The stack of a mapped value; a copy if it was there before the call."""
     if example.older:
         value = value.clone()
     return value if example.axis == axis else value.movedim(example.axis, axis)
@@ -246,7 +246,7 @@ class Enter(torch.autograd.Function):
 
 
 class Exit(torch.autograd.Function):
-    """One example -> (.., B, ..), which is made already."""
+    """One example -> (.., B, ..); the stack is computed beforehand."""
 
     @staticmethod
     def forward(example, made, axis, level, worn):
@@ -267,7 +267,7 @@ class Exit(torch.autograd.Function):
 
 
 class Share(torch.autograd.Function):
-    """One tensor from outside, the same for every example: back comes the sum over examples."""
+    """One tensor from outside, the same for every example; its derivative is the sum over them."""
 
     @staticmethod
     def forward(tensor, level):
@@ -294,7 +294,7 @@ class Share(torch.autograd.Function):
 
 
 class Total(torch.autograd.Function):
-    """The sum over examples, of what is made of each: the other way round than `Share`."""
+    """The sum over examples of a lazy gradient: the transpose of `Share`."""
 
     @staticmethod
     def forward(g):
@@ -315,9 +315,9 @@ class Total(torch.autograd.Function):
 
 
 class Keep(torch.autograd.Function):
-    """A value shared by all examples, kept after the call: as the loop's first example left it.
+    """A value shared by all examples, kept after the call as the loop's first example left it.
 
-    So its derivative goes to that one alone. Given to all, `Share` would count it once for each.
+    Its derivative goes to the first example alone: `Share` would count it once for each example.
     """
 
     @staticmethod
@@ -340,7 +340,7 @@ class Keep(torch.autograd.Function):
 
 
 def _without_tangents(g: torch.Tensor, level: VmapLevel) -> torch.Tensor:
-    """A gradient that a pass in a `jvp` inside ``level`` takes further out: tangents stay in."""
+    """Drop tangents of a `jvp` inside ``level`` from a gradient that a pass takes further out."""
     while isinstance(g, Wrapper) and not isinstance(g, Batched) and level.root in g.level.around:
         with outside(g.level):
             g = g.level.afterwards(g)
@@ -362,5 +362,5 @@ def summed(g: torch.Tensor, level: VmapLevel) -> torch.Tensor:
 
 
 def _count(level: VmapLevel) -> int:
-    """How many gradients of one value there are, of which each example has the same."""
+    """The number of gradients of one shared value: one for each call of the function."""
     return level.calls if level.active and level.calls is not None else level.size

@@ -1,7 +1,7 @@
-"""What Python asks of a tensor (`if x > 0`, ``x.item()``, ``x[mask]``), and who answers.
+"""Concretization: Python asks a tensor for a value (`if x > 0`, ``x.item()``, ``x[mask]``).
 
-Where all examples answer alike, that is the answer. Where they do not, the level whose examples
-part is run once more for each group of them that agrees (`_core.divergence`).
+If all examples answer alike, that is the answer. If not, the level whose examples differ is run
+once more for each group of them that agrees (`_core.divergence`).
 """
 
 from __future__ import annotations
@@ -41,27 +41,30 @@ def answers(t: Tensor) -> tuple[Tensor, list]:
 
 
 def truths(t: Tensor) -> Callable[[], Tensor] | None:
-    """What tells the answers of a tensor that says yes or no."""
+    """A function that reads a boolean tensor's values of all examples; None for other dtypes."""
     return (lambda: answers(t)[0]) if t.dtype is torch.bool else None
 
 
 def plain_numbers(x: Any) -> Tensor | None:
-    """All numbers of a tensor with one entry, where no other level than its own has a part in it.
+    """The stack of a tensor with one entry, if no level but its own has a part in it; else None.
 
-    The common case, and a short way to it.
+    A short way for the common case.
     """
     if type(x) is not Batched or x.axis is None or type(x.value) is not torch.Tensor:
         return None
     stack.asked = True
     if stack.listening:
-        return None  # who listens hears of questions on the long way
+        return None  # listeners are told of questions on the long way
     level = x.level
     alone = level is top() and level.parent is None and level.size == x.value.numel() > 0
     return x.value if alone else None
 
 
 def one_answer(asked: Tensor, complaint: Callable[[], Exception]) -> Tensor:
-    """What all that run answer. Where they differ they part, or ``complaint`` is raised."""
+    """Return the one value of all examples that run.
+
+    Where they differ, raise `Parted` to run them in groups, or ``complaint`` if the level cannot.
+    """
     stack.asked = True
     tracers_hear()
     values, levels = answers(of_those_that_run(asked))
@@ -80,10 +83,10 @@ def one_answer(asked: Tensor, complaint: Callable[[], Exception]) -> Tensor:
 
 
 def of_those_that_run(t: Tensor) -> Tensor:
-    """A tensor that may be one of more examples."""
+    """Restrict a tensor that may be one of more examples."""
     if not stack.parted:
         return t
-    from forall._vmap.active_set.merge import (  # which stand on the level, it on this
+    from forall._vmap.active_set.merge import (  # imports the level, which imports this
         is_stale,
         narrow,
     )
@@ -92,7 +95,7 @@ def of_those_that_run(t: Tensor) -> Tensor:
 
 
 def apart(level: Any, groups: list[list[int]], complaint: Callable[[], Exception]) -> BaseException:
-    """What to raise where the examples of ``level`` part."""
+    """The exception to raise where the examples of ``level`` diverge."""
     if not level.parts:
         return complaint()
     if not level.active:  # no call that could run again
@@ -103,7 +106,7 @@ def apart(level: Any, groups: list[list[int]], complaint: Callable[[], Exception
         )
         return error
     root = level.root
-    if root is not level:  # who does not run is a group as well
+    if root is not level:  # the examples that do not run are a group as well
         rows = level.rows.tolist()
         groups = [[rows[n] for n in g] for g in groups]
         others = sorted({*range(root.size)} - {*rows})
@@ -135,7 +138,7 @@ def _groups(rows: Tensor) -> list[list[int]]:
 
 
 def told(asked: Tensor, complaint: Callable[[], Exception]) -> Tensor:
-    """`one_answer` to Python, which may be heard."""
+    """Return `one_answer` to user code, and tell the listeners."""
     if stack.listening:
         heard(truths(asked))
     return one_answer(asked, complaint)

@@ -1,6 +1,6 @@
-"""Who hears of each question that Python asks of examples: `max_steps`, `explain`, a tracer.
+"""Listeners that are told when Python asks examples for a value: `max_steps`, `explain`, a tracer.
 
-Nobody listens otherwise, and `stack.listening` is empty.
+Without any of these `stack.listening` is empty.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 
 
 class Listener(Protocol):
-    """Hears of questions, and of what was undone since."""
+    """An object that is told of each question, and of the runs that were undone."""
 
-    writes: bool  # a program of the call, for which numbers that Python keeps are questions too
+    writes: bool  # for a program of the call, in which numbers that Python keeps count as questions
 
     @property
     def is_idle(self) -> bool: ...
@@ -52,20 +52,23 @@ class Listener(Protocol):
 
 
 def heard(truths: Truths | None = None) -> None:
-    """Python asks the examples that run; for a yes or no, if these can be told."""
+    """Tell the listeners that Python asks the examples that run.
+
+    ``truths`` reads the answers of yes or no, if these can be read.
+    """
     frame = users_frame(sys._getframe(1), (OURS,))
     for listener in stack.listening:
         listener.heard(frame, truths)
 
 
 def tracers_hear() -> None:
-    """The same where only a tracer minds, of numbers that are kept, one for each example."""
+    """Tell the listeners, only if a tracer is on, that numbers of each example are kept."""
     if trace_modes.are_on():
         heard()
 
 
 def where(frame: FrameType) -> tuple[CodeType, Any]:
-    """What a frame is at: Python may have one test twice in its instructions."""
+    """The code of a frame and its position there; Python may have one test twice in its code."""
     code = frame.f_code
     return code, _positions(code)[frame.f_lasti // 2]
 
@@ -86,7 +89,7 @@ def heard_by(listeners: list[Listener]) -> Iterator[None]:
 
 
 def repeatable(run: Callable[[], Any]) -> Any:
-    """``run()``, which is made again where its examples part: then its questions do not count."""
+    """Return ``run()``; if its examples diverge, forget its questions: it is made again."""
     if stack.late is not None:
         stack.late()
     if not stack.listening:
@@ -102,7 +105,7 @@ def repeatable(run: Callable[[], Any]) -> Any:
 
 
 class Traced:
-    """A tracer of torch's runs, whose program would hold the answer as it is now."""
+    """A listener that raises, while a tracer of torch runs: its program would fix the answer."""
 
     writes = True
     is_idle = False
@@ -130,7 +133,7 @@ class Traced:
 
 
 class Limit:
-    """How often one question may be asked by one example in a run of a level."""
+    """A limit of how often each example may ask one question in a run of a level."""
 
     writes = False
     is_idle = False
@@ -145,7 +148,7 @@ class Limit:
     def heard(self, frame: FrameType, truths: Truths | None = None) -> None:
         level = self.level.acting
         if frame.f_code.co_filename.startswith(TORCH):
-            return  # it may go through a list of its own
+            return  # torch's code may go through a list of its own
         key = where(frame)
         with functions_off(), no_dispatch():
             counts = self.counts.get(key)

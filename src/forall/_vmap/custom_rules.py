@@ -1,4 +1,4 @@
-"""Rules for operators of other libraries: what `forall.extend` shows of this room."""
+"""Rules for operators of other libraries: the functions of `forall.extend`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def batching_rule(op: Any, *, override: bool = False) -> Callable[[Callable], Callable]:
-    """What an operator does to all examples at once: a decorator.
+    """Register what an operator does to all examples at once: a decorator.
 
     The law: for an operator ``op: (*S) -> (*R)``, ``rule(B, mapped, xs)`` equals
     ``torch.stack([op(x) for x in xs])``. `forall.testing.check_vmap` tests it.
@@ -68,7 +68,7 @@ def batching_rule(op: Any, *, override: bool = False) -> Callable[[Callable], Ca
 
 
 def pointwise(*ops: Any, override: bool = False) -> None:
-    """These operators work entry by entry, and their arguments broadcast as torch's do.
+    """Declare operators that work entry by entry, and whose arguments broadcast as torch's do.
 
     The law: entry i of a result depends on entry i of each argument alone.
     """
@@ -76,7 +76,7 @@ def pointwise(*ops: Any, override: bool = False) -> None:
 
 
 def reduction(*ops: Any, override: bool = False) -> None:
-    """These operators reduce: ``op(x, dim, ..)``, with an int or a list of ints called ``dim``.
+    """Declare operators that reduce: ``op(x, dim, ..)``, with one int or a list of them as ``dim``.
 
     The law: ``(*S) -> (*S without dim)``, or with ``keepdim`` each reduced dim stays with size 1.
     """
@@ -92,7 +92,7 @@ def reduction(*ops: Any, override: bool = False) -> None:
 
 
 def loop(*ops: Any, override: bool = False) -> None:
-    """These operators run once per example, and that is no reason to warn."""
+    """Declare operators that run once per example, without a warning."""
     _enter("loop", dict.fromkeys(_functional("loop", ops), basic.loop), override)
 
 

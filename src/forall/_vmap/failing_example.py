@@ -1,9 +1,9 @@
-"""The error of one example: what the loop would raise, and for which example.
+"""The error of one example, as the loop would raise it, with the number of that example.
 
 An operator that fails on the stacks is run once more for each example, in the loop's order, on
-plain tensors, until one fails as it would in the loop. That happens after a failure alone, so what
-succeeds pays nothing. What an operator would write into is copied for that, and the state of the
-random generators is put back.
+plain tensors, until one fails as it would in the loop. This happens only after a failure, so that a
+successful call costs nothing. Arguments that the operator writes into are copied for the rerun, and
+the state of the random generators is put back.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ class AllFailAlikeError(torch.linalg.LinAlgError):
 
 
 def told(_level: Any, error: Exception, func: Any, args: tuple, kwargs: dict, /) -> BaseException:
-    """What to raise where the operator ``func`` failed with ``error`` for all examples at once."""
+    """The error to raise where the operator ``func`` failed with ``error`` on the stacks."""
     if isinstance(error, _NOT_ONE_EXAMPLES) or tells_of_all(error):
         return error
     mutates = writes(func, args)
     if mutates:
         args = tuple(Copied(a) if i in mutates else a for i, a in enumerate(args))
         kwargs = {k: Copied(a) if k in mutates else a for k, a in kwargs.items()}
-    # Then every example fails, and with the same error: the first one tells it.
+    # Then all examples fail with the same error, and the first one is enough.
     most = 1 if isinstance(error, (NotImplementedError, AllFailAlikeError)) else None
     return first_error(str(func), func, args, kwargs, most) or error
 
@@ -67,7 +67,7 @@ def first_error(
 ) -> BaseException | None:
     """The error of the first example for which ``call`` fails, with a note that names it.
 
-    Where some examples fail and others do not, or otherwise, they part: the function may catch it.
+    If the examples do not all fail alike they diverge, since the function may catch the error.
     """
     with functions_off():
         flat, spec = pytree.flatten((args, kwargs))
@@ -98,7 +98,7 @@ def first_error(
 
 
 def _parted(errors: list[Exception | None], levels: list) -> BaseException | None:
-    """What to raise where not all examples fail alike."""
+    """The exception that splits the examples where not all fail alike; None where all do."""
     kinds = [None if e is None else (type(e), str(e)) for e in errors]
     known = list(dict.fromkeys(kinds))
     codes = back_in(torch.tensor([known.index(k) for k in kinds]), levels)
@@ -140,17 +140,17 @@ def name_example(error: Exception, origin: Origin, number: int) -> None:
 
 
 def check_fits(value: torch.Tensor, dtype: torch.dtype) -> None:
-    """Raise torch's error of a number that is not in a dtype's range; it is asked of Python's."""
+    """Raise torch's error if a number does not fit a dtype; torch checks only Python's numbers."""
     name = _NAMES.get(dtype)
     if value.dtype in (dtype, torch.bool) or value.is_complex() or name is None:
         return
     low, high = _range(dtype)
     if dtype is torch.uint8 and not value.is_floating_point():
-        low = -high  # which torch lets wrap
+        low = -high  # torch lets negative numbers wrap
     least, most = _range(value.dtype)
-    may_be_nan = value.is_floating_point() and not dtype.is_floating_point  # which does not fit
+    may_be_nan = value.is_floating_point() and not dtype.is_floating_point  # NaN does not fit
     if not may_be_nan and low <= least and most <= high:
-        return  # whatever it is
+        return  # every number fits
     with outside_all():  # a program that is being recorded makes the test too
         v = innermost(value)
         fits = (v >= low) & (v <= high)
@@ -166,7 +166,7 @@ def _range(dtype: torch.dtype) -> tuple[float, float]:
     return info.min, info.max
 
 
-# As torch's errors call them.
+# Names of dtypes in torch's errors.
 _NAMES = {
     torch.uint8: "uint8_t",
     torch.int8: "int8_t",

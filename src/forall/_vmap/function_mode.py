@@ -40,7 +40,7 @@ _SEQUENCES = frozenset({list, tuple})
 
 
 def sharing(level: Any) -> Any:
-    """The innermost level from here on out whose examples autograd records on."""
+    """The innermost level, from this one outward, whose function mode shares captured tensors."""
     while level is not None and not level.shares:
         level = level.parent
     return level
@@ -64,14 +64,14 @@ ITSELF = frozenset(
 }
 
 
-# `narrowing.narrowed` and `of_one_part`, which stand on the level, and that on this room.
+# `narrowing.narrowed` and `of_one_part`: their module imports the level, and the level this one.
 NARROWED: list[Any] = []
 
 _GRADIENTS = frozenset({torch.autograd.grad, torch.Tensor.grad.__get__})
 
 
 def _whole(func: Any, args: tuple, out: Any) -> Any:
-    """A gradient, which may be of some examples alone, as one of all that run."""
+    """Complete a gradient, which may be of some examples alone, to one of all that run."""
     if func is torch.autograd.grad:
         return tuple(complete(g) for g in out)
     whole = complete(out)
@@ -84,19 +84,19 @@ _NUMBERS = frozenset({int, float, bool, type(None)})
 
 
 class Sharing(TorchFunctionMode):
-    """One for all nested levels of a thread: it asks which level is innermost at each call."""
+    """The one function mode of all nested levels: it asks at each call which level is innermost."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        odd = posing.used and not subclass_functions_are_on()  # then no class is named
+        odd = posing.used and not subclass_functions_are_on()  # then ``types`` names no class
         for t in types:
             if t is Batched:
                 continue
             if t in _STRANGERS:
                 return self._by_stranger(t, func, args, kwargs or {})
             if not issubclass(t, torch.Tensor):
-                return NotImplemented  # its own meaning is asked next, and what that calls is seen
+                return NotImplemented  # its own meaning comes next; calls that it makes are seen
             if has_own_meaning(t) and subclass_functions_are_on():
-                if t is Jagged:  # its operators come down to those of its rows, seen below
+                if t is Jagged:  # its operators call those of its rows, seen below
                     args, kwargs = self._share(func, args, kwargs or {})
                     known = nested_tensor.CALLS.get(func)
                     if known is None or not all(type(a) is Jagged for a in args[:3]):
@@ -104,7 +104,7 @@ class Sharing(TorchFunctionMode):
                     with self:
                         return known(*args, **kwargs)
                 args, kwargs = self._given_to_class(func, args, kwargs or {})
-                with self:  # what it asks of tensors in its turn is seen again
+                with self:  # calls that it makes in its turn are seen again
                     return by_class(func, types, args, kwargs)
             odd = posing.used
         if odd and has_posed((*args, *kwargs.values()) if kwargs else args):
@@ -117,7 +117,7 @@ class Sharing(TorchFunctionMode):
             return self._call(func, args, kwargs)
 
     def _of_bare(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        """The call on the wrappers that posed tensors hold."""
+        """Make the call on the wrappers that posed tensors hold."""
         args, kwargs, stands = unposed(args, kwargs)
         if is_said_anew(func, args):
             with self:  # as where its user calls the method
@@ -125,7 +125,7 @@ class Sharing(TorchFunctionMode):
         return given_back(self.__torch_function__(func, (), args, kwargs), stands)
 
     def _of_those_that_run(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        """The call where examples have parted: on what its tensors are for those that run."""
+        """Make the call while examples diverge, on tensors restricted to those that run."""
         level = stack.top
         if not kwargs and level is not None and level.parent is None:
             for a in args:
@@ -144,7 +144,7 @@ class Sharing(TorchFunctionMode):
         if written.named or (
             view_copies.copies.found is not None and view_copies.copies.seen != written.times
         ):
-            view_copies.settle()  # what was written where nobody saw the call
+            view_copies.settle()  # writes by calls that nobody saw
         out = answer(func, args, kwargs, stack.top)
         if out is not None:
             return out
@@ -174,7 +174,7 @@ class Sharing(TorchFunctionMode):
         return out
 
     def _given_to_class(self, func: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """A call's arguments, captured tensors shared: the class may switch all functions off."""
+        """Share the captured tensors of a call to a class, which may switch all functions off."""
         level = sharing(top())
         if level is None or not torch.is_grad_enabled() or func in ITSELF:
             return args, kwargs
@@ -187,8 +187,8 @@ class Sharing(TorchFunctionMode):
         )
 
     def _by_stranger(self, kind: type, func: Any, args: tuple, kwargs: dict) -> Any:
-        """What a class that is no tensor says that this call means."""
-        with self:  # what it asks of tensors in its turn is seen again
+        """Make the call as a class that is no tensor defines it."""
+        with self:  # calls that it makes in its turn are seen again
             return kind.__torch_function__(func, (kind,), args, kwargs)
 
     def _share(self, func: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
@@ -199,7 +199,7 @@ class Sharing(TorchFunctionMode):
         level = sharing(innermost(levels) if levels else None)
         if level is None:
             return args, kwargs
-        written = 1 if func in _IN_PLACE else 0  # itself, so that its history tells
+        written = 1 if func in _IN_PLACE else 0  # the target itself, so that its history tells
         rest, kwargs = level.share_captured(args[written:], kwargs)
         return args[:written] + rest, kwargs
 
@@ -208,7 +208,7 @@ SHARING = Sharing()  # it has no state, so one does for all
 
 
 def _carries(args: Any, kwargs: dict | None, level: Level | None) -> bool:
-    """Whether any argument might need sharing: a cheap look before the careful one."""
+    """True if any argument might need sharing: a cheap look before the careful one."""
     for a in args if not kwargs else (*args, *kwargs.values()):
         if type(a) is Batched and a.level is level:
             continue

@@ -1,9 +1,9 @@
-"""Results lie in memory as the loop's do, wherever the examples' axis is.
+"""Memory layouts of results: those of the loop, wherever the batch axis is.
 
-A kernel lays out the dims of its result by the strides of its operands. Of a dim that is expanded,
-or that it indexes, no stride says where it belongs, and where the examples lie inside a stack it
-may come to lie otherwise than in one example. So the first example is asked: its result is made as
-the loop makes it, and where the stack's differs, that is copied.
+A kernel lays out the dims of its result by the strides of its operands. An expanded or indexed dim
+has no stride that says where it belongs, and an inner batch axis may change the order that one
+example would get. So the first example is asked: its result is computed as in the loop, and if the
+layout of the stack differs, the stack is copied.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Tensor = torch.Tensor
 
 
 def is_inside(value: Tensor, axis: int) -> bool:
-    """Whether the axis of the examples lies within another dim, in memory."""
+    """True if the batch axis lies within another dim, in memory."""
     strides = value.stride()
     return any(
         s >= strides[axis] and n > 1 and d != axis
@@ -32,7 +32,7 @@ def is_inside(value: Tensor, axis: int) -> bool:
 
 
 def is_open(out: Any, values: list) -> bool:
-    """Whether no operand of a pointwise operator tells how the dims of its result lie."""
+    """True if no operand of a pointwise operator determines how the dims of its result lie."""
     shape = None
     for v in values:
         if isinstance(v, Tensor) and 0 not in v.stride():
@@ -55,7 +55,7 @@ def as_alone(level: Any, func: Any, args: tuple, kwargs: dict, out: Any) -> Any:
 
 
 def asks_first(handler: Callable, asks: Callable = is_inside) -> Callable:
-    """A handler whose results lie as the first example's where the operand's layout asks for it."""
+    """A handler whose results lie as the first example's, if the operand's layout asks for it."""
 
     def handle(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
         out = handler(level, func, args, kwargs)

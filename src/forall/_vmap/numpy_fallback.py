@@ -1,4 +1,4 @@
-"""numpy's functions on values of examples, by numpy itself: one example after another."""
+"""numpy functions on batched values: numpy itself runs once per example."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from forall._vmap.per_example import (
 
 
 def by_numpy(_level: Any, func: Any, args: tuple, kwargs: dict, /) -> Any:
-    """What numpy gives for each example, arrays and numbers as one tensor of all examples."""
+    """Run a numpy function for each example, and stack its results as one tensor of all."""
     args, kwargs = without_ended(_name(func), args, kwargs)
     flat, spec = pytree.flatten((args, kwargs))
     for a in flat:

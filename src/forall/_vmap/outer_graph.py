@@ -1,12 +1,12 @@
-"""Where the pull-back of many cotangents at once leads into a graph that was there before it.
+"""Pull-backs of many cotangents at once that lead into a graph from before them.
 
 NOTE [several passes through one call]
     In a call of vmap that has ended, the level of such a pull-back lies inside the values: what
     autograd saved is the same for all of its cotangents, and the nodes that it records hang on
-    both. Their derivatives in what was saved are one for each cotangent. Another pass leaves its
-    own in the same place, and autograd adds them up as they come: then each would be there as
-    often as the other has cotangents. So they are summed on the way there, by a hook on each
-    node of the pass from which an edge leads to a node that is older.
+    both. The derivatives in what was saved are one for each cotangent. Another pass leaves its own
+    in the same place, and autograd adds them up as they come: each would then be there as often
+    as the other has cotangents. So they are summed on the way there, by a hook on each node of
+    the pass from which an edge leads to an older node.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ if TYPE_CHECKING:
 
 
 def sum_what_leaves(level: VmapLevel, found: Iterable[Tensor], older: set) -> None:
-    """See NOTE [several passes through one call]: ``found`` is what the pass of ``level`` made.
+    """Sum the cotangents of ``level`` wherever the graph of ``found`` leads to older nodes.
 
-    What a later pass records on its way through these nodes has a derivative in the older ones
-    as well.
+    ``found`` is what the pass of ``level`` made. Values that a later pass records on its way
+    through these nodes have a derivative in the older ones as well. See NOTE [several passes
+    through one call].
     """
     todo = [t.grad_fn for t in found]
     while todo:
@@ -65,7 +66,7 @@ def _looked_at(level: VmapLevel, older: set, gradients: tuple) -> None:
 
 
 def _is_of(g: Any, level: VmapLevel) -> bool:
-    """Whether values of the pass are within these."""
+    """True if ``g`` holds values of the pass."""
     while isinstance(g, Wrapper) and (type(g) is not Unmade or g.peels):  # else it stays unmade
         if g.level is level:
             return True
@@ -81,14 +82,14 @@ def _sum(g: Any, level: VmapLevel) -> Tensor:
 
 
 def _inside(g: Any, level: VmapLevel) -> Tensor:
-    """The sum over all cotangents, of what the levels around have."""
+    """The sum over all cotangents, as a value of the levels around."""
     if g.level is level:
         return undress(g, ((level, None),))
     return g.level.under([g], lambda value: _inside(value, level))
 
 
 def _for_each(g: Any, level: Level) -> Tensor:
-    """The same for all cotangents."""
+    """Wrap a gradient as one that is the same for all cotangents."""
     made = _dressed(g, level)
     return apply_function(Each, g, [second_name(made)], level) if g.requires_grad else made
 
@@ -124,11 +125,11 @@ class Sum(torch.autograd.Function):
 
 
 class Each(Sum):
-    """The other way round."""
+    """The transpose of `Sum`: one value, the same for all cotangents of a pull-back."""
 
     back = staticmethod(_sum)
     along = staticmethod(_for_each)
 
 
-# Where a pass through the nodes of an earlier one comes to an end of these.
+# At these nodes a pass through the nodes of an earlier one comes to their end.
 _ENDS = (Enter._backward_cls, Each._backward_cls)

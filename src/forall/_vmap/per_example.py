@@ -15,7 +15,7 @@ from forall._vmap.batched_tensor import Batched, wrap
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-Places = dict[Any, int]  # for each vmap level, which of its examples
+Places = dict[Any, int]  # the number of an example of each vmap level
 
 
 class Copied:
@@ -40,13 +40,13 @@ def levels_of(flat: list) -> list:
 
 
 def all_places(levels: list) -> Iterator[Places]:
-    """Every example of these levels, as the loop comes to them."""
+    """Yield every example of these levels, in the order of the loop."""
     for numbers in itertools.product(*(range(level.size) for level in levels)):
         yield dict(zip(levels, numbers, strict=True))
 
 
 def back_in(stack: torch.Tensor, levels: list) -> torch.Tensor:
-    """(N, *S), the examples of these levels as the loop comes to them, as one value of theirs."""
+    """Wrap a stack (N, *S) of the examples of these levels, in the loop's order, as one value."""
     out = stack.reshape(*(level.size for level in levels), *stack.shape[1:])
     for level in levels:
         out = wrap(out, 0, level)

@@ -1,4 +1,4 @@
-"""Where the examples of a `vmap` take their random numbers from: its flag, its key, or a scope."""
+"""Sources of the random numbers of a `vmap`: its flag, its key, or a scope."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 class Draws:
-    """One call of `vmap`, in however many chunks: all of them draw from one key, or one count.
+    """Random state of one call of `vmap`: all its chunks draw from one key, or from one count.
 
-    A key is the flag's, or the next of the scope around: then each example gets a scope of its
-    own. ``"same"`` inside a scope draws for all examples from that scope.
+    A key is the flag's, or the next key of the enclosing scope. With a key each example gets a
+    scope of its own. ``"same"`` inside a scope draws for all examples from that scope.
     """
 
     __slots__ = ("_count", "_key", "_outer", "flag")
@@ -42,11 +42,11 @@ class Draws:
         self._count = 0 if self._outer is None else self._outer.count
 
     def scope(self, level: VmapLevel, numbers: Sequence[int]) -> Any:
-        """What the examples of ``level``, which have these numbers, draw in."""
+        """The scope in which the examples of ``level``, which have these numbers, draw."""
         key = self._key
         if key is None:
             if self._outer is not None:
-                self._outer.count = self._count  # for each chunk what it was for the first
+                self._outer.count = self._count  # each chunk starts from the same count
             return self._outer
 
         def of_examples() -> torch.Tensor:
@@ -79,5 +79,5 @@ def _next(scope: key_scope.Scope, level: VmapLevel) -> tuple[Callable[[], torch.
 
 
 def one_draw(randomness: str) -> str:
-    """The flag of a `vmap` over directions, which move one function, and one draw, alike."""
+    """The flag of a `vmap` over directions, all of which see the same draws."""
     return "same" if randomness == "error" and key_scope.running() is not None else randomness

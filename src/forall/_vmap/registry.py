@@ -1,4 +1,4 @@
-"""Which handler an operator has. One dictionary, filled by the rules, completed on first use.
+"""The handlers of operators: one dictionary, filled by the rules, completed on first use.
 
 A *handler* is ``handler(level, func, args, kwargs) -> result``: it gets the arguments as autograd
 passed them (at least one of them `Batched` of this level, with an axis) and returns wrapped
@@ -18,7 +18,8 @@ HANDLERS: dict[Any, Handler] = {}
 WAYS: dict[Any, str] = {}
 # Operators that need care even where no argument differs between the examples.
 SHARED: dict[Any, Handler] = {}
-# What operators in place do to a tensor from before the call, where that adds up (`ledger`).
+# Makers of the update of a tensor from before the call, for in-place operators that add up
+# (`ledger`).
 UPDATES: dict[Any, Callable] = {}
 # Operators that tell the ledger themselves what they read of older tensors.
 BLIND: set[Any] = set()
@@ -56,7 +57,7 @@ VIEW_CALLS: dict[Any, Callable] = {}
 
 
 def directly(op: Any, *calls: Callable) -> None:
-    """These calls take the arguments of this operator, so its rule answers them."""
+    """Let the rule of an operator answer these calls, which take its arguments."""
 
     def rule(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
         return HANDLERS[op](level, op, args, kwargs)
@@ -65,7 +66,7 @@ def directly(op: Any, *calls: Callable) -> None:
 
 
 def view_call(func: Any, rest: tuple, kwargs: dict, index: int | None, base: Any) -> Callable:
-    """How to derive this view from its base again, whether or not the base has an axis by then."""
+    """The call that derives this view again from its base, with or without a batch axis."""
     maker = VIEW_CALLS.get(func)
     if maker is not None:
         return maker(base, *rest, **kwargs)

@@ -1,9 +1,9 @@
-"""How an operator without a row finds its meaning: by tag, by schema, by decomposition, by loop.
+"""The search for a handler of an operator without a row: tag, schema, decomposition, loop.
 
 NOTE [decompositions]
     A composite kernel, or torch's own decomposition in Python, runs on the examples with the level
-    on, so that each of its operators finds its own meaning here. It may fail where a plain tensor
-    would not: it asks for a value, or leads back to the operator it explains. Then the operator
+    on, so that each of its operators is handled in turn. It may fail where a plain tensor would
+    not: it asks for a value, or leads back to the operator that it decomposes. Then the operator
     runs once per example, which is right by construction.
 """
 
@@ -34,7 +34,7 @@ from forall._vmap.rule_makers import basic
 
 
 def resolve(func: Any) -> Any:
-    """The handler for ``func``: its row, or what is found once and kept."""
+    """The handler for ``func``: its row, or one that is found once and kept."""
     handler = registry.HANDLERS.get(func)
     if handler is None:
         handler, way = _find(func)
@@ -96,7 +96,7 @@ def _find(func: Any) -> tuple[Any, str]:
 
 
 def _made_anew(factory: Any) -> Any:
-    """What a factory writes into out=: made anew in its dtype, then written as any out= is."""
+    """Make a handler of a factory with out=: a new tensor in its dtype, written as to any out=."""
 
     def handler(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
         out = kwargs[facts(func).out_names[0]]
@@ -106,14 +106,14 @@ def _made_anew(factory: Any) -> Any:
     return handler
 
 
-# Whose handler serves every operator that gives each example a shape of its own.
+# The handler of this operator serves all that give each example a shape of its own.
 _BY_SHAPE = torch.ops.aten.unique_dim.default
-# Torch adds its zeros without memory to our values by these, once a level has ended.
+# Torch adds its zeros without memory to our values by these prims, once a level has ended.
 _PRIMS = {name: getattr(torch.ops.aten, name).Tensor for name in ("add", "sub", "mul", "div")}
 
 
 def _as_aten(op: Any) -> Any:
-    """A prim takes one shape and one dtype, where the usual operator does the same."""
+    """Make a handler that runs the usual operator in the place of a prim, which takes less."""
     return lambda level, func, args, kwargs: resolve(op)(level, op, args, kwargs)
 
 
@@ -128,7 +128,7 @@ def _no_rule(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _view_copied_by(func: Any) -> Any | None:
-    """The view ``f`` that ``f_copy`` copies."""
+    """The view ``f`` that ``f_copy`` copies; None for any other operator."""
     name = func.overloadpacket.__name__
     if not name.endswith("_copy"):
         return None
@@ -155,7 +155,7 @@ def _copied(view: Any) -> Any:
 
 
 class _Running(threading.local):
-    """The decompositions this thread is in the middle of, each at its level."""
+    """The decompositions that this thread runs now, each at its level."""
 
     def __init__(self) -> None:
         self.now: set[tuple[Any, int]] = set()
@@ -200,13 +200,13 @@ def _decomposed(run: Any) -> Any:
 
 
 def _needs_a_plain_tensor(error: RuntimeError) -> bool:
-    """Whether one example alone could do what these could not."""
+    """True if one plain example could succeed where the stacks have failed."""
     if isinstance(error, (NotImplementedError, DataDependentError)):
         return True
     return any(words in str(error) for words in _NO_MEMORY)
 
 
-# What torch says where a kernel reads a wrapper's memory.
+# Torch's errors where a kernel reads a wrapper's memory.
 _NO_MEMORY = ("its data is not allocated yet", "doesn't have storage")
 
 
@@ -219,7 +219,7 @@ def _loop(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _loop_and_write(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
-    """An operator that only exists in place writes into the examples' part of each target."""
+    """Loop over an operator that only exists in place, and write into the examples' targets."""
     arguments = func._schema.arguments
     given = [*args, *(kwargs.get(a.name) for a in arguments[len(args) :])]
     names, places = [a.name for a in arguments], writes(func, args)
@@ -241,7 +241,7 @@ def _loop_and_write(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _loop_into_out(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
-    """An operator that only exists with out= makes a new tensor for each example."""
+    """Loop over an operator that only exists with out=, with a new tensor for each example."""
     dtypes = {name: kwargs[name].dtype for name in facts(func).out_names}
 
     def one(*a: Any, **k: Any) -> Any:

@@ -1,7 +1,7 @@
-"""Sparse tensors.
+"""Sparse tensors under vmap.
 
-One that all examples share needs no stand-in. What stacks with one among them cannot do, an
-operator does for one example after another, as the loop would.
+A sparse tensor that all examples share is not wrapped. An operator with a sparse tensor among its
+operands that fails on the stacks runs for one example after another, as in the loop.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ _ALIAS = torch.ops.aten.alias.default
 
 
 def stands_for_itself(out: Any, args: tuple) -> bool:
-    """Whether a result that all examples share goes on as it is: no history would be lost."""
+    """True if a sparse result that all examples share needs no wrapper, as it has no history."""
     return is_sparse(out) and not any(
         type(a) is Batched and a.requires_grad and torch.is_grad_enabled() for a in args
     )
 
 
 def of_coordinates(stack: torch.Tensor) -> torch.Tensor:
-    """Compressed rows as coordinates: only these have one tensor for all examples."""
+    """Convert compressed rows to coordinates: only these have one tensor for all examples."""
     return stack.to_sparse() if stack.layout in COMPRESSED else stack
 
 
 def can_run_apart(func: Any, args: tuple, kwargs: dict) -> bool:
-    """Whether an operator that has failed on stacks may do for one example after another."""
+    """True if an operator that has failed on stacks may run for one example after another."""
     if not any(is_sparse(a) for a in pytree.leaves((args, kwargs))):
         return False
     fact = facts(func)
@@ -42,7 +42,7 @@ def can_run_apart(func: Any, args: tuple, kwargs: dict) -> bool:
 
 
 def apart(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
-    """One example after another, with a warning."""
+    """Run an operator for one example after another, with a warning."""
     if func is _ALIAS and not isinstance(args[0], Wrapper):  # compressed rows have no such view
         return constant(args[0])
     outs = basic.each(level, func, args, kwargs)

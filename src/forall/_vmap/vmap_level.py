@@ -1,7 +1,7 @@
-"""The vmap level: what runs while the user's function sees one example.
+"""The vmap level, which is active while the user's function sees one example.
 
-It is two modes. The dispatch mode sees every ATen call, below autograd, also factories and the
-buffers that torch's own code makes. The function mode is in `sharing`.
+The level is two modes. The dispatch mode sees every ATen call below autograd, also factories and
+the buffers that torch's own code makes. The function mode is in `sharing`.
 """
 
 from __future__ import annotations
@@ -90,16 +90,16 @@ _Tensor = torch.Tensor
 _HANDLERS = registry.HANDLERS
 _SHARED = registry.SHARED
 _DETACH = aten.detach.default
-_LIFT_FRESH = aten.lift_fresh.default  # in its schema a view, of the constant it makes a tensor
+_LIFT_FRESH = aten.lift_fresh.default  # by its schema a view, of the constant
 _pointwise = basic.pointwise
 _INNER, _MAPPED, _SHARED_BY_ALL = "inner", "mapped", "shared"
 
 
 class VmapLevel(Level, DispatchMode):
-    """``size`` examples as one. ``randomness`` is the flag of `vmap`.
+    """A level of ``size`` examples that run as one; ``randomness`` is the flag of `vmap`.
 
-    With ``records_values`` autograd acts on the stacks, not on the examples, in the grad mode that
-    the level was made in: what a pull-back needs that runs through a graph recorded further out.
+    With ``records_values`` autograd acts on the stacks, not on the examples, in the grad mode in
+    which the level was made. A pull-back through a graph that was recorded further out needs this.
     """
 
     draws = True
@@ -112,30 +112,30 @@ class VmapLevel(Level, DispatchMode):
         *,
         records_values: bool = False,
     ) -> None:
-        Level.__init__(self, parent)  # and none of the mode's: its entry makes what it needs
+        Level.__init__(self, parent)  # not the mode's: its entry makes what it needs
         self.size = size
         self.randomness = randomness
         self.records_values = self.peels = records_values
         self.shares = not records_values
         self.outer_grad = torch.is_grad_enabled()
-        self.scope = key_scope.running()  # vmap gives each of its examples one of their own
+        self.scope = key_scope.running()  # vmap gives each of its examples one of its own
         self.ledger = Ledger()
-        self.met: list[torch.Tensor] = []  # older tensors that all examples share, of one operator
+        self.met: list[torch.Tensor] = []  # shared tensors from outside, of one operator
 
-    calls: int | None = None  # of the function, where examples are not calls of their own
-    notes, settles = False, True  # what it does to older memory
+    calls: int | None = None  # calls of the function, where these are not the examples
+    notes, settles = False, True  # log its writes to older memory; apply them at the end
     members: int | None = None
     rows: torch.Tensor | None = None
-    parts = False  # whether its call runs examples that part in groups
+    parts = False  # whether its call runs examples that diverge in groups
     parted: list[list[int]] | None = None  # the groups, once they are known
-    parted_at: Any = None  # the place of the question
+    parted_at: Any = None  # the user's line at which they diverged
     limit: Any = None  # how many steps its loops may take, see `questions`
-    crosses: Any = None  # what tells a pull-back that leads through an ended call
+    crosses: Any = None  # a mark, once its pull-back leads through an ended call
     counted: torch.Tensor | None = None  # by a BatchNorm that averages over all calls
 
     @functools.cached_property
     def made(self) -> WeakValueDictionary[int, Any]:
-        """Parts of its examples, for as long as values have them, and what they are found by."""
+        """Sub-levels of its examples by their bit sets, for as long as values use them."""
         return WeakValueDictionary()
 
     def share(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -167,7 +167,7 @@ class VmapLevel(Level, DispatchMode):
             return tuple(map(self._taken, at(around.parent, stacked, (*map(self._given, args),))))
 
     def _of_stacks(self, h: Any) -> Any:
-        """``h`` of stacks, whose examples are those of another level like this one."""
+        """Return ``h`` as a function of stacks; their examples are of another level like this."""
 
         def stacked(*stacks: torch.Tensor) -> tuple[torch.Tensor, ...]:
             again = VmapLevel(self.size, self.randomness, top())
@@ -184,7 +184,7 @@ class VmapLevel(Level, DispatchMode):
         return stacked
 
     def _scope_at(self, again: VmapLevel) -> key_scope.Scope | None:
-        """The scope of this level's examples, as those of another level."""
+        """The random scope of this level's examples, as those of another level."""
         scope = key_scope.running() if self.active else self.scope
         if scope is None or not (type(scope.key) is Batched and scope.key.level is self):
             return scope
@@ -250,7 +250,7 @@ class VmapLevel(Level, DispatchMode):
             return self.as_it_is(func, args, kwargs)
 
     def as_it_is(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        """`run` of what is to be made now."""
+        """Run an operator without the lazy gradients that `run` may return."""
         found = self._meets(args, kwargs.values())
         if found is _INNER:
             return self.meet(func, args, kwargs)
@@ -258,13 +258,13 @@ class VmapLevel(Level, DispatchMode):
 
     def completed(self, t: Batched, level: Any) -> torch.Tensor:
         """A gradient of this level as one of ``level``, where both have examples of one root."""
-        from forall._vmap.active_set.merge import fitted  # which stand on the level
+        from forall._vmap.active_set.merge import fitted  # imports this module
 
         return fitted(t, level)
 
     def meet(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        """An operator on values of different examples of one root."""
-        from forall._vmap.active_set.backward import meet  # which stands on the level
+        """Run an operator on values of different examples of one root."""
+        from forall._vmap.active_set.backward import meet  # imports this module
 
         return with_lazy_bits(meet, (func, args, kwargs), {})
 
@@ -283,11 +283,11 @@ class VmapLevel(Level, DispatchMode):
         return t.value.movedim(t.axis, 0)
 
     def examples_are_of_one_call(self, first: bool) -> None:
-        """What is the same for all examples is done once, in the ``first`` of them that run."""
+        """Count the examples as directions of one call, whose writes the ``first`` chunk does."""
         self.calls, self.notes = int(first), False
 
     def _meets(self, args: Any, more: Any = ()) -> str:
-        """Whether the arguments hold values of an inner level, or else mapped ones of this."""
+        """Say if the arguments hold values of an inner level, or else mapped ones of this."""
         found = _SHARED_BY_ALL
         for a in (*args, *more) if more else args:
             if type(a) in _WORDS:
@@ -339,7 +339,7 @@ class VmapLevel(Level, DispatchMode):
                 return handler(self, func, args, kwargs)
         if not is_excluded(CONJUGATE):
             return handler(self, func, args, kwargs)
-        set_lazy_bits(True)  # `with_lazy_bits`, at less for each operator
+        set_lazy_bits(True)  # as `with_lazy_bits` does, at less for each operator
         try:
             return handler(self, func, args, kwargs)
         finally:
@@ -353,15 +353,13 @@ class VmapLevel(Level, DispatchMode):
         """A tensor from outside, for the examples that run."""
         if not stack.parted or (in_backward() and not stack.again):
             return lift(t, self)
-        from forall._vmap.active_set.restrict_args import (
-            for_those_that_run,  # which stands on the level
-        )
+        from forall._vmap.active_set.restrict_args import for_those_that_run  # imports this module
 
         return for_those_that_run(lift(t, self.root))
 
     def _shared(self, a: Any) -> Any:
         if posing.used and is_posed(a):
-            return a  # what it holds is shared where that is asked
+            return a  # the wrapper that it holds is shared when it is taken out
         if self.shares and isinstance(a, torch.Tensor):  # else autograd knows it as it is
             if (a.requires_grad or (users_tangents() and has_tangent(a))) and is_from_outside(
                 a, self
@@ -379,7 +377,7 @@ _WORDS = frozenset({int, float, bool, type(None)})
 def run_shared(level: VmapLevel, func: Any, args: tuple, kwargs: dict) -> Any:
     """An operator whose arguments are the same for all examples runs once."""
     if func in ACCUMULATION and is_accumulating() and is_from_outside(args[0], level):
-        # Into the grad of a tensor from outside: not our value.
+        # It adds to the .grad of a tensor from outside, which is no value of this level.
         return func(*(lower(a, level) for a in args), **kwargs)
     special = _SHARED.get(func)
     if special is not None:

@@ -1,4 +1,4 @@
-"""Which examples run now: the words that code knows who lets examples part and meet again."""
+"""The active set: which examples run now, for code that lets them diverge and reconverge."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ __all__ = [
 
 
 class World:
-    """The examples that run: of each level whose examples have parted, which part."""
+    """The active set: of each level whose examples have diverged, the sub-level that runs."""
 
     __slots__ = ("parts",)
 
@@ -74,7 +74,7 @@ class World:
 
     @classmethod
     def alone(cls, level: Any) -> World:
-        """The examples of a level that nobody is inside of."""
+        """The active set of a level that has no other level around it."""
         made = object.__new__(cls)
         root = level.root
         made.parts = {} if level is root else {root: level}
@@ -82,7 +82,7 @@ class World:
 
     @property
     def size(self) -> int:
-        """How many examples run, of the levels that have parted."""
+        """The number of examples that run, of the levels that have diverged."""
         size = 1
         for level in self.parts.values():
             size *= level.size
@@ -95,7 +95,7 @@ class World:
         return hash(frozenset(self.parts.values()))
 
     def _one(self, other: World) -> Any:
-        """The one root in whose examples two worlds differ."""
+        """The one root in whose examples two active sets differ; None if they are equal."""
         roots = [r for r in {**self.parts, **other.parts} if self.of(r) is not other.of(r)]
         if len(roots) > 1:
             raise Apart(_SEVERAL)
@@ -111,7 +111,7 @@ class World:
         return World({**self.parts, root: union(self.of(root), other.of(root))})
 
     def united(self, others: list[World]) -> World:
-        """The examples of all of these."""
+        """The examples of all of these active sets."""
         parts = [world.parts for world in others]
         if len(self.parts) == 1 and all(p.keys() == self.parts.keys() for p in parts):
             ((root, mine),) = self.parts.items()
@@ -150,7 +150,7 @@ def _roots() -> Iterator[Any]:
 
 
 def now() -> World:
-    """The examples that run in this thread."""
+    """The active set of this thread."""
     level: Any = top()
     if not stack.parted:
         return World({})
@@ -160,7 +160,7 @@ def now() -> World:
 
 
 def asked(test: Any) -> bool | tuple[World, World]:
-    """bool(test) of the examples that run; where they differ, those that say yes and no."""
+    """Return bool(test), or the active sets of yes and no where the examples that run differ."""
     if not isinstance(test, Tensor):
         test = getattr(test, "tensor", test)  # of the Python numbers of all examples
     if not isinstance(test, Wrapper):
@@ -175,9 +175,9 @@ def asked(test: Any) -> bool | tuple[World, World]:
 
 
 def _of_one_level(test: Batched) -> Any:
-    """The common case, and a short way to it: one level, whose examples answer each for itself.
+    """Evaluate a test of one level whose examples answer each for itself, a short way.
 
-    The two parts of them, or one answer of all; None where it is another case.
+    Return the two sub-levels, or the one answer of all; None where it is another case.
     """
     level: Any = top()
     if level is None or level.parent is not None or not level.parts or test.axis is None:
@@ -197,12 +197,12 @@ def _of_one_level(test: Batched) -> Any:
 
 
 def _worlds(yes: Any, no: Any) -> tuple[World, World]:
-    """Who says yes, and who says no, of the one level whose examples run."""
+    """The active sets of yes and no, of the one level whose examples run."""
     return World.alone(yes), World.alone(no)
 
 
 def _asked(test: Any) -> bool | tuple[World, World] | None:
-    """The same of any tensor; None where it is for the tensor itself to answer, or to complain."""
+    """Evaluate a test of any tensor; None where the tensor itself has to answer, or to raise."""
     if stack.parted and is_stale(test):
         test = narrow(test)
     if test.dtype is not torch.bool:
@@ -231,7 +231,7 @@ def _asked(test: Any) -> bool | tuple[World, World] | None:
 
 
 def question(test: Any) -> bool | tuple[World, World]:
-    """`asked` by code of the user's, which may be heard."""
+    """Evaluate a test of user code, and tell the listeners."""
     stack.asked = True
     if stack.listening:
         numbers = test if isinstance(test, Tensor) else getattr(test, "tensor", test)
@@ -241,7 +241,7 @@ def question(test: Any) -> bool | tuple[World, World]:
 
 
 class running:
-    """Only the examples of a world run in the body."""
+    """Run the body for the examples of an active set alone."""
 
     __slots__ = ("kept", "was", "world")
 
@@ -270,13 +270,13 @@ class running:
 
 
 def put(target: Tensor, value: Tensor, world: World) -> None:
-    """Write what the examples of a world have in one tensor into another, as the user would."""
+    """Write the values that an active set has in one tensor into another, as the user would."""
     with running(world), SHARING:
         target.copy_(value)
 
 
 def renamed(kind: type, memory: Family) -> Tensor:
-    """A tensor that is all of this memory, where the one of before is no more."""
+    """A new tensor over all of this memory, where the former one is gone."""
     level = next((b.level for b in (known() for known in memory.members) if b is not None), None)
     if kind is not Batched or level is None:
         raise Apart("a tensor with other names was written to, and is no more")
@@ -287,7 +287,7 @@ def renamed(kind: type, memory: Family) -> Tensor:
 
 
 def joined(parts: list[tuple[World, Tensor]]) -> Tensor:
-    """One tensor of those of some worlds together, who have one each."""
+    """Join the tensors of some active sets, one each, into one tensor of their union."""
     with functions_off():
         found = _joined_at_once(parts)
     if found is not None:
@@ -307,7 +307,7 @@ def joined(parts: list[tuple[World, Tensor]]) -> Tensor:
 
 
 def _joined_at_once(parts: list[tuple[World, Tensor]]) -> Tensor | None:
-    """The common case: values of one level's examples, without a derivative at stake."""
+    """Join values of one level's examples that have no derivative at stake; None in other cases."""
     level: Any = top()
     if level is None or level.parent is not None or dispatch_modes() != 1 or forward_mode_runs():
         return None
@@ -331,7 +331,7 @@ def _joined_at_once(parts: list[tuple[World, Tensor]]) -> Tensor | None:
 
 
 def _note_read(t: Tensor) -> None:
-    """The copy holds what a tensor from before the call holds now."""
+    """Log a read of a tensor from before the call, since the joined copy holds its values."""
     if not isinstance(t, Wrapper):
         note_read("the end of a branch", t)
     for b in layers(t):
@@ -340,7 +340,7 @@ def _note_read(t: Tensor) -> None:
 
 
 def told(parts: list[tuple[World, Any]], dtype: torch.dtype) -> Tensor:
-    """One tensor (0-d) of the Python numbers that some worlds have."""
+    """Join the Python numbers of some active sets into one tensor (0-d)."""
     with functions_off():
         level: Any = top()
         alone = level is not None and level.parent is None
@@ -356,7 +356,7 @@ def told(parts: list[tuple[World, Any]], dtype: torch.dtype) -> Tensor:
 
 
 def _one_level_apart(parts: list[tuple[World, Tensor]]) -> list[tuple[World, Tensor]]:
-    """Of some worlds, at least two that differ in the examples of one level alone."""
+    """Find at least two active sets that differ in the examples of one level alone."""
     for root in dict.fromkeys(root for world, _ in parts for root in world.parts):
         found: dict[World, list] = {}
         for world, t in parts:
@@ -369,7 +369,7 @@ def _one_level_apart(parts: list[tuple[World, Tensor]]) -> list[tuple[World, Ten
 
 
 def _for(world: World, t: Tensor) -> Tensor:
-    """A tensor, perhaps of more examples, for those of a world."""
+    """Restrict a tensor, perhaps of more examples, to an active set."""
     with running(world):
         return narrow(t) if is_stale(t) else t
 
@@ -380,5 +380,5 @@ def one_of(t: Tensor) -> Any:
 
 
 def differs(value: Any) -> bool:
-    """Whether a tensor has a value for each of the examples that run."""
+    """True if a tensor has a value for each of the examples that run."""
     return isinstance(value, Tensor) and bool(answers(value)[1])

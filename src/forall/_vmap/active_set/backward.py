@@ -1,4 +1,4 @@
-"""Where values of different examples of one level meet, below autograd. See NOTE [parts]."""
+"""Operators on values of different examples of one level, below autograd. See NOTE [parts]."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def _all(names: str) -> frozenset:
     return frozenset(op for name in names.split() for op in overloads(getattr(aten, name)))
 
 
-# What a backward pass adds up, or lays side by side: a summand that lacks examples is zero there.
-# Numbers and places among the operands (masks, indices) are no summands.
+# Operators by which a backward pass adds up, or lays side by side: a summand that lacks examples is
+# zero there. Numbers, masks and indices among the operands are no summands.
 SUMS = _all(
     """
     add add_ sub sub_ rsub stack cat complex where index_put index_put_ index_add index_add_
@@ -40,7 +40,7 @@ _BOTH = _all("addmm addmm_ addmv addmv_ addr addr_ addbmm baddbmm addcmul addcmu
 
 
 def meet(func: Any, args: tuple, kwargs: dict) -> Any:
-    """An operator on values of examples of one root, not all the same ones or those that run."""
+    """Run an operator on values of examples of one root, not all of the same ones."""
     root = innermost(levels_in(args, kwargs)).root
     values = [b for b in pytree.leaves((args, kwargs)) if is_of(b, root)]
     if any(b.level is not values[0].level for b in values):
@@ -72,7 +72,7 @@ def meet(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _target(func: Any, args: tuple, values: list) -> Any:
-    """The examples that an operator is done for; None where its factors have none in common."""
+    """The level that an operator is done for; None where its factors have no examples in common."""
     if func is aten.copy_.default:
         return args[0].level
     sums = func in SUMS
@@ -96,14 +96,14 @@ def _target(func: Any, args: tuple, values: list) -> Any:
 
 
 def _parts(b: Any, target: Any) -> Any:
-    """What a value has of the examples of ``target``."""
+    """Yield the level and the values of the examples that ``b`` has of those of ``target``."""
     some = common(b.level, target)
     if some is not None:
         yield some, (b if some is b.level else cut(b, some))
 
 
 def _moved(func: Any, written: Any, made: Any) -> Any:
-    """A tensor that is written into, for other examples than it was."""
+    """Replace the examples of a tensor that is written into by those of ``made``."""
     family = written.family
     if family is not None and sum(m() is not None for m in family.members) > 1:
         raise NotImplementedError(

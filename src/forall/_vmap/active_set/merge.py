@@ -1,4 +1,7 @@
-"""Values of parts: narrowed to those that run, and merged, seen by autograd. See NOTE [parts]."""
+"""Values of sub-levels: restricted to the examples that run, and merged, seen by autograd.
+
+See NOTE [parts].
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ def is_of(t: Any, root: Any) -> bool:
 
 
 def cut(b: Batched, some: Any) -> Batched:
-    """The examples of ``some``, out of a value of a level that covers it."""
+    """Select the examples of ``some`` out of a value of a level that covers it."""
     value, axis = b.value, b.axis
     if axis is None:
         return wrap(graph_free(value), None, some)
@@ -51,7 +54,7 @@ def cut(b: Batched, some: Any) -> Batched:
 
 
 def _stack(t: Tensor, level: Any) -> Tensor:
-    """(n, *S): a value of the part ``level``, or one from outside that is the same for all."""
+    """(n, *S): a value of the sub-level ``level``, or one from outside that is the same for all."""
     value, axis = (t.value, t.axis) if type(t) is Batched and t.level is level else (t, None)
     if axis is None:
         return value.unsqueeze(0).expand(level.size, *value.shape)
@@ -59,14 +62,14 @@ def _stack(t: Tensor, level: Any) -> Tensor:
 
 
 def united(parts: list[tuple[Any, Tensor]], level: Any) -> Batched:
-    """Values of parts as one of ``level``; zero for who is in none."""
+    """Unite values of sub-levels into one of ``level``, zero for the examples of none."""
     if not parts:
         raise Undefined(level, level)
     return in_place_of([p for p, _ in parts], torch.cat([_stack(t, p) for p, t in parts]), level)
 
 
 def in_place_of(parts: list, together: Tensor, level: Any) -> Batched:
-    """What parts have, the examples of one after those of another, as one of ``level``."""
+    """Put the values of sub-levels, laid one after another, into one value of ``level``."""
     order = on_device(_order(parts, level), together.device)
     if together.shape[0] == level.size:
         return wrap(together.index_select(0, order), 0, level)
@@ -75,7 +78,7 @@ def in_place_of(parts: list, together: Tensor, level: Any) -> Batched:
 
 
 def two_united(parts: list[tuple[Any, Tensor]], level: Any) -> Batched:
-    """The same of two parts with all examples of ``level``, whose values are plain and alike."""
+    """Unite the values of two sub-levels that make up ``level``; both are plain and alike."""
     (p, a), (q, b) = [(p, _stack(t, p)) for p, t in parts]
     out = a.new_empty((level.size, *a.shape[1:]))
     for some, values in ((p, a), (q, b)):
@@ -84,9 +87,10 @@ def two_united(parts: list[tuple[Any, Tensor]], level: Any) -> Batched:
 
 
 def _order(parts: list, level: Any) -> Tensor:
-    """Where the examples of parts, one part after another, are in ``level``.
+    """The positions in ``level`` of the examples of sub-levels, one sub-level after another.
 
-    Or, where they are all of its examples: where those of ``level`` are in theirs.
+    If the sub-levels have all of its examples, the inverse: the positions of its examples in
+    theirs.
     """
     keys = [p.members for p in parts]
     if level.order is None or level.order[0] != keys:
@@ -102,14 +106,14 @@ def _order(parts: list, level: Any) -> Tensor:
 
 
 def _is_recorded(t: Any) -> bool:
-    """Whether autograd, or a forward mode that is on, must see what becomes of this tensor."""
+    """True if autograd, or a forward mode that is on, must see what becomes of this tensor."""
     return (t.requires_grad and torch.is_grad_enabled()) or (
         forward_mode_runs() and is_forward_enabled() and has_tangent(t)
     )
 
 
 def is_stale(t: Any) -> bool:
-    """Whether a tensor belongs to more, or other, examples than those that run."""
+    """True if a tensor belongs to more, or other, examples than those that run."""
     while isinstance(t, Wrapper):
         level = t.level
         if level.acting is not level and level.active:
@@ -119,12 +123,12 @@ def is_stale(t: Any) -> bool:
 
 
 def is_partial(t: Any) -> bool:
-    """Whether a tensor has values of some of the examples that run, and of no others."""
+    """True if a tensor has values of some of the examples that run, and of no others."""
     return any(not covers(b.level, b.level.acting) for b in layers(t) if type(b) is Batched)
 
 
 def stale(t: Any) -> Iterator[tuple[Any, Any, Any]]:
-    """The levels of a tensor whose other examples run: root, the tensor's, and who acts."""
+    """Yield root, own level and acting level for each level of a tensor that does not act now."""
     for b in layers(t):
         level = b.level
         if level.acting is not level and level.active:
@@ -132,7 +136,7 @@ def stale(t: Any) -> Iterator[tuple[Any, Any, Any]]:
 
 
 def is_second_name(t: Any) -> bool:
-    """Whether narrowing makes no copy: older memory, that all examples share."""
+    """True if restricting makes no copy: the memory is older than the call and shared by all."""
     return all(
         b.axis is None and b.older
         for b in layers(t)
@@ -141,7 +145,7 @@ def is_second_name(t: Any) -> bool:
 
 
 def narrow(t: Tensor) -> Tensor:
-    """A tensor for the examples that run, recorded on every level that it is a value of."""
+    """Restrict a tensor to the examples that run, recorded on every level that it is a value of."""
     with functions_off():
         return _narrow(t)
 
@@ -183,7 +187,7 @@ def layers(t: Any) -> Iterator[Any]:
 
 
 class Narrow(torch.autograd.Function):
-    """A value of more examples, for those of these levels."""
+    """The autograd node that restricts a value to the examples of these levels."""
 
     @staticmethod
     def forward(t, made, levels):
@@ -211,7 +215,7 @@ class Narrow(torch.autograd.Function):
 
 
 def _is_copied(t: Any, some: Any) -> bool:
-    """Whether what `restricted` gives is a copy, also where a tape is played on others."""
+    """True if `restricted` returns a copy, also where a tape runs on other values."""
     if not isinstance(t, Wrapper) or not t.level.ends:
         return False
     return any(b.axis is not None and b.level is not some for b in layers(t) if is_of(b, some.root))
@@ -231,7 +235,7 @@ class Undefined(BaseException):
 
 
 def merged(parts: list[tuple[Any, Tensor]], level: Any) -> Tensor:
-    """Values of parts that share no example, as one of ``level``; zero for who is in none."""
+    """Merge values of disjoint sub-levels into one of ``level``, zero for the other examples."""
     with functions_off():
         return _merged(parts, level)
 
@@ -242,7 +246,7 @@ def _merged(parts: list[tuple[Any, Tensor]], level: Any) -> Tensor:
         parts = [(p, lift(t, p)) for p, t in parts]
         with outside(level):
             made = united(parts, level)
-    else:  # of a level inside: there each is a value of it, over the parts
+    else:  # values of a level inside, each over one of the sub-levels
         parts = [(p, lift(t, inner)) for p, t in parts]
         tensors = [t for _, t in parts]
         levels = [p for p, _ in parts]
@@ -253,7 +257,7 @@ def _merged(parts: list[tuple[Any, Tensor]], level: Any) -> Tensor:
 
 
 class Merge(torch.autograd.Function):
-    """Values of parts, as one of their union."""
+    """The autograd node that merges values of sub-levels into one of their union."""
 
     @staticmethod
     def forward(made, level, levels, *tensors):
@@ -274,23 +278,23 @@ class Merge(torch.autograd.Function):
 
 
 def fitted(t: Any, level: Any) -> Any:
-    """A gradient of some of a root's examples as one of ``level``: theirs, zero for the others."""
+    """A gradient of some of a root's examples as one of ``level``, zero for its other examples."""
     if examples_in(t, level) in (None, level):
         return t
     found = restricted(t, level)
     if found is None:
-        return torch.zeros_like(t)  # of values that are nobody's
+        return torch.zeros_like(t)  # of values that no example of the level has
     own = examples_in(found, level)
     return found if own is level else merged([(own, found)], level)
 
 
 def examples_in(t: Any, level: Any) -> Any:
-    """Of which of a root's examples a value is; None if it is of no root like ``level``'s."""
+    """The level of a value that has the root of ``level``; None if there is none."""
     return next((b.level for b in layers(t) if is_of(b, level.root)), None)
 
 
 def restricted(t: Tensor, some: Any) -> Tensor | None:
-    """What a value has of the examples of ``some``; None if it has none of them."""
+    """Restrict a value to the examples of ``some`` that it has; None if it has none of them."""
     with functions_off():
         return _restricted(t, some)
 
@@ -306,14 +310,14 @@ def _restricted(t: Any, some: Any) -> Any:
             made = cut(t, both)
     else:
         inner = _restricted(t.value, some) if _has(t.value, some.root) else t.value
-        if inner is None or (inner is t.value and t.level.ends):  # a tape is played on others
+        if inner is None or (inner is t.value and t.level.ends):  # a tape runs on other values
             return None if inner is None else t
         made = t.level.under([t], lambda value: _restricted(value, some))
     return apply_function(Narrow, t, [made], [some]) if _is_recorded(t) else made
 
 
 def for_those(t: Any, some: Any) -> Any:
-    """The same of a gradient; one that is nobody's, as user's code may make it, is theirs alone."""
+    """Restrict a gradient to ``some``; user code may make one of no level, which is lifted."""
     if t is None:
         return None
     if some is not some.root and examples_in(t, some) is None:
@@ -322,7 +326,7 @@ def for_those(t: Any, some: Any) -> Any:
 
 
 def for_those_asked(given: Iterable[Any], found: Any) -> Any:
-    """What user's code makes of gradients: for the examples that these are of, and no others."""
+    """Restrict gradients made by user code to the examples of those that it was given."""
     asked: dict[Any, Any] = {}
     for b in (b for g in given for b in layers(g) if type(b) is Batched):
         root = b.level.root
@@ -339,7 +343,7 @@ def for_those_asked(given: Iterable[Any], found: Any) -> Any:
 
 
 def nothing(t: Any, some: Any) -> Any:
-    """Zeros like t for examples of which it has none."""
+    """Zeros like ``t`` for examples of which it has none."""
     if is_of(t, some.root):
         with functions_off(), outside(some):
             return wrap(t.value.new_zeros(t.shape), None, some)

@@ -1,7 +1,7 @@
-"""Running one call again for each group of examples that agree, in the middle of a function.
+"""Reruns of one call for each group of examples that agree, in the middle of a function.
 
-What the call has written into tensors, or drawn, by the time its examples part would be written and
-drawn twice. Then the whole function is run again instead (`Apart`), for which all is undone.
+If the call has written into tensors, or drawn, before its examples diverge, that would happen
+twice. Then the whole function is run again instead (`Apart`), and all its effects are undone.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def apart(call: Callable[[], Any], join: Callable[[list[tuple[World, Any]]], Any]) -> Any:
-    """``call()``, once for all that run or, where they part inside, once for each group."""
+    """Return ``call()``, made once for all or, where examples diverge, once for each group."""
     todo, done = [now()], []
     while todo:
         world = todo.pop(0)
@@ -35,7 +35,7 @@ def apart(call: Callable[[], Any], join: Callable[[list[tuple[World, Any]]], Any
             with running(world):
                 done.append((world, repeatable(call)))
         except Exception:
-            if done or todo:  # some fail, who may catch it; the others do not
+            if done or todo:  # some examples fail and may catch it, others do not
                 raise Apart("code that is not converted fails for some examples alone") from None
             raise
         except Parted as parted:
@@ -50,13 +50,13 @@ def apart(call: Callable[[], Any], join: Callable[[list[tuple[World, Any]]], Any
 
 
 def _used() -> tuple:
-    """What tells whether anything was written, or drawn."""
+    """Counts and objects that change if anything was written, or drawn."""
     scope = key_scope.running()
     return written.times, scope, None if scope is None else scope.count
 
 
 def _cut(world: World, root: Any, groups: list[list[int]]) -> list[World]:
-    """A world, in the pieces that these groups of a level's examples make of it."""
+    """Split an active set into the pieces that these groups of a level's examples make of it."""
     prepare(root)
     pieces = []
     for group in groups:

@@ -1,6 +1,6 @@
-"""API calls while examples have parted: their tensors, for the examples that run.
+"""API calls while examples diverge: their tensors, restricted to the examples that run.
 
-A narrowed tensor is a copy that stands for the rows of the wider one (`standing`): what is written
+A restricted tensor is a copy that emulates a view of rows of the wider tensor (`standing`): a write
 into it, or into a view of it, is put back there.
 """
 
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 Tensor = torch.Tensor
 
-# What asks or changes the tensor itself: the wider one answers for its examples.
+# Calls that ask or change the tensor itself: the wider tensor answers for its examples.
 _GETTERS = "requires_grad grad_fn shape grad is_leaf dtype device ndim layout is_sparse is_cuda"
 _ITSELF = frozenset(getattr(Tensor, name).__get__ for name in _GETTERS.split()) | {
     Tensor.grad.__set__,
@@ -73,7 +73,7 @@ _SEQUENCES = frozenset({list, tuple})
 
 
 class _Kept(exception_safety.Here):
-    """What has been narrowed for the examples that run, with what it was before for others."""
+    """The restricted tensors of the examples that run, with those that others had before."""
 
     found: dict[int, tuple[Any, Any, Any]] | None = None
 
@@ -82,14 +82,17 @@ kept = _Kept.made(idle=True)
 
 
 def forget(found: dict[int, tuple[Any, Any, Any]]) -> None:
-    """These examples run no more: a tensor must not hold its copies, which hold it."""
+    """Restore the cached copies that tensors had before these examples ran.
+
+    A tensor must not hold its copies any longer, since they hold it.
+    """
     for t, was, was_read in found.values():
         own = t.__dict__  # past `__setattr__`, which looks for a user's attribute
         own["narrowed"], own["read"] = was, was_read
 
 
 class Fit(NamedTuple):
-    """A call's arguments for the examples that run, and those they stand for."""
+    """The arguments of a call for the examples that run, and the tensors that they stand for."""
 
     args: tuple
     kwargs: dict
@@ -106,7 +109,7 @@ class Fit(NamedTuple):
 
 
 def narrowed(func: Any, args: tuple, kwargs: dict) -> Fit:
-    """The arguments of an API call, narrowed to the examples that run."""
+    """Restrict the arguments of an API call to the examples that run."""
     stands: dict[int, Tensor] = {}
     if func is Tensor.register_hook and type(args[0]) is Batched and is_stale(args[0]):
         return Fit((args[0], _of_some(args[0].level.acting, *args[1:], **kwargs)), {}, stands)
@@ -117,7 +120,7 @@ def narrowed(func: Any, args: tuple, kwargs: dict) -> Fit:
             "vmap: x.data = .. where examples have parted, of an x from before.\n"
             "Use x.copy_(..) under torch.no_grad()."
         )
-    # It makes no view either: nobody can write into what it takes.
+    # A pointwise call makes no view either: nobody can write into its operands.
     reads = is_pointwise(func) and (not kwargs or are_words(kwargs)) and not _says_yes(args)
     if func in _PASSES:
         return _pass(args, kwargs, *_PASSES[func])
@@ -128,10 +131,10 @@ def narrowed(func: Any, args: tuple, kwargs: dict) -> Fit:
 
 
 def _pass(args: tuple, kwargs: dict, *names: str) -> Fit:
-    """A backward pass, of the examples that run.
+    """Restrict a backward pass to the examples that run.
 
-    It goes to the very tensors: a copy of their rows is no leaf, and nothing was made of it. Other
-    examples may have a pass of their own through what they all have computed together.
+    Its inputs stay the very tensors: a copy of their rows is no leaf, and nothing was made of it.
+    Other examples may run a pass of their own through what they all have computed together.
     """
     given = dict(zip(names, args, strict=False)) | kwargs
     if len(args) > len(names) or given.keys() - set(names):
@@ -147,7 +150,7 @@ def _pass(args: tuple, kwargs: dict, *names: str) -> Fit:
 
 
 def _says_yes(args: tuple) -> bool:
-    """Whether a call may be told so to act in place, as in ``F.relu(x, True)``."""
+    """True if an argument may ask for an in-place call, as in ``F.relu(x, True)``."""
     return any(a is True for a in args)
 
 
@@ -171,7 +174,7 @@ def _of_some(some: Any, hook: Callable[[Tensor], Tensor | None]) -> Callable:
 
 
 def _registered(x: Any, hook: Callable[[Tensor], Tensor | None]) -> Any:
-    """A hook, whose gradient may come to be one of some of the examples."""
+    """Register a hook, whose gradient may come to be one of some of the examples."""
     if not isinstance(x, Wrapper):
         return NotImplemented
 
@@ -183,7 +186,7 @@ def _registered(x: Any, hook: Callable[[Tensor], Tensor | None]) -> Any:
 
 
 def _detached(x: Any) -> Any:
-    """x.detach_(), of which no operator tells."""
+    """Refuse x.detach_() where the tensor has other names, since no operator tells of it."""
     memory = view_copies.memory_of(x)
     if memory is not None and (memory.names or memory.of_rows):
         raise Apart("detach_ of a tensor that some examples know by another name")
@@ -209,19 +212,19 @@ def _fit(a: Any, stands: dict[int, Tensor], reads: bool) -> Any:
 
 
 def for_those_that_run(t: Tensor) -> Tensor:
-    """One tensor, for the examples that run."""
+    """Restrict one tensor to the examples that run."""
     return _fit(t, {}, reads=False)
 
 
 def for_reading(t: Batched, level: Any) -> Tensor | None:
     """The stack of a value that differs, for the examples of ``level``, which run.
 
-    None where it is a value of another level. Nobody writes into what is returned.
+    None if the value belongs to another level. The stack must not be written into.
     """
     own, value = t.level, t.value
     if t.axis is None or own.root is not level.root or not own.active or type(value) is not Tensor:
         return None
-    if t.narrowed is not None:  # what stands for it may have been written into
+    if t.narrowed is not None:  # the copy may have been written into
         return _narrowed(t, reads=True).value if covers(own, level) else None
     # A tensor without a family does not count what is written into it.
     times = t.family.times if t.family is not None else -1 - written.times
@@ -245,7 +248,7 @@ def for_reading(t: Batched, level: Any) -> Tensor | None:
 
 
 def _narrowed(t: Any, reads: bool) -> Tensor:
-    """Once for the examples that run, as long as the wider one does not change."""
+    """The restricted copy of a tensor, cached as long as the wider tensor does not change."""
     memory, records = view_copies.memory_of(t), _records(t)
     assert memory is not None  # noqa: S101 - it is stale
     known = t.narrowed
@@ -266,7 +269,7 @@ def _narrowed(t: Any, reads: bool) -> Tensor:
 
 
 def _records(t: Tensor) -> bool:
-    """Whether a derivative is taken down: what was narrowed without one does not serve with one."""
+    """True if a derivative is recorded; a copy made without one does not serve with one."""
     return torch.is_grad_enabled() and (t.requires_grad or forward_mode_runs())
 
 
@@ -280,7 +283,7 @@ def _stand(found: Any, t: Any) -> Rows | None:
 
 
 class Rows(view_copies.Standing):
-    """A narrowed tensor, and the wider one whose rows it has."""
+    """A restricted tensor, and the wider tensor whose rows it has."""
 
     __slots__ = ("own", "worlds")
 
@@ -303,7 +306,7 @@ class Rows(view_copies.Standing):
                 act(root, was)
 
     def heard(self, writers: list[view_copies.Standing], times: int) -> None:
-        """Copies of other examples hold what they held."""
+        """Mark this copy as current if only copies of other examples were written into."""
         if all(type(w) is Rows and self._is_apart(w) for w in writers):
             self.x_seen = times
 
@@ -326,7 +329,7 @@ class Rows(view_copies.Standing):
 
 
 def _overlaid(x: Any, some: Tensor, worlds: list) -> Tensor:
-    """x with what some of its examples hold now."""
+    """A tensor with the rows of some of its examples replaced by what these hold now."""
     if not worlds:
         return some
     (_, wide, own), *inner = worlds

@@ -1,17 +1,18 @@
-"""Some of the examples of a level: who runs while examples have parted, and what they work on.
+"""Sub-levels: levels of some of another's examples, which act while examples diverge.
 
 NOTE [parts]
-    Where examples part, a `Part` acts in the place of its level, the *root*: a level of its own
-    with the rows of some examples, so every rule is as it was. A tensor made for more examples is
-    narrowed to those that run where an API call takes it (`narrow`), before autograd sees an
-    operator; tensors of parts become one of their union by `merged`. Both are recorded.
+    Where examples diverge, a sub-level (`Part`) acts in the place of its level, the *root*. It is
+    a level of its own with the rows of some examples, so the rules need no change. A tensor made
+    for more examples is restricted to those that run where an API call takes it (`narrow`), before
+    autograd sees an operator. Tensors of sub-levels become one of their union by `merged`. Both
+    are recorded.
 
     The derivative of `narrow` is the cotangent as it is: of some examples only. It goes on through
-    the graph of the wider value, and what its formulas saved there is cut to its examples when they
-    meet (`meet`); where two cotangents add up, their examples unite, zero where one has none. So a
-    derivative is computed for the examples that want it, and no other's inf or nan gets into it.
-    What meets below autograd is thus either a factor, which is cut, or a summand, which is
-    completed (`meeting.SUMS`).
+    the graph of the wider value, and what its formulas saved there is cut to its examples when
+    both meet (`meet`). Where two cotangents add up, their examples unite, zero where one has none.
+    So a derivative is computed for the examples that want it, and no inf or nan of another gets
+    into it. An operand below autograd is thus either a factor, which is cut, or a summand, which
+    is completed with zeros (`meeting.SUMS`).
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ Tensor = torch.Tensor
 
 
 class Part(VmapLevel):
-    """Some of a level's examples: ``members`` has a bit for each of the root's (`flags`).
+    """A sub-level, of some of a root's examples: ``members`` has a bit for each of those (`flags`).
 
     See NOTE [parts].
     """
@@ -53,14 +54,14 @@ class Part(VmapLevel):
         self.counted, self.met = None, []
         self.parted = None
         self.order = self._flags = self._rows = None
-        self.born: tuple[Any, Tensor] | None = None  # of a level, by a test that did not hold
-        self.half: Any = None  # of which level, in a tuple that is one of the other half's
-        self._near: tuple[Any, Tensor] | None = None  # `born`, once somebody has asked
+        self.born: tuple[Any, Tensor] | None = None  # level and test: where that did not hold
+        self.half: Any = None  # the level that was split, in a tuple that both halves share
+        self._near: tuple[Any, Tensor] | None = None  # `born`, once it was evaluated
         self._places: WeakKeyDictionary[Any, Tensor] | None = None
 
     @property
     def flags(self) -> Tensor:
-        """(root size,): who of the root's examples is one of these."""
+        """(root size,): True for the examples of the root that are among these."""
         if self._flags is None:
             with no_dispatch(), functions_off():
                 self._flags = to_flags(self.members, self.of.size)
@@ -94,7 +95,7 @@ class Part(VmapLevel):
             return flags.nonzero().view(-1)
 
     def _settled(self) -> Tensor:
-        """The places in the level that these are of, which is held no longer."""
+        """The positions of these examples in the level of `born`, which is held no longer."""
         assert self.born is not None  # noqa: S101 - who asks knows
         level, test = self.born
         self.born = None
@@ -104,11 +105,11 @@ class Part(VmapLevel):
         return places
 
     def is_unknown(self) -> bool:
-        """Whether nobody has said yet where its examples are."""
+        """True if nothing says yet which examples these are in their level."""
         return self.born is None and self._near is None and self._rows is None
 
     def places_in(self, level: Any) -> Tensor:
-        """Which examples of ``level`` these are, which are all among them."""
+        """The positions of these examples in ``level``, which has all of them."""
         if self.born is not None and self.born[0] is level:
             return self._settled()
         if self._near is not None and self._near[0]() is level:
@@ -139,7 +140,7 @@ class Part(VmapLevel):
         return self.of.lifted
 
     def some(self, tensor: Tensor) -> Tensor:
-        from forall._vmap.active_set.merge import restricted  # which stands on parts
+        from forall._vmap.active_set.merge import restricted  # imports this module
 
         found = restricted(tensor, self)
         assert found is not None  # noqa: S101 - it is one of all examples
@@ -157,7 +158,7 @@ class Part(VmapLevel):
 
 
 def part(root: Any, members: int, size: int | None = None) -> Any:
-    """The level of these examples: the root itself for all, None for none, else their part."""
+    """The level of these examples: the root itself for all, None for none, else a sub-level."""
     if members == root.members:
         return root
     if not members:
@@ -170,7 +171,7 @@ def part(root: Any, members: int, size: int | None = None) -> Any:
 
 
 def prepare(root: Any) -> None:
-    """Give a level what its parts are found by."""
+    """Give a level the bit set and the row numbers that its sub-levels are found by."""
     if root.members is None:
         with no_dispatch(), functions_off():
             root.rows = torch.arange(root.size)
@@ -178,7 +179,7 @@ def prepare(root: Any) -> None:
 
 
 def halves(level: Any, test: Tensor) -> tuple[Any, Any]:
-    """The parts of a level's examples for which a test (n,) holds and does not; None for none."""
+    """Sub-levels of the examples for which a test (n,) holds and does not; None for none."""
     root = level.root
     with no_dispatch(), functions_off():
         if not test.is_cpu:
@@ -205,7 +206,7 @@ def halves(level: Any, test: Tensor) -> tuple[Any, Any]:
 
 
 def chosen(level: Any, numbers: list[int]) -> Any:
-    """The part of a level's examples that have these numbers in it."""
+    """The sub-level of the examples that have these numbers in ``level``."""
     prepare(level.root)
     with no_dispatch(), functions_off():
         flags = torch.zeros(level.root.size, dtype=torch.bool)
@@ -214,12 +215,12 @@ def chosen(level: Any, numbers: list[int]) -> Any:
 
 
 def places_in(some: Any, level: Any) -> Tensor:
-    """Which examples of ``level`` those of ``some`` are, which are all among them."""
+    """The positions of the examples of ``some`` in ``level``, which has all of them."""
     return some.rows if level is level.root else some.places_in(level)
 
 
 def covers(level: Any, some: Any) -> bool:
-    """Whether all examples of ``some`` are among those of ``level``."""
+    """True if all examples of ``some`` are among those of ``level``."""
     if level is some or level is level.root:
         return True
     if some is not some.root and some.born is not None and some.born[0] is level:
@@ -228,7 +229,7 @@ def covers(level: Any, some: Any) -> bool:
 
 
 def union(first: Any, *others: Any) -> Any:
-    """The part with the examples of all of these."""
+    """The sub-level with the examples of all of these."""
     if all(other is first for other in others):
         return first
     if len(others) == 1 and first is not first.root and first.half is not None:
@@ -242,10 +243,10 @@ def union(first: Any, *others: Any) -> Any:
 
 
 def without(level: Any, some: Any) -> Any | None:
-    """The part with the examples of ``level`` that are not in ``some``; None if there are none."""
+    """The sub-level with the examples of ``level`` that ``some`` lacks; None if there are none."""
     return None if level is some else part(level.root, level.members & ~some.members)
 
 
 def common(a: Any, b: Any) -> Any | None:
-    """The part with the examples that are in both; None where there are none."""
+    """The sub-level with the examples that are in both; None where there are none."""
     return a if a is b else part(a.root, a.members & b.members)

@@ -2,8 +2,8 @@
 
 The function mode sees `torch.sin(x)` first. Where no operand requires grad and the stacks are
 ordinary tensors, the answer is what the dispatcher would reach after autograd and the level's
-dispatch mode, in a third of the time. Of a pointwise call whose operands are all mapped alike it is
-the call on the stacks. A call in `table.DIRECT` has a rule, as its operators have.
+dispatch mode, in a third of the time. A pointwise call whose operands are all mapped alike is made
+on the stacks. A call in `table.DIRECT` has a rule, as its operators have.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _known: dict[Any, Any] = {}
 
 
 def _kind(func: Any) -> Any:
-    """What answers for this function of torch or method of Tensor, if anything does."""
+    """Find and keep the rule that answers a function of torch or method of Tensor, if any."""
     if func in DIRECT:
         rule, ops = DIRECT[func]
         _known[func] = None if _overruled & ops else rule
@@ -47,17 +47,17 @@ def _kind(func: Any) -> Any:
 
 
 def is_pointwise(func: Any) -> bool:
-    """Whether this function of torch, or method of Tensor, is one pointwise operator."""
+    """True if this function of torch, or method of Tensor, is one pointwise operator."""
     return (_known[func] if func in _known else _kind(func)) is _on_the_stacks
 
 
 def _is_pointwise(func: Any) -> bool:
-    """Whether this is one pointwise operator."""
+    """True if all overloads on tensors of this function are pointwise and return a new tensor."""
     name = getattr(func, "__name__", "")
     if func not in [getattr(home, name, None) for home in _HOMES]:
         return False
     packet = getattr(torch.ops.aten, name, None)
-    # Of a name like __format__ the namespace has Python's own method.
+    # For a name like __format__ the namespace has Python's own method.
     ops = (
         [getattr(packet, o) for o in packet.overloads()] if type(packet) is OpOverloadPacket else []
     )
@@ -78,23 +78,23 @@ _overruled: set[Any] = set()
 
 
 def overruled(op: Any) -> None:
-    """Somebody gave this operator a rule of their own, so nothing here answers for it."""
+    """Leave an operator to the rule that somebody gave it, so that nothing here answers for it."""
     _overruled.add(op)
     _known.clear()
 
 
 def has_own_rule(ops: frozenset) -> bool:
-    """Whether somebody gave one of these operators a rule of their own."""
+    """True if somebody gave one of these operators a rule of their own."""
     return not _overruled.isdisjoint(ops)
 
 
 def _takes_tensors(op: Any) -> bool:
-    """TorchScript's overloads on numbers share the name of the operator."""
+    """True for overloads on tensors; TorchScript's overloads on numbers have the same name."""
     return any("Tensor" in str(a.type) for a in op._schema.arguments)
 
 
 def answer(func: Any, args: tuple, kwargs: dict | None, level: Any, modes: int = 0) -> Any:
-    """The result, or None where the long way must be taken; ``modes`` is how many are ours."""
+    """The result, or None where the dispatcher must be asked; ``modes`` counts our own modes."""
     try:
         way = _known[func]
     except KeyError:
@@ -143,14 +143,14 @@ def _on_the_stacks(func: Any, args: tuple, kwargs: dict | None, level: Any) -> A
 
 
 def _of_rank(v: Any, rank: int) -> Any:
-    """A stack whose axis is in front as one of examples with more dims, all of size 1."""
+    """Reshape a stack, its axis in front, to examples with more dims, all of size 1."""
     if type(v) in _NUMBERS or v.dim() == rank:
         return v
     return v.reshape(v.shape[0], *[1] * (rank - v.dim()), *v.shape[1:])
 
 
 def are_words(kwargs: dict) -> bool:
-    """Whether these say how, and neither on what nor where to."""
+    """True if these arguments are options, none of them a tensor or an in-place flag."""
     return not kwargs.get("inplace") and all(type(a) in _WORDS for a in kwargs.values())
 
 
@@ -176,9 +176,9 @@ def _by_rule(rule: Any, func: Any, args: tuple, kwargs: dict, level: Any, modes:
 
 
 def _mapped(given: Any, level: Any, recording: bool, met: list) -> bool | None:
-    """Whether any differs between the examples; None where a rule cannot take them all.
+    """True if any differs between the examples; None where a rule cannot take them all.
 
-    The older ones that all examples share are added to ``met``.
+    Tensors from before the call that all examples share are added to ``met``.
     """
     mapped = False
     for a in given:

@@ -1,9 +1,9 @@
-"""Operators of converted code, straight on the stacks.
+"""Operators of converted code, applied directly to the stacks.
 
-Code of ours stands where the user's has ``a * b``, so it can do at once what the function mode and
-`shortcut` would come to: a pointwise operator on stacks that lie alike, without a derivative at
-stake. Where examples have parted its operands are narrowed on the way. Anything else goes the way
-that a call of the user's goes.
+Converted code has one of our functions in the place of ``a * b``, so it can do at once what the
+function mode and `shortcut` would come to: a pointwise operator on stacks that lie alike, without a
+derivative at stake. While examples diverge, operands are restricted on the way. Any other operation
+goes the way of a user's call.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def asked_of(names: str) -> frozenset:
     )
 
 
-# What Python's operators ask of torch, whatever the order of the operands.
+# The ATen operators that Python's operators call, whatever the order of the operands.
 BY_OPERATORS: dict[Any, frozenset] = {
     operator.add: asked_of("add"),
     operator.sub: asked_of("sub rsub"),
@@ -69,7 +69,7 @@ BY_OPERATORS: dict[Any, frozenset] = {
 
 
 def operators() -> dict[str, Callable]:
-    """Python's operators by their names, each with the straight way before its own."""
+    """Python's operators by their names, each of which tries the stacks before its usual way."""
     found = {op.__name__: _unary(op) if op is operator.neg else _binary(op) for op in BY_OPERATORS}
     return {**found, "matmul": _matmul}
 
@@ -95,7 +95,7 @@ _ALL = asked_of(METHODS).union(*BY_OPERATORS.values())
 
 
 def fused(expression: Any, operands: tuple) -> Any:
-    """An expression of such operators, and of `METHODS`: the same as one by one, or None."""
+    """Evaluate an expression of such operators and of `METHODS` on the stacks at once, or None."""
     return _answer(expression, _ALL, operands)
 
 
@@ -123,7 +123,7 @@ def _unary(op: Any) -> Callable:
 
 
 def _answer(op: Any, asks: frozenset, operands: tuple) -> Any:
-    """The result, or None where the user's way must be taken."""
+    """The result on the stacks, or None where the user's way must be taken."""
     if not is_clear() or has_own_rule(asks):
         return None
     level: Any = stack.top
@@ -196,7 +196,7 @@ def _with_matrix(x: Batched, w: _T, *, on_the_left: bool) -> Any:
 
 
 def is_clear() -> bool:
-    """Whether no other mode, no backward pass and no copy that lags behind has a say."""
+    """True if no other mode, no backward pass and no copy that lags behind changes a call."""
     return (
         dispatch_modes() == 1
         and function_modes() == 1
@@ -209,7 +209,7 @@ def is_clear() -> bool:
 
 
 def called(func: Any, args: tuple, kwargs: dict) -> Any:
-    """A call of torch's by converted code: the result, or None where it must be made as it is."""
+    """Make a call of converted code to torch on the stacks; None where it must be made as it is."""
     if not is_clear():
         return None
     level: Any = stack.top

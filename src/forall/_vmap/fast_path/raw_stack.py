@@ -1,8 +1,8 @@
-"""Stacks without their wrappers, for functions that do nothing but compute.
+"""Raw stacks without their wrappers, for functions that do nothing but compute.
 
-A `Bare` has Python's operators and what of torch is one operator on stacks; anything else that is
-asked of it is `Aside`: the function is left, and called again with wrappers. So nobody but such a
-function ever sees one, and each of its operators is paid for, and no wrapper, mode or dispatcher.
+A `Bare` has Python's operators and the torch functions that are one operator on stacks. Anything
+else raises `Aside`: the function is left, and called again with wrappers. Only such a function ever
+sees a `Bare`, and each of its operators costs no wrapper, mode or dispatcher.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 
 Tensor = torch.Tensor
 _NUMBERS = frozenset({int, float})
-VIEW: Any = object()  # in the place of a wrapper: of what is a view of another stack
+VIEW: Any = object()  # in the place of a wrapper: for a view of another stack
 
 
 class Aside(Exception):  # noqa: N818 - nobody sees it
-    """What was asked needs wrappers."""
+    """Raised where a raw stack cannot answer, so that the function needs wrappers."""
 
 
 class Bare:
-    """The stack (B, *S) of a value, on its own; ``of`` is its wrapper, where it has one."""
+    """The stack (B, *S) of a value without its wrapper; ``of`` is that wrapper, if one exists."""
 
     __slots__ = ("of", "v")
 
@@ -69,7 +69,7 @@ def _aside(*_: Any) -> Any:
 
 
 def _other(b: Any, v: Tensor) -> Any:
-    """The other operand of an operator."""
+    """The other operand of an operator, as a stack or a number."""
     if type(b) is Bare:
         if b.v.dtype is v.dtype:
             return b.v
@@ -79,7 +79,7 @@ def _other(b: Any, v: Tensor) -> Any:
 
 
 def _lined_up(v: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-    """Two stacks of examples with as many dims."""
+    """Give two stacks of examples the same number of dims."""
     more = v.dim() - w.dim()
     if more > 0:
         return v, w.reshape(w.shape[0], *[1] * more, *w.shape[1:])
@@ -98,7 +98,7 @@ def _forward(op: Callable) -> Callable:
 
 
 def _reflected(op: Callable) -> Callable:
-    """Of a number in front: two stacks meet in `_forward`."""
+    """Make an operator with a number on its left; two stacks go to `_forward`."""
 
     def operated(a: Bare, b: Any) -> Bare:
         if type(b) not in _NUMBERS:
@@ -132,7 +132,7 @@ for _op in _OPERATORS:
 
 
 def _dim(d: Any, rank: int) -> int:
-    """A dim of an example, of its stack."""
+    """A dim of an example as a dim of its stack."""
     if type(d) is not int or not -rank <= d < rank:
         raise Aside
     return d if d < 0 else d + 1
@@ -228,7 +228,7 @@ def _fitting(a: Any, dtype: torch.dtype, rank: int) -> Any:
 
 
 def does(func: Any) -> Callable:
-    """What a function of torch's, or a method of Tensor, does with bare stacks."""
+    """Return the version of a torch function, or of a Tensor method, that takes raw stacks."""
     found = _CALLS.get(func)
     if found is None:
         if not is_pointwise(func):
@@ -241,12 +241,12 @@ def does(func: Any) -> Callable:
 
 
 def may_be_bare() -> bool:
-    """Whether nobody but the level has a say in what operators mean."""
+    """True if only the level decides what operators mean."""
     return is_clear() and not has_own_rule(_USED)
 
 
 def bared(a: Batched, level: Any) -> Bare:
-    """A value that differs, and has no derivative, for the examples of ``level``."""
+    """Unwrap a value that differs between the examples of ``level`` and has no derivative."""
     if a.axis is None or a.requires_grad:
         raise Aside
     v = a.value if a.level is level else for_reading(a, level)
@@ -256,7 +256,7 @@ def bared(a: Batched, level: Any) -> Bare:
 
 
 def wrapped(b: Bare, level: Any) -> Batched:
-    """The value with its wrapper, the same one whoever asks."""
+    """Wrap a raw stack; every call returns the same wrapper."""
     if b.of is VIEW:
         raise Aside  # a write into it has to reach what it is a view of
     if b.of is None:

@@ -1,18 +1,19 @@
-"""Gradients that are added up over the examples before they are made.
+"""Lazy gradients, which are summed over the examples before they are materialized.
 
-What a tensor that all examples share gets from a backward pass is the sum of what each of them
-leaves to it (`border.Share`). Each leaves a tensor of its shape: a matrix gets an outer product, a
-table gets rows of zeros but for a few. Made for N examples these take N times the memory, and the
-time to go through it. Their sum does not: the outer products add up to one product of matrices,
-and all rows go into one table.
+The gradient of a tensor that all examples share is the sum of one gradient from each of them
+(`border.Share`). Each has the shape of the tensor: a matrix gets an outer product, a table gets
+rows of zeros but for a few. For N examples these take N times the memory, and the time to go
+through it. Their sum does not: the outer products add up to one product of matrices, and all rows
+go into one table.
 
-So an operator of a backward pass that makes such a thing gives an `Unmade`, which knows its sum,
-and is made when anything else is asked of it. What is linear in it, and else has only what the
-examples share, gives another: the sum of f(x) is f of the sum.
+So an operator of a backward pass with such a result returns an `Unmade`, which knows its sum, and
+is materialized when anything else is asked of it. An operator that is linear in an `Unmade`, and
+has only shared operands besides, returns another: the sum of f(x) is f of the sum.
 
 NOTE [only when the call has ended]
-    While it runs, each example's own gradient is what is asked for, or is read by what comes next.
-    What passes through an ended call comes from outside, and all of it goes back there.
+    While the call runs, each example's own gradient is what is asked for, or is read by what comes
+    next. A gradient that passes through an ended call comes from outside, and all of it goes back
+    there.
 """
 
 from __future__ import annotations
@@ -41,15 +42,15 @@ Tensor = torch.Tensor
 
 
 class Unmade(Batched):
-    """A value of an ended level that is not made yet; then it is a `Batched` like any other."""
+    """A lazy gradient of an ended level; once it is materialized, a `Batched` like any other."""
 
     make_it: Callable[[], Any]
     add_up: Callable[[], Tensor]
-    counts: list[Count]  # of what it is made from
-    held: int  # how many numbers that has
-    peels: bool  # whether a derivative hangs on the values of that
-    depth: int  # how many calls one inside the other it is made in
-    parts: tuple[Any, ...]  # of which it is the sum, where it is one
+    counts: list[Count]  # versions of its operands
+    held: int  # how many numbers these hold
+    peels: bool  # whether a derivative hangs on their values
+    depth: int  # how deep its lazy operands are nested
+    parts: tuple[Any, ...]  # the terms of the sum that it is, if it is one
 
     @property
     def value(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -64,7 +65,7 @@ class Unmade(Batched):
             return passed(self.level, aten.alias.default, (self,))
 
     def fresh(self) -> Batched:
-        """What it is, while it stays unmade."""
+        """Compute the value, while this one stays lazy."""
         self._check()
         with functions_off():
             return self.make_it()
@@ -112,7 +113,7 @@ def _laid_out_as(shown: Tensor, made: Batched) -> tuple[Tensor, int | None]:
     return value.copy_(made.value.movedim(made.axis, 0)), 0
 
 
-DEPTH = 50  # Python has room for so many calls, one inside the other
+DEPTH = 50  # nested calls that Python's stack has room for
 
 
 def total(g: Batched) -> Tensor:
@@ -132,7 +133,7 @@ def flat(args: tuple) -> list:
 def pending(
     level: VmapLevel, like: Tensor, given: tuple, make_it: Callable, add_up: Callable
 ) -> Unmade:
-    """``like`` shows an example."""
+    """Make a lazy gradient of the operands ``given``; ``like`` shows an example of it."""
     shape, strides, dtype = like.shape, like.stride(), like.dtype
     device = next(a.device for a in flat(given) if isinstance(a, Tensor))
     new = make_wrapper(Unmade, shape, strides, 0, None, dtype, like.layout, device)
@@ -157,7 +158,7 @@ def _counts(a: Tensor) -> list[Count]:
 
 
 def shown(func: Any, args: tuple) -> Any:
-    """What one example of the results looks like."""
+    """Meta tensors that show one example of the results."""
 
     def meta(a: Any) -> Any:
         if not isinstance(a, Tensor):
@@ -174,7 +175,7 @@ def shown(func: Any, args: tuple) -> Any:
 
 
 def entries(func: Any, args: tuple) -> int:
-    """How many one example of a result has."""
+    """The number of entries of one example of a result."""
     shape = _shape_of(func, args)
     return shown(func, args).numel() if shape is None else prod(shape)
 
@@ -186,7 +187,7 @@ def _lies_in_order(a: Tensor) -> bool:
 def _shape_of(func: Any, args: tuple) -> Sequence[int] | None:
     """The shape of a result of the arguments' dtype; None where torch is to be asked.
 
-    Its kernels for tensors without memory import sympy on their first use: half a second.
+    Torch's kernels for meta tensors import sympy on their first use: half a second.
     """
     find = _SHAPES.get(func)
     if find is None or len({a.dtype for a in flat(args) if isinstance(a, Tensor)}) > 1:
@@ -199,7 +200,7 @@ def _of_product(x: Tensor, y: Tensor) -> Sequence[int]:
 
 
 def _of_two_alike(x: Tensor, y: Any, *_: Any) -> Sequence[int] | None:
-    """Not of integers, which another number may make something else."""
+    """The shape of a pointwise result; None for integers, whose dtype another number may change."""
     alike = not isinstance(y, Tensor) or y.shape == x.shape
     return x.shape if alike and not isinstance(y, complex) and x.is_floating_point() else None
 
@@ -225,14 +226,14 @@ def _of_cat(tensors: Sequence[Tensor], dim: int = 0) -> Sequence[int] | None:
 def shape_of_convolution(
     x: Tensor, w: Tensor, bias: Any, stride: Any, padding: Any, dilation: Any, *rest: Any
 ) -> Sequence[int]:
-    """Of one that is not transposed."""
+    """The shape of the result of a convolution that is not transposed."""
     count = x.dim() - 2
     given = ([*v] * (count // len(v)) for v in (padding, dilation, stride))  # one for all, or each
     ways = zip(x.shape[2:], w.shape[2:], *given, strict=True)
     return (len(x), len(w), *((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, p, d, s in ways))
 
 
-# Zeros of the shape that they are told, but for what is put in.
+# Operators that put a value into zeros of a given shape.
 _IN_ZEROS = (
     aten.select_backward.default,
     aten.slice_backward.default,
@@ -268,12 +269,12 @@ _SHAPES: dict[Any, Callable[..., Sequence[int] | None]] = {
     aten.cat.default: _of_cat,
     aten.stack.default: _of_stack,
 }
-_LIE_IN_ORDER = frozenset((*_IN_ZEROS, aten.mm.default, aten.bmm.default))  # whatever is given
+_LIE_IN_ORDER = frozenset((*_IN_ZEROS, aten.mm.default, aten.bmm.default))  # for all operands
 
 
 # --- what is linear ----------------------------------------------------------------------------
 
-# In the first argument; the others are no tensors.
+# Linear in the first argument; the others are no tensors.
 _OF_ONE = {
     aten.alias.default,
     aten.t.default,
@@ -315,7 +316,7 @@ _OF_ONE = {
     aten.split_with_sizes.default,
     aten.unbind.int,
 }
-# In the first argument; the others may be tensors that all examples share.
+# Linear in the first argument; the others may be tensors that all examples share.
 _IN_FIRST = {
     aten.div.Tensor,
     aten.index.Tensor,
@@ -327,14 +328,14 @@ _SUMS = {aten.add.Tensor, aten.sub.Tensor, aten.cat.default, aten.stack.default}
 
 
 def is_linear(level: VmapLevel, func: Any, args: tuple) -> bool:
-    """Whether the sum over examples is the function's of their sum."""
+    """True if the sum of the results over the examples is the operator's result of their sum."""
     if func in _OF_ONE:
         return func is not aten.constant_pad_nd.default or not any(args[2:])
     tensors = [a for a in flat(args) if isinstance(a, Tensor)]
     mapped = [_differs(a, level) for a in tensors]
     if func in _IN_FIRST or _is_backward(func):
         return tensors[0] is args[0] and mapped[0] and not any(mapped[1:])
-    if func is aten.where.self:  # of what is shared each example adds its part, as to a sum
+    if func is aten.where.self:  # a shared operand counts once per example, as in a sum
         return not mapped[0] and _are_alike(tensors[1:])
     if func is aten.masked_fill.Scalar:
         return mapped == [True, False] and args[2] == 0
@@ -348,14 +349,14 @@ def is_linear(level: VmapLevel, func: Any, args: tuple) -> bool:
 
 
 def _are_alike(tensors: list[Tensor], shapes: bool = True) -> bool:
-    """Whether nothing is broadcast, nor made another dtype."""
+    """True if no operand is broadcast, or made another dtype."""
     one = not shapes or len({a.shape for a in tensors}) == 1
     return one and len({a.dtype for a in tensors}) == 1
 
 
 @functools.cache
 def _is_backward(func: Any) -> bool:
-    """Whether it is a node's of autograd: linear in what comes to it, its first argument."""
+    """True for a backward operator of autograd: linear in its first argument, the cotangent."""
     schema = func._schema
     name = schema.name.removeprefix("aten::")
     return (
@@ -370,12 +371,12 @@ def _differs(a: Any, level: VmapLevel) -> bool:
 
 
 def passed(level: VmapLevel, func: Any, args: tuple) -> Any:
-    """A linear function of what is unmade; None where it cannot be told what its results are."""
+    """Apply a linear operator to lazy gradients; None if the shape of its results is unknown."""
     if func is aten.add.Tensor:
         return _sum(level, args)
     try:
         like = shown(func, args)
-    except (NotImplementedError, RuntimeError):  # it has no kernel for tensors without memory
+    except (NotImplementedError, RuntimeError):  # no kernel for meta tensors
         return None
 
     def of(a: Any) -> Any:
@@ -408,14 +409,14 @@ def _nth(all_of: Callable[[], Any], n: int) -> Callable[[], Any]:
 
 
 def _part(a: Any, level: VmapLevel) -> Any:
-    """What a term of a sum adds, which may be the same for each example."""
+    """The sum over examples of one term, which may be the same for each example."""
     if not isinstance(a, Tensor):
         return a
     return total(a) if _differs(a, level) else lower(a, level) * level.size
 
 
 def _sum(level: VmapLevel, args: tuple) -> Batched:
-    """One sum of all terms, however many steps use a parameter: none inside the other."""
+    """One lazy sum of all terms, however many steps use a parameter, without nested sums."""
     parts = tuple(p for a in args for p in (a.parts if _is_sum(a) else (a,)))
 
     def add_up() -> Tensor:

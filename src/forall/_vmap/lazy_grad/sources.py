@@ -1,4 +1,4 @@
-"""Where an `Unmade` begins: operators that make much of little, and what these add up to."""
+"""Sources of lazy gradients (`Unmade`): operators with large results of little data."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 Tensor = torch.Tensor
-WORTH = 1 << 14  # entries, of all examples, from which on it is worth it
+WORTH = 1 << 14  # entries of all examples from which a lazy result is worth it
 
 
 def unmade(level: VmapLevel, func: Any, args: tuple, kwargs: dict) -> Any:
-    """What an operator of a backward pass under an ended level gives unmade; None for the rest."""
+    """The lazy result of an operator in a backward pass under an ended level; None if not lazy."""
     operands = flat(args)
     found = [a for a in operands if type(a) is Unmade and a.level.root is level.root]
     if found:
@@ -55,7 +55,7 @@ def unmade(level: VmapLevel, func: Any, args: tuple, kwargs: dict) -> Any:
             if new is not None:
                 return new
         for a in found:
-            if type(a) is Unmade:  # it may have been made with another
+            if type(a) is Unmade:  # it may have been materialized with another
                 a.made()
     source = _SOURCES.get(func)
     if source is None or kwargs or users_tangents() or not _is_of_all(level, operands):
@@ -64,8 +64,8 @@ def unmade(level: VmapLevel, func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _is_of_all(level: VmapLevel, operands: list) -> bool:
-    """Whether all examples of the level take part, and none of its parts."""
-    if stack.parted or level.root is not level or vars(level).get("made"):  # it has parts
+    """True if all examples of the level take part, and it has no sub-levels."""
+    if stack.parted or level.root is not level or vars(level).get("made"):  # has sub-levels
         return False
     return not any(isinstance(a, Wrapper) and _has_parts(a) for a in operands)
 
@@ -79,7 +79,7 @@ def _has_parts(t: Any) -> bool:
 
 
 def _are_plain(level: VmapLevel, operands: list) -> bool:
-    """Whether no value has a history or a lazy bit that is not the wrapper's."""
+    """True if no value has a history or a lazy bit that is not the wrapper's."""
     if level.records_values:
         return False
     mine = [a for a in operands if type(a) is Batched and a.level is level]
@@ -87,18 +87,18 @@ def _are_plain(level: VmapLevel, operands: list) -> bool:
 
 
 def _begins(level: VmapLevel, func: Any, args: tuple, shape: Any, add_up: Callable) -> Unmade:
-    """What has the dtype of the first argument."""
+    """A lazy result of this shape, in the dtype of the first argument."""
     like = torch.empty(shape, dtype=args[0].dtype, device="meta")
     return pending(level, like, args, lambda: level.as_it_is(func, args, {}), add_up)
 
 
 def _pays(level: VmapLevel, entries: int, *operands: Any) -> bool:
-    """Whether a result of so many entries for each example is worth it."""
+    """True if a lazy result with so many entries for each example is worth it."""
     return level.size * entries >= WORTH and all(entries > a.numel() for a in operands)
 
 
 def _linear(level: VmapLevel, func: Any, args: tuple) -> Batched | None:
-    """Of what is made, where the result is larger: zeros around it, or other parts beside it."""
+    """The lazy result of a linear operator that adds zeros around a value, or parts beside it."""
     mapped = [a for a in flat(args) if is_mapped(a, level)]
     if not mapped or not is_linear(level, func, args):
         return None
@@ -106,7 +106,7 @@ def _linear(level: VmapLevel, func: Any, args: tuple) -> Batched | None:
 
 
 def _product(level: VmapLevel, func: Any, args: tuple) -> Batched | None:
-    """(*, V, S) @ (*, S, D), as one product in which the examples are more of S."""
+    """(*, V, S) @ (*, S, D): summed over examples it is one product, whose S has all of theirs."""
     left, right = args
     shape = (*left.shape[:-1], right.shape[-1])
 
@@ -119,7 +119,7 @@ def _product(level: VmapLevel, func: Any, args: tuple) -> Batched | None:
 
 
 def _multiplied(level: VmapLevel, func: Any, args: tuple) -> Batched | None:
-    """Entries of one with those of the other, both broadcast: a sum over examples by einsum."""
+    """The product of two tensors, both broadcast: its sum over examples is an einsum."""
     left, right = args
     if not isinstance(right, Tensor) or right.numel() <= 1:
         return None
@@ -142,7 +142,7 @@ def _multiplied(level: VmapLevel, func: Any, args: tuple) -> Batched | None:
 def _of_two(
     level: VmapLevel, func: Any, args: tuple, shape: Any, add_up: Callable
 ) -> Batched | None:
-    """A product: of what each example has, or with what they share."""
+    """A lazy product of two mapped tensors, or of a mapped one with one that is shared."""
     mapped = [a for a in args if is_mapped(a, level)]
     if args[0].dtype != args[1].dtype or not _pays(level, prod(shape), *mapped):
         return None
@@ -152,7 +152,7 @@ def _of_two(
 
 
 def _in_groups(level: VmapLevel, func: Any, args: tuple) -> Unmade | None:
-    """(M, S), (S, N) -> (G, M, N) of what is summed over in groups: those of all examples."""
+    """(M, S), (S, N) -> (G, M, N), summed over in groups: in the sum, those of all examples."""
     left, right, *ends = args
     if len(ends) != 1 or not left.dim() == right.dim() == 2 or left.shape[1] != right.shape[0]:
         return None
@@ -194,7 +194,7 @@ def _convolution(level: VmapLevel, func: Any, args: tuple) -> tuple | None:
 
 
 def _correlated(level: VmapLevel, func: Any, args: tuple) -> Unmade | None:
-    """What a second pass has in the place of a weight's gradient, of two that differ."""
+    """A convolution of two mapped tensors, as a second pass has it for a weight's gradient."""
     x, w, bias, *how, transposed, padding, groups = args
     if transposed or bias is not None or not (is_mapped(x, level) and is_mapped(w, level)):
         return None
@@ -238,7 +238,7 @@ def _bags(level: VmapLevel, func: Any, args: tuple) -> Unmade | None:
         at, values = rows_of_bags(*given, mode, weights, *(padding or [-1]))
         at, values = at.flatten(0, 1), values.flatten(0, 1)
         into = values.new_zeros(rows, values.shape[-1])
-        if at.dim() == 2:  # of the largest, each entry has a row of its own
+        if at.dim() == 2:  # for the largest, each entry has a row of its own
             return into.scatter_add(0, at, values)
         return into.index_add(0, at, values)
 
@@ -246,7 +246,7 @@ def _bags(level: VmapLevel, func: Any, args: tuple) -> Unmade | None:
 
 
 def _put_in(level: VmapLevel, func: Any, args: tuple) -> Unmade | None:
-    """Values added to a tensor that is the same for all, at places of each example."""
+    """Values added to a tensor that is the same for all, at indices of each example."""
     into, values, add_up = _PLACES[func](level, *args)
     if add_up is None or is_mapped(into, level) or into.dtype != values.dtype:
         return None

@@ -1,4 +1,4 @@
-"""In-place and out= forms: what an example writes, and into what."""
+"""In-place and out= operators on examples: into stacks, and into memory from before the call."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ Tensor = torch.Tensor
 
 
 def derived(functional: Any, done: tuple = ()) -> Callable:
-    """In-place and out= forms: compute what they would write, then write it.
+    """Make a handler of in-place and out= forms: compute what they would write, then write it.
 
-    ``done`` is what ``functional`` writes to by itself.
+    ``done`` names the arguments that ``functional`` writes to by itself.
     """
 
     def handler(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
@@ -91,7 +91,7 @@ def _write_out(level: Any, func: Any, target: Any, result: Tensor) -> None:
 
 
 def _resize_out(level: Any, func: Any, target: Any, result: Tensor) -> None:
-    """out= takes the size of what is written to it, as long as only this call knows it."""
+    """Give an out= target the size of the result, as long as only this call knows the target."""
     if _is_older(target, level):
         raise RuntimeError(
             f"vmap: {func} would resize what it writes to, a tensor from before the call.\n"
@@ -122,9 +122,9 @@ def write(level: Any, func: Any, target: Any, data: Tensor) -> None:
 
 
 def _aligned(level: Any, stack: Tensor) -> tuple[Tensor, Any]:
-    """What is written to, and how what it is computed from broadcasts to it, example by example.
+    """The tensor to write to, and a function that aligns operands to it example by example.
 
-    One example is written as itself: as a stack of one, its memory can have other strides in a
+    A single example is written as itself: as a stack of one, its memory can have other strides in a
     view of the same, and torch refuses to write to a tensor from one that it overlaps in part.
     """
     if stack.shape[0] == 1:
@@ -144,7 +144,7 @@ def _aligned(level: Any, stack: Tensor) -> tuple[Tensor, Any]:
 
 
 def writable(level: Any, func: Any, target: Any, data: list) -> Tensor:
-    """The target's stack (B, *S) to write into, promoted if the examples will differ in it."""
+    """The target's stack (B, *S) to write into, with an axis if the examples will differ in it."""
     note_write(target)
     if not (type(target) is Batched and target.level is level):
         raise shared_write(str(func), target, [d for d in data if is_mapped(d, level)])
@@ -161,9 +161,9 @@ def writable(level: Any, func: Any, target: Any, data: list) -> Tensor:
 
 
 def _note_write(target: Batched) -> None:
-    """Rules run below the version count; a caller's tensor must still show that it changed.
+    """Bump the version of a caller's tensor, since rules write below autograd's version count.
 
-    A view that was made there has a count of its own.
+    A view that was made below has a version of its own.
     """
     value = target.value if target.family is None else target.family.value
     if not isinstance(value, Batched):
@@ -183,7 +183,7 @@ def pointwise_in_place(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
             return a
         v = align(a)
         if v.device != to.device and is_mapped(a, level) and not a.dim() and v.is_cpu:
-            v = v.to(to.device)  # a number of the CPU's goes with the device
+            v = v.to(to.device)  # a CPU tensor of rank 0 goes with any device
         plain = common is None or not is_mapped(a, level) or v.dtype in (common, torch.bool)
         return v if plain else v.to(common)
 
@@ -192,7 +192,7 @@ def pointwise_in_place(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def shared_data_write(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
-    """An in-place or out= operator none of whose arguments differs between the examples."""
+    """Run an in-place or out= operator none of whose arguments differs between examples."""
     fact = facts(func)
     flat = written_by(func, args, kwargs)
     for target in flat:
@@ -233,7 +233,7 @@ def older(level: Any, func: Any, args: tuple, kwargs: dict, mapped: bool) -> Cal
     if level.calls == 1:
         done_once(level, written_by(func, args, kwargs) if kind is _WRITES else ())
         return None
-    if not (level.active and not level.records_values):  # no end of a call to settle at
+    if not (level.active and not level.records_values):  # no end of a call to apply updates at
         return _unsettled(level, func, args, kwargs, mapped)
     if level.calls is not None:  # the call was made before: what it did to older memory is done
         into = () if mapped or kind is not _WRITES else written_by(func, args, kwargs)
@@ -249,7 +249,7 @@ _OF_AUTOGRAD = frozenset({torch.ops.aten.add.Tensor, torch.ops.aten.clone.defaul
 
 
 def _kind(func: Any) -> str:
-    """What an operator does to the older tensors among its arguments."""
+    """The kind of access that an operator has to older tensors among its arguments."""
     fact, name = facts(func), func.overloadpacket.__name__
     if fact.is_collective:
         raise collective("vmap", func)
@@ -257,7 +257,7 @@ def _kind(func: Any) -> str:
     if (
         fact.view
         or func in registry.BLIND
-        or (fact.statistics and has_kernel(func.name(), _COMPOSITE))  # its parts come by
+        or (fact.statistics and has_kernel(func.name(), _COMPOSITE))  # its parts are seen
         or (name.startswith("new_") or name.endswith("_like"))
         or name in _LOOKS
     ):
@@ -269,14 +269,14 @@ def _kind(func: Any) -> str:
 
 
 def done_once(level: Any, targets: Iterable[Tensor]) -> None:
-    """Writes of the one call that examples are directions of: they are done on the spot."""
+    """Keep the targets of writes that run at once, since examples are directions of one call."""
     for t in targets:
         if is_shared_older(t, level):
             level.ledger.keep(lower(t, level))
 
 
 def _unsettled(level: Any, func: Any, args: tuple, kwargs: dict, mapped: bool) -> None:
-    """Where no call will end: an older tensor may be written to if once is enough."""
+    """Refuse a write to an older tensor where no call will end, unless once is enough."""
     if not mapped and not _once_is_enough(func):
         for t in written_by(func, args, kwargs):
             if _is_older(t, level):
@@ -318,7 +318,7 @@ def _older_written(
 
 
 def _add_up(level: Any, func: Any, args: tuple, kwargs: dict, update: Any) -> None:
-    """Put an update in the target's account, once torch would accept it for one example."""
+    """Log an update of the target, once torch would accept it for one example."""
     target = args[0]
     with no_dispatch():
         func(*pytree.map_tensors(_blank, args), **pytree.map_tensors(_blank, kwargs))
@@ -332,7 +332,7 @@ def _add_up(level: Any, func: Any, args: tuple, kwargs: dict, update: Any) -> No
 
 
 def step_later(level: Any, func: Any, target: Tensor, step: Step) -> None:
-    """A `Step` that autograd does not see, at the end of the call."""
+    """Log a `Step` that autograd does not see, for the end of the call."""
     if not (level.active and not level.records_values) or level.calls is not None:
         raise shared_write(str(func), target, [])
     by_all(level, func, target)
@@ -344,7 +344,7 @@ def _blank(t: Tensor) -> Tensor:
 
 
 def _overwrite(level: Any, func: Any, written: list, read: list) -> None:
-    """The same data for all examples: once is enough, if nothing has seen the memory before."""
+    """Write the same data for all examples once, if nothing has seen the memory before."""
     ledger = level.ledger
     for t in written:
         if torch.is_grad_enabled() and any(r.requires_grad for r in read):
@@ -359,7 +359,7 @@ def _overwrite(level: Any, func: Any, written: list, read: list) -> None:
 
 
 def _is_all(t: Tensor) -> bool:
-    """Whether a tensor is all of its memory."""
+    """True if a tensor is all of its memory."""
     while isinstance(t, Wrapper):
         if type(t) is Batched and not t.older:
             return t.family is None
@@ -372,14 +372,14 @@ def _coincide(a: Tensor, b: Tensor) -> bool:
 
 
 def _nothing(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
-    """Answer as an operator in place does."""
+    """Do nothing; return what an operator in place returns."""
     return args[0] if func._schema.returns else None
 
 
 _COMPOSITE = DispatchKey.CompositeImplicitAutograd  # whole, in inference mode
 _COPY = torch.ops.aten.copy_.default
-_GROWS = frozenset({torch.ops.aten.addbmm_.default})  # in place, to the shape of the result
-# How a tensor lies. Of fake tensors autograd asks it by operators, and an error ends the process.
+_GROWS = frozenset({torch.ops.aten.addbmm_.default})  # in place, but grows to the result's shape
+# Queries of how a tensor lies. Autograd asks fake tensors by operators; an error ends the process.
 _LOOKS = frozenset(
     {
         *("is_same_size", "_has_same_storage_numel", "_new_zeros_with_same_feature_meta"),
@@ -389,7 +389,7 @@ _LOOKS = frozenset(
     }
 )
 _WHOLE = frozenset({"copy_", "fill_", "zero_"})
-# Of what may be done once: what it leaves depends on what it finds.
+# Operators that may be done once, though what they leave depends on what they find.
 _BY_VALUE = frozenset({"clamp_", "clamp_min_", "clamp_max_", "relu_", "abs_"})
 _IDEMPOTENT = frozenset(
     {
@@ -413,7 +413,7 @@ _IDEMPOTENT = frozenset(
 
 
 def _once_is_enough(func: Any) -> bool:
-    """Whether doing it once leaves what doing it for every example in turn would leave."""
+    """True if doing it once leaves what doing it for every example in turn would leave."""
     fact = facts(func)
     return func.overloadpacket.__name__ in _IDEMPOTENT or bool(
         fact.out_names and not fact.statistics

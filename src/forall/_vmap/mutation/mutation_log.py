@@ -1,12 +1,12 @@
-"""What a call does to memory that was there before it.
+"""The mutation log of a call: its reads of memory that was there before it, and its writes.
 
 NOTE [older memory]
-    In the loop every example meets what those before it left in a tensor from outside. Here all
-    run as one, so a write into such memory is right only if nobody can tell: the function adds to
-    it and reads none of it, before or after. The ledger of a level knows which memory operators
-    have read, and which they have written to. What adds up is written down and settled at the end
-    of the call, all examples at once; what overwrites runs once; a mix of both, or a read of what
-    others wrote, is an error. A call that fails has added nothing.
+    In the loop every example sees what the examples before it left in a tensor from outside. Under
+    vmap all run as one, so a write into such memory is right only if the order of the examples
+    cannot show: the function adds to it and reads none of it, before or after. The ledger of a
+    level logs which memory operators have read, and which they have written to. Additions are
+    logged and applied at the end of the call, all examples at once; an overwrite runs once. A mix
+    of both, or a read of what others wrote, is an error. A call that fails has added nothing.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ Tensor = torch.Tensor
 
 
 def memory(t: Tensor) -> int:
-    """What two names of the same memory have in common."""
+    """A key of the memory that a tensor lies in; two names of the same memory have the same key."""
     while isinstance(t, Wrapper):
-        if type(t) is Batched and not t.older:  # made under an outer level: it may yet be promoted
+        if type(t) is Batched and not t.older:  # made under an outer level: it may yet get an axis
             if t.family is None:
                 t.family = Family(t.value, t.axis, t.older)
                 t.family.add(t)
@@ -54,7 +54,7 @@ def summed_grad(leaf: Tensor) -> RuntimeError:
 
 
 def note_read(call: str, t: Tensor) -> None:
-    """A read that is no operator: the memory of an ordinary tensor."""
+    """Log a read that is no operator, of the memory of an ordinary tensor."""
     level: Any = top()
     while level is not None:
         if getattr(level, "notes", False):
@@ -63,12 +63,12 @@ def note_read(call: str, t: Tensor) -> None:
 
 
 class _Written(threading.local):
-    """How often this thread has written into examples, drawn for them, or noted what adds up."""
+    """Counts of this thread's writes into examples, draws for them, and logged additions."""
 
     times = 0
 
     def __init__(self) -> None:
-        self.named: list[Family] = []  # of what was written into, that which has several names
+        self.named: list[Family] = []  # written to, of those with several names
 
 
 written = _Written()
@@ -76,7 +76,7 @@ exception_safety.PUT_BACK.append(lambda *_: written.named.clear())
 
 
 def note_write(target: Any) -> None:
-    """For those who ask later whether something was written, and into what."""
+    """Count a write and remember its target, for code that later asks what was written."""
     written.times += 1
     symbolic_eye.written()
     family = target.family if type(target) is Batched else None
@@ -87,7 +87,7 @@ def note_write(target: Any) -> None:
 
 
 def changed() -> list[Family]:
-    """The memory of several names that was written into since this was last asked."""
+    """The families of several names that were written into since the last call of this function."""
     found = [*dict.fromkeys(written.named)]
     written.named.clear()
     return found
@@ -98,7 +98,7 @@ _SETS = ("read", "mapped_written", "overwritten", "renewed", "leaves")
 
 
 class Ledger:
-    """See NOTE [older memory]."""
+    """The log of one call's reads and writes of memory from before it. See NOTE [older memory]."""
 
     __slots__ = (
         "accounts",
@@ -116,21 +116,21 @@ class Ledger:
     def __init__(self) -> None:
         self.read: set[int] = set()
         self.seen: dict[int, Tensor] = {}  # some whose memory was read, kept so that ids hold
-        self.arguments: list[Tensor] = []  # that are mapped
+        self.arguments: list[Tensor] = []  # the mapped ones
         self.mapped_written: set[int] = set()
         self.overwritten: set[int] = set()
         self.renewed: set[int] = set()  # overwritten as a whole, before anything read it
         self.accounts: dict[int, Account] = {}
         self.before = Before()
         self.undoable = False  # whether the call may have to be made again
-        self.leaves: set[int] = set()  # on which a backward pass of the call left a gradient
+        self.leaves: set[int] = set()  # ids of those that a backward pass of the call added to
 
     def is_mapped(self, key: int) -> bool:
-        """Whether this is memory of a mapped argument."""
+        """True if ``key`` is the memory of a mapped argument."""
         return any(memory(a) == key for a in self.arguments)
 
     def read_by(self, func: Any, met: list[Tensor]) -> None:
-        """`reads` for the operands of an operator, on every operator's way: a short one."""
+        """Log the reads of an operator's operands, in little time: every operator asks for it."""
         seen = self.seen
         for t in met:
             v = t.value if type(t) is Batched else t
@@ -146,14 +146,14 @@ class Ledger:
         self.read.add(key)
 
     def writes_mapped(self, func: Any, target: Tensor) -> None:
-        """A mapped argument: each example its own part, if none sees the others' parts."""
+        """Log a write into a mapped argument: each example its own part, if none reads others."""
         key = memory(target)
         if key in self.read:
             raise conflict(f"{func} writes to", target, "captured and read")
         self.mapped_written.add(key)
 
     def overwrites(self, func: Any, target: Tensor, whole: bool) -> None:
-        """The same data for all examples, so that once is enough."""
+        """Log a write of the same data for all examples, which runs once."""
         key = memory(target)
         if key in self.renewed:
             return
@@ -166,12 +166,12 @@ class Ledger:
             self.renewed.add(key)
 
     def note(self, func: Any, target: Tensor, below: Tensor, update: Any, size: int) -> None:
-        """Something that adds up, to be done to the target, which is ``below`` one level down."""
+        """Log an update of the target that adds up; ``below`` is the target one level down."""
         if not self.account(func, target).add(below, update, size):
             raise conflict(f"{func} writes to", target, "written to otherwise")
 
     def account(self, func: Any, target: Tensor) -> Account:
-        """For what adds up: nothing else may see this memory."""
+        """The pending updates of a target's memory, which nothing else may read or overwrite."""
         written.times += 1
         key = memory(target)
         if key in self.read or self.is_mapped(key):
@@ -188,7 +188,7 @@ class Ledger:
             self.before.keep((memory(value), place(value)), value)
 
     def keep_grads(self, node: Any) -> None:
-        """Before a backward pass goes on from ``node``, and adds to the .grad of some leaves."""
+        """Remember the .grad of leaves that a backward pass which goes on from ``node`` adds to."""
         if self.undoable:
             self.before.keep_grads(node)
 
@@ -205,25 +205,25 @@ class Ledger:
         return [*map(grad_of, leaves), *map(memory, known)]
 
     def forget(self) -> None:
-        """The call will not be made again."""
+        """Drop what was kept to undo the call, which will not be made again."""
         self.undoable = False
         if self.before.has_kept():
             self.before = Before()
 
     def mark(self) -> tuple:
-        """What is noted so far, for `back_to`."""
+        """A snapshot of the log, for `back_to`."""
         sets = [set(getattr(self, name)) for name in _SETS]
         return sets, {key: account.copy() for key, account in self.accounts.items()}
 
     def back_to(self, mark: tuple) -> None:
-        """Forget what was noted since then: it was undone."""
+        """Reset the log to a snapshot, since what followed it was undone."""
         sets, accounts = mark
         self.accounts = {key: account.copy() for key, account in accounts.items()}
         for name, known in zip(_SETS, sets, strict=True):
             setattr(self, name, set(known))
 
     def settle(self, size: int) -> None:
-        """At the end of the call, just outside its level."""
+        """Apply the pending updates at the end of the call, just outside its level."""
         if self.accounts and size:
             with functions_off(), below_autograd():
                 for account in self.accounts.values():
@@ -233,7 +233,7 @@ class Ledger:
 
 
 def marks_of(level: Any) -> list[tuple[Ledger, tuple]]:
-    """The ledgers of a level and of those further out, each with a mark of its notes so far."""
+    """The ledgers of a level and of those further out, each with a snapshot."""
     if level is None:
         return []
     return [(ledger, ledger.mark()) for _, ledger in ledgers_from(level)]

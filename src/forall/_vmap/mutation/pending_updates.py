@@ -1,4 +1,4 @@
-"""What examples add up in a tensor from before the call, settled when the call ends.
+"""Pending updates: what examples add to a tensor from before the call, applied when it ends.
 
 See NOTE [older memory] in `ledger`.
 """
@@ -27,12 +27,12 @@ Tensor = torch.Tensor
 
 
 def place(t: Tensor) -> Place:
-    """Where a tensor lies in its memory."""
+    """The position of a tensor in its storage: offset, shape and strides."""
     return int(t.storage_offset()), tuple(t.shape), t.stride()
 
 
 def apart(a: Place, b: Place) -> bool:
-    """Whether what lies at ``a`` certainly shares nothing with what lies at ``b``."""
+    """True if the positions ``a`` and ``b`` certainly do not overlap."""
     (first, last), (other_first, other_last) = _span(a), _span(b)
     return last < other_first or other_last < first
 
@@ -53,12 +53,12 @@ class Step(NamedTuple):
     mapped: bool
 
     def total(self, size: int) -> Any:
-        """What all examples add together."""
+        """The sum of what all examples add."""
         return self.data.sum(0, dtype=self.data.dtype) if self.mapped else self.data * size
 
 
 class Mean(NamedTuple):
-    """``s <- (n * s + data) / (n + times)``: what ``times`` calls do to an average of n."""
+    """``s <- (n * s + data) / (n + times)``: what ``times`` calls do to an average of n values."""
 
     data: Any
     mapped: bool
@@ -67,17 +67,17 @@ class Mean(NamedTuple):
 
 
 class Account:
-    """What is to be done to one piece of older memory when the call ends."""
+    """The pending updates of one piece of memory from before the call, applied when it ends."""
 
     __slots__ = ("chains", "recorded", "sums")
 
     def __init__(self) -> None:
         self.sums: list[tuple[Place, Tensor, Callable[[], object]]] = []
         self.chains: dict[Place, Chain | Average] = {}
-        self.recorded = False  # whether autograd has taken down any of it
+        self.recorded = False  # whether autograd has recorded any of it
 
     def add(self, target: Tensor, update: Any, size: int) -> bool:
-        """Note a `Step` or a function that adds; False where the order of writes would matter."""
+        """Log a `Step` or a function that adds; False where the order of writes would matter."""
         at = place(target)
         chained = [p for p in self.chains if not apart(at, p)]
         if not chained and only_adds(update):
@@ -147,7 +147,7 @@ class Chain:
         """s <- a**B * s + the sum of a**(B-1-i) * data[i]."""
         dtype, factor = self.target.dtype, self.factor
         device = self.target.device
-        if exact := _EXACT.get(type(factor)):  # to fill does not wait for the device
+        if exact := _EXACT.get(type(factor)):  # filling does not wait for the device
             a = torch.full((), factor, dtype=exact, device=device)
         else:
             a = torch.as_tensor(factor, device=device)
@@ -164,7 +164,7 @@ class Chain:
 
 
 class Average:
-    """A `Mean` of each example, one after another: in which order is all the same."""
+    """A `Mean` of each example, one after another; the order of the examples does not matter."""
 
     __slots__ = ("before", "size", "target", "times", "total")
 
@@ -185,7 +185,7 @@ class Average:
 
 
 def average(target: Tensor, data: Tensor, before: Tensor, times: int = 1) -> None:
-    """A `Mean`, done here or noted by the level that runs."""
+    """Apply a `Mean` here, or log it if the running level logs writes."""
     level = noting_level()
     if level is None or not is_shared_older(target, level):
         before = before.to(target.dtype)
@@ -215,14 +215,14 @@ def noting_level() -> Any:
 
 
 def is_shared_older(t: Any, level: Any) -> bool:
-    """Whether this is a tensor from before the call, the same for all examples."""
+    """True if ``t`` is a tensor from before the call, the same for all examples."""
     if type(t) is Batched and t.level is level:
         return t.older and t.axis is None
     return isinstance(t, Tensor)
 
 
 def by_all(level: Any, func: Any, target: Tensor) -> None:
-    """Where only some examples do what their order shows in, they all run again, in groups."""
+    """Raise `Parted`, so that all examples run again in groups, if only some of them run now."""
     root = level.root
     if root is not level:
         raise concretize.apart(

@@ -1,7 +1,7 @@
-"""What a call did to memory that was there before it: so that it can be undone, and compared.
+"""Records of what a call did to memory from before it, to undo the call and to compare groups.
 
-A call whose examples part is made again, for one group of them after another. The first run must
-leave nothing behind; and what the groups do must not depend on which of them runs first.
+A call whose examples diverge is made again, for one group of them after another. The first run must
+leave nothing behind, and the effect of the groups must not depend on their order.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Tensor = torch.Tensor
 
 
 class Before:
-    """What older tensors held, and what history they had, before the first write of a call."""
+    """Values and histories of older tensors, from before the first write of a call."""
 
     __slots__ = ("grads", "histories", "kept", "values", "walked")
 
@@ -52,7 +52,7 @@ class Before:
                 self.grads[id(leaf)] = leaf, grad, None if grad is None else as_it_is(grad)
 
     def keep_grads(self, node: Any) -> None:
-        """The .grad of all leaves that a backward pass may reach from this node of history."""
+        """Keep the .grad of all leaves that a backward pass may reach from this node of history."""
         todo = [node]
         while todo:
             node = todo.pop()
@@ -65,7 +65,7 @@ class Before:
             todo += [n for n, _ in node.next_functions]
 
     def settle_grads(self) -> None:
-        """What is the same for all examples of a level that is over, as an ordinary tensor."""
+        """Make a .grad that all examples of an ended level share an ordinary tensor."""
         if not self.grads:
             return
         with functions_off():
@@ -79,7 +79,7 @@ class Before:
                     leaf.grad = grad.value
 
     def keep_history(self, target: Tensor) -> None:
-        """Before autograd takes down a write on an older tensor itself."""
+        """Keep the history of an older tensor, before autograd records a write on it."""
         base = target if target._base is None else target._base
         if id(base) not in self.histories:
             with functions_off(), _aside(base), autograd_below(grad=True, forward=False):
@@ -87,7 +87,7 @@ class Before:
             self.histories[id(base)] = base, version(base), base.grad_fn, held
 
     def undo(self) -> None:
-        """Put all of it back: the call will be made again."""
+        """Put all values and histories back, since the call will be made again."""
         with functions_off(), below_autograd(), torch.enable_grad(), _unnoted():
             for value, held, number in reversed(self.values):
                 value.copy_(held)
@@ -105,7 +105,7 @@ class Before:
 
 
 def _aside(base: Tensor) -> Any:
-    """Keep levels from taking what is done to a tensor for the user's.
+    """Keep levels from taking an operation on a tensor for the user's.
 
     A wrapper has no memory, and nor has a fake tensor, whose own mode has to see it.
     """
@@ -113,7 +113,7 @@ def _aside(base: Tensor) -> Any:
 
 
 def _give_history(base: Tensor, held: Tensor | None) -> None:
-    """The history that a tensor had, by that of a copy from then."""
+    """Give a tensor the history that it had, by that of a copy from then."""
     Tensor.detach_(base)  # not by what a class makes of it: its value is put back apart
     if held is not None:
         base.copy_(held)
@@ -129,7 +129,7 @@ def as_it_is(t: Tensor) -> Tensor:
 
 
 def ledgers_from(level: Any) -> list[tuple[Any, Ledger]]:
-    """A level and those further out that keep a ledger, each with it."""
+    """A level and those further out that have a ledger, each with its own."""
     found = []
     while level is not None:
         ledger = getattr(level, "ledger", None)
@@ -140,7 +140,7 @@ def ledgers_from(level: Any) -> list[tuple[Any, Ledger]]:
 
 
 class _unnoted:
-    """No level further out takes what is done here for the user's."""
+    """Keep levels further out from taking the operations in the body for the user's."""
 
     __slots__ = ("ledgers",)
 
@@ -155,7 +155,7 @@ class _unnoted:
 
 
 def grad_of(leaf: Tensor) -> int:
-    """The .grad of a leaf, among the names of memory: which are not negative."""
+    """The key of a leaf's .grad among those of memory, which are not negative."""
     return ~id(leaf)
 
 
@@ -163,7 +163,7 @@ IN_ORDER, ADDED, READ, ROWS = "in order", "added to", "read", "rows of"
 
 
 class Touched:
-    """What groups of examples did to older memory: nobody may see what another group did."""
+    """The effects of groups of examples on older memory: no group may see those of another."""
 
     __slots__ = ("ledgers", "seen")
 
@@ -172,7 +172,7 @@ class Touched:
         self.seen: dict[int, str] = {}
 
     def by(self, ledger: Ledger, rows: Iterable[int]) -> bool:
-        """Whether what this group did, and to ``rows`` of mapped arguments, is its own affair."""
+        """True if no other group can tell what this one did, to ``rows`` of arguments either."""
         mine = touched(ledger, rows)
         if any(
             self.seen.get(key, how) != how or (how is IN_ORDER and key in self.seen)
@@ -188,7 +188,7 @@ class Touched:
 
 
 def touched(ledger: Ledger, rows: Iterable[int]) -> dict[int, str]:
-    """What a call did to each piece of older memory, in a word that groups may have in common."""
+    """The kind of effect that a call had on each piece of older memory."""
     found = dict.fromkeys(ledger.read, READ)
     for key in rows:
         found[key] = IN_ORDER if key in found else ROWS

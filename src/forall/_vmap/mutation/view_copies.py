@@ -1,9 +1,9 @@
-"""What the loop has as a view and we as a copy: ``x[i]`` with an i of each example.
+"""Copies that emulate views: ``x[i]`` with an i of each example, which is a view in the loop.
 
 What an API call has written into the copy, or into a view of it, is put back into x. Where x
 changes under another name, the copy follows. Both happen after the call that wrote and in its grad
-mode, so a derivative is that of what x holds by then; a backward pass that needs what it held
-before meets torch's own version check.
+mode, so a derivative is that of what x holds by then. A backward pass that needs what x held before
+meets torch's own version check.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ _FEW = 64
 
 
 class _Copies(threading.local):
-    """The copies that live; None where there are none, to be quick to ask."""
+    """The copies that live; None where there are none, which is quick to ask."""
 
     found: list[weakref.ref[Standing]] | None = None
     seen = -1  # `written.times`, when they were last looked at
-    followed = False  # whether other names of what was written follow now
+    followed = False  # whether other names of what was written are updated now
     prune_at = _FEW
 
 
 copies = _Copies()
 exception_safety.PUT_BACK.append(lambda *_: setattr(copies, "followed", False))
-FOLLOWING: list[Callable[[], None]] = []  # of code that knows other names of what is written
+FOLLOWING: list[Callable[[], None]] = []  # functions that update other names of what was written
 
 
 def memory_of(x: torch.Tensor) -> Family | None:
-    """The memory that x is a name of, which counts what is written into it."""
+    """The alias family of ``x``, which counts the writes into its memory."""
     found = _mapped(x)
     return None if found is None else family_of(found)
 
@@ -62,13 +62,13 @@ def _mapped(x: torch.Tensor) -> Batched | None:
 
 
 def views(x: torch.Tensor) -> bool:
-    """Whether x may be a part of that memory, or lie there otherwise."""
+    """True if ``x`` may be a part of its memory, or be laid out otherwise."""
     found = _mapped(x)
     return found is not None and is_view(found)
 
 
 class Standing:
-    """One copy, and the places of x that it is of. It lives as long as the copy's memory."""
+    """A copy of x at some indices that emulates a view of it, and lives as long as its memory."""
 
     __slots__ = (
         "__weakref__", "level", "memory", "node", "others", "picked", "places", "seen", "x",
@@ -87,8 +87,8 @@ class Standing:
         self.look()
 
     def look(self) -> None:
-        """Take both as they are now."""
-        self.others: list[tuple[int, list[Standing]]] = []  # writes that were copies, put back
+        """Remember how often the copy and x have been written into by now."""
+        self.others: list[tuple[int, list[Standing]]] = []  # writes that put back copies of this
         memory = self.memory()
         self.seen = 0 if memory is None else memory.times
         self.x_seen = self.x_times()
@@ -122,12 +122,12 @@ class Standing:
                 other.heard(writers, self.x_seen)
 
     def _has_new_history(self) -> bool:
-        """Whether a Function that wrote into the copy has given it one after it had run."""
+        """True if a Function that wrote into the copy has given it a history after it had run."""
         picked = self.picked()
         return picked is not None and picked.grad_fn is not self.node
 
     def _writers(self, times: int) -> list[Standing]:
-        """The copies that have been written into: this one, or copies of it."""
+        """The copies that were written into: this one, or copies of it."""
         if times and sum(n for n, _ in self.others) == times:
             return [w for _, writers in self.others for w in writers]
         return [self]
@@ -142,7 +142,7 @@ class Standing:
             self.look()
 
     def heard(self, writers: list[Standing], times: int) -> None:
-        """What was written into these has been put back into x."""
+        """Take notice that writes into these copies have been put back into x."""
 
     def put_back(self, picked: torch.Tensor) -> None:
         aten.index_put_.default(self.x, self.places, picked)
@@ -152,7 +152,7 @@ class Standing:
 
 
 def stand(picked: torch.Tensor, x: torch.Tensor, places: list) -> torch.Tensor:
-    """Let ``picked``, which is x at these places, be what the loop has: a view of x."""
+    """Let ``picked``, a copy of ``x`` at these indices, emulate the view that the loop has."""
     if isinstance(picked, Wrapper):
         with functions_off():
             enlist(Standing(picked, x, places))
@@ -175,7 +175,7 @@ def _lives(standing: Standing | None) -> bool:
 
 
 def settle() -> None:
-    """Bring together again what is one memory in the loop, after something has been written."""
+    """Bring together again what is one memory in the loop, after a write."""
     _settle_copies()
     if written.named and not copies.followed:
         copies.followed = True
@@ -188,7 +188,7 @@ def settle() -> None:
 
 
 def _settle_copies() -> None:
-    found, copies.found = copies.found or [], None  # what follows is our own doing
+    found, copies.found = copies.found or [], None  # the writes that follow are our own
     try:
         with functions_off():
             alive = [s for s in (reference() for reference in found) if _lives(s)]

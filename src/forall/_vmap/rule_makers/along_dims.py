@@ -1,7 +1,7 @@
 """Makers of handlers for operators that act along dims of each example.
 
-Where an operator takes its dims, which tensors they speak of and what it assumes when none are
-given is read from the schema once, when the row is made.
+The position of the dims among an operator's arguments, and their default, are read from its schema
+once, when the row is made.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ Tensor = torch.Tensor
 def along(op: Any, tensors: int = 1, *, empty_is_all: bool = True) -> Callable:
     """``op(*tensors, .., dim, ..)``: (B, *S) -> (B, *R), its dims counting those of an example.
 
-    A rank-0 example lends the op an axis, and no result of it has one. With many dims, None and
-    (unless ``empty_is_all`` is off) an empty list name every dim of the example.
+    A rank-0 example gets a temporary axis, which is removed from the results. If the op takes a
+    list of dims, None and (unless ``empty_is_all`` is off) an empty list name every dim of the
+    example.
     """
     arguments = op._schema.arguments
     where = next(i for i, a in enumerate(arguments) if a.name == "dim")
@@ -41,7 +42,7 @@ def along(op: Any, tensors: int = 1, *, empty_is_all: bool = True) -> Callable:
             return stacked_dim(dim, rank)
         if not empty_is_all and dim is not None and not len(dim):
             return []
-        return stacked_dims(dim, rank) or [1]  # the axis lent to a number
+        return stacked_dims(dim, rank) or [1]  # the temporary axis of a rank-0 example
 
     def handler(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
         values = [stacked(a, level) for a in args[:tensors]]
@@ -70,7 +71,7 @@ def _numbers(out: Tensor) -> Tensor:
 def whole(rule: Callable, flat: bool = True) -> Callable:
     """A handler from ``rule((B, N), *args)``: one result over all N entries of each example.
 
-    With ``flat`` off the rule takes (B, *S), of one dim or more: to flatten it may be a copy.
+    With ``flat`` off the rule takes (B, *S), of at least one dim, since flattening may copy.
     """
 
     def handler(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
@@ -79,7 +80,7 @@ def whole(rule: Callable, flat: bool = True) -> Callable:
             v = v.unsqueeze(1)
         elif flat or v.layout is not torch.strided:
             v = v.flatten(1)
-        if 0 in v.shape[1:]:  # what the operator makes of no entries, or how it refuses, it says
+        if 0 in v.shape[1:]:  # the operator itself answers, or refuses, for no entries
             if level.size:
                 return loop(level, func, args, kwargs)
             v = v.new_empty((0, 1))

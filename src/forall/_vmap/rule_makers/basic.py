@@ -24,12 +24,12 @@ Tensor = torch.Tensor
 
 
 def is_mapped(a: Any, level: Any) -> bool:
-    """Whether ``a`` differs between the examples of ``level``."""
+    """True if ``a`` differs between the examples of ``level``."""
     return type(a) is Batched and a.axis is not None and a.level is level
 
 
 def is_bare(a: Any, level: Any) -> bool:
-    """Whether ``a`` is mapped, and its stack has no lazy conj or neg bit."""
+    """True if ``a`` is mapped, and its stack has no lazy conj or neg bit."""
     return is_mapped(a, level) and not (a.value.is_complex() or a.value.is_neg())
 
 
@@ -39,7 +39,7 @@ def front(a: Batched) -> Tensor:
 
 
 def lower(a: Any, level: Any) -> Any:
-    """What a shared argument is one level down; lists element by element."""
+    """The value of a shared argument one level down; lists element by element."""
     if type(a) is Batched:
         return a.value if a.level is level else a
     if isinstance(a, (list, tuple)):
@@ -75,7 +75,7 @@ def wrapped(out: Any, axis: int | None, level: Any) -> Any:
 
 
 def alike(level: Any, func: Any, args: tuple) -> Any:
-    """The short way for the common case: mapped operands laid out alike, and numbers."""
+    """Apply a pointwise operator to mapped operands laid out alike, and numbers; else None."""
     x = args[0]
     if type(x) is not Batched or x.level is not level or x.axis is None:
         return None
@@ -138,7 +138,7 @@ def pointwise(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _aligned(args: tuple, values: list, axis: int, rank: int, level: Any) -> bool:
-    """Whether every shared operand broadcasts within the dims right of the examples' axis."""
+    """True if every shared operand broadcasts within the dims right of the batch axis."""
     for a, v in zip(args, values, strict=True):
         if isinstance(v, Tensor) and not is_mapped(a, level) and v.dim() > rank - axis:
             return False
@@ -151,7 +151,7 @@ def _pointwise_with_care(level: Any, func: Any, args: tuple, kwargs: dict) -> An
     # The condition of where takes no part in promotion.
     condition = args[0] if func is _WHERE else None
     common = common_dtype([t for t in tensors if t is not condition], level)
-    # A number of the CPU's goes with tensors of a device, but a stack of numbers does not.
+    # A CPU tensor of rank 0 goes with tensors of another device, but a stack of such does not.
     device = next((t.device for t in tensors if t.device != _CPU), _CPU)
 
     def align(a: Any) -> Any:
@@ -199,7 +199,7 @@ def common_dtype(tensors: list[Tensor], level: Any) -> torch.dtype | None:
 
 @functools.cache
 def _promoted(ranked: torch.dtype, number: torch.dtype) -> torch.dtype:
-    """What a tensor of one dtype and a number of another make."""
+    """The dtype that a tensor of one dtype and a number of another promote to."""
     return torch.result_type(
         torch.empty(1, dtype=ranked, device="meta"), torch.empty((), dtype=number, device="meta")
     )
@@ -298,9 +298,9 @@ class Stack:
 class level_on:
     """Let operators inside a handler reach this level once more, above its own values.
 
-    What they make anew is then of this level, and of the levels that the values ``args`` belong to
-    further out. Those that have ended are on no stack, so they are put there too. A part of a
-    level's examples acts, whoever runs now: what is made anew is for those of the values.
+    New tensors then belong to this level, and to the levels further out that the values ``args``
+    belong to. Levels that have ended are on no stack, so they are pushed too. In the body ``level``
+    itself acts for its root, so that new tensors are for the examples of the values.
     """
 
     __slots__ = ("levels", "were")
@@ -323,7 +323,7 @@ class level_on:
 
 
 def _ended(args: tuple) -> list:
-    """The levels below the first one of ``args`` that run no more, the outermost first."""
+    """The levels below the values of ``args`` that have ended, the outermost first."""
     found: set = set()
     for a in args:
         for b in a if isinstance(a, (list, tuple)) else (a,):
@@ -339,13 +339,13 @@ def _ended(args: tuple) -> list:
 
 
 def loop(level: Any, func: Any, args: tuple, kwargs: dict) -> Any:
-    """One example after another, then stacked: right by construction."""
+    """Run an operator on one example after another and stack the results: right by construction."""
     out = restacked(each(level, func, args, kwargs))
     return wrapped(out if level.size else without_examples(out), 0, level)
 
 
 def each(level: Any, func: Any, args: tuple, kwargs: dict) -> list:
-    """What an operator gives for one example after another; for a stand-in if there are none."""
+    """The results of an operator for one example after another, or for a blank one."""
     writes = getattr(getattr(func, "_schema", None), "is_mutable", False)  # into rows of a stack
 
     def pick(a: Any, i: int) -> Any:
