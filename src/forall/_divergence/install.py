@@ -9,10 +9,8 @@ import torch
 from forall._compat.wrapper_tensor import Wrapper
 from forall._divergence import (
     aliases,
-    scalar_factories,
     scalar_torch,
-    varying_slices,
-)  # noqa: F401 - torch.tensor(n), x[n:m]
+)
 from forall._divergence.batched_scalar import Number, number
 from forall._divergence.scalar_math import BUILTINS, MATH
 from forall._divergence.vmap_interface import use, words

@@ -1,6 +1,6 @@
 """Calls of pure functions on raw stacks, without wrapper tensors.
 
-`forall._ast_rewrite.pure_compute` rewrites such a function so that it calls this module for each value from
+`_ast_rewrite.pure_compute` rewrites such a function so that it calls this module for each value from
 outside and for each function that it calls. If one of them needs wrappers, the call is abandoned
 midway, which has no side effects.
 """

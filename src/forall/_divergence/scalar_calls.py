@@ -1,6 +1,6 @@
 """Scalar code, called for one example after another on Python's own values.
 
-`forall._ast_rewrite.scalar_code` finds statements that compute with numbers, strings and lists alone.
+`_ast_rewrite.scalar_code` finds statements that compute with numbers, strings and lists alone.
 This module turns the numbers that they need into columns: one Python value for each running
 example. It runs the code on each row, and turns the results into columns again. Numbers of one type
 become a `Number`, lists of one length become a list of these.
