@@ -281,13 +281,13 @@ def _binary(op: Any, a: Any, b: Any) -> Any:
 
 def _with_stranger(op: Any, a: Any, b: Any, n: Any) -> Any:
     if isinstance(n, Tensor):
-        from forall._divergence.scalar_torch import operated  # which needs to know this class
+        from forall._divergence import scalar_torch  # which needs to know this class
 
-        return operated(op, a, b)
+        return scalar_torch.operated(op, a, b)
     if hasattr(n, "__array_interface__"):
-        from forall._divergence.scalar_numpy import operated
+        from forall._divergence import scalar_numpy
 
-        return operated(op, a, b)
+        return scalar_numpy.operated(op, a, b)
     if isinstance(n, (int, float, complex)):
         return by_lane(op, a, b)  # of a subclass, with operators of its own
     return NotImplemented
