@@ -1,8 +1,8 @@
 """Calls of pure functions on raw stacks, without wrapper tensors.
 
 `_ast_rewrite.pure_compute` rewrites such a function so that it calls this module for each value
-from outside and for each function that it calls. If one of them needs wrappers, the call is abandoned
-midway, which has no side effects.
+from outside and for each function that it calls. If one of them needs wrappers, the call is
+abandoned midway, which has no side effects.
 """
 
 from __future__ import annotations
